@@ -1,0 +1,1 @@
+"""Kernels that pack, unpack and check the KV pages of suspended samples."""

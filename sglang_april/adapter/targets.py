@@ -1,0 +1,170 @@
+"""The table of everything in SGLang that we hook or call, and the checks that the hooks are really there.
+
+A row says what is hooked, by what, why, where the upstream code is and when the row can go. `DEPENDS_ON` lists what we
+call without hooking it. Both are compared with the reviewed manifest before the start (preflight.py).
+"""
+
+import functools
+import importlib.metadata
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sglang_april
+
+SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.17/python/sglang/srt/"
+
+
+class HookError(RuntimeError):
+    """A hook that is not where it should be; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One hook: `handler` is `module:function`, imported when it is first called."""
+
+    path: str
+    kind: Literal["before", "after", "around"]
+    handler: str
+    why: str
+    upstream: str
+    remove_when: str
+
+
+_ARGS = "sglang_april.adapter.hooks_args:"
+
+TARGETS: tuple[Target, ...] = (
+    Target(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "after",
+        _ARGS + "add_flags",
+        "SGLang's parser must accept and explain the --april-* flags",
+        SOURCE + "server_args.py#L8214",
+        "plugins can declare flags",
+    ),
+    Target(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        "before",
+        _ARGS + "publish_flags",
+        "flags that were not in this process's argv (a config file, a list given in code) must reach the children too",
+        SOURCE + "server_args.py#L8463",
+        "plugins can declare flags",
+    ),
+    Target(
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+        "before",
+        _ARGS + "refuse_requested",
+        "a flag that we cannot serve ends the start before any work is done for it",
+        SOURCE + "server_args.py#L3435",
+        "the refusal list is empty",
+    ),
+    Target(
+        "sglang.srt.server_args.ServerArgs.check_server_args",
+        "before",
+        _ARGS + "refuse_resolved",
+        "arguments built in code before plugins were loaded, and what SGLang chose by itself, are judged too",
+        SOURCE + "server_args.py#L8699",
+        "the refusal list is empty",
+    ),
+    Target(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "after",
+        _ARGS + "report_hooks",
+        "each scheduler tells the server process which hooks it runs with",
+        SOURCE + "managers/scheduler.py#L1607",
+        "SGLang's plugin loader fails closed",
+    ),
+    Target(
+        "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
+        "after",
+        _ARGS + "require_reports",
+        "a server whose schedulers run without our hooks must not start",
+        SOURCE + "entrypoints/engine.py#L1688",
+        "SGLang's plugin loader fails closed",
+    ),
+)
+
+DEPENDS_ON: tuple[str, ...] = (
+    "sglang.srt.plugins.load_plugins",
+    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.plugins.hook_registry._wrap_fn",
+    "sglang.srt.server_args.ServerArgs.get_model_config",
+    "sglang.srt.configs.hybrid_arch.mambaish_config",
+    "sglang.srt.server_args.prepare_server_args",
+    "sglang.launch_server.run_server",
+)
+
+_applied: dict[str, list[tuple[Target, Callable[..., Any]]]] = {}
+_verified: list[str] = []
+
+
+def apply() -> None:
+    """Register every row with SGLang, and have the result checked as soon as SGLang has applied it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in TARGETS:
+        hook = _lazy(target.handler)
+        HookRegistry.register(target.path, hook, HookType(target.kind))
+        _applied.setdefault(target.path, []).append((target, hook))
+
+    upstream_apply = HookRegistry.apply_hooks
+
+    # SGLang logs a hook that cannot be applied and goes on, so whoever applies hooks must meet our check behind it.
+    @functools.wraps(upstream_apply)
+    def apply_and_verify() -> None:
+        upstream_apply()
+        try:
+            verify()
+        except HookError as error:
+            raise SystemExit(f"sglang-april: {error}") from error
+
+    HookRegistry.apply_hooks = apply_and_verify
+
+
+def verify() -> None:
+    """Assert that every row is really in the call chain of its target in this process."""
+    for path, rows in _applied.items():
+        reachable = _hooks_in_chain(path)
+        for target, hook in rows:
+            if hook not in reachable:
+                raise HookError(f"the {target.kind} hook on {path} is not in place, so partial rollouts would not work")
+    _verified[:] = [f"{target.path} [{target.kind}]" for target in TARGETS]
+
+
+def hook_report() -> dict[str, Any]:
+    """What runs in this process: versions and the verified hooks; empty where nothing was applied."""
+    if not _verified:
+        return {}
+    versions = {"april": sglang_april.__version__, "sglang": importlib.metadata.version("sglang")}
+    return {**versions, "pid": os.getpid(), "hooks": list(_verified)}
+
+
+def _lazy(handler: str) -> Callable[..., Any]:
+    """A stand-in that imports its handler on the first call: most handlers need modules that one process only has."""
+
+    @functools.cache
+    def resolve() -> Callable[..., Any]:
+        return pkgutil.resolve_name(handler)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return resolve()(*args, **kwargs)
+
+    call.__qualname__ = handler
+    return call
+
+
+def _hooks_in_chain(path: str) -> list[Any]:
+    """All callables that the wrappers around a target hold, from the outermost to the original."""
+    try:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        raise HookError(f"the hook target {path} does not exist in this SGLang ({error})") from error
+    function = getattr(function, "__func__", function)
+    held: list[Any] = []
+    while function is not None:
+        held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        function = getattr(function, "__wrapped__", None)
+    return held

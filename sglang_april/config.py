@@ -1,0 +1,220 @@
+"""The `--april-*` flags: one table that drives the command line, the environment and the validation.
+
+The environment variable `SGLANG_APRIL` (a JSON object, one key per flag) is what SGLang's processes share: the
+plugin writes the parsed flags there before any child starts, and every process reads them back with `load()`.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+ENV = "SGLANG_APRIL"
+PREFIX = "--april-"
+BYTES_PER_GB = 10**9
+MAX_COUNT = 2**31 - 1
+DEFAULT_HOST_GB = 64.0
+
+
+class ConfigError(ValueError):
+    """A flag that is wrong; the message is one sentence that names it."""
+
+
+@dataclass(frozen=True)
+class AprilConfig:
+    """The settings of one server, the same in all of its processes."""
+
+    quota: int | None = None
+    quota_unit: str = "group"
+    kv: str = "keep"
+    max_staleness: int = 5
+    host_gb: float = 0.0
+    replies: int = 2
+    reply_gb: float = 4.0
+    concurrency: int | None = None
+    version: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """The cap of the host tier in bytes."""
+        return int(self.host_gb * BYTES_PER_GB)
+
+    @property
+    def reply_bytes(self) -> int:
+        """The cap of kept replies in bytes."""
+        return int(self.reply_gb * BYTES_PER_GB)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One row of the table: a field of `AprilConfig`, how it is read and what `--help` says."""
+
+    field: str
+    parse: Callable[[Any], Any]
+    metavar: str
+    help: str
+
+    @property
+    def option(self) -> str:
+        """The flag as it is typed."""
+        return PREFIX + self.field.replace("_", "-")
+
+    def read(self, value: Any) -> Any:
+        """The value as `AprilConfig` holds it, or a ConfigError that names the flag."""
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{self.option} {error}, not {value!r}") from None
+
+
+def _whole(low: int, high: int = MAX_COUNT) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        try:
+            number = int(value) if isinstance(value, str) else value
+        except ValueError:
+            number = None
+        if type(number) is not int or not low <= number <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return number
+
+    return parse
+
+
+def _gigabytes(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError("must be a number of gigabytes of at least 0")
+    return number
+
+
+def _choice(*allowed: str, meaning: Mapping[str, str] | None = None) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return (meaning or {}).get(value, value)
+
+    return parse
+
+
+def _concurrency(value: Any) -> int:
+    if value == "auto":
+        raise ValueError("must be a number of samples, because the tuner behind auto is not part of this version")
+    return _whole(1)(value)
+
+
+def _later(what: str) -> Callable[[Any], NoReturn]:
+    def parse(_: Any) -> NoReturn:
+        raise ValueError(f"needs {what}, which is not part of this version, so it must be left out")
+
+    return parse
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("quota", _whole(1), "N", "groups (or samples) that end a round which names no quota of its own"),
+    Flag("quota_unit", _choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
+    Flag(
+        "kv",
+        _choice("keep", "recompute", "auto", meaning={"auto": "keep"}),
+        "{keep,recompute,auto}",
+        "continue partials on their stored KV, or prefill them again under new weights (auto means keep for now)",
+    ),
+    Flag("max_staleness", _whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
+    Flag("host_gb", _gigabytes, "GB", "host memory for KV of partials (the smaller of 64 GB and a quarter of it all)"),
+    Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
+    Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
+    Flag("concurrency", _concurrency, "N", "samples of one run that run at once (default: all slots)"),
+    Flag("version", _whole(0, 2**62), "N", "policy version at start"),
+)
+
+LATER: tuple[Flag, ...] = (
+    Flag("disk_dir", _later("the disk tier"), "DIR", "directory of the disk tier"),
+    Flag("disk_gb", _later("the disk tier"), "GB", "size of the disk tier"),
+    Flag("journal", _later("the journal"), "PATH", "file of the journal"),
+    Flag("journal_sync", _later("the journal"), "{normal,full}", "how durable the journal is"),
+)
+
+_BY_FIELD = {flag.field: flag for flag in (*FLAGS, *LATER)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Show our flags in SGLang's `--help`, as plain text values that `from_mapping` checks."""
+    group = parser.add_argument_group("sglang-april", "native partial-rollout scheduling")
+    for flag in FLAGS:
+        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=flag.help)
+
+
+def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was asked for partial rollouts, by an argument or by the environment."""
+    argv = sys.argv[1:] if argv is None else argv
+    env = os.environ if env is None else env
+    return bool(env.get(ENV)) or any(arg.startswith(PREFIX) for arg in argv)
+
+
+def from_argv(argv: Sequence[str]) -> dict[str, str]:
+    """Our flags among SGLang's, as they were typed."""
+    parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag in (*FLAGS, *LATER):
+        parser.add_argument(flag.option, dest=flag.field)
+    known, rest = parser.parse_known_args(list(argv))
+    for arg in rest:
+        if arg.startswith(PREFIX):
+            raise ConfigError(f"{arg.split('=')[0]} is not a flag of sglang-april")
+    return vars(known)
+
+
+def from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    """The flags in `SGLANG_APRIL`."""
+    text = env.get(ENV)
+    if not text:
+        return {}
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f'{ENV} must be a JSON object such as {{"quota": 32}}, not {text!r}')
+    return values
+
+
+def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
+    """Checked settings from flags as typed or as JSON; None stands for a flag that was not given."""
+    checked: dict[str, Any] = {"host_gb": default_host_gb()}
+    for field, value in values.items():
+        if field not in _BY_FIELD:
+            raise ConfigError(f"{ENV} has no setting {field!r}")
+        if value is not None:
+            checked[field] = _BY_FIELD[field].read(value)
+    return AprilConfig(**checked)
+
+
+def default_host_gb() -> float:
+    """The smaller of 64 GB and a quarter of the machine's memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(DEFAULT_HOST_GB, round(memory / 4 / BYTES_PER_GB, 3))
+
+
+def publish(values: Mapping[str, Any]) -> AprilConfig:
+    """Check settings and write them where every process started from here finds them."""
+    settings = from_mapping(values)
+    os.environ[ENV] = json.dumps(dataclasses.asdict(settings))
+    return settings
+
+
+def load() -> AprilConfig:
+    """The settings of this server, as the plugin published them."""
+    return from_mapping(from_env(os.environ))
+
+
+class _QuietParser(argparse.ArgumentParser):
+    """Reports a wrong command line as a ConfigError instead of printing a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))

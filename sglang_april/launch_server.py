@@ -1,0 +1,50 @@
+"""`python -m sglang_april.launch_server`: SGLang's own server, with partial rollouts guaranteed to be in it."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from sglang_april import config
+
+PLUGIN = "april"
+PLATFORM = "april_cpu"
+
+
+def hidden_by(env: Mapping[str, str]) -> str | None:
+    """Why SGLang would pass over the plugin without a word, if it would."""
+    platform = env.get("SGLANG_PLATFORM")
+    if platform and platform != PLATFORM:
+        return f"SGLANG_PLATFORM={platform} makes SGLang ignore sglang-april, because it also ships the platform {PLATFORM}"
+    allowed = env.get("SGLANG_PLUGINS")
+    if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
+        return f"SGLANG_PLUGINS={allowed} leaves out the plugin {PLUGIN}"
+    return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
+    reason = hidden_by(os.environ)
+    if reason is not None:
+        raise SystemExit(f"sglang-april: {reason}.")
+    if not config.is_active(argv, os.environ):
+        os.environ[config.ENV] = "{}"
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from sglang_april.adapter import targets
+
+    load_plugins()
+    if not targets.hook_report():
+        raise SystemExit("sglang-april: SGLang did not load the plugin, so partial rollouts would not be served.")
+    server_args = prepare_server_args(list(argv))
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

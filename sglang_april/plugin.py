@@ -1,0 +1,31 @@
+"""SGLang's entry point into sglang-april: registers hooks, and nothing else.
+
+SGLang calls `register` in every process that loads plugins. Its loader logs and swallows exceptions, and would then
+serve without us; only SystemExit escapes it, so everything that goes wrong here becomes one.
+"""
+
+
+def register() -> None:
+    """Check that this SGLang is one we know, and hook it; do nothing unless activated."""
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - the loader would swallow it and serve half-patched
+        raise SystemExit(f"sglang-april: {error}") from error
+
+
+def _register() -> None:
+    import os
+    import sys
+
+    from sglang_april import config
+
+    if not config.is_active():
+        return
+
+    from sglang_april.adapter import preflight, targets
+
+    config.publish(config.from_env(os.environ) | config.from_argv(sys.argv[1:]))
+    # Every rank must see the same sampled tokens; SGLang reads this when its sampler is imported.
+    os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
+    preflight.check()
+    targets.apply()
