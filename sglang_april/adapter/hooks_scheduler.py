@@ -1,0 +1,297 @@
+"""Hooks in the scheduler process: where SGLang's loop meets our controller. Every handler is a row of `targets.py`."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april import wire
+from sglang_april.adapter.envelope import AprilReq
+from sglang_april.adapter.v0_5_17.accounting import check_accounting
+from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
+from sglang_april.config import load
+from sglang_april.policy.push import PushClock
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.controller import Controller, Progress
+from sglang_april.types import State
+
+log = logging.getLogger("sglang_april")
+
+CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
+"""Recount both pools at every step and let an exception of ours end the process (all tests)."""
+
+
+class Process:
+    """The one controller of this scheduler process, for hooks that see no scheduler."""
+
+    controller: Controller | None = None
+    engine: SchedulerEngine | None = None
+
+
+def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """No exception of ours may end the scheduler: it closes our admission with the reason, and SGLang goes on."""
+
+    @functools.wraps(fn)
+    def call(controller: Controller, *args: Any) -> Any:
+        try:
+            return fn(controller, *args)
+        except Exception as error:
+            if CHECK:
+                raise
+            log.exception("partial rollouts stop here")
+            controller.context.broken = f"internal error in {fn.__name__}: {error!r}"
+            return None
+
+    return call
+
+
+# --- wiring
+
+
+def attach(_: None, s: Scheduler) -> None:
+    """AFTER Scheduler.init_request_dispatcher."""
+    config = load()
+    engine = SchedulerEngine(s, config.version)
+    cap = config.host_bytes // max(1, engine.bytes_per_token)
+    context = Context(engine, PushClock(config.version), cap, digest=_digest_file(s))
+    s.april = Process.controller = Controller(context)
+    Process.engine = engine
+    s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
+    log.info("april: host tier %d tokens (%d bytes each), version %d", cap, engine.bytes_per_token, config.version)
+
+
+def _digest_file(s: Scheduler) -> Any:
+    folder = os.environ.get("SGLANG_APRIL_DIGEST")
+    return open(Path(folder) / f"rank{s.ps.tp_rank}.log", "w") if folder else None  # noqa: SIM115
+
+
+def _command(controller: Controller, message: AprilReq) -> None:
+    _run_command(controller, wire.decode_command(message.payload))
+
+
+@guarded
+def _run_command(controller: Controller, cmd: wire.Command) -> None:
+    try:
+        controller.command(cmd)
+    except Exception as error:
+        controller.context.engine.send(wire.Answer(cmd.seq, 500, "", f"internal error: {error!r}"))
+        raise
+
+
+def adopt_request(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
+    """AFTER Req.__init__: the policy version is part of every request's cache key."""
+    if Process.engine is not None:
+        Process.engine.adopt(req)
+    else:
+        req.april, req.april_base_key = None, req.extra_key
+
+
+# --- the loop
+
+
+def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch, last_batch: Any) -> NextBatchPlan:
+    """AROUND Scheduler.get_next_batch_to_run: the step boundary."""
+    s.running_batch, s.last_batch = running_batch, last_batch
+    _before_step(s.april, s)
+    return orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
+
+
+@guarded
+def _before_step(controller: Controller, s: Scheduler) -> None:
+    if controller.context.broken:
+        return
+    if CHECK:
+        held = (x.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.pages is not None)
+        check_accounting(s, held)
+    controller.context.flushing = s.flush_wrapper._pending is not None
+    controller.before_step()
+
+
+def new_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:
+    """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of a prefill."""
+    s.running_batch = running_batch
+    if _resume(s.april):
+        return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
+    return orig(s, s.running_batch)
+
+
+@guarded
+def _resume(controller: Controller) -> bool:
+    return not controller.context.broken and controller.resume()
+
+
+def results(_: None, s: Scheduler, batch: ScheduleBatch, result: Any) -> None:
+    """AFTER Scheduler.process_batch_result: step 3, count."""
+    _progress(s.april, batch)
+
+
+@guarded
+def _progress(controller: Controller, batch: ScheduleBatch) -> None:
+    controller.progress(list(_steps(batch)))
+
+
+def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
+    prefill = batch.forward_mode.is_extend()
+    for i, req in enumerate(batch.reqs):
+        sample = req.april
+        if sample is None or sample.state is not State.RUNNING or sample.request is not req:
+            continue
+        prefilled = batch.extend_lens[i] if prefill and batch.extend_lens else 0
+        yield Progress(sample, len(req.output_ids), prefilled, req.finished())
+
+
+def keep_from_detokenizer(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
+    """AROUND SchedulerOutputStreamer.stream_output: our samples go to the HTTP process by our own message."""
+    rest = [r for r in reqs if r.april is None]
+    for req in reqs:
+        if req.april is not None and req.finished():
+            req.finished_output = True
+    return orig(streamer, rest, *args, **kwargs) if rest else None
+
+
+def held_tokens(result: int, observer: Any) -> int:
+    """AFTER SchedulerPoolStatsObserver.session_held_tokens: pages of partials are part of SGLang's own leak check."""
+    controller, engine = Process.controller, Process.engine
+    if controller is None or engine is None:
+        return result
+    runs = controller.context.ledger.runs.values()
+    return result + sum(engine.held_tokens(s.pages) for r in runs for s in r.suspended if s.pages is not None)
+
+
+# --- requests that SGLang gives up or takes back
+
+
+def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
+    """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
+    if Process.engine is not None and req.kv is None:
+        Process.engine._renew(req)
+        req.skip_radix_cache_insert = False if req.april is not None else req.skip_radix_cache_insert
+    if is_retracted and req.april is not None:
+        s.april.retracted(req.april)
+    return orig(s, req, is_retracted)
+
+
+def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
+    """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank."""
+    if isinstance(output, AbortReq) and Process.engine is not None and output.rid in Process.engine.samples:
+        reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
+        Process.controller.aborted(Process.engine.samples[output.rid], reason)
+        return None
+    return orig(sender, output, recv_obj)
+
+
+def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
+    """AROUND Scheduler.abort_request: of everything = stop our rounds; by rid = never ours (stock matches prefixes)."""
+    if recv_req.abort_all and not s.april.context.frozen:
+        _abort_everything(s.april)
+    ours = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
+    running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
+    before = {r: r.to_finish for r in running}
+    queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
+    s.waiting_queue = [r for r in queue if r.april is None]
+    grammar[:], kept = [r for r in grammar if r.april is None], [r for r in grammar if r.april is not None]
+    try:
+        return orig(s, recv_req)
+    finally:
+        s.waiting_queue += [r for r in queue if r in ours]
+        grammar += kept
+        for req, reason in before.items():
+            req.to_finish = reason
+        if s.chunked_req is not None and s.chunked_req.april is not None:
+            s._pending_chunked_abort_req = None
+
+
+@guarded
+def _abort_everything(controller: Controller) -> None:
+    controller.abort_everything()
+
+
+# --- pushes, flushes, pauses, memory (S2)
+
+
+def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
+    controller = manager.scheduler.april
+    controller.suspender.suspend_all()
+    kind = type(recv_req).__name__
+    if recv_req.flush_cache and not manager.is_fully_idle():
+        out = _refused_update(orig, recv_req, "flush_cache needs an idle engine, and other requests are in flight")
+    else:
+        out = orig(manager, recv_req)
+    ok = _all_ranks(manager.tp_cpu_group, out.success)
+    if out.success and not ok:
+        out.success, out.message = False, f"{kind} failed on another rank"
+    controller.weight_call_ended(ok, f"{kind}: {out.message}", whole="FromDisk" in kind)
+    return out
+
+
+def _refused_update(orig: Callable[..., Any], recv_req: Any, message: str) -> Any:
+    from sglang.srt.managers import io_struct
+
+    output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
+    extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
+    return output(success=False, message=message, **extra)
+
+
+def _all_ranks(group: Any, ok: bool) -> bool:
+    """A control message over the TP group, not a scheduling step: did it succeed on every rank?"""
+    flag = torch.tensor([int(ok)], dtype=torch.int32)
+    if torch.distributed.get_world_size(group) > 1:
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group)
+    return bool(flag.item())
+
+
+def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerFlushWrapper.handle: our samples do not stand in a flush's way."""
+    controller = Process.controller
+    s = Process.engine._s
+    if recv_req.timeout_s and s.ps.tp_size > 1:
+        return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
+    controller.suspender.suspend_all()
+    return orig(wrapper, recv_req)
+
+
+def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
+    """AROUND Scheduler.flush_cache: pages move out before the pools are cleared."""
+    if s.is_fully_idle():
+        s.april.suspender.evacuate()
+    return orig(s, *args, **kwargs)
+
+
+def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
+    """AROUND Scheduler.pause_generation."""
+    s.april.freeze()
+    return orig(s, recv_req)
+
+
+def unpause(result: Any, s: Scheduler, recv_req: Any) -> None:
+    """AFTER Scheduler.continue_generation."""
+    s.april.thaw()
+
+
+def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
+    controller = manager.scheduler.april
+    controller.suspender.suspend_all()
+    if not recv_req.tags or "kv_cache" in recv_req.tags:
+        controller.suspender.evacuate()
+    return orig(manager, recv_req)
+
+
+# --- sampling state
+
+
+def sampling_info(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) -> None:
+    """AFTER SamplingBatchInfo.from_schedule_batch: penalties of samples that come back."""
+    from sglang_april.adapter.v0_5_17.penalties import replay_penalties
+
+    prefill = batch.forward_mode is not None and batch.forward_mode.is_extend()
+    rows = [i for i, r in enumerate(batch.reqs) if r.april is not None and r.output_ids]
+    replay_penalties(batch, result, rows, prefill=prefill)

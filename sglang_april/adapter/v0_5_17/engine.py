@@ -1,0 +1,232 @@
+"""Steps 2, 4 and 9 on the real scheduler: samples into and out of SGLang's queues and batches.
+
+Modelled on what 0.5.17 itself does when it merges a prefill into the running batch (`Scheduler.get_next_batch_to_run`)
+and when it builds a decode batch from stored KV (`Scheduler._build_hisparse_decode_batch`).
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdder
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.envelope import AprilOutput
+from sglang_april.adapter.v0_5_17.pages import PagePool
+from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS, build_request, result_of, rid_of, versioned_key
+from sglang_april.store.entry import Pages
+from sglang_april.types import Sample
+from sglang_april.wire import Event, FinishedSample, encode
+
+
+class SchedulerEngine:
+    """`sglang_april.scheduler.engine.Engine` for SGLang 0.5.17."""
+
+    def __init__(self, scheduler: Scheduler, version: int) -> None:
+        self._s = scheduler
+        self.pages = PagePool(scheduler)
+        self.version = version
+        self.overlap: bool = scheduler.enable_overlap
+        self.page_size = self.pages.page_size
+        size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
+        kv_bytes = sum(size) if isinstance(size, tuple) else size
+        self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
+        self.samples: dict[str, Sample] = {}
+        """Our samples that have a request, by its rid."""
+
+    # --- the request made by SGLang for a sample of ours
+
+    def adopt(self, req: Req) -> None:
+        """After `Req.__init__`: version every request's cache key, and tie ours to its sample."""
+        req.april_base_key = req.extra_key
+        req.extra_key = versioned_key(req.extra_key, self.version)
+        req.april = self.samples.get(req.rid)
+        if req.april is not None:
+            req.april.request = req
+
+    def send(self, event: Event) -> None:
+        self._s.ipc_channels.send_to_tokenizer.send_output(AprilOutput(payload=encode(event)))
+
+    # --- steps
+
+    def settle(self) -> None:
+        """Process the step in flight, and merge the last prefill into the running batch as the loop would."""
+        s = self._s
+        queue = getattr(s, "result_queue", None)
+        while queue:
+            batch, result = queue.popleft()
+            s.process_batch_result(batch, result)
+        last, s.last_batch = s.last_batch, None
+        if last is None or last is s.running_batch or not last.forward_mode.is_extend():
+            return
+        last.filter_batch(chunked_req_to_exclude=[r for r in (s.chunked_req, last.chunked_req) if r is not None])
+        s.running_batch.batch_is_full = False
+        if not last.is_empty():
+            s.running_batch = _merged(s.running_batch, last)
+
+    def forward_count(self) -> int:
+        return self._s.forward_ct
+
+    # --- slots and memory
+
+    def free_slots(self) -> int:
+        s = self._s
+        taken = len(s.running_batch.reqs)
+        last = s.last_batch
+        if last is not None and last is not s.running_batch and last.forward_mode.is_extend():
+            taken += len(last.reqs)
+        ours_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
+        return s.get_num_allocatable_reqs(taken) - ours_waiting
+
+    def strangers_waiting(self) -> int:
+        return sum(r.april is None for r in self._s.waiting_queue)
+
+    def idle(self) -> bool:
+        s = self._s
+        return s.running_batch.is_empty() and not s.waiting_queue and s.chunked_req is None
+
+    def row_slots(self) -> int:
+        return self._s.get_num_allocatable_reqs(len(self._s.running_batch.reqs))
+
+    def memory_released(self) -> list[str]:
+        return sorted(self._s.weight_updater.offload_tags)
+
+    def mid_prefill(self) -> bool:
+        return self._s.chunked_req is not None
+
+    def tokens_free(self) -> int:
+        return self._s.token_to_kv_pool_allocator.available_size() + self._s.tree_cache.evictable_size()
+
+    def tokens_for_next_decode(self) -> int:
+        batch = self._s.running_batch
+        alive = [i for i, r in enumerate(batch.reqs) if not r.finished()]
+        return batch.new_tokens_required_next_decode(alive) if alive else 0
+
+    def prefill_budget(self) -> int:
+        s = self._s
+        adder = PrefillAdder(
+            s.page_size,
+            s.tree_cache,
+            s.token_to_kv_pool_allocator,
+            s.running_batch,
+            s.new_token_ratio_tracker.current,
+            s.max_prefill_tokens,
+            s.chunked_prefill_size,
+            max_prefill_bs=0,
+            max_running_requests=s.max_running_requests,
+            prefill_max_requests=None,
+        )
+        return int(adder.rem_total_tokens)
+
+    def first_stranger_need(self) -> int:
+        req = next((r for r in self._s.waiting_queue if r.april is None), None)
+        return 0 if req is None else req.seqlen + _rest(req) + self.page_size
+
+    def remaining_estimate(self, sample: Sample) -> int:
+        return _rest(sample.request) + self.page_size
+
+    # --- samples
+
+    def start(self, sample: Sample, *, proximal: bool) -> None:
+        s = self._s
+        if sample.request is None:
+            self.samples[rid_of(sample)] = sample
+            s.handle_generate_request(build_request(sample))
+            return
+        req: Req = sample.request
+        self._renew(req)
+        req.skip_radix_cache_insert = False
+        req.logprob_start_len = NO_INPUT_LOGPROBS
+        req.kv_committed_len = 0
+        s._add_request_to_queue(req)
+
+    def attach(self, samples: Sequence[Sample]) -> None:
+        reqs = [x.request for x in samples]
+        pages = [x.pages for x in samples]
+        batch = self.pages.put_back(reqs, pages, [x.kv_version < self.version for x in samples])
+        for sample in samples:
+            sample.pages = None
+        self._s.running_batch = _merged(self._s.running_batch, batch)
+
+    def detach(self, samples: Sequence[Sample]) -> None:
+        s = self._s
+        mine = {x.request: x for x in samples if x.request is not None}
+        s.waiting_queue = [r for r in s.waiting_queue if r not in mine]
+        self._grammar_queue[:] = [r for r in self._grammar_queue if r not in mine]
+        if s.chunked_req in mine:
+            self._drop_chunked(s.chunked_req)
+        batch = s.running_batch
+        taken = [r for r in batch.reqs if r in mine and not r.finished()]
+        for req in taken:
+            mine[req].pages = self.pages.take(req)
+        if taken:
+            gone = set(taken)
+            batch.filter_batch(keep_indices=[i for i, r in enumerate(batch.reqs) if r not in gone and not r.finished()])
+        batch.batch_is_full = False
+        for req, sample in mine.items():
+            if not req.output_ids:
+                self.forget(sample)
+
+    def _drop_chunked(self, req: Req) -> None:
+        s = self._s
+        s.chunked_req = None
+        if s._pending_chunked_abort_req is req:
+            s._pending_chunked_abort_req = None
+        self.pages.drop(req)
+
+    @property
+    def _grammar_queue(self) -> list[Req]:
+        return self._s.grammar_manager.grammar_queue
+
+    def forget(self, sample: Sample) -> None:
+        if sample.pages is not None:
+            self.release(sample)
+        self.samples.pop(rid_of(sample), None)
+        sample.request = None
+
+    def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
+        result = result_of(sample, sample.request, reason)
+        self.forget(sample)
+        return result
+
+    def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
+        return sorted((x for x in samples if x.request is not None and x.request.kv), key=lambda x: -x.order)
+
+    # --- pages
+
+    def to_host(self, pages: Pages) -> None:
+        self.pages.to_host(pages)
+
+    def to_device(self, pages: Pages) -> bool:
+        return self.pages.to_device(pages)
+
+    def release(self, sample: Sample) -> None:
+        self.pages.free(sample.pages, sample.request)
+        sample.pages = None
+
+    def held_tokens(self, pages: Pages) -> int:
+        return self.pages.round_up(pages.length) - pages.protected if pages.slots is not None else 0
+
+    # --- cache keys
+
+    def renew_keys(self) -> None:
+        for req in itertools.chain(self._s.waiting_queue, self._grammar_queue):
+            if req.kv is None:
+                self._renew(req)
+
+    def _renew(self, req: Req) -> None:
+        req.extra_key = versioned_key(req.april_base_key, self.version)
+
+
+def _rest(req: Req) -> int:
+    """Output tokens that SGLang's admission sets aside for a request (`PrefillAdder.add_one_req`)."""
+    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+
+
+def _merged(running: ScheduleBatch, joining: ScheduleBatch) -> ScheduleBatch:
+    if running.is_empty():
+        joining.batch_is_full = False
+        return joining
+    running.merge_batch(joining)
+    return running

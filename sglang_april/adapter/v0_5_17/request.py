@@ -1,0 +1,80 @@
+"""Steps 2 and 6: a sample as an SGLang request, and a finished request as a result."""
+
+from array import array
+from typing import Any
+
+import msgspec
+import numpy as np
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_april.types import Group, Sample
+from sglang_april.wire import FinishedSample
+
+NO_INPUT_LOGPROBS = -1
+
+
+def versioned_key(base: str | None, version: int) -> str:
+    """Cache key of a request: KV of one policy version is never a prefix under another (S6)."""
+    return f"{base or ''}|v{version}"
+
+
+def rid_of(sample: Sample) -> str:
+    return f"april.{sample.group.order}.{sample.index}"
+
+
+def build_request(sample: Sample) -> TokenizedGenerateReqInput:
+    """A request for a sample that has no token yet."""
+    group = sample.group
+    params = msgspec.structs.replace(_params_of(group), sampling_seed=sample.seed)
+    return TokenizedGenerateReqInput(
+        rid=rid_of(sample),
+        input_text="",
+        input_ids=array("q", np.frombuffer(group.prompt.input_ids, dtype="<i4").astype(np.int64).tobytes()),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=NO_INPUT_LOGPROBS,
+        top_logprobs_num=group.prompt.top_logprobs_num,
+        token_ids_logprob=None,
+        stream=False,
+        priority=group.prompt.priority,
+    )
+
+
+def _params_of(group: Group) -> SamplingParams:
+    if group.engine_params is None:
+        group.engine_params = msgspec.msgpack.decode(group.params, type=SamplingParams)
+    return group.engine_params
+
+
+def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) -> FinishedSample:
+    """Tokens and logprobs of a sample that has ended; a sample that never reached the engine has none."""
+    ids = req.output_ids_through_stop if req is not None else array("q")
+    sample.length = len(ids)
+    logprobs = (req.logprob.output_token_logprobs_val or []) if req is not None else []
+    if reason is None:
+        reason = req.finished_reason.to_json() if req is not None and req.finished_reason else {"type": "abort"}
+    group = sample.group
+    return FinishedSample(
+        run=group.run.name,
+        id=group.id,
+        incarnation=group.incarnation,
+        index=sample.index,
+        output_ids=np.asarray(ids, dtype="<i4").tobytes(),
+        logprobs=np.asarray(logprobs[: len(ids)], dtype="<f4").tobytes(),
+        spans=sample.closed_spans(),
+        finish_reason=reason,
+        seed=sample.seed,
+        top_logprobs=_top_logprobs(req, len(ids)) if group.prompt.top_logprobs_num else None,
+    )
+
+
+def _top_logprobs(req: Req | None, length: int) -> list[list[tuple[float, int]]]:
+    if req is None or not req.logprob.output_top_logprobs_val:
+        return []
+    values, ids = req.logprob.output_top_logprobs_val[:length], req.logprob.output_top_logprobs_idx[:length]
+    return [list(zip(v, i, strict=True)) for v, i in zip(values, ids, strict=True)]

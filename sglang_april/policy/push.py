@@ -1,0 +1,75 @@
+"""Step 8 of 9 (push): the policy version, an integer that moves once per push and never back (S1).
+
+Pure: no clock, no engine. `PushClock` is replicated on every rank and fed with the same messages.
+"""
+
+from dataclasses import dataclass
+
+
+class Refused(Exception):
+    """A request that cannot be met in the present state. `status` is an HTTP status; nothing has changed."""
+
+    def __init__(self, status: int, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.field, self.reason = status, field, reason
+
+
+@dataclass(slots=True)
+class PushClock:
+    version: int = 0
+    open: bool = False
+    failed: str = ""
+    """Why the weights are not to be trusted; empty when they are."""
+    _target: int | None = None
+    _moved_at: int = -1
+    """Forward count at the last move made by a weight call outside begin/end."""
+
+    @property
+    def closed(self) -> str:
+        """Why no sample may take a step, or an empty string."""
+        if self.failed:
+            return f"weights are half pushed: {self.failed}; push them again"
+        return "a push is open: POST /april/push/end ends it" if self.open else ""
+
+    def begin(self, version: int | None) -> None:
+        """Open a push, or start an open one over."""
+        self._check(version)
+        self.open, self.failed, self._target = True, "", version
+
+    def end(self, version: int | None) -> int:
+        """Close the push; the version moves once. Returns the new version."""
+        if not self.open:
+            raise Refused(409, "push", "no push is open: POST /april/push/begin opens one")
+        if self.failed:
+            raise Refused(409, "push", f"a weight call of this push failed: {self.failed}; begin it again")
+        target = version if version is not None else self._target
+        self._check(target)
+        self.version = target if target is not None else self.version + 1
+        self.open, self._target = False, None
+        return self.version
+
+    def weight_call(self, ok: bool, message: str, forward_count: int, *, whole: bool) -> bool:
+        """A stock weight call has ended; returns whether the version moved.
+
+        Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
+        forward belong to the same push. `whole` says that the call carries the complete policy (from disk), so that
+        it heals an earlier failure; a single bucket cannot.
+        """
+        if not ok:
+            self.failed = message or "a weight call failed"
+            return False
+        if self.open:
+            return False
+        if self.failed:
+            if not whole:
+                return False
+            self.failed = ""
+        elif self._moved_at == forward_count:
+            return False
+        self._moved_at = forward_count
+        self.version += 1
+        return True
+
+    def _check(self, version: int | None) -> None:
+        if version is not None and version <= self.version:
+            raise Refused(409, "version", f"policy version is {self.version}; a push must name a greater one")

@@ -1,0 +1,61 @@
+"""What the parts of the scheduler side share: one per scheduler process, replicated on every TP rank."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from sglang_april.policy.push import PushClock
+from sglang_april.scheduler.engine import Engine
+from sglang_april.scheduler.ledger import Ledger
+from sglang_april.scheduler.quota import Round
+from sglang_april.types import Sample
+
+
+@dataclass(eq=False)
+class Context:
+    engine: Engine
+    clock: PushClock
+    host_cap_tokens: int
+    ledger: Ledger = field(default_factory=Ledger)
+    rounds: dict[str, Round] = field(default_factory=dict)
+    """Open rounds by run name, in the order in which they take turns."""
+    step: int = 0
+    frozen: bool = False
+    """A pause: nothing of ours takes a step."""
+    flushing: bool = False
+    """A flush waits for stock requests to end."""
+    broken: str = ""
+    """An exception of ours; no further round is served, SGLang goes on."""
+    digest: TextIO | None = None
+    """Where a line per step is written with a hash of all decisions so far (rank comparison in tests)."""
+    _hash: "hashlib._Hash" = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+
+    def closed(self) -> str:
+        """Why no round may be opened, or an empty string."""
+        if self.broken:
+            return self.broken
+        if released := self.engine.memory_released():
+            return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
+        return self.clock.closed
+
+    def may_step(self) -> bool:
+        """Whether samples of ours may take a step."""
+        return not (self.frozen or self.flushing or self.closed())
+
+    def round_of(self, sample: Sample) -> Round | None:
+        return self.rounds.get(sample.group.run.name)
+
+    def must_finish(self, sample: Sample) -> bool:
+        rnd = self.round_of(sample)
+        return rnd is not None and rnd.must_finish(sample.group)
+
+    def trace(self, decision: str, samples: list[Sample]) -> None:
+        """Note a scheduling decision; every rank must note the same ones (S9)."""
+        if self.digest is not None and samples:
+            names = ",".join(f"{s.group.order}.{s.index}" for s in samples)
+            self._hash.update(f"{self.step} {decision} {names};".encode())
+
+    def write_digest(self) -> None:
+        if self.digest is not None:
+            self.digest.write(f"{self.step} {self._hash.hexdigest()}\n")
+            self.digest.flush()

@@ -1,0 +1,101 @@
+"""What the controller asks of one SGLang scheduler; each supported SGLang version implements it in `adapter/`.
+
+Every method is called between two steps, on every rank alike. Nothing here may block on another rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sglang_april.store.entry import Pages
+from sglang_april.types import Sample
+from sglang_april.wire import Event, FinishedSample
+
+
+class Engine(Protocol):
+    overlap: bool
+    """Whether one step may be in flight while the next is scheduled."""
+    page_size: int
+    bytes_per_token: int
+    """KV bytes of one token over all ranks."""
+    version: int
+    """Policy version that goes into the cache key of every request made from now on."""
+
+    def send(self, event: Event) -> None:
+        """To the HTTP process (rank 0 only; elsewhere nothing happens)."""
+
+    def settle(self) -> None:
+        """Take in the step in flight, so that every request's state is final."""
+
+    def forward_count(self) -> int:
+        """Forwards of the model so far, anyone's."""
+
+    # --- slots and memory
+
+    def free_slots(self) -> int:
+        """Places in the running batch that nobody has, less our requests that already wait for one."""
+
+    def strangers_waiting(self) -> int:
+        """Stock requests in the waiting queue."""
+
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits to be prefilled."""
+
+    def row_slots(self) -> int:
+        """Rows that the running batch can take at this very point of the step."""
+
+    def memory_released(self) -> list[str]:
+        """Tags of `release_memory_occupation` that have not been resumed."""
+
+    def mid_prefill(self) -> bool:
+        """A prompt is being prefilled in chunks."""
+
+    def tokens_free(self) -> int:
+        """Pool tokens that are free or can be had by evicting the tree."""
+
+    def tokens_for_next_decode(self) -> int:
+        """Pool tokens that the running batch needs for its next step."""
+
+    def prefill_budget(self) -> int:
+        """Tokens that SGLang would give to new prefills now, its estimate for running requests taken off."""
+
+    def first_stranger_need(self) -> int:
+        """Tokens that the first waiting stock request needs by that estimate; 0 without one."""
+
+    def remaining_estimate(self, sample: Sample) -> int:
+        """Tokens that SGLang's budget sets aside for the rest of this sample."""
+
+    # --- samples
+
+    def start(self, sample: Sample, *, proximal: bool) -> None:
+        """Put a sample without KV into the waiting queue: a new one, or one whose old tokens are prefilled again."""
+
+    def attach(self, samples: Sequence[Sample]) -> None:
+        """Let samples on their device pages join the running batch as plain decode rows."""
+
+    def detach(self, samples: Sequence[Sample]) -> None:
+        """Take samples out of all queues and batches; those with output tokens and KV keep it in `sample.pages`."""
+
+    def forget(self, sample: Sample) -> None:
+        """Let go of everything that a deleted sample holds outside of queues and batches."""
+
+    def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
+        """The result of a sample that has ended; `reason` where the engine itself recorded none."""
+
+    def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Running samples with KV, the one admitted last in front."""
+
+    # --- pages
+
+    def to_host(self, pages: Pages) -> None: ...
+
+    def to_device(self, pages: Pages) -> bool:
+        """Allocate and load; False when there is no room (nothing changed)."""
+
+    def release(self, sample: Sample) -> None:
+        """Give the sample's pages back; only its tokens remain."""
+
+    def held_tokens(self, pages: Pages) -> int:
+        """Pool tokens, in whole pages, that device pages hold outside of the tree."""
+
+    def renew_keys(self) -> None:
+        """The version has moved: renew the cache key of every request without KV."""

@@ -1,0 +1,140 @@
+"""Steps 1 to 6: every undelivered sample of every run, and the only code that creates, delivers or deletes one.
+
+Pure: no clock, no engine, no rank (design rule 7). The property tests drive this module with any interleaving of events.
+"""
+
+import bisect
+from collections.abc import Iterator
+
+from sglang_april.policy.push import Refused
+from sglang_april.types import Group, LedgerError, Run, Sample, State, sample_seed
+from sglang_april.wire import Delivery, Prompt
+
+
+class Ledger:
+    """All runs, and the counters that give samples their order."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Run] = {}
+        self._groups_seen = 0
+        self._admissions = 0
+
+    def run(self, name: str) -> Run:
+        return self.runs.setdefault(name, Run(name))
+
+    def check(self, run: str, prompts: list[Prompt]) -> None:
+        """Refuse a request that names a prompt id still in use (S5); nothing changes."""
+        known = self.runs.get(run)
+        seen: set[str] = set()
+        for i, prompt in enumerate(prompts):
+            if prompt.id in seen or (known is not None and prompt.id in known.groups):
+                raise Refused(409, f"prompts[{i}].id", f"{prompt.id!r} is still undelivered in run {run!r}")
+            seen.add(prompt.id)
+
+    def accept(self, run_name: str, prompts: list[Prompt], params: list[bytes]) -> list[Group]:
+        """Take over the prompts of a request that `check` has passed."""
+        run = self.run(run_name)
+        groups = []
+        for prompt in prompts:
+            incarnation = run.incarnations.get(prompt.id, 0)
+            run.incarnations[prompt.id] = incarnation + 1
+            group = Group(run, prompt, params[prompt.params], incarnation, self._groups_seen)
+            self._groups_seen += 1
+            for index in range(prompt.n):
+                group.samples[index] = Sample(group, index, sample_seed(prompt.seed, prompt.id, incarnation, index))
+            group.counts[State.QUEUED] = prompt.n
+            run.groups[prompt.id] = group
+            self._shelve(group)
+            groups.append(group)
+        return groups
+
+    def admit(self, sample: Sample) -> None:
+        """A queued or suspended sample enters the engine."""
+        if sample.order < 0:
+            sample.order = self._admissions
+            self._admissions += 1
+        sample.group.run.suspended.pop(sample, None)
+        sample.move(State.RUNNING)
+        self._shelve(sample.group)
+
+    def suspend(self, sample: Sample) -> None:
+        """A running sample leaves the engine; without a token it was never started."""
+        sample.recomputing = False
+        if sample.length:
+            sample.move(State.SUSPENDED)
+            sample.group.run.suspended[sample] = None
+        else:
+            sample.move(State.QUEUED)
+        self._shelve(sample.group)
+
+    def finish(self, sample: Sample, step: int) -> None:
+        sample.finish_step = step
+        sample.move(State.FINISHED)
+        run = sample.group.run
+        run.suspended.pop(sample, None)
+        self._shelve(sample.group)
+        run.finished += 1
+        run.whole += sample.group.whole
+
+    def deliver(self, group: Group, indices: list[int]) -> Delivery:
+        """Hand finished samples out, for ever; the group leaves with its last one."""
+        complete = len(indices) == len(group.samples)
+        group.run.finished -= len(indices)
+        group.run.whole -= group.whole
+        for index in indices:
+            sample = group.samples.pop(index, None)
+            if sample is None or sample.state is not State.FINISHED:
+                raise LedgerError(f"{group.id}[{index}] is delivered without having finished")
+            group.counts[State.FINISHED] -= 1
+        if complete:
+            del group.run.groups[group.id]
+        else:
+            group.run.whole += group.whole
+        return Delivery(group.id, group.incarnation, sorted(indices), complete)
+
+    def drop(self, run: Run, ids: list[str] | None) -> list[Sample]:
+        """Delete undelivered groups (S2: the only thing that does); returns their samples, for the engine to let go."""
+        doomed = [run.groups.pop(i) for i in (list(run.groups) if ids is None else ids) if i in run.groups]
+        for group in doomed:
+            run.whole -= group.whole
+            run.finished -= group.counts[State.FINISHED]
+            run.running -= group.counts[State.RUNNING]
+            self._unshelve(group)
+            for sample in group.samples.values():
+                run.suspended.pop(sample, None)
+        return [sample for group in doomed for sample in group.samples.values()]
+
+    @classmethod
+    def _shelve(cls, group: Group) -> None:
+        """Keep `Run.new` and `Run.begun` true, so that admission never searches a large pool."""
+        shelf = ("begun" if group.begun else "new") if group.counts[State.QUEUED] else ""
+        if shelf == group.shelf:
+            return
+        cls._unshelve(group)
+        group.shelf = shelf
+        if shelf == "begun":
+            group.run.begun[group] = None
+        elif shelf == "new":
+            bisect.insort(group.run.new, group, key=lambda g: g.order)
+
+    @staticmethod
+    def _unshelve(group: Group) -> None:
+        if group.shelf == "begun":
+            del group.run.begun[group]
+        elif group.shelf == "new":
+            new = group.run.new
+            del new[bisect.bisect_left(new, group.order, key=lambda g: g.order)]
+        group.shelf = ""
+
+    def samples(self, *states: State) -> Iterator[Sample]:
+        for run in self.runs.values():
+            yield from run.samples(*states)
+
+    def census(self) -> dict[str, int]:
+        """Undelivered samples by state, over all runs."""
+        totals = dict.fromkeys(State, 0)
+        for run in self.runs.values():
+            for group in run.groups.values():
+                for state, count in group.counts.items():
+                    totals[state] += count
+        return {state.value: count for state, count in totals.items()}

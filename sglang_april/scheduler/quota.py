@@ -1,0 +1,90 @@
+"""Step 3 of 9 (count): when a round ends and what it delivers (S3, S4).
+
+Pure functions of the ledger and the policy version. "Counted units" are whole groups (`unit: group`) or finished samples
+(`unit: sample`).
+"""
+
+from dataclasses import dataclass, field
+
+from sglang_april.policy.staleness import is_over, is_stale
+from sglang_april.scheduler.ledger import Ledger
+from sglang_april.scheduler.stats import RoundStats
+from sglang_april.types import Group, Run, Sample, State
+from sglang_april.wire import Delivery, EndReason, OpenRound
+
+
+@dataclass(eq=False, slots=True)
+class Round:
+    """One rollout request, from its arrival to its reply."""
+
+    spec: OpenRound
+    run: Run
+    number: int
+    mandatory: set[str] = field(default_factory=set)
+    """Prompt ids whose groups must be whole before the round ends (S4)."""
+    stats: RoundStats = field(default_factory=RoundStats)
+
+    @property
+    def on_policy(self) -> bool:
+        """`max_staleness: 0`: nothing is carried with tokens."""
+        return self.spec.max_staleness == 0
+
+    def mark_mandatory(self, version: int) -> None:
+        """At the start of the round and after every push inside it."""
+        self.mandatory |= {g.id for g in self.run.groups.values() if is_stale(g, version, self.spec.max_staleness)}
+
+    def must_finish(self, group: Group) -> bool:
+        return group.id in self.mandatory or (self.on_policy and group.oldest_version() is not None)
+
+    # --- counting
+
+    def counted(self) -> int:
+        """Units that count towards the quota so far."""
+        return self.run.finished if self.spec.unit == "sample" else self.run.whole
+
+    def ends_now(self) -> EndReason | None:
+        """Why the round is over, or None while it goes on."""
+        if self.spec.quota is not None and self.counted() >= self.spec.quota:
+            return None if self._someone_must_finish() else "quota"
+        return "exhausted" if self.run.whole == len(self.run.groups) else None
+
+    def _someone_must_finish(self) -> bool:
+        groups = self.run.groups
+        if self.on_policy:
+            return any(not g.whole and g.oldest_version() is not None for g in groups.values())
+        return any(i in groups and not groups[i].whole for i in self.mandatory)
+
+    def starts_left(self) -> int | None:
+        """How many more groups may start; None = any number. Strict on-policy rounds start what the quota needs (S4)."""
+        if not self.on_policy or self.spec.quota is None:
+            return None
+        begun = [g for g in self.run.groups.values() if g.begun]
+        if self.spec.unit == "group":
+            return self.spec.quota - len(begun)
+        return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
+
+    # --- delivery
+
+    def deliver(self, ledger: Ledger, reason: EndReason, ids: list[str] | None, version: int) -> list[Delivery]:
+        """What the reply contains, in S3's order: mandatory, then by finish step (carried ones come first) and admission."""
+        wanted = None if ids is None else set(ids)
+        ready = [g for g in self.run.groups.values() if wanted is None or g.id in wanted]
+        units = self._sample_units(ready) if self.spec.unit == "sample" else self._group_units(ready)
+        units.sort(key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order))
+        if reason == "quota" and self.spec.surplus == "carry":
+            quota = self.spec.quota or 0
+            units = [u for i, u in enumerate(units) if i < quota or self.must_finish(u[0].group)]
+        chosen: dict[Group, list[int]] = {}
+        for unit in units:
+            chosen.setdefault(unit[0].group, []).extend(s.index for s in unit)
+        for group in chosen:
+            self.stats.over_bound += is_over(group, version, self.spec.max_staleness)
+        return [ledger.deliver(group, indices) for group, indices in chosen.items()]
+
+    @staticmethod
+    def _group_units(groups: list[Group]) -> list[list[Sample]]:
+        return [sorted(g.samples.values(), key=lambda s: s.order) for g in groups if g.whole]
+
+    @staticmethod
+    def _sample_units(groups: list[Group]) -> list[list[Sample]]:
+        return [[s] for g in groups for s in g.samples.values() if s.state is State.FINISHED]

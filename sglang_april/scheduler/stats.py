@@ -1,0 +1,88 @@
+"""Step 6 of 9 (reply): the figures of one round, as the scheduler sees them.
+
+Clocks are read here for reporting only; no decision depends on one (S9).
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+TIMELINE_POINTS = 2000
+"""A longer timeline is thinned to every second point."""
+
+
+@dataclass(eq=False, slots=True)
+class Timeline:
+    """Running samples of a run over time, one point per change, thinned when it grows long."""
+
+    points: list[tuple[float, int]] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+    _area: float = 0.0
+    _last: tuple[float, int] = (0.0, 0)
+
+    def note(self, running: int) -> None:
+        now = time.monotonic() - self.start
+        then, before = self._last
+        self._area += (now - then) * before
+        self._last = (now, running)
+        if running == before and self.points:
+            return
+        self.points.append((now, running))
+        if len(self.points) > TIMELINE_POINTS:
+            self.points = self.points[::2]
+
+    def mean(self) -> float:
+        """Running samples, averaged over time up to the last `note`."""
+        return self._area / self._last[0] if self._last[0] > 0 else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class RoundStats:
+    """Counted while the round is open; `report` is what the reply's `stats` contain from the scheduler."""
+
+    timeline: Timeline = field(default_factory=Timeline)
+    t_opened: float = field(default_factory=time.time)
+    t_quota_met: float | None = None
+    tokens_generated: int = 0
+    tokens_after_quota: int = 0
+    reprefilled_tokens: int = 0
+    carried_in: dict[str, int] = field(default_factory=dict)
+    resumed_kept: int = 0
+    resumed_recomputed: int = 0
+    started: int = 0
+    retracted: int = 0
+    suspended_for_memory: int = 0
+    kv_fallback: int = 0
+    over_bound: int = 0
+    pushes: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    def quota_met(self) -> None:
+        if self.t_quota_met is None:
+            self.t_quota_met = time.time()
+
+    def report(self, carried_out: dict[str, Any]) -> dict[str, Any]:
+        self.timeline.note(0)
+        ended = time.time()
+        return {
+            "t_opened": self.t_opened,
+            "t_quota_met": self.t_quota_met if self.t_quota_met is not None else ended,
+            "t_ended": ended,
+            "duration_s": ended - self.t_opened,
+            "tokens_generated": self.tokens_generated,
+            "tokens_after_quota": self.tokens_after_quota,
+            "reprefilled_tokens": self.reprefilled_tokens,
+            "carried_in": self.carried_in,
+            "carried_out": {k: carried_out[k] for k in ("groups", "samples", "tokens")},
+            "resumed_kept": self.resumed_kept,
+            "resumed_recomputed": self.resumed_recomputed,
+            "started": self.started,
+            "retracted": self.retracted,
+            "suspended_for_memory": self.suspended_for_memory,
+            "kv_fallback": self.kv_fallback,
+            "over_bound": self.over_bound,
+            "pushes": self.pushes,
+            "mean_running": self.timeline.mean(),
+            "timeline": [[round(t, 6), n] for t, n in self.timeline.points],
+            "warnings": self.warnings,
+        }

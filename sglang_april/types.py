@@ -1,0 +1,174 @@
+"""What exists in the scheduler: samples, groups and runs, and the spans of a sample.
+
+Plain Python: no SGLang, no torch. A `Sample` is at every moment in exactly one `State`; it leaves the ledger when it is
+delivered or dropped. Design words are used as in the README's glossary.
+"""
+
+import enum
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_april.store.entry import Pages
+from sglang_april.wire import Prompt, Provenance, Span
+
+
+class State(enum.Enum):
+    """Where a sample is (design rule 1: exactly one place)."""
+
+    QUEUED = "queued"
+    """Accepted, no output token; has no place in the engine."""
+    RUNNING = "running"
+    """In one of the engine's queues or batches."""
+    SUSPENDED = "suspended"
+    """Has output tokens, perhaps KV pages; takes no step."""
+    FINISHED = "finished"
+    """Ended, not yet delivered; its tokens have left the scheduler."""
+
+
+_ALLOWED = {
+    State.QUEUED: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.QUEUED, State.SUSPENDED, State.FINISHED},
+    State.SUSPENDED: {State.RUNNING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+class LedgerError(AssertionError):
+    """A transition that would lose a sample or count it twice."""
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One response being generated for one prompt."""
+
+    group: "Group"
+    index: int
+    seed: int
+    state: State = State.QUEUED
+    length: int = 0
+    """Output tokens so far, over all legs."""
+    spans: list[Span] = field(default_factory=list)
+    order: int = -1
+    """Position in admission order; kept over suspensions, so a resumed batch has its old order."""
+    pages: Pages | None = None
+    """KV of a suspended sample; None = tokens only."""
+    kv_version: int = 0
+    """Oldest policy version that wrote a page beneath this sample; meaningless without KV."""
+    request: Any = None
+    """The engine's request object (adapter's business)."""
+    finish_step: int = -1
+    admitted_round: int = -1
+    recomputing: bool = False
+    """In the engine's queue for a prefill of prompt and old tokens."""
+
+    def move(self, to: State) -> None:
+        if to not in _ALLOWED[self.state]:
+            raise LedgerError(f"{self.group.id}[{self.index}]: {self.state.value} -> {to.value}")
+        self.group.counts[self.state] -= 1
+        self.group.counts[to] += 1
+        self.group.run.running += (to is State.RUNNING) - (self.state is State.RUNNING)
+        self.state = to
+
+    def open_span(self, version: int, kv: Provenance) -> None:
+        """From the next output token on: written under `version`, on KV of this provenance (S6: only changes count)."""
+        if self.spans and self.spans[-1].version == version and self.spans[-1].kv == kv:
+            return
+        if self.spans and self.spans[-1].start == self.length:
+            self.spans.pop()
+            return self.open_span(version, kv)
+        self.spans.append(Span(self.length, self.length, version, kv))
+
+    def closed_spans(self) -> list[Span]:
+        """Spans with their ends set, the last one at `length`; empty ones left out."""
+        ends = [s.start for s in self.spans[1:]] + [self.length]
+        return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=True) if e > s.start]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the first output token; None without tokens."""
+        return self.spans[0].version if self.length else None
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The `n` samples of one prompt."""
+
+    run: "Run"
+    prompt: Prompt
+    params: bytes
+    incarnation: int
+    order: int
+    """Position in arrival order over the server's life."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    """Undelivered samples by index."""
+    counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
+    shelf: str = ""
+    """Where admission finds its queued members: "new", "begun", or "" when it has none (`Ledger` keeps it)."""
+    engine_params: Any = None
+    """Decoded sampling parameters, shared by the group (adapter's business)."""
+
+    @property
+    def id(self) -> str:
+        return self.prompt.id
+
+    @property
+    def whole(self) -> bool:
+        """Every undelivered sample has finished."""
+        return self.counts[State.FINISHED] == len(self.samples)
+
+    @property
+    def begun(self) -> bool:
+        """Some member has been admitted, or has finished."""
+        return len(self.samples) < self.prompt.n or self.counts[State.QUEUED] < len(self.samples)
+
+    @property
+    def finish_step(self) -> int:
+        return max(s.finish_step for s in self.samples.values())
+
+    def oldest_version(self) -> int | None:
+        """Version of the oldest output token of any undelivered sample, finished ones included (S4)."""
+        versions = [v for s in self.samples.values() if (v := s.oldest_version) is not None]
+        return min(versions, default=None)
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One training run: the owner of its prompts and partials."""
+
+    name: str
+    groups: "OrderedDict[str, Group]" = field(default_factory=OrderedDict)
+    """Undelivered groups by prompt id, in arrival order."""
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """How often each prompt id has been accepted so far."""
+    rounds_opened: int = 0
+    whole: int = 0
+    """Undelivered groups whose members have all finished."""
+    finished: int = 0
+    """Undelivered finished samples."""
+    running: int = 0
+    """Samples in the engine."""
+    suspended: dict[Sample, None] = field(default_factory=dict)
+    """Suspended samples, as a set that keeps its order."""
+    begun: dict[Group, None] = field(default_factory=dict)
+    """Groups already begun that have queued members."""
+    new: list[Group] = field(default_factory=list)
+    """Groups never begun, by arrival."""
+
+    def samples(self, *states: State) -> list[Sample]:
+        """Samples in one of the given states, in arrival order."""
+        wanted = set(states)
+        return [
+            s
+            for g in self.groups.values()
+            if any(g.counts[state] for state in wanted)
+            for s in g.samples.values()
+            if s.state in wanted
+        ]
+
+
+def sample_seed(seed: int, prompt_id: str, incarnation: int, index: int) -> int:
+    """63 bits that depend on nothing but these four (S5): not on leg, slot, rank, batch, engine or run."""
+    text = f"{seed}\0{prompt_id}\0{incarnation}\0{index}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

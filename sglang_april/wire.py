@@ -1,0 +1,191 @@
+"""What the HTTP process and the scheduler say to each other, as plain msgspec structs.
+
+Commands go to the scheduler (rank 0 broadcasts them, so every rank decodes the same bytes); answers and events come
+back. Their SGLang envelope, one `bytes` field, is in `sglang_april/adapter/envelope.py`. Token ids travel as
+little-endian int32 and logprobs as little-endian float32, because lists of Python numbers cost both event loops time.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+Unit = Literal["group", "sample"]
+KvPolicy = Literal["keep", "recompute", "auto"]
+Provenance = Literal["fresh", "kept", "recomputed"]
+EndReason = Literal["quota", "stopped", "exhausted"]
+Tier = Literal["auto", "device", "host", "disk", "none"]
+
+
+class Prompt(msgspec.Struct, array_like=True):
+    """One prompt of an accepted request; `n` samples of it form a group."""
+
+    id: str
+    input_ids: bytes
+    """int32 [prompt_len]."""
+    n: int
+    params: int
+    """Index into `OpenRound.params`."""
+    seed: int
+    """`sampling_seed` of the prompt, else of the round, else 0 (S5)."""
+    top_logprobs_num: int = 0
+    priority: int | None = None
+    metadata: bytes = b""
+    """msgpack, opaque to the scheduler; empty when the caller gave none."""
+
+
+class OpenRound(msgspec.Struct, tag=True):
+    """Step 1 to 2: a validated, tokenised rollout request."""
+
+    seq: int
+    round_id: str
+    run: str
+    prompts: list[Prompt]
+    params: list[bytes]
+    """Distinct sampling parameters, each a msgpack-encoded `SamplingParams` (normalised, verified); see `Prompt.params`."""
+    quota: int | None
+    unit: Unit
+    kv: KvPolicy
+    max_staleness: int | None
+    surplus: Literal["carry", "return"] = "carry"
+    concurrency: int | None = None
+    proximal: bool = False
+    tier: Tier = "auto"
+
+
+class StopRound(msgspec.Struct, tag=True):
+    """End an open round now with what is finished, or with the groups named in `deliver`."""
+
+    seq: int
+    round_id: str
+    deliver: list[str] | None = None
+
+
+class Drop(msgspec.Struct, tag=True):
+    """Delete undelivered groups of a run (all of them when `ids` is None): the only thing that deletes samples."""
+
+    seq: int
+    run: str
+    ids: list[str] | None = None
+
+
+class PushBegin(msgspec.Struct, tag=True):
+    seq: int
+    version: int | None = None
+
+
+class PushEnd(msgspec.Struct, tag=True):
+    seq: int
+    version: int | None = None
+
+
+class Freeze(msgspec.Struct, tag=True):
+    """A pause of any kind: nothing of ours takes a step until `Thaw`."""
+
+    seq: int
+
+
+class Thaw(msgspec.Struct, tag=True):
+    seq: int
+
+
+class GetState(msgspec.Struct, tag=True):
+    seq: int
+
+
+class GetPartials(msgspec.Struct, tag=True):
+    seq: int
+    run: str | None = None
+
+
+Command = OpenRound | StopRound | Drop | PushBegin | PushEnd | Freeze | Thaw | GetState | GetPartials
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The scheduler's answer to the command with the same `seq`. `status` is an HTTP status; not 200 = nothing changed."""
+
+    seq: int
+    status: int = 200
+    field: str = ""
+    reason: str = ""
+    data: dict[str, Any] = {}
+
+
+class Span(msgspec.Struct, array_like=True):
+    """Output tokens [start, end) written under `version`; `kv` says how the KV beneath them came to be."""
+
+    start: int
+    end: int
+    version: int
+    kv: Provenance
+
+
+class FinishedSample(msgspec.Struct, array_like=True):
+    """A sample that has ended; sent once, in the step in which it ends."""
+
+    run: str
+    id: str
+    incarnation: int
+    index: int
+    output_ids: bytes
+    """int32 [output_len], the stop or EOS token included."""
+    logprobs: bytes
+    """float32 [output_len] (S7); shorter only if the sample failed before it drew a token."""
+    spans: list[Span]
+    finish_reason: dict[str, Any]
+    """SGLang's own form: `{"type": "stop", "matched": 1}`, `{"type": "length", "length": 16}`, `{"type": "abort", …}`."""
+    seed: int
+    top_logprobs: list[list[tuple[float, int]]] | None = None
+    """Per output token, `top_logprobs_num` pairs (logprob, token id)."""
+    proximal_logprobs: list[float | None] | None = None
+    proximal_version: int | None = None
+    whole: bool = False
+    """True on the sample that completes its group."""
+    round_id: str | None = None
+    """The open round in which it ended."""
+
+
+class Finished(msgspec.Struct, tag=True):
+    """Step 3: what finished in one step."""
+
+    samples: list[FinishedSample]
+
+
+class Delivery(msgspec.Struct, array_like=True):
+    """A group (or, for `unit: sample`, the part of it named by `indices`) that a round's reply contains."""
+
+    id: str
+    incarnation: int
+    indices: list[int]
+    complete: bool
+    accepted: bool | None = None
+
+
+class RoundEnded(msgspec.Struct, tag=True):
+    """Step 6: the round is over; the reply is these groups, in this order."""
+
+    round_id: str
+    run: str
+    policy_version: int
+    end_reason: EndReason
+    deliver: list[Delivery]
+    carried: dict[str, Any]
+    stats: dict[str, Any]
+
+
+Event = Answer | Finished | RoundEnded
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_events = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    return _commands.decode(data)
+
+
+def decode_event(data: bytes) -> Event:
+    return _events.decode(data)
