@@ -1,0 +1,27 @@
+"""The one way in which the HTTP process says no."""
+
+MAX_TEXT = 500
+
+
+class Refused(Exception):  # noqa: N818 - reads as a sentence where it is raised
+    """A request that changes nothing: an HTTP status, the field that is wrong, and why."""
+
+    def __init__(self, status: int, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.status = status
+        self.field = field[:MAX_TEXT]
+        self.reason = reason[:MAX_TEXT]
+
+    def body(self) -> dict[str, dict[str, str]]:
+        """The body of the error reply, as S8 has it."""
+        return {"error": {"field": self.field, "reason": self.reason}}
+
+
+def bad(field: str, reason: str) -> Refused:
+    """A 400."""
+    return Refused(400, field, reason)
+
+
+def fault(error: Exception) -> Refused:
+    """A fault of ours, as an answer."""
+    return Refused(500, "server", f"{type(error).__name__}: {error}")

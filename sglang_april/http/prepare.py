@@ -1,0 +1,209 @@
+"""Step 1 (request): from a checked body to the message to the scheduler. Runs in a worker thread."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+
+from sglang_april import wire
+from sglang_april.config import AprilConfig
+from sglang_april.http.engine import Engine, Facts
+from sglang_april.http.errors import bad
+from sglang_april.http.limits import GRAMMARS
+from sglang_april.http.schema import PromptBody, Rollout, Sampling
+from sglang_april.http.vault import Prompt
+
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True)
+class Params:
+    """One distinct set of sampling parameters of a request."""
+
+    number: int
+    given: dict[str, Any]
+
+    def get(self, name: str, default: Any) -> Any:
+        """A parameter, where null and absent both mean the default."""
+        value = self.given.get(name)
+        return default if value is None else value
+
+
+class Preparation:
+    """Turns one request into `wire.OpenRound` and the prompts that the vault keeps."""
+
+    def __init__(self, engine: Engine, config: AprilConfig) -> None:
+        self._engine = engine
+        self._facts: Facts = engine.facts()
+        self._config = config
+        self._params: dict[bytes, Params] = {}
+        self._encoded: list[bytes] = []
+
+    def run(self, seq: int, round_id: str, body: Rollout) -> tuple[wire.OpenRound, list[Prompt]]:
+        """The command and the prompts, or Refused naming the field."""
+        if body.sampling_params is not None:
+            self._intern(body, None, "sampling_params")
+        ids = self._token_ids(body.prompts)
+        prompts, kept = [], []
+        for i, (prompt, raw) in enumerate(zip(body.prompts, ids, strict=True)):
+            message, memory = self._prompt(body, prompt, raw, f"prompts[{i}]")
+            prompts.append(message)
+            kept.append(memory)
+        config = self._config
+        return (
+            wire.OpenRound(
+                seq=seq,
+                round_id=round_id,
+                run=body.run,
+                prompts=prompts,
+                params=self._encoded,
+                quota=_given(body.quota, config.quota),
+                unit=unit_of(body, config),
+                kv=_given(body.kv, config.kv),
+                max_staleness=_given(body.max_staleness, config.max_staleness),
+                surplus=body.surplus,
+                concurrency=body.concurrency if isinstance(body.concurrency, int) else config.concurrency,
+                proximal=body.proximal,
+                tier=body.tier,
+            ),
+            kept,
+        )
+
+    def _token_ids(self, prompts: list[PromptBody]) -> list[bytes]:
+        """int32 ids of every prompt; all texts are tokenised together."""
+        ids = [prompt.input_ids if isinstance(prompt.input_ids, bytes) else b"" for prompt in prompts]
+        texts = [(i, prompt.text) for i, prompt in enumerate(prompts) if prompt.text is not None]
+        if texts:
+            self._need_tokenizer(f"prompts[{texts[0][0]}].text")
+            try:
+                tokenised = self._engine.tokenize([text for _, text in texts])
+            except ValueError as error:
+                raise bad("prompts", f"could not be tokenised: {error}") from None
+            for (i, _), tokens in zip(texts, tokenised, strict=True):
+                ids[i] = np.asarray(tokens, dtype="<i4").tobytes()
+        for i, prompt in enumerate(prompts):
+            if prompt.messages is not None:
+                self._need_tokenizer(f"prompts[{i}].messages")
+                try:
+                    tokens = self._engine.apply_chat_template(prompt.messages)
+                except ValueError as error:
+                    raise bad(f"prompts[{i}].messages", str(error)) from None
+                ids[i] = np.asarray(tokens, dtype="<i4").tobytes()
+        return ids
+
+    def _need_tokenizer(self, field: str) -> None:
+        if not self._facts.has_tokenizer:
+            raise bad(field, "the server runs without a tokenizer: give input_ids")
+
+    def _prompt(self, body: Rollout, prompt: PromptBody, raw: bytes, at: str) -> tuple[wire.Prompt, Prompt]:
+        source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
+        params = self._intern(body, prompt.sampling_params, f"{at}.sampling_params")
+        self._check_length(raw, params, f"{at}.{source}", at)
+        if prompt.priority is not None and not self._facts.priority:
+            raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
+        metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
+        message = wire.Prompt(
+            id=prompt.id,
+            input_ids=raw,
+            n=prompt.n,
+            params=params.number,
+            seed=_seed(prompt.sampling_params, _seed(body.sampling_params, 0)),
+            top_logprobs_num=prompt.top_logprobs_num,
+            priority=prompt.priority,
+            metadata=metadata,
+        )
+        memory = Prompt(
+            run=body.run,
+            id=prompt.id,
+            n=prompt.n,
+            prompt_ids=raw,
+            metadata=metadata,
+            skip_special_tokens=params.get("skip_special_tokens", True),
+            spaces_between_special_tokens=params.get("spaces_between_special_tokens", True),
+            no_stop_trim=params.get("no_stop_trim", False),
+            truncates=_truncates(params),
+        )
+        return message, memory
+
+    def _check_length(self, raw: bytes, params: Params, field: str, at: str) -> None:
+        ids = np.frombuffer(raw, "<i4")
+        facts = self._facts
+        if not ids.size:
+            raise bad(field, "has no tokens")
+        wrong = np.flatnonzero((ids < 0) | (ids >= facts.vocab_size))
+        if wrong.size:
+            first = int(wrong[0])
+            raise bad(f"{field}[{first}]", f"{int(ids[first])} is not in the vocabulary of {facts.vocab_size} tokens")
+        if ids.size >= facts.max_input_len:
+            raise bad(field, f"has {ids.size} tokens, and the server takes fewer than {facts.max_input_len}")
+        new = params.given.get("max_new_tokens")
+        if new is not None and ids.size + new > facts.context_len:
+            reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {facts.context_len}"
+            raise bad(f"{at}.sampling_params.max_new_tokens", reason)
+
+    def _intern(self, body: Rollout, own: Sampling | None, field: str) -> Params:
+        """The merged parameters of a prompt, checked and encoded once per distinct set. The seed is not among them."""
+        merged = dict(self._facts.preferred or {})
+        for level in (body.sampling_params, own):
+            if level is not None:
+                merged |= level.given()
+        merged.pop("sampling_seed", None)
+        key = msgspec.msgpack.encode(merged, order="sorted")
+        known = self._params.get(key)
+        if known is not None:
+            return known
+        self._check_params(merged, field)
+        try:
+            self._encoded.append(self._engine.encode_params(merged))
+        except ValueError as error:
+            raise bad(_blame(field, merged, str(error)), str(error)) from None
+        params = self._params[key] = Params(len(self._encoded) - 1, merged)
+        return params
+
+    def _check_params(self, merged: dict[str, Any], field: str) -> None:
+        facts = self._facts
+        if facts.overlap:
+            for name, neutral in PENALTIES.items():
+                if merged.get(name) not in (None, neutral):
+                    reason = "penalties need --disable-overlap-schedule: in the overlap loop they lag by a token"
+                    raise bad(f"{field}.{name}", reason)
+        grammars = [name for name in GRAMMARS if merged.get(name)]
+        if len(grammars) > 1:
+            raise bad(f"{field}.{grammars[1]}", f"only one grammar may be set, and {grammars[0]} is")
+        if grammars and not facts.grammar:
+            raise bad(f"{field}.{grammars[0]}", "the server runs without a grammar backend")
+        for token in (*(merged.get("stop_token_ids") or ()), *map(int, merged.get("logit_bias") or ())):
+            if token >= facts.vocab_size:
+                name = "stop_token_ids" if token in (merged.get("stop_token_ids") or ()) else "logit_bias"
+                raise bad(f"{field}.{name}", f"{token} is not in the vocabulary of {facts.vocab_size} tokens")
+        least, most = merged.get("min_new_tokens") or 0, merged.get("max_new_tokens")
+        if most is not None and least > most:
+            raise bad(f"{field}.min_new_tokens", f"{least} is more than max_new_tokens, {most}")
+
+
+def unit_of(body: Rollout, config: AprilConfig) -> wire.Unit:
+    """What the quota of a request counts."""
+    return _given(body.quota_unit, config.quota_unit)
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is UNSET else value
+
+
+def _seed(params: Sampling | None, otherwise: int) -> int:
+    seed = UNSET if params is None else params.sampling_seed
+    return otherwise if seed is UNSET or seed is None else seed
+
+
+def _truncates(params: Params) -> bool:
+    if params.get("temperature", 1.0) < 1e-6:
+        return False
+    return params.get("top_p", 1.0) < 1 or params.get("min_p", 0.0) > 0 or params.get("top_k", -1) not in (-1, 1 << 30)
+
+
+def _blame(field: str, merged: dict[str, Any], message: str) -> str:
+    """The parameter that an error of SGLang's is about, if it names one."""
+    named = [name for name in merged if name in message]
+    return f"{field}.{max(named, key=len)}" if named else field

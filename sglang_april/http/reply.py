@@ -1,0 +1,201 @@
+"""Step 6 (reply): finished groups as JSON, or as msgpack with raw arrays, and the figures of what was delivered.
+
+In msgpack, ids are little-endian int32 and logprobs little-endian float32 as raw bytes, and an absent proximal logprob
+is NaN; in JSON they are lists, exact to the last bit of the float32, and absent is null.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_april import wire
+from sglang_april.http.vault import Done, Part
+
+LOGPROB_KIND = "processed"
+"""log-softmax after penalties, bias, grammar mask and temperature, before top-k, top-p and min-p (S7)."""
+
+TRUNCATED = (
+    "logprobs are of the distribution before top_k, top_p and min_p, which is not the one the tokens were drawn from"
+)
+
+_json = msgspec.json.Encoder()
+_msgpack = msgspec.msgpack.Encoder()
+
+
+@dataclass(eq=False)
+class Reply:
+    """A round's reply, for ever the same."""
+
+    round_id: str
+    run: str
+    policy_version: int
+    end_reason: wire.EndReason
+    parts: list[Part]
+    carried: dict[str, Any]
+    stats: dict[str, Any]
+    nbytes: int = 0
+    """About what it takes in memory."""
+
+    @classmethod
+    async def build(cls, ended: wire.RoundEnded, parts: list[Part]) -> "Reply":
+        """Wait for the last texts and add the figures of the delivery."""
+        await asyncio.gather(*(done.text for part in parts for done in part.done))
+        stats = dict(ended.stats)
+        stats["delivered"] = delivered_figures(parts, ended.policy_version)
+        if any(part.prompt.truncates for part in parts):
+            stats["warnings"] = [*stats.get("warnings", ()), TRUNCATED]
+        nbytes = sum(_size(part) for part in parts)
+        return cls(
+            ended.round_id, ended.run, ended.policy_version, ended.end_reason, parts, ended.carried, stats, nbytes
+        )
+
+    def encode(self, packed: bool) -> bytes:
+        """The whole body. Group by group, so that other threads get their turn in between."""
+        groups = [encode_group(part, packed) for part in self.parts]
+        self._stamp()
+        encoder = _msgpack if packed else _json
+        return encoder.encode(self._head() | {"finished": [msgspec.Raw(group) for group in groups]})
+
+    def summary(self) -> dict[str, Any]:
+        """The last event of a stream: everything but the groups, and which of the streamed ones were delivered."""
+        self._stamp()
+        delivered = [
+            {
+                "id": part.prompt.id,
+                "incarnation": part.incarnation,
+                "indices": [done.sample.index for done in part.done],
+                "complete": part.complete,
+                "accepted": part.accepted,
+            }
+            for part in self.parts
+        ]
+        return {"event": "round", **self._head(), "delivered": delivered}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "round_id": self.round_id,
+            "run": self.run,
+            "policy_version": self.policy_version,
+            "end_reason": self.end_reason,
+            "carried": self.carried,
+            "stats": self.stats,
+        }
+
+    def _stamp(self) -> None:
+        """Once: the time from the quota to the moment in which the reply is handed to a connection, in seconds."""
+        if self.stats.get("t_quota_met") is not None:
+            self.stats.setdefault("quota_to_reply_s", max(0.0, time.time() - self.stats["t_quota_met"]))
+
+
+def encode_group(part: Part, packed: bool, event: bool = False) -> bytes:
+    """One group as a value of `finished`, or as an event of a stream."""
+    encoder = _msgpack if packed else _json
+    prompt = part.prompt
+    fields: dict[str, Any] = {"event": "group"} if event else {}
+    fields |= {
+        "id": prompt.id,
+        "incarnation": part.incarnation,
+        "metadata": _metadata(prompt.metadata, packed),
+        "prompt_ids": _ints(prompt.prompt_ids, packed),
+        "complete": part.complete,
+        "accepted": part.accepted,
+        "samples": [msgspec.Raw(encoder.encode(_sample_fields(done, packed))) for done in part.done],
+    }
+    return encoder.encode(fields)
+
+
+def _sample_fields(done: Done, packed: bool) -> dict[str, Any]:
+    sample = done.sample
+    fields: dict[str, Any] = {
+        "index": sample.index,
+        "output_ids": _ints(sample.output_ids, packed),
+        "text": done.text.result(),
+        "finish_reason": sample.finish_reason,
+        "seed": sample.seed,
+        "logprobs": _floats(sample.logprobs, packed),
+        "logprob_kind": LOGPROB_KIND,
+        "spans": [{"start": s.start, "end": s.end, "version": s.version, "kv": s.kv} for s in sample.spans],
+    }
+    if sample.top_logprobs is not None:
+        fields["top_logprobs"] = sample.top_logprobs
+    if sample.proximal_logprobs is not None:
+        fields["proximal_logprobs"] = (
+            np.array(sample.proximal_logprobs, dtype="<f4").tobytes() if packed else sample.proximal_logprobs
+        )
+        fields["proximal_version"] = sample.proximal_version
+    return fields
+
+
+def _ints(raw: bytes, packed: bool) -> bytes | list[int]:
+    return raw if packed else np.frombuffer(raw, "<i4").tolist()
+
+
+def _floats(raw: bytes, packed: bool) -> bytes | list[float]:
+    return raw if packed else np.frombuffer(raw, "<f4").tolist()
+
+
+def _metadata(raw: bytes, packed: bool) -> Any:
+    if not raw:
+        return None
+    return msgspec.Raw(raw) if packed else msgspec.msgpack.decode(raw)
+
+
+def _size(part: Part) -> int:
+    own = len(part.prompt.prompt_ids) + len(part.prompt.metadata)
+    return own + sum(_sample_size(done) for done in part.done)
+
+
+def _sample_size(done: Done) -> int:
+    sample = done.sample
+    pairs = sum(len(row) for row in sample.top_logprobs or ())
+    text = len(done.text.result() or "")
+    lists = 32 * len(sample.proximal_logprobs or ()) + 96 * pairs
+    return len(sample.output_ids) + len(sample.logprobs) + text + 64 * len(sample.spans) + lists + 512
+
+
+def delivered_figures(parts: list[Part], policy_version: int) -> dict[str, Any]:
+    """Length distribution of the delivered samples, and their tokens by version and by provenance of the KV (S7).
+
+    Off-policy are tokens of an older version than `policy_version`; hybrid are tokens of this version on kept KV.
+    """
+    samples = [done.sample for part in parts for done in part.done]
+    lengths = np.array([len(sample.output_ids) // 4 for sample in samples], dtype=np.int64)
+    versions: Counter[int] = Counter()
+    provenance: Counter[str] = Counter()
+    hybrid = 0
+    for sample in samples:
+        for span in sample.spans:
+            tokens = span.end - span.start
+            versions[span.version] += tokens
+            provenance[span.kv] += tokens
+            hybrid += tokens * (span.version == policy_version and span.kv == "kept")
+    total = int(lengths.sum())
+    return {
+        "groups": len(parts),
+        "samples": len(samples),
+        "tokens": total,
+        "length": _distribution(lengths),
+        "tokens_by_version": {str(version): count for version, count in sorted(versions.items())},
+        "tokens_by_kv": {kv: provenance[kv] for kv in ("fresh", "kept", "recomputed")},
+        "off_policy_share": (sum(versions.values()) - versions[policy_version]) / total if total else 0.0,
+        "hybrid_share": hybrid / total if total else 0.0,
+    }
+
+
+def _distribution(lengths: np.ndarray) -> dict[str, float]:
+    if not lengths.size:
+        return {}
+    p50, p90, p99 = np.percentile(lengths, (50, 90, 99)).tolist()
+    return {
+        "min": int(lengths.min()),
+        "mean": float(lengths.mean()),
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "max": int(lengths.max()),
+    }

@@ -1,0 +1,243 @@
+"""Steps 1 and 6: the routes under /april, attached to SGLang's own app, so that its keys and logs cover them too."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+
+from sglang_april.http import schema
+from sglang_april.http.errors import Refused, bad, fault
+from sglang_april.http.limits import check_rollout
+from sglang_april.http.reply import encode_group
+from sglang_april.http.rounds import Round
+from sglang_april.http.schema import check_round_id
+from sglang_april.http.service import April
+
+logger = logging.getLogger("sglang_april")
+
+MAX_BODY = 2**30
+SMALL = 2**16
+"""Bodies up to this many bytes are decoded and encoded on the event loop; larger ones in a thread."""
+
+JSON, MSGPACK = "application/json", "application/msgpack"
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+Handler = Callable[[April, Request], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def build_router(admin: Callable[[Endpoint], Endpoint]) -> APIRouter:
+    """All routes; `admin` marks those that take the admin key. The service is found in `app.state.april`."""
+    router = APIRouter()
+    for method, path, handler in (
+        ("POST", "/april/rollout", rollout),
+        ("GET", "/april/rounds/{round_id}", get_round),
+        ("POST", "/april/rounds/{round_id}/stop", stop),
+        ("POST", "/april/rounds/{round_id}/ack", acknowledge),
+        ("POST", "/april/rounds/{round_id}/judge", judge),
+        ("POST", "/april/rounds/{round_id}/extend", extend),
+        ("GET", "/april/state", state),
+        ("GET", "/april/partials", partials),
+    ):
+        router.add_api_route(path, _endpoint(handler), methods=[method])
+    for path, handler in (
+        ("/april/push/begin", push_begin),
+        ("/april/push/end", push_end),
+        ("/april/drop", drop),
+    ):
+        router.add_api_route(path, admin(_endpoint(handler)), methods=["POST"])
+    router.add_api_route("/april/{path:path}", _endpoint(no_route), methods=METHODS, include_in_schema=False)
+    return router
+
+
+def _endpoint(handler: Handler) -> Endpoint:
+    """A handler as FastAPI calls it, with every error in the form of S8."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request.app.state.april, request)
+        except Refused as refused:
+            return _refusal(request, refused)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.url.path)
+            return _refusal(request, fault(error))
+
+    functools.update_wrapper(endpoint, handler, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+    del endpoint.__wrapped__
+    return endpoint
+
+
+async def rollout(april: April, request: Request) -> Response:
+    """Open a round, or find it by its `round_id`, and answer with its reply."""
+    data, packed = await _body(request), _is_packed(request)
+    body, fingerprint = await _off_loop(len(data), _read_rollout, data, packed)
+    round_ = await april.open(body, fingerprint)
+    if body.stream:
+        return StreamingResponse(_events(round_), media_type="application/x-ndjson")
+    return await _reply(request, round_)
+
+
+def _read_rollout(data: bytes, packed: bool) -> tuple[schema.Rollout, str]:
+    body = schema.decode_rollout(data, packed)
+    return body, check_rollout(body, packed)
+
+
+async def get_round(april: April, request: Request) -> Response:
+    """The reply of a round, or 202 while it is open."""
+    round_ = april.rounds.find(_round_id(request))
+    if not round_.reply.done():
+        return _answer(request, {"round_id": round_.id, "run": round_.run, "state": round_.state}, 202)
+    return await _reply(request, round_)
+
+
+async def stop(april: April, request: Request) -> Response:
+    """End a round now."""
+    body = schema.decode_stop(await _body(request), _is_packed(request))
+    return _answer(request, await april.stop(_round_id(request), body.deliver))
+
+
+async def acknowledge(april: April, request: Request) -> Response:
+    """The reply of a round need not be kept any longer."""
+    schema.decode_nothing(await _body(request), _is_packed(request))
+    return _answer(request, april.acknowledge(_round_id(request)))
+
+
+async def judge(_april: April, _request: Request) -> Response:
+    """Refused by name in this version."""
+    raise bad("judge", "comes with the trainer bridge, as count: accepted does")
+
+
+async def extend(_april: April, _request: Request) -> Response:
+    """Refused by name in this version."""
+    raise bad("extend", "comes with the trainer bridge")
+
+
+async def push_begin(april: April, request: Request) -> Response:
+    """The weights of one policy begin to arrive."""
+    body = schema.decode_push(await _body(request), _is_packed(request))
+    return _answer(request, await april.push_begin(body.version))
+
+
+async def push_end(april: April, request: Request) -> Response:
+    """They have all arrived."""
+    body = schema.decode_push(await _body(request), _is_packed(request))
+    return _answer(request, await april.push_end(body.version))
+
+
+async def drop(april: April, request: Request) -> Response:
+    """Delete undelivered groups of a run."""
+    body = schema.decode_drop(await _body(request), _is_packed(request))
+    return _answer(request, await april.drop(body.run, body.ids))
+
+
+async def state(april: April, request: Request) -> Response:
+    """What the server holds and how it runs."""
+    query = _query(request, "check")
+    if "check" in query:
+        raise bad("check", "comes with the page store")
+    return _answer(request, await april.state())
+
+
+async def partials(april: April, request: Request) -> Response:
+    """The suspended samples of a run, or of all."""
+    run = _query(request, "run").get("run")
+    if run is not None and not 1 <= len(run) <= 256:
+        raise bad("run", "must have 1 to 256 characters")
+    return _answer(request, await april.partials(run))
+
+
+async def no_route(_april: April, request: Request) -> Response:
+    """Everything else under /april."""
+    raise Refused(404, "path", f"there is no {request.method} {request.url.path}")
+
+
+async def _reply(request: Request, round_: Round) -> Response:
+    """Wait for the reply for as long as the client does. The round does not depend on it."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((round_.reply, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    if not round_.reply.done():
+        return Response(status_code=499)
+    reply = round_.reply.result()
+    packed = _wants_packed(request)
+    encoded = await _off_loop(reply.nbytes, reply.encode, packed)
+    return Response(encoded, media_type=MSGPACK if packed else JSON)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(round_: Round) -> AsyncIterator[bytes]:
+    """Newline-delimited JSON: groups as they finish, the summary last. A replay says the same again."""
+    said = 0
+    while True:
+        bell = round_.bell
+        while said < len(round_.events):
+            part = round_.events[said]
+            said += 1
+            await asyncio.gather(*(done.text for done in part.done))
+            yield encode_group(part, packed=False, event=True) + b"\n"
+        if round_.reply.done():
+            break
+        await bell.wait()
+    try:
+        summary = round_.reply.result().summary()
+    except Refused as refused:
+        summary = {"event": "error", **refused.body()}
+    yield msgspec.json.encode(summary) + b"\n"
+
+
+async def _off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
+    return work(*args) if size <= SMALL else await asyncio.to_thread(work, *args)
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body, within limits."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY:
+        raise Refused(413, "body", f"has {declared} bytes, and at most {MAX_BODY} are taken")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_BODY:
+            raise Refused(413, "body", f"has more than {MAX_BODY} bytes")
+    return b"".join(chunks)
+
+
+def _is_packed(request: Request) -> bool:
+    return "msgpack" in request.headers.get("content-type", "")
+
+
+def _wants_packed(request: Request) -> bool:
+    return "msgpack" in request.headers.get("accept", "")
+
+
+def _round_id(request: Request) -> str:
+    return check_round_id(request.path_params["round_id"])
+
+
+def _query(request: Request, *known: str) -> dict[str, str]:
+    for name in request.query_params:
+        if name not in known:
+            raise bad(name, "is not a known field")
+    return dict(request.query_params)
+
+
+def _answer(request: Request, content: dict[str, Any], status: int = 200) -> Response:
+    packed = _wants_packed(request)
+    encode = msgspec.msgpack.encode if packed else msgspec.json.encode
+    return Response(encode(content), status, media_type=MSGPACK if packed else JSON)
+
+
+def _refusal(request: Request, refused: Refused) -> Response:
+    return _answer(request, refused.body(), refused.status)

@@ -1,0 +1,259 @@
+"""Steps 1 and 6: the service behind the routes; `engine.tokenizer_manager.april` for SGLang started in code."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from sglang_april import wire
+from sglang_april.config import AprilConfig
+from sglang_april.http import schema
+from sglang_april.http.engine import Engine
+from sglang_april.http.errors import Refused, fault
+from sglang_april.http.holds import Holds
+from sglang_april.http.limits import check_rollout
+from sglang_april.http.link import Link
+from sglang_april.http.prepare import Preparation, unit_of
+from sglang_april.http.reply import Reply
+from sglang_april.http.rounds import Round, Rounds
+from sglang_april.http.vault import MissingSampleError, Part, Prompt, Vault, visible_text
+
+logger = logging.getLogger("sglang_april")
+
+OnReply = Callable[[Reply], None]
+
+
+class April:
+    """Rounds, pushes and their bookkeeping on one event loop; the scheduler decides, this side carries and tells."""
+
+    def __init__(self, engine: Engine, config: AprilConfig, on_reply: OnReply | None = None) -> None:
+        self.engine = engine
+        self.config = config
+        self.link = Link(engine.send)
+        self.holds = Holds(engine.lock)
+        self.vault = Vault(self._decode)
+        self.rounds = Rounds(config.replies, config.reply_bytes)
+        self.hook_report: dict[str, Any] = {}
+        self.released: set[str] = set()
+        """Memory tags that are released at this moment."""
+        self.pausing = asyncio.Lock()
+        """A pause and its end, one at a time."""
+        self._on_reply = on_reply
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._pushing = asyncio.Lock()
+
+    # What the routes call
+
+    async def rollout(self, request: dict[str, Any]) -> dict[str, Any]:
+        """`POST /april/rollout` for callers in this process: a round from request to reply, arrays as raw bytes."""
+        body = schema.decode_rollout(msgspec.msgpack.encode(request), True)
+        round_ = await self.open(body, check_rollout(body, packed=True))
+        reply = await asyncio.shield(round_.reply)
+        return msgspec.msgpack.decode(reply.encode(packed=True))
+
+    async def open(self, body: schema.Rollout, fingerprint: str) -> Round:
+        """Open the round that a request asks for, or find it; it lives on when the caller goes away."""
+        candidate = Round(
+            id=body.round_id or uuid.uuid4().hex,
+            run=body.run,
+            fingerprint=fingerprint,
+            unit=unit_of(body, self.config),
+            keep_until_ack=body.keep_until_ack,
+        )
+        round_, new = self.rounds.admit(candidate)
+        if new:
+            self._spawn(self._open(round_, body))
+        await asyncio.shield(round_.opened)
+        return round_
+
+    async def stop(self, round_id: str, deliver: list[str] | None) -> dict[str, Any]:
+        """End a round now, with what has finished; idempotent."""
+        round_ = self.rounds.find(round_id)
+        if round_.state == "opening":
+            round_.stop_asked = True
+        elif round_.state == "open":
+            try:
+                await self.link.call(wire.StopRound(self.link.number(), round_id, deliver))
+            except Refused:
+                if round_.state != "ended":
+                    raise
+        return {"round_id": round_id, "state": round_.state}
+
+    def acknowledge(self, round_id: str) -> dict[str, Any]:
+        """The caller has the reply for good."""
+        return {"round_id": self.rounds.acknowledge(round_id).id, "acknowledged": True}
+
+    async def drop(self, run: str, ids: list[str] | None) -> dict[str, Any]:
+        """Delete undelivered groups of a run, in the scheduler and here."""
+        command = wire.Drop(self.link.number(), run, ids)
+        answer = await self.link.call(command, accepted=lambda _: self.vault.drop(run, ids))
+        return {"run": run, **answer.data}
+
+    async def push_begin(self, version: int | None) -> dict[str, Any]:
+        """Suspend our samples in the scheduler, then let weight calls pass our open rounds."""
+        async with self._pushing:
+            answer = await self.link.call(wire.PushBegin(self.link.number(), version))
+            await self.holds.give_up("push")
+        return {"push_open": True, **answer.data}
+
+    async def push_end(self, version: int | None) -> dict[str, Any]:
+        """The policy is complete: the version moves and open rounds go on."""
+        async with self._pushing:
+            answer = await self.link.call(wire.PushEnd(self.link.number(), version))
+            self._retake("push")
+        return {"push_open": False, **answer.data}
+
+    async def freeze(self) -> None:
+        """A pause begins: nothing of ours takes a step, and nothing of ours keeps the pause waiting."""
+        await self.link.call(wire.Freeze(self.link.number()))
+        await self.holds.give_up("pause")
+
+    async def thaw(self) -> None:
+        """The pause is over."""
+        await self.link.call(wire.Thaw(self.link.number()))
+        self._retake("pause")
+
+    async def state(self) -> dict[str, Any]:
+        """What the scheduler and this process know of themselves."""
+        answer = await self.link.call(wire.GetState(self.link.number()))
+        http = {
+            "rounds": {round_.id: {"run": round_.run, "state": round_.state} for round_ in self.rounds.open},
+            "kept_replies": self.rounds.kept,
+            "kept_reply_bytes": self.rounds.kept_bytes,
+            "undelivered_groups": len(self.vault),
+            "finished_samples": self.vault.samples,
+            "held_locks": len(self.holds.held),
+            "hooks": self.hook_report,
+        }
+        return {**answer.data, "http": http}
+
+    async def partials(self, run: str | None) -> dict[str, Any]:
+        """The suspended samples of a run, or of all."""
+        return (await self.link.call(wire.GetPartials(self.link.number(), run))).data
+
+    # What the scheduler says
+
+    def receive(self, payload: bytes) -> None:
+        """One message of the scheduler. Messages are handled whole and in order, so no await may be in here."""
+        message = wire.decode_event(payload)
+        if isinstance(message, wire.Answer):
+            self.link.answered(message)
+        elif isinstance(message, wire.Finished):
+            self._finished(message)
+        else:
+            self._ended(message)
+
+    def _finished(self, message: wire.Finished) -> None:
+        rung = set()
+        of_id = {round_.id: round_ for round_ in self.rounds.open}
+        for sample in message.samples:
+            group = self.vault.put(sample)
+            round_ = of_id.get(sample.round_id or "")
+            if group is None:
+                logger.warning("a sample of %r finished, which this process does not know", sample.id)
+            elif round_ is not None and round_.unit == "sample":
+                round_.events.append(group.part(sample.whole, [sample.index]))
+                rung.add(round_)
+            elif round_ is not None and sample.whole:
+                round_.events.append(group.part(complete=True))
+                rung.add(round_)
+        for round_ in rung:
+            round_.ring()
+
+    def _ended(self, message: wire.RoundEnded) -> None:
+        round_ = next((r for r in self.rounds.open if r.id == message.round_id), None)
+        if round_ is None:
+            logger.error("the scheduler ended round %s, which is not open here", message.round_id)
+            return
+        self.rounds.ended(round_)
+        try:
+            parts = self.vault.deliver(message.run, message.deliver)
+        except MissingSampleError as error:
+            logger.exception("round %s has no reply", round_.id)
+            self.rounds.failed(round_, fault(error))
+            self._spawn(self.holds.drop(round_.id))
+            return
+        streamed = {part.key for part in round_.events}
+        round_.events += [part for part in parts if part.key not in streamed]
+        round_.ring()
+        self._spawn(self._reply(round_, message, parts))
+
+    # What runs beside the callers
+
+    async def _open(self, round_: Round, body: schema.Rollout) -> None:
+        """Prepare, become a reader of the weights, and ask the scheduler; or refuse and leave no trace."""
+        try:
+            command, prompts = await self._in_thread(self._prepare, round_.id, body)
+            await self.holds.take(round_.id)
+            await self.link.call(command, accepted=lambda _: self._accepted(round_, prompts))
+        except Exception as error:
+            if not isinstance(error, Refused):
+                logger.exception("round %s could not be opened", round_.id)
+            await self.holds.drop(round_.id)
+            self.rounds.refuse(round_, error if isinstance(error, Refused) else fault(error))
+
+    def _prepare(self, round_id: str, body: schema.Rollout) -> tuple[wire.OpenRound, list[Prompt]]:
+        return Preparation(self.engine, self.config).run(self.link.number(), round_id, body)
+
+    def _accepted(self, round_: Round, prompts: list[Prompt]) -> None:
+        self.vault.accept(prompts)
+        self.rounds.opened(round_)
+        if round_.stop_asked:
+            self._spawn(self.stop(round_.id, None))
+
+    async def _reply(self, round_: Round, message: wire.RoundEnded, parts: list[Part]) -> None:
+        await self.holds.drop(round_.id)
+        reply = await Reply.build(message, parts)
+        if reply.stats.get("t_quota_met") is not None:
+            reply.stats["quota_to_built_s"] = max(0.0, time.time() - reply.stats["t_quota_met"])
+        self.rounds.keep(round_, reply)
+        _log(reply)
+        if self._on_reply is not None:
+            self._on_reply(reply)
+
+    def _decode(self, prompt: Prompt, sample: wire.FinishedSample) -> "asyncio.Future[str | None]":
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._text, prompt, sample)
+
+    def _text(self, prompt: Prompt, sample: wire.FinishedSample) -> str | None:
+        try:
+            return visible_text(self.engine.decode, prompt, sample)
+        except Exception:
+            logger.exception("sample %d of prompt %r could not be decoded", sample.index, sample.id)
+            return None
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _retake(self, reason: str) -> None:
+        self.holds.retake(reason, [round_.id for round_ in self.rounds.open if round_.state == "open"])
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _log(reply: Reply) -> None:
+    delivered, carried, stats = reply.stats["delivered"], reply.carried, reply.stats
+    logger.info(
+        "round %s of run %s: %s at version %d, delivered %d groups %d samples %d tokens, carried %s groups %s samples, "
+        "%s tokens after the quota, %s re-prefilled, reply built in %s s",
+        reply.round_id,
+        reply.run,
+        reply.end_reason,
+        reply.policy_version,
+        delivered["groups"],
+        delivered["samples"],
+        delivered["tokens"],
+        carried.get("groups", 0),
+        carried.get("samples", 0),
+        stats.get("tokens_after_quota", 0),
+        stats.get("reprefilled_tokens", 0),
+        f"{stats['quota_to_built_s']:.4f}" if "quota_to_built_s" in stats else "-",
+    )

@@ -1,0 +1,50 @@
+"""Prometheus figures beside SGLang's own, in the same multiprocess directory; only with --enable-metrics."""
+
+from collections.abc import Mapping
+
+from sglang_april.http.reply import Reply
+
+PREFIX = "sglang_april:"
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class Metrics:
+    """Fed by every reply. `labels` are set on every figure, as SGLang's `model_name` is."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        # SGLang sets the multiprocess directory at start, and prometheus_client reads it when it is imported.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        names, self._labels = list(labels), dict(labels)
+        self._rounds = Counter(PREFIX + "rounds", "Rounds by how they ended.", [*names, "end_reason"])
+        self._samples = Counter(PREFIX + "delivered_samples", "Samples in replies.", names)
+        self._tokens = Counter(PREFIX + "delivered_tokens", "Output tokens in replies, by provenance.", [*names, "kv"])
+        self._after = Counter(PREFIX + "tokens_after_quota", "Decode tokens computed after a quota was met.", names)
+        self._again = Counter(PREFIX + "reprefilled_tokens", "Tokens prefilled again to resume partials.", names)
+        self._latency = Histogram(
+            PREFIX + "quota_to_reply_seconds", "From the quota met to the reply built.", names, buckets=SECONDS
+        )
+
+        def gauge(name: str, text: str, *more: str) -> Gauge:
+            return Gauge(PREFIX + name, text, [*names, *more], multiprocess_mode="mostrecent")
+
+        self._carried = gauge("carried", "What the latest round left for the next.", "what")
+        self._carried_bytes = gauge("carried_bytes", "KV bytes of partials after the latest round.", "tier")
+        self._version = gauge("policy_version", "Policy version at the end of the latest round.")
+
+    def observe(self, reply: Reply) -> None:
+        """Count one round."""
+        labels, stats, carried = self._labels, reply.stats, reply.carried
+        self._rounds.labels(**labels, end_reason=reply.end_reason).inc()
+        self._samples.labels(**labels).inc(stats["delivered"]["samples"])
+        for kv, tokens in stats["delivered"]["tokens_by_kv"].items():
+            self._tokens.labels(**labels, kv=kv).inc(tokens)
+        self._after.labels(**labels).inc(stats.get("tokens_after_quota", 0))
+        self._again.labels(**labels).inc(stats.get("reprefilled_tokens", 0))
+        if "quota_to_built_s" in stats:
+            self._latency.labels(**labels).observe(stats["quota_to_built_s"])
+        for what in ("groups", "samples", "tokens"):
+            self._carried.labels(**labels, what=what).set(carried.get(what, 0))
+        for tier, size in (carried.get("bytes") or {}).items():
+            self._carried_bytes.labels(**labels, tier=tier).set(size)
+        self._version.labels(**labels).set(reply.policy_version)
