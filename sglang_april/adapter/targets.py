@@ -35,6 +35,7 @@ class Target:
 
 _ARGS = "sglang_april.adapter.hooks_args:"
 _SCHED = "sglang_april.adapter.hooks_scheduler:"
+_HTTP = "sglang_april.adapter.hooks_http:"
 
 TARGETS: tuple[Target, ...] = (
     Target(
@@ -245,6 +246,46 @@ TARGETS: tuple[Target, ...] = (
         SOURCE + "sampling/sampling_batch_info.py#L87",
         "upstream replays penalties",
     ),
+    Target(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_request_dispatcher",
+        "after",
+        _HTTP + "attach_service",
+        "our messages, our service and the routes under /april join the HTTP process",
+        SOURCE + "managers/tokenizer_manager.py#L721",
+        "plugins can add routes and message types",
+    ),
+    Target(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation",
+        "around",
+        _HTTP + "freeze_first",
+        "a pause must freeze our rounds; stock would abort them, or wait for their lock for ever",
+        SOURCE + "managers/tokenizer_manager.py#L1974",
+        "a pause is announced to the scheduler in every mode",
+    ),
+    Target(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.continue_generation",
+        "around",
+        _HTTP + "thaw_after",
+        "rounds go on when the pause is over",
+        SOURCE + "managers/tokenizer_manager.py#L1989",
+        "a pause is announced to the scheduler in every mode",
+    ),
+    Target(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation",
+        "around",
+        _HTTP + "release_when_idle",
+        "the scheduler asserts idleness and would die; the caller gets a 400 instead",
+        SOURCE + "managers/tokenizer_control_mixin.py#L784",
+        "upstream refuses instead of asserting",
+    ),
+    Target(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation",
+        "around",
+        _HTTP + "resume_what_is_released",
+        "resuming what is not released is a KeyError that ends the scheduler",
+        SOURCE + "managers/tokenizer_control_mixin.py#L792",
+        "upstream refuses instead of raising",
+    ),
 )
 
 DEPENDS_ON: tuple[str, ...] = (
@@ -256,6 +297,16 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.configs.hybrid_arch.mambaish_config",
     "sglang.srt.server_args.prepare_server_args",
     "sglang.launch_server.run_server",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    "sglang.srt.sampling.sampling_params.SamplingParams",
+    "sglang.srt.utils.aio_rwlock.RWLock",
+    "sglang.srt.utils.auth.auth_level",
+    "sglang.utils.TypeBasedDispatcher",
 )
 
 _applied: dict[str, list[tuple[Target, Callable[..., Any]]]] = {}
