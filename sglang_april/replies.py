@@ -1,0 +1,119 @@
+"""What a rollout returns, as the clients and the trainer bridge see it: typed, with numpy arrays."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Ints = np.ndarray
+"""int32, one dimension, read-only."""
+Floats = np.ndarray
+"""float32, one dimension, read-only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Output tokens [start, end) drawn under `version`, on KV that was fresh, kept or recomputed."""
+
+    start: int
+    end: int
+    version: int
+    kv: Literal["fresh", "kept", "recomputed"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One finished response."""
+
+    index: int
+    output_ids: Ints
+    """[output_len], the stop or EOS token included."""
+    text: str | None
+    finish_reason: dict[str, Any]
+    seed: int
+    logprobs: Floats
+    """[output_len], of the drawn tokens, natural logarithm."""
+    logprob_kind: str
+    spans: list[Span]
+    top_logprobs: list[list[tuple[float, int]]] | None = None
+    """Per output token, pairs (logprob, token id)."""
+    proximal_logprobs: Floats | None = None
+    """[output_len], NaN where absent."""
+    proximal_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A prompt's samples: all of them where `complete`, with a quota of samples perhaps only some."""
+
+    id: str
+    incarnation: int
+    metadata: Any
+    prompt_ids: Ints
+    complete: bool
+    accepted: bool | None
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What a round delivered, what it left for the next, and its figures."""
+
+    round_id: str
+    run: str
+    policy_version: int
+    end_reason: Literal["quota", "stopped", "exhausted"]
+    finished: list[Group]
+    carried: dict[str, Any]
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Summary:
+    """The end of a stream: a reply that names its groups instead of repeating them."""
+
+    round_id: str
+    run: str
+    policy_version: int
+    end_reason: Literal["quota", "stopped", "exhausted"]
+    delivered: list[dict[str, Any]]
+    """`id`, `incarnation`, `indices`, `complete`, `accepted`: the streamed groups that this round delivers."""
+    carried: dict[str, Any]
+    stats: dict[str, Any]
+
+
+def read_reply(fields: dict[str, Any]) -> Reply:
+    """A reply from its decoded body, JSON or msgpack."""
+    return Reply(**{**fields, "finished": [read_group(group) for group in fields["finished"]]})
+
+
+def read_group(fields: dict[str, Any]) -> Group:
+    """A group from its decoded form."""
+    samples = [_sample(sample) for sample in fields["samples"]]
+    return Group(**{**fields, "prompt_ids": _array(fields["prompt_ids"], "<i4"), "samples": samples})
+
+
+def read_event(fields: dict[str, Any]) -> Group | Summary:
+    """One event of a stream."""
+    rest = {name: value for name, value in fields.items() if name != "event"}
+    return Summary(**rest) if fields["event"] == "round" else read_group(rest)
+
+
+def _sample(fields: dict[str, Any]) -> Sample:
+    changed: dict[str, Any] = {
+        "output_ids": _array(fields["output_ids"], "<i4"),
+        "logprobs": _array(fields["logprobs"], "<f4"),
+        "spans": [Span(**span) for span in fields["spans"]],
+    }
+    if fields.get("proximal_logprobs") is not None:
+        changed["proximal_logprobs"] = _array(fields["proximal_logprobs"], "<f4")
+    if fields.get("top_logprobs") is not None:
+        changed["top_logprobs"] = [[(value, token) for value, token in row] for row in fields["top_logprobs"]]
+    return Sample(**{**fields, **changed})
+
+
+def _array(values: bytes | list[Any], dtype: str) -> np.ndarray:
+    """Raw little-endian bytes of msgpack without a copy, or a list of JSON, in which null becomes NaN."""
+    array = np.frombuffer(values, dtype) if isinstance(values, bytes) else np.array(values, dtype=dtype)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,120 @@
+"""A scheduler small enough to read: it answers commands and finishes what a test tells it to finish."""
+
+import itertools
+from typing import Any
+
+import msgspec
+import numpy as np
+from sglang.srt.utils.aio_rwlock import RWLock
+
+from sglang_april import wire
+from sglang_april.config import AprilConfig
+from sglang_april.http.engine import Facts
+from sglang_april.http.service import April
+
+
+class ScriptedEngine:
+    """An `http.engine.Engine` whose words are characters. Nothing ends by itself: tests call `finish` and `end`."""
+
+    def __init__(self, **facts: Any) -> None:
+        defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}
+        self._facts = Facts(**{**defaults, "priority": False, "overlap": True, **facts})
+        self.lock = RWLock()
+        self.april: April | None = None
+        self.commands: list[wire.Command] = []
+        self.answers: dict[type, wire.Answer] = {}
+        self.silent: set[type] = set()
+        self.taken: set[tuple[str, str]] = set()
+        self.version = 0
+
+    def facts(self) -> Facts:
+        return self._facts
+
+    async def send(self, payload: bytes) -> None:
+        command = wire.decode_command(payload)
+        self.commands.append(command)
+        if type(command) not in self.silent:
+            self.tell(self._answer(command))
+
+    def _answer(self, command: wire.Command) -> wire.Answer:
+        canned = self.answers.get(type(command))
+        if canned is not None:
+            return msgspec.structs.replace(canned, seq=command.seq)
+        if isinstance(command, wire.OpenRound):
+            for i, prompt in enumerate(command.prompts):
+                if (command.run, prompt.id) in self.taken:
+                    return wire.Answer(command.seq, 409, f"prompts[{i}].id", "is still in use")
+            self.taken |= {(command.run, prompt.id) for prompt in command.prompts}
+        if isinstance(command, wire.PushEnd):
+            self.version += 1
+        return wire.Answer(command.seq, data={"policy_version": self.version})
+
+    def tell(self, message: wire.Event) -> None:
+        self.april.receive(wire.encode(message))
+
+    def finish(self, opened: wire.OpenRound, *names: tuple[str, int], whole: bool = True, ids: str = "ab") -> None:
+        """The samples `(id, index)` end in one step; the last of each id completes its group if `whole`."""
+        last = dict(names)
+        self.tell(
+            wire.Finished(
+                [self.sample(opened, name, i, ids, whole and last[name] == i) for name, i in names]
+            )
+        )
+
+    def sample(self, opened: wire.OpenRound, name: str, index: int, ids: str, whole: bool) -> wire.FinishedSample:
+        return wire.FinishedSample(
+            run=opened.run,
+            id=name,
+            incarnation=0,
+            index=index,
+            output_ids=np.array([ord(c) for c in ids], "<i4").tobytes(),
+            logprobs=np.linspace(-1, -0.1, len(ids), dtype="<f4").tobytes(),
+            spans=[wire.Span(0, len(ids), self.version, "fresh")],
+            finish_reason={"type": "length", "length": len(ids)},
+            seed=7,
+            whole=whole,
+            round_id=opened.round_id,
+        )
+
+    def end(self, opened: wire.OpenRound, *delivered: tuple[str, list[int]], reason: str = "quota", **more: Any) -> None:
+        deliver = [wire.Delivery(name, 0, indices, more.get("complete", True)) for name, indices in delivered]
+        self.taken -= {(opened.run, d.id) for d in deliver if d.complete}
+        carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
+        stats = more.get("stats", {"tokens_after_quota": 0, "warnings": []})
+        self.tell(wire.RoundEnded(opened.round_id, opened.run, self.version, reason, deliver, carried, stats))
+
+    @property
+    def opened(self) -> wire.OpenRound:
+        """The latest request to open a round."""
+        return [command for command in self.commands if isinstance(command, wire.OpenRound)][-1]
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+        if messages[-1]["role"] != "user":
+            raise ValueError("the last message must be the user's")
+        return list("|".join(message["content"] for message in messages).encode())
+
+    def encode_params(self, params: dict[str, Any]) -> bytes:
+        if params.get("regex") == "(":
+            raise ValueError("regex is not a regular expression")
+        return msgspec.msgpack.encode(params, order="sorted")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
+        return "".join(chr(i) for i in ids if i or not skip_special_tokens)
+
+
+def service(engine: ScriptedEngine | None = None, **settings: Any) -> tuple[April, ScriptedEngine]:
+    """A service on a scripted engine."""
+    engine = engine or ScriptedEngine()
+    engine.april = April(engine, AprilConfig(quota=1, **settings))
+    return engine.april, engine
+
+
+_names = (f"p{i}" for i in itertools.count())
+
+
+def prompt(**fields: Any) -> dict[str, Any]:
+    """A prompt with an id of its own."""
+    return {"id": next(_names), "input_ids": [1, 2, 3], **fields}

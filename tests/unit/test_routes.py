@@ -1,0 +1,373 @@
+"""The routes, through the real app and service, against a scripted scheduler."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from sglang_april import wire
+from sglang_april.http.routes import build_router
+from sglang_april.http.service import April
+from tests.unit.scheduler_link import ScriptedEngine, prompt, service
+
+
+@asynccontextmanager
+async def client_of(april: April) -> AsyncIterator[httpx.AsyncClient]:
+    app = FastAPI()
+    app.state.april = april
+    app.include_router(build_router(admin=lambda endpoint: endpoint))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        yield client
+
+
+async def until(condition: Any) -> None:
+    """Let the event loop run until something is true."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def open_round(client: httpx.AsyncClient, engine: ScriptedEngine, **body: Any) -> asyncio.Task[httpx.Response]:
+    """Send a rollout and wait until the scheduler has it."""
+    before = sum(isinstance(command, wire.OpenRound) for command in engine.commands)
+    headers = body.pop("headers", {})
+    task = asyncio.create_task(client.post("/april/rollout", json=body, headers=headers))
+    await until(lambda: sum(isinstance(c, wire.OpenRound) for c in engine.commands) > before or task.done())
+    return task
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 20))
+
+
+def test_a_round_from_request_to_reply() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            body = {"prompts": [prompt(id="a", n=2, metadata={"answer": 4}), prompt(id="b", text="hi", input_ids=None)]}
+            waiting = await open_round(client, engine, **body, sampling_params={"temperature": 0.5})
+            opened = engine.opened
+            assert (opened.run, opened.quota, opened.unit, opened.kv) == ("default", 1, "group", "keep")
+            assert opened.prompts[1].input_ids == np.array([104, 105], "<i4").tobytes()
+            assert len(opened.params) == 1
+            engine.finish(opened, ("a", 0), whole=False)
+            engine.finish(opened, ("a", 1), ids="xyz")
+            engine.end(opened, ("a", [0, 1]), stats={"t_quota_met": 0.0, "warnings": []})
+            reply = (await waiting).json()
+        assert reply["round_id"] == opened.round_id
+        assert (reply["end_reason"], reply["policy_version"]) == ("quota", 0)
+        (group,) = reply["finished"]
+        assert group["metadata"] == {"answer": 4}
+        assert (group["prompt_ids"], group["complete"], group["accepted"]) == ([1, 2, 3], True, None)
+        assert [sample["text"] for sample in group["samples"]] == ["ab", "xyz"]
+        assert group["samples"][1]["output_ids"] == [120, 121, 122]
+        assert group["samples"][0]["logprob_kind"] == "processed"
+        assert group["samples"][0]["spans"] == [{"start": 0, "end": 2, "version": 0, "kv": "fresh"}]
+        assert reply["stats"]["quota_to_reply_s"] > 0
+        assert reply["stats"]["delivered"]["tokens_by_kv"] == {"fresh": 5, "kept": 0, "recomputed": 0}
+
+    run(scenario())
+
+
+def test_msgpack_both_ways_says_the_same_as_json() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            ids = np.array([5, 6], "<i4").tobytes()
+            data = msgspec.msgpack.encode({"round_id": "r", "prompts": [{"id": "a", "input_ids": ids, "metadata": [1]}]})
+            headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
+            task = asyncio.create_task(client.post("/april/rollout", content=data, headers=headers))
+            await until(lambda: engine.commands)
+            engine.finish(engine.opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            response = await task
+            assert response.headers["content-type"] == "application/msgpack"
+            packed = msgspec.msgpack.decode(response.content)
+            plain = (await client.get("/april/rounds/r")).json()
+        group = packed["finished"][0]
+        sample = group["samples"][0]
+        assert group["prompt_ids"] == ids
+        group["prompt_ids"] = [5, 6]
+        sample["output_ids"] = np.frombuffer(sample["output_ids"], "<i4").tolist()
+        sample["logprobs"] = np.frombuffer(sample["logprobs"], "<f4").tolist()
+        assert packed == plain
+
+    run(scenario())
+
+
+def test_the_same_id_waits_and_replays_and_another_body_is_refused() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            body = {"round_id": "r1", "prompts": [{"id": "a", "input_ids": [1]}]}
+            first = await open_round(client, engine, **body)
+            second = asyncio.create_task(client.post("/april/rollout", json=body))
+            await asyncio.sleep(0.01)
+            other = await client.post("/april/rollout", json={**body, "quota": 2})
+            assert (other.status_code, other.json()["error"]["field"]) == (409, "round_id")
+            assert (await client.get("/april/rounds/r1")).status_code == 202
+            engine.finish(engine.opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            third = await client.post("/april/rollout", json=body)
+            replies = [(await first).content, (await second).content, third.content]
+            assert replies[0] == replies[1] == replies[2]
+            assert (await client.get("/april/rounds/r1")).content == replies[0]
+        assert sum(isinstance(command, wire.OpenRound) for command in engine.commands) == 1
+
+    run(scenario())
+
+
+def test_one_open_round_per_run_and_several_runs() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            one = await open_round(client, engine, run="one", prompts=[prompt(id="a")])
+            opened = engine.opened
+            refused = await client.post("/april/rollout", json={"run": "one"})
+            assert (refused.status_code, refused.json()["error"]["field"]) == (409, "run")
+            two = await open_round(client, engine, run="two", prompts=[prompt(id="a")])
+            engine.end(engine.opened, reason="stopped")
+            assert (await two).json()["end_reason"] == "stopped"
+            engine.end(opened, reason="stopped")
+            assert (await one).status_code == 200
+
+    run(scenario())
+
+
+def test_a_refused_round_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            engine.answers[wire.OpenRound] = wire.Answer(0, 503, "push", "weights are half pushed")
+            refused = await client.post("/april/rollout", json={"round_id": "r", "prompts": [prompt()]})
+            assert refused.status_code == 503
+            assert refused.json() == {"error": {"field": "push", "reason": "weights are half pushed"}}
+            assert (await client.get("/april/rounds/r")).status_code == 404
+            assert not april.rounds.open
+            assert not len(april.vault)
+            assert not await engine.lock.is_locked()
+
+    run(scenario())
+
+
+def test_a_prompt_that_is_in_use_keeps_what_it_has() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            first = await open_round(client, engine, prompts=[prompt(id="a", metadata="mine")])
+            opened = engine.opened
+            engine.end(opened, reason="stopped")
+            await first
+            again = await client.post("/april/rollout", json={"prompts": [prompt(id="a", metadata="other")]})
+            assert (again.status_code, again.json()["error"]["field"]) == (409, "prompts[0].id")
+            second = await open_round(client, engine)
+            engine.finish(opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            assert (await second).json()["finished"][0]["metadata"] == "mine"
+
+    run(scenario())
+
+
+def test_a_stream_and_its_replay() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            body = {"round_id": "s", "stream": True, "prompts": [prompt(id="a"), prompt(id="b"), prompt(id="c")]}
+            task = await open_round(client, engine, **body)
+            engine.finish(engine.opened, ("b", 0))
+            engine.finish(engine.opened, ("a", 0), ("c", 0))
+            engine.end(engine.opened, ("b", [0]), ("a", [0]))
+            lines = (await task).text.splitlines()
+            events = [json.loads(line) for line in lines]
+            assert [event["event"] for event in events] == ["group", "group", "group", "round"]
+            assert [event["id"] for event in events[:3]] == ["b", "a", "c"]
+            assert [group["id"] for group in events[3]["delivered"]] == ["b", "a"]
+            assert "finished" not in events[3]
+            assert (await client.post("/april/rollout", json=body)).text.splitlines() == lines
+            assert april.vault.samples == 1
+
+    run(scenario())
+
+
+def test_unit_sample_streams_samples_and_the_rest_of_the_group_later() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, quota_unit="sample", stream=True, prompts=[prompt(id="a", n=2)])
+            opened = engine.opened
+            engine.finish(opened, ("a", 1), whole=False)
+            engine.end(opened, ("a", [1]), complete=False)
+            group, summary = map(json.loads, (await task).text.splitlines())
+            assert (group["complete"], [s["index"] for s in group["samples"]]) == (False, [1])
+            assert summary["delivered"][0]["indices"] == [1]
+            later = await open_round(client, engine, quota_unit="sample")
+            engine.finish(opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            assert (await later).json()["finished"][0]["samples"][0]["index"] == 0
+            assert not len(april.vault)
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_ends_only_its_wait() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            body = {"round_id": "r", "prompts": [prompt(id="a")]}
+            task = await open_round(client, engine, **body)
+            task.cancel()
+            await asyncio.wait([task])
+            engine.finish(engine.opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            await until(lambda: april.rounds.kept)
+            assert (await client.get("/april/rounds/r")).json()["finished"][0]["id"] == "a"
+
+    run(scenario())
+
+
+def test_stop_is_idempotent_and_waits_for_nothing() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            response = await client.post("/april/rounds/r/stop", json={"deliver": ["a"]})
+            assert response.json() == {"round_id": "r", "state": "open"}
+            assert engine.commands[-1].deliver == ["a"]
+            engine.end(engine.opened, reason="stopped")
+            await task
+            assert (await client.post("/april/rounds/r/stop")).json() == {"round_id": "r", "state": "ended"}
+            assert (await client.post("/april/rounds/none/stop")).status_code == 404
+
+    run(scenario())
+
+
+def test_a_stop_before_the_round_is_open_is_kept() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            await engine.lock.acquire_writer()
+            task = asyncio.create_task(client.post("/april/rollout", json={"round_id": "r"}))
+            await until(lambda: april.rounds.open)
+            assert (await client.post("/april/rounds/r/stop")).json()["state"] == "opening"
+            assert not engine.commands
+            await engine.lock.release_writer()
+            await until(lambda: isinstance(engine.commands[-1] if engine.commands else None, wire.StopRound))
+            engine.end(engine.opened, reason="stopped")
+            assert (await task).json()["end_reason"] == "stopped"
+
+    run(scenario())
+
+
+def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, prompts=[prompt(id="a")])
+            writer = asyncio.create_task(engine.lock.acquire_writer())
+            await asyncio.sleep(0.01)
+            assert not writer.done()
+            assert (await client.post("/april/push/begin")).status_code == 200
+            await asyncio.wait_for(writer, 1)
+            ended = (await client.post("/april/push/end", json={"version": 3})).json()
+            assert ended == {"push_open": False, "policy_version": 1}
+            assert engine.commands[-1].version == 3
+            assert not april.holds.held
+            await engine.lock.release_writer()
+            await until(lambda: april.holds.held)
+            engine.end(engine.opened, reason="stopped")
+            await task
+            assert not await engine.lock.is_locked()
+
+    run(scenario())
+
+
+def test_a_push_that_the_scheduler_refuses_gives_no_reader_up() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            await open_round(client, engine, prompts=[prompt(id="a")])
+            engine.answers[wire.PushEnd] = wire.Answer(0, 409, "push", "no push is open")
+            refused = await client.post("/april/push/end")
+            assert (refused.status_code, refused.json()["error"]["reason"]) == (409, "no push is open")
+            assert len(april.holds.held) == 1
+
+    run(scenario())
+
+
+def test_state_partials_drop_and_ack() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", keep_until_ack=True, prompts=[prompt(id="a")])
+            state = (await client.get("/april/state")).json()
+            assert state["http"]["rounds"] == {"r": {"run": "default", "state": "open"}}
+            assert (await client.post("/april/rounds/r/ack")).status_code == 409
+            engine.end(engine.opened, reason="stopped")
+            await task
+            assert (await client.post("/april/rounds/r/ack")).json() == {"round_id": "r", "acknowledged": True}
+            assert (await client.get("/april/partials", params={"run": "x"})).status_code == 200
+            assert engine.commands[-1].run == "x"
+            assert len(april.vault) == 1
+            assert (await client.post("/april/drop", json={"run": "default", "ids": ["a"]})).status_code == 200
+            assert not len(april.vault)
+
+    run(scenario())
+
+
+REFUSALS = [
+    ("POST", "/april/rollout", b"{", "body", 400),
+    ("POST", "/april/rollout", b'{"run": "\xff"}', "body", 400),
+    ("POST", "/april/rollout", b"[]", "body", 400),
+    ("POST", "/april/drop", b"{}", "run", 400),
+    ("POST", "/april/drop", b'{"run": "a", "ids": [""]}', "ids[0]", 400),
+    ("POST", "/april/push/begin", b'{"version": -1}', "version", 400),
+    ("POST", "/april/push/end", b'{"version": "2"}', "version", 400),
+    ("POST", "/april/rounds/r/stop", b'{"deliver": "a"}', "deliver", 400),
+    ("POST", "/april/rounds/r/ack", b'{"x": 1}', "x", 400),
+    ("POST", "/april/rounds/r/judge", b"{}", "judge", 400),
+    ("POST", "/april/rounds/r/extend", b"{}", "extend", 400),
+    ("GET", "/april/rounds/a%20b", b"", "round_id", 400),
+    ("GET", "/april/rounds/r", b"", "round_id", 404),
+    ("GET", "/april/state?check=1", b"", "check", 400),
+    ("GET", "/april/partials?runs=1", b"", "runs", 400),
+    ("GET", "/april/partials?run=", b"", "run", 400),
+    ("GET", "/april/rollout", b"", "path", 404),
+    ("POST", "/april/nothing", b"", "path", 404),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "content", "field", "status"), REFUSALS)
+def test_bad_input_is_named(method: str, path: str, content: bytes, field: str, status: int) -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            response = await client.request(method, path, content=content)
+        assert response.status_code == status
+        assert response.json()["error"]["field"] == field
+        assert response.json()["error"]["reason"]
+        assert set(response.json()) == {"error"}
+        assert not engine.commands
+
+    run(scenario())
+
+
+def test_a_sample_that_never_arrived_is_an_error_and_not_a_silent_gap() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, prompts=[prompt(id="a", n=2)])
+            engine.finish(engine.opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0, 1]))
+            response = await task
+            assert (response.status_code, response.json()["error"]["field"]) == (500, "server")
+            assert april.vault.samples == 1
+            assert not april.rounds.open
+
+    run(scenario())
