@@ -14,7 +14,7 @@ def hidden_by(env: Mapping[str, str]) -> str | None:
     """Why SGLang would pass over the plugin without a word, if it would."""
     platform = env.get("SGLANG_PLATFORM")
     if platform and platform != PLATFORM:
-        return f"SGLANG_PLATFORM={platform} makes SGLang ignore sglang-april, because it also ships the platform {PLATFORM}"
+        return f"SGLANG_PLATFORM={platform} makes SGLang pass over every plugin that ships another platform"
     allowed = env.get("SGLANG_PLUGINS")
     if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
         return f"SGLANG_PLUGINS={allowed} leaves out the plugin {PLUGIN}"
@@ -26,8 +26,10 @@ def main(argv: Sequence[str]) -> None:
     reason = hidden_by(os.environ)
     if reason is not None:
         raise SystemExit(f"sglang-april: {reason}.")
-    if not config.is_active(argv, os.environ):
-        os.environ[config.ENV] = "{}"
+    try:
+        config.publish(config.from_env(os.environ) | config.from_argv(argv))
+    except config.ConfigError as error:
+        raise SystemExit(f"sglang-april: {error}") from error
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -9,7 +9,7 @@ def register() -> None:
     """Check that this SGLang is one we know, and hook it; do nothing unless activated."""
     try:
         _register()
-    except Exception as error:  # noqa: BLE001 - the loader would swallow it and serve half-patched
+    except Exception as error:
         raise SystemExit(f"sglang-april: {error}") from error
 
 
@@ -26,6 +26,6 @@ def _register() -> None:
 
     config.publish(config.from_env(os.environ) | config.from_argv(sys.argv[1:]))
     # Every rank must see the same sampled tokens; SGLang reads this when its sampler is imported.
-    os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
+    os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # noqa: S105 - no password
     preflight.check()
     targets.apply()

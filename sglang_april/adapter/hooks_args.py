@@ -15,9 +15,10 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
 
 def publish_flags(_: type, args: argparse.Namespace) -> None:
     """BEFORE ServerArgs.from_cli_args: the flags as SGLang's parser read them, wherever they came from."""
-    given = {flag.field: getattr(args, f"april_{flag.field}", None) for flag in config.FLAGS}
+    typed = {flag.field: getattr(args, f"april_{flag.field}", None) for flag in config.FLAGS}
+    given = {field: value for field, value in typed.items() if value is not None}
     try:
-        config.publish(config.from_env(os.environ) | {field: value for field, value in given.items() if value is not None})
+        config.publish(config.from_env(os.environ) | given)
     except config.ConfigError as error:
         raise SystemExit(f"sglang-april: {error}") from error
 
@@ -44,7 +45,7 @@ def require_reports(infos: list[dict[str, Any]], *_: Any, **__: Any) -> None:
         report = info.get("april") or {}
         if report.get("hooks") != expected["hooks"]:
             _stop_children()
-            raise SystemExit(f"sglang-april: the scheduler of rank {rank} runs without our hooks, so it must not serve.")
+            raise SystemExit(f"sglang-april: the scheduler of rank {rank} lacks our hooks, so it must not serve.")
 
 
 def _stop_children() -> None:

@@ -2,8 +2,8 @@
 
 For each supported release, `fingerprints/<version>.json` holds what a person looked at: the signature and the
 normalised body of every symbol that we hook or call, and the digest of its file. Equal files need no parsing, so the
-check costs milliseconds; in a file that differs, each symbol is compared by its syntax tree. What changed ends the start
-with one sentence. After reviewing a new release: `python -m sglang_april.adapter.preflight --write`.
+check costs milliseconds; in a file that differs, each symbol is compared by its syntax tree. What changed ends the
+start with one sentence. After reviewing a new release: `python -m sglang_april.adapter.preflight --write`.
 """
 
 import argparse
@@ -39,9 +39,10 @@ def check() -> None:
         if path not in manifest["symbols"]:
             raise PreflightError(f"{path} is not in the reviewed manifest of SGLang {manifest['sglang']}")
     root = sglang_root()
-    for file in sorted({manifest["symbols"][path]["file"] for path in required}):
-        if _digest_of_file(root / file) != manifest["files"][file]:
-            _compare_symbols(root / file, [path for path in required if manifest["symbols"][path]["file"] == file], manifest)
+    for file, digest in manifest["files"].items():
+        paths = [path for path in required if manifest["symbols"][path]["file"] == file]
+        if paths and _digest_of_file(root / file) != digest:
+            _compare_symbols(root / file, paths, manifest)
 
 
 def check_kernels_package() -> None:
@@ -121,16 +122,18 @@ def fingerprint(node: Symbol) -> dict[str, Any]:
     """What of a symbol must not change unseen."""
     if isinstance(node, ast.ClassDef):
         fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign)]
-        return {"kind": "class", "signature": fields, "body": _digest(node.bases + node.decorator_list)}
+        return {"kind": "class", "signature": fields, "body": _digest([*node.bases, *node.decorator_list])}
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return {
         "kind": "async def" if isinstance(node, ast.AsyncFunctionDef) else "def",
         "signature": f"({ast.unparse(node.args)}){returns}",
-        "body": _digest(node.decorator_list + _without_docstring(node.body)),
+        "body": _digest([*node.decorator_list, *_without_docstring(node.body)]),
     }
 
 
 def _compare_symbols(file: Path, paths: list[str], manifest: Manifest) -> None:
+    if not file.is_file():
+        raise PreflightError(f"{paths[0]} does not exist in the installed SGLang {manifest['sglang']}")
     tree = _parse(file)
     for path in paths:
         reviewed = manifest["symbols"][path]
@@ -184,8 +187,9 @@ def _tokens(value: Any) -> Iterator[str]:
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     first = body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return body[1:] if is_text else body
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args, _: args.disaggregation_mode not in (None, "null"),
         "a partial's KV would have to move between prefill and decode servers",
     ),
-    Refusal("--enable-hisparse", _set("enable_hisparse"), "its KV is spread over two pools that a suspend does not cover"),
+    Refusal("--enable-hisparse", _set("enable_hisparse"), "its KV lies in two pools, which a suspend does not cover"),
     Refusal(
         "--enable-streaming-session", _set("enable_streaming_session"), "a session's KV belongs to no single sample"
     ),
@@ -78,7 +78,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--encoder-only", _set("encoder_only"), "an encoder generates nothing"),
     Refusal("--smg-grpc-mode", _set("smg_grpc_mode"), "a server without HTTP has no rollout routes"),
     Refusal("--grpc-mode", _set("grpc_mode"), "a server without HTTP has no rollout routes"),
-    Refusal("--use-ray", _set("use_ray"), "SGLang's Ray launcher starts schedulers that were never tried with the hooks"),
+    Refusal("--use-ray", _set("use_ray"), "the hooks were never tried in schedulers that Ray starts"),
     Refusal(
         "--rl-on-policy-target",
         _set("rl_on_policy_target"),

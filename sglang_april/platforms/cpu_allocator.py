@@ -19,6 +19,8 @@ def make_allocator(
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's paged allocator with its two Triton kernels written in PyTorch."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

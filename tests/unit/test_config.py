@@ -1,0 +1,128 @@
+"""The flags: what is accepted, what is refused, and that every process reads back the same."""
+
+import argparse
+import json
+
+import pytest
+
+from sglang_april import config
+
+
+def read(*argv: str, env: str = "") -> config.AprilConfig:
+    return config.from_mapping(config.from_env({config.ENV: env}) | config.from_argv(argv))
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    settings = read()
+    assert (settings.quota, settings.quota_unit, settings.kv, settings.max_staleness) == (None, "group", "keep", 5)
+    assert (settings.replies, settings.reply_gb, settings.concurrency, settings.version) == (2, 4.0, None, 0)
+    assert 0 < settings.host_gb <= 64
+
+
+def test_flags_are_found_among_sglang_s_own() -> None:
+    settings = read("--model-path", "m", "--april-quota", "32", "--tp-size", "2", "--april-kv=recompute")
+    assert (settings.quota, settings.kv) == (32, "recompute")
+
+
+def test_the_command_line_goes_before_the_environment() -> None:
+    settings = read("--april-quota", "8", env='{"quota": 32, "host_gb": 1.5}')
+    assert (settings.quota, settings.host_bytes) == (8, 1_500_000_000)
+
+
+def test_auto_is_accepted_and_means_keep() -> None:
+    assert read("--april-kv", "auto").kv == "keep"
+
+
+def test_concurrency_takes_a_number() -> None:
+    assert read("--april-concurrency", "16").concurrency == 16
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--april-quota", "0"], "--april-quota must be a whole number from 1"),
+        (["--april-quota", "-3"], "--april-quota must be a whole number from 1"),
+        (["--april-quota", "2147483648"], "--april-quota must be a whole number from 1"),
+        (["--april-quota", "4.5"], "--april-quota must be a whole number"),
+        (["--april-quota", "many"], "--april-quota must be a whole number"),
+        (["--april-quota"], "--april-quota: expected one argument"),
+        (["--april-quota-unit", "token"], "--april-quota-unit must be one of group, sample"),
+        (["--april-kv", "drop"], "--april-kv must be one of keep, recompute, auto"),
+        (["--april-max-staleness", "-1"], "--april-max-staleness must be a whole number from 0"),
+        (["--april-host-gb", "nan"], "--april-host-gb must be a number of gigabytes"),
+        (["--april-host-gb", "-1"], "--april-host-gb must be a number of gigabytes"),
+        (["--april-reply-gb", "inf"], "--april-reply-gb must be a number of gigabytes"),
+        (["--april-replies", "0"], "--april-replies must be a whole number from 1"),
+        (["--april-version", "-1"], "--april-version must be a whole number from 0"),
+        (["--april-concurrency", "auto"], "--april-concurrency must be a number"),
+        (["--april-concurrency", "0"], "--april-concurrency must be a whole number"),
+        (["--april-disk-dir", "/d"], "--april-disk-dir needs the disk tier"),
+        (["--april-disk-gb", "1"], "--april-disk-gb needs the disk tier"),
+        (["--april-journal", "/j"], "--april-journal needs the journal"),
+        (["--april-journal-sync", "full"], "--april-journal-sync needs the journal"),
+        (["--april-qouta", "4"], "--april-qouta is not a flag of sglang-april"),
+        (["--april-quot", "4"], "--april-quot is not a flag of sglang-april"),
+    ],
+)
+def test_a_wrong_flag_is_named_in_one_sentence(argv: list[str], reason: str) -> None:
+    with pytest.raises(config.ConfigError) as error:
+        read(*argv)
+    assert str(error.value).startswith(reason)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[1]", "32", '{"quota": '])
+def test_an_environment_that_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(config.ConfigError, match="SGLANG_APRIL must be a JSON object"):
+        read(env=text)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"quota": True}, "--april-quota must"),
+        ({"quota": 4.0}, "--april-quota must"),
+        ({"host_gb": True}, "--april-host-gb must"),
+        ({"host_gb": []}, "--april-host-gb must"),
+        ({"kv": 1}, "--april-kv must"),
+        ({"quotas": 1}, "SGLANG_APRIL has no setting 'quotas'"),
+        ({"journal": "/j"}, "--april-journal needs the journal"),
+    ],
+)
+def test_the_environment_is_checked_like_the_flags(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(config.ConfigError, match=reason):
+        read(env=json.dumps(values))
+
+
+def test_a_null_in_the_environment_stands_for_a_flag_not_given() -> None:
+    assert read(env='{"quota": null, "host_gb": null}').host_gb == config.default_host_gb()
+
+
+def test_what_is_published_is_read_back_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.ENV, "")
+    argv = ["--april-quota", "7", "--april-kv", "auto", "--april-host-gb", "0.25"]
+    published = config.publish(config.from_argv(argv))
+    assert config.load() == published
+    assert config.publish(config.from_env({config.ENV: json.dumps({"quota": 7})})).quota == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "active"),
+    [
+        ([], {}, False),
+        (["--model-path", "april"], {}, False),
+        ([], {"SGLANG_APRIL": ""}, False),
+        (["--april-quota", "4"], {}, True),
+        (["--april-quota=4"], {}, True),
+        ([], {"SGLANG_APRIL": "{}"}, True),
+    ],
+)
+def test_activation(argv: list[str], env: dict[str, str], active: bool) -> None:
+    assert config.is_active(argv, env) is active
+
+
+def test_help_shows_every_flag() -> None:
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    text = parser.format_help()
+    assert all(flag.option in text for flag in config.FLAGS)

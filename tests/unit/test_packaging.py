@@ -1,0 +1,58 @@
+"""What is installed: three packages, two entry points, and nothing that hides Hugging Face's `kernels`."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_is_a_plain_folder() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "kernels").glob("*.py"))
+
+
+@pytest.mark.parametrize("cwd", [ROOT, Path("/")])
+def test_kernels_is_hugging_face_s(cwd: Path) -> None:
+    code = "import kernels; print(kernels.__file__); kernels.get_kernel"
+    found = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    assert "site-packages" in found.stdout
+
+
+def test_the_wheel_holds_exactly_three_packages(tmp_path: Path) -> None:
+    # By way of a source archive, so that no build folder is left in the tree.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert top == {"sglang_april", "april_kernels", "trainer_bridge"}
+    assert any(name.startswith("sglang_april/adapter/fingerprints/") for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("sglang.srt.plugins", "april", "sglang_april.plugin:register"),
+        ("sglang.srt.platforms", "april_cpu", "sglang_april.platforms:activate"),
+    ],
+)
+def test_sglang_finds_us(group: str, name: str, value: str) -> None:
+    (entry,) = [entry for entry in entry_points(group=group) if entry.name == name]
+    assert entry.value == value
+    assert callable(entry.load())
+
+
+def test_the_plain_parts_import_no_sglang() -> None:
+    """The plugin is loaded in every process of every SGLang server, also where nobody asked for it."""
+    code = (
+        "import sys, sglang_april.plugin as p, sglang_april.config, sglang_april.platforms as f;"
+        "p.register(); assert f.activate() is None;"
+        "assert not {'sglang', 'torch'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env={"PATH": ""}, check=True)
