@@ -1,0 +1,108 @@
+"""The demo's results: a table on the terminal, ``summary.json`` and a picture of the running batch over time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+
+from examples.april_demo.measure import Result, mean_running, timeline
+from examples.april_demo.settings import Settings
+
+COLOURS = {"synchronous": "#8c8c8c", "outside": "#d9822b", "april": "#1f6fb4"}
+TITLES = {
+    "synchronous": "synchronous: wait for all",
+    "outside": "APRIL from outside: count, abort, send again",
+    "april": "sglang-april: one request with a quota",
+}
+COLUMNS = {
+    "variant": "variant",
+    "delivered_tokens_per_s": "delivered\ntokens/s",
+    "speed": "speed",
+    "tokens_after_end": "tokens\nafter end",
+    "reprefilled_tokens": "re-prefilled\ntokens",
+    "samples_lost": "samples\nlost",
+    "off_policy_share": "off-policy\nshare",
+    "mean_running": "mean\nbatch",
+}
+
+
+def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
+    """The figures side by side."""
+    title = (
+        f"{settings.rounds} rounds of {settings.groups} groups × {settings.samples_per_group} samples, "
+        f"{settings.slots} slots, a push before every round"
+    )
+    table = Table(title=title)
+    for key, heading in COLUMNS.items():
+        table.add_column(heading, justify="left" if key == "variant" else "right")
+    base = rows[0]["delivered_tokens_per_s"]
+    for row in rows:
+        shown = {
+            **row,
+            "delivered_tokens_per_s": f"{row['delivered_tokens_per_s']:,.0f}",
+            "speed": f"{row['delivered_tokens_per_s'] / base:.2f}×",
+            "off_policy_share": f"{row['off_policy_share']:.1%}",
+            "mean_running": f"{row['mean_running']:.1f}",
+        }
+        table.add_row(*(str(shown[key]) for key in COLUMNS))
+    console.print(table)
+
+
+def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, seconds: dict[str, float]) -> None:
+    """The rows as JSON, and beside them (``run.json``) what they were measured on and how long it took."""
+    path.write_text(json.dumps(rows, indent=2) + "\n")
+    context = {
+        "settings": asdict(settings),
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "load_average_at_end": os.getloadavg(),
+        "seconds": seconds,
+    }
+    path.with_name("run.json").write_text(json.dumps(context, indent=2) + "\n")
+
+
+def _panel(axes: Axes, result: Result, row: dict[str, Any], settings: Settings) -> None:
+    times, running, ends = timeline(result)
+    colour = COLOURS[result.name]
+    axes.fill_between(times, running, step="post", color=colour, alpha=0.35, linewidth=0)
+    axes.step(times, running, where="post", color=colour, linewidth=0.8)
+    axes.axhline(settings.slots, color="black", linewidth=0.6, linestyle=":")
+    for end in ends:
+        axes.axvline(end, color="black", linewidth=0.7, alpha=0.55)
+    axes.set_title(
+        f"{TITLES[result.name]} — {row['delivered_tokens_per_s']:,.0f} delivered tokens/s, "
+        f"mean batch {mean_running(result):.1f} of {settings.slots}",
+        loc="left",
+        fontsize=10,
+    )
+    axes.set_ylabel("samples running")
+    axes.set_ylim(0, settings.slots * 1.08)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_timeline(path: Path, results: list[Result], rows: list[dict[str, Any]], settings: Settings) -> None:
+    """One panel per variant on the same time axis: the sooner the last line, the faster the same number of groups."""
+    size = (11, 2.3 * len(results) + 0.7)
+    figure, panels = plt.subplots(len(results), 1, sharex=True, sharey=True, figsize=size, squeeze=False)
+    for axes, result, row in zip(panels[:, 0], results, rows, strict=True):
+        _panel(axes, result, row, settings)
+    longest = max(sum(measured.seconds for measured in result.rounds) for result in results)
+    panels[0, 0].set_xlim(0, longest * 1.01)
+    panels[-1, 0].set_xlabel(
+        f"rollout time in seconds, pushes included: {settings.rounds} rounds of {settings.groups} groups each; "
+        "vertical lines: round ends; dotted: slots"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,133 @@
+"""Starts the patched server as a process group of its own and ends it, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from examples.april_demo.settings import ROOT, Settings
+
+START_TIMEOUT_S = 600.0
+
+
+class ServerError(RuntimeError):
+    """The server did not come up; the message says where its log is."""
+
+
+def has_gpu() -> bool:
+    """Whether the machine has a GPU that torch sees. Asked in a process of its own: this one needs no torch."""
+    asked = [sys.executable, "-c", "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"]
+    return subprocess.run(asked, check=False, capture_output=True).returncode == 0
+
+
+def free_port() -> int:
+    """A port that nothing listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[str]:
+    """The launch command. The load snapshot is published at every step: the demo's ruler reads it."""
+    # fmt: off
+    flags = [
+        "--model-path", str(settings.checkpoints[0]),
+        "--host", "127.0.0.1", "--port", str(port),
+        "--april-quota", str(settings.groups),
+        "--max-running-requests", str(settings.slots),
+        "--load-snapshot-publish-interval", "1",
+        "--grammar-backend", "none",
+        "--skip-server-warmup",
+        "--log-level", "info",
+    ]
+    if not gpu:
+        flags += [
+            "--device", "cpu", "--dtype", "float32",
+            "--mem-fraction-static", "0.1", "--max-total-tokens", "60000",
+            "--disable-overlap-schedule", "--sleep-on-idle",
+        ]
+    # fmt: on
+    return [sys.executable, "-m", "sglang_april.launch_server", *flags, *extra]
+
+
+def environment(gpu: bool) -> dict[str, str]:
+    """The server's environment. On a CPU one thread per process: a tiny model gains nothing from more, and threads
+    that wait for each other on a busy machine cost a hundred times the step."""
+    variables = dict(os.environ)
+    if not gpu:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            variables.setdefault(name, "1")
+    return variables
+
+
+def last_line(log: Path) -> str:
+    """What the server said last: as a rule, why it ended."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it wrote nothing"
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console: Console) -> float:
+    """Waits for the server with a live clock; returns the seconds it took."""
+    started = time.monotonic()
+    with console.status("") as status:
+        while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
+            status.update(f"starting the server (30–90 s, mostly imports) … {elapsed:.0f} s")
+            if process.poll() is not None:
+                code, last = process.returncode, last_line(log)
+                raise ServerError(f"the server ended with code {code} at its start: {last}\nits log: {log}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
+                    return elapsed
+            time.sleep(0.5)
+    raise ServerError(f"the server was not up after {START_TIMEOUT_S:.0f} s; its log: {log}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the whole process group: asked first, killed after ten seconds."""
+    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def running_server(settings: Settings, out: Path, console: Console, extra: list[str]) -> Iterator[str]:
+    """The URL of a server that lives as long as the context."""
+    gpu = has_gpu()
+    port = free_port()
+    log = out / "server.log"
+    console.print(f"the engine runs on {'the GPU' if gpu else 'the CPU'}; its log is {log}")
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command(settings, port, gpu, extra),
+            cwd=ROOT,
+            env=environment(gpu),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    # A terminated demo must still end its server: SIGTERM becomes an ordinary exit.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        took = wait_until_up(process, url, log, console)
+        console.print(f"server up after {took:.0f} s")
+        yield url
+    finally:
+        end(process)
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,46 @@
+"""What the demo runs: one frozen value that every other module reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from examples.sorting_task import Lengths
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINTS = ROOT / "examples" / "checkpoints"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the workload; the defaults fit two CPU cores and a few minutes."""
+
+    slots: int = 32
+    """Samples that the engine runs at once, the same for all variants."""
+    groups: int = 16
+    """Groups that a round delivers: the quota."""
+    samples_per_group: int = 4
+    """`n`: samples per group."""
+    warmup_rounds: int = 4
+    """Rounds before the clock starts, so that the carry has its steady size."""
+    rounds: int = 12
+    """Measured rounds."""
+    over_provision: float = 2.0
+    """APRIL from outside starts this many times the groups that it needs."""
+    seed: int = 0
+    lengths: Lengths = field(default_factory=Lengths)
+    temperature: float = 1.0
+    variants: tuple[str, ...] = ("synchronous", "outside", "april")
+
+    @property
+    def max_new_tokens(self) -> int:
+        """A bound that only an answer gone wrong meets: no list is longer, and answers end by themselves."""
+        return self.lengths.longest + 32
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The policy versions in order; after the last, the first follows again."""
+        found = sorted(path for path in CHECKPOINTS.glob("v*") if (path / "config.json").exists())
+        if len(found) < 2:
+            raise FileNotFoundError(f"{CHECKPOINTS} holds no checkpoints: python -m examples.train_checkpoints")
+        return found

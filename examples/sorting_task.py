@@ -1,0 +1,77 @@
+"""A small real task with long-tailed answer lengths: sort a list of distinct numbers.
+
+A prompt is ``<bos> 17 4 9 … <sort>``; the answer is the same numbers in rising order and ``<eos>``. Every number is one
+token, so the answer is exactly one token longer than the list, and the lengths of the lists decide the lengths of the
+answers: a truncated Pareto law, most lists short and a few of them twenty times the median. A trained model ends its
+answers by itself, which is what makes a batch wait for its slowest few.
+
+Token ids in and token ids out: ``Problem.prompt`` goes to the server as ``input_ids``, ``score`` judges ``output_ids``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+PAD, BOS, EOS, SORT = 0, 1, 2, 3
+FIRST_NUMBER = 4
+VOCAB_SIZE = 512
+NUMBERS = VOCAB_SIZE - FIRST_NUMBER
+"""How many different numbers there are: 0 … NUMBERS - 1."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the lists are: a Pareto law between ``shortest`` and ``longest``.
+
+    With the defaults the median is about 16 and the longest list is 20 times that.
+    """
+
+    shortest: int = 8
+    longest: int = 320
+    alpha: float = 1.0
+
+    def draw(self, rng: random.Random) -> int:
+        """One length by inversion of the truncated law: no probability mass piles up at the cap."""
+        ceiling = 1.0 - (self.shortest / (self.longest + 1)) ** self.alpha
+        return int(self.shortest * (1.0 - rng.random() * ceiling) ** (-1.0 / self.alpha))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One list to sort, as token ids."""
+
+    id: str
+    prompt: list[int]
+    answer: list[int]
+
+
+def make_problem(rng: random.Random, length: int, name: str = "") -> Problem:
+    """A list of ``length`` distinct numbers out of a window half as wide again, shuffled."""
+    window = min(NUMBERS, length + (length + 1) // 2)
+    start = rng.randrange(NUMBERS - window + 1)
+    numbers = rng.sample(range(start, start + window), length)
+    tokens = [FIRST_NUMBER + number for number in numbers]
+    return Problem(name, [BOS, *tokens, SORT], [*sorted(tokens), EOS])
+
+
+def problems(seed: int, lengths: Lengths | None = None) -> Iterator[Problem]:
+    """An endless stream of problems, the same for the same seed, with ids ``s<seed>-<count>``."""
+    rng = random.Random(f"sorting-{seed}")
+    lengths = lengths or Lengths()
+    count = 0
+    while True:
+        yield make_problem(rng, lengths.draw(rng), f"s{seed}-{count}")
+        count += 1
+
+
+def score(problem: Problem, output_ids: Sequence[int]) -> float:
+    """The reward: the share of positions that are right, over the longer of answer and output; 1.0 means exact."""
+    right = sum(a == b for a, b in zip(problem.answer, output_ids, strict=False))
+    return right / max(len(problem.answer), len(output_ids))
+
+
+def exact(problem: Problem, output_ids: Sequence[int]) -> bool:
+    """Whether the output is the whole answer and nothing else."""
+    return list(output_ids) == problem.answer

@@ -1,0 +1,147 @@
+"""Trains the tiny Qwen3 whose checkpoints the demo uses as successive policy versions.
+
+Plain torch and transformers on the CPU, a few minutes on two cores: supervised learning on the sorting task, a
+snapshot every so many steps. The results are small (0.3 MB each, bfloat16), so they lie in the repository under
+``examples/checkpoints/v0 … v3`` and nobody has to run this to see the demo. Run again on the same machine it makes the
+same weights (fixed seeds, fixed number of threads).
+
+    python -m examples.train_checkpoints [--out examples/checkpoints]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from examples.sorting_task import BOS, EOS, FIRST_NUMBER, NUMBERS, PAD, VOCAB_SIZE, Lengths, Problem, make_problem
+
+OUT = Path(__file__).parent / "checkpoints"
+STEPS = 2000
+SNAPSHOTS = (800, 1200, 1600, 2000)
+"""After which steps a checkpoint is written: the first already ends its answers by itself, later ones sort better."""
+BATCH_TOKENS = 3000
+LEARNING_RATE = 6e-3
+THREADS = 1
+"""One thread adds in one order, and does not stall where other processes want the cores too."""
+
+
+def new_model() -> Qwen3ForCausalLM:
+    """The model: two layers, grouped-query attention with 4 query and 2 key/value heads, tied embeddings."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )
+    )
+
+
+def order_embeddings(model: Qwen3ForCausalLM) -> None:
+    """Starts the numbers' embeddings as sines of the number, so that their order need not be learnt from scratch."""
+    weight = model.model.embed_tokens.weight
+    numbers = torch.arange(NUMBERS)[:, None].float()
+    frequencies = 2 * math.pi / torch.logspace(math.log10(4), 3, weight.shape[1] // 4)
+    waves = torch.cat([torch.sin(numbers * frequencies), torch.cos(numbers * frequencies)], 1)
+    with torch.no_grad():
+        weight[FIRST_NUMBER:, : waves.shape[1]] = 0.08 * waves
+
+
+def task_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per number, so that the server can show answers as text."""
+    words = ["<pad>", "<bos>", "<eos>", "<sort>", *map(str, range(NUMBERS))]
+    table = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+
+
+def draw_batch(rng: random.Random, lengths: Lengths) -> list[Problem]:
+    """Problems of one length, log-uniform over the lengths, about BATCH_TOKENS tokens in all: no padding."""
+    length = int(lengths.shortest * math.exp(rng.random() * math.log(lengths.longest / lengths.shortest)))
+    return [make_problem(rng, length) for _ in range(max(2, BATCH_TOKENS // (2 * length + 3)))]
+
+
+def answer_logits(model: Qwen3ForCausalLM, batch: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the answers' positions, and the answers."""
+    ids = torch.tensor([problem.prompt + problem.answer for problem in batch])
+    start = len(batch[0].prompt)
+    hidden = model.model(ids[:, :-1]).last_hidden_state[:, start - 1 :]
+    return model.lm_head(hidden), ids[:, start:]
+
+
+def quality(model: Qwen3ForCausalLM, seed: int = 5) -> dict[str, float]:
+    """Per list length: share of answer tokens that the model ranks first, and its probability of ending at the end."""
+    figures: dict[str, float] = {}
+    model.eval()
+    with torch.no_grad():
+        for length in (8, 16, 64, 300):
+            rng = random.Random(seed)
+            logits, answer = answer_logits(model, [make_problem(rng, length) for _ in range(4)])
+            figures[f"right_{length}"] = round((logits.argmax(-1) == answer).float().mean().item(), 3)
+            figures[f"ends_{length}"] = round(logits.softmax(-1)[:, -1, EOS].mean().item(), 3)
+    model.train()
+    return figures
+
+
+def save(model: Qwen3ForCausalLM, path: Path) -> None:
+    """Writes a checkpoint as a Hugging Face folder, bfloat16."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(path)
+    task_tokenizer().save_pretrained(path)
+
+
+def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS) -> None:
+    """The whole training; writes ``out/v0`` … and ``out/training.json``."""
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    rng, lengths = random.Random(1), Lengths()
+    model = new_model()
+    order_embeddings(model)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    started, record = time.monotonic(), []
+    for step in range(1, steps + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, step / 30) * (1.0 - 0.9 * step / steps)
+        logits, answer = answer_logits(model, draw_batch(rng, lengths))
+        loss = functional.cross_entropy(logits.flatten(0, 1), answer.flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % 50 == 0 or step in snapshots:
+            print(f"step {step} loss {loss.item():.3f} {time.monotonic() - started:.0f} s {quality(model)}", flush=True)
+        if step in snapshots:
+            save(model, out / f"v{len(record)}")
+            record.append({"checkpoint": f"v{len(record)}", "step": step, **quality(model)})
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for v0 … v3")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse_args()
+    scaled = tuple(max(1, snapshot * args.steps // STEPS) for snapshot in SNAPSHOTS)
+    train(args.out, args.steps, scaled)
+
+
+if __name__ == "__main__":
+    main()
