@@ -1,16 +1,26 @@
 """A scheduler small enough to read: it answers commands and finishes what a test tells it to finish."""
 
+import importlib.util
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_april import wire
 from sglang_april.config import AprilConfig
 from sglang_april.http.engine import Facts
 from sglang_april.http.service import April
+
+
+def sglang_rwlock() -> Any:
+    """SGLang's own lock, without the ten seconds that importing its package takes."""
+    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
+    spec = importlib.util.spec_from_file_location("aio_rwlock", root / "srt/utils/aio_rwlock.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.RWLock()
 
 
 class ScriptedEngine:
@@ -19,7 +29,7 @@ class ScriptedEngine:
     def __init__(self, **facts: Any) -> None:
         defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}
         self._facts = Facts(**{**defaults, "priority": False, "overlap": True, **facts})
-        self.lock = RWLock()
+        self.lock = sglang_rwlock()
         self.april: April | None = None
         self.commands: list[wire.Command] = []
         self.answers: dict[type, wire.Answer] = {}
@@ -55,11 +65,7 @@ class ScriptedEngine:
     def finish(self, opened: wire.OpenRound, *names: tuple[str, int], whole: bool = True, ids: str = "ab") -> None:
         """The samples `(id, index)` end in one step; the last of each id completes its group if `whole`."""
         last = dict(names)
-        self.tell(
-            wire.Finished(
-                [self.sample(opened, name, i, ids, whole and last[name] == i) for name, i in names]
-            )
-        )
+        self.tell(wire.Finished([self.sample(opened, name, i, ids, whole and last[name] == i) for name, i in names]))
 
     def sample(self, opened: wire.OpenRound, name: str, index: int, ids: str, whole: bool) -> wire.FinishedSample:
         return wire.FinishedSample(
@@ -76,7 +82,9 @@ class ScriptedEngine:
             round_id=opened.round_id,
         )
 
-    def end(self, opened: wire.OpenRound, *delivered: tuple[str, list[int]], reason: str = "quota", **more: Any) -> None:
+    def end(
+        self, opened: wire.OpenRound, *delivered: tuple[str, list[int]], reason: str = "quota", **more: Any
+    ) -> None:
         deliver = [wire.Delivery(name, 0, indices, more.get("complete", True)) for name, indices in delivered]
         self.taken -= {(opened.run, d.id) for d in deliver if d.complete}
         carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}

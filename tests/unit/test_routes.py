@@ -81,7 +81,9 @@ def test_msgpack_both_ways_says_the_same_as_json() -> None:
         april, engine = service()
         async with client_of(april) as client:
             ids = np.array([5, 6], "<i4").tobytes()
-            data = msgspec.msgpack.encode({"round_id": "r", "prompts": [{"id": "a", "input_ids": ids, "metadata": [1]}]})
+            data = msgspec.msgpack.encode(
+                {"round_id": "r", "prompts": [{"id": "a", "input_ids": ids, "metadata": [1]}]}
+            )
             headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
             task = asyncio.create_task(client.post("/april/rollout", content=data, headers=headers))
             await until(lambda: engine.commands)

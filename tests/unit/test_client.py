@@ -1,0 +1,177 @@
+"""Both clients over real HTTP, against the real routes and a scheduler that finishes everything at once."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from sglang_april import wire
+from sglang_april.client import AprilClient, AprilError, AsyncAprilClient, NotPatchedError, PushLeftOpenError
+from sglang_april.config import AprilConfig
+from sglang_april.http.routes import build_router
+from sglang_april.http.service import April
+from sglang_april.replies import Group, Summary
+from tests.unit.scheduler_link import ScriptedEngine, prompt
+
+
+class EagerEngine(ScriptedEngine):
+    """Every sample ends as soon as its round is open, and the round with it; a round of the run `slow` stays open."""
+
+    async def send(self, payload: bytes) -> None:
+        await super().send(payload)
+        command = self.commands[-1]
+        if isinstance(command, wire.OpenRound) and command.run != "slow":
+            for asked in command.prompts:
+                self.finish(command, *((asked.id, i) for i in range(asked.n)))
+            self.end(command, *((asked.id, list(range(asked.n))) for asked in command.prompts))
+        if isinstance(command, wire.StopRound):
+            self.end(self.opened, reason="stopped")
+
+
+def serve(app: FastAPI) -> tuple[uvicorn.Server, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    threading.Thread(target=server.run, daemon=True).start()
+    deadline = time.monotonic() + 10
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.started
+    return server, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    app = FastAPI()
+    engine = EagerEngine()
+    engine.april = app.state.april = April(engine, AprilConfig(quota=1))
+    engine.april.hook_report = {"hooks": ["one"]}
+    app.include_router(build_router(admin=lambda endpoint: endpoint))
+    server, address = serve(app)
+    yield address
+    server.should_exit = True
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[AprilClient]:
+    with AprilClient(url) as client:
+        yield client
+
+
+def check_group(group: Group, asked: dict[str, Any]) -> None:
+    assert (group.id, group.complete, group.metadata) == (asked["id"], True, asked["metadata"])
+    assert group.prompt_ids.dtype == np.int32
+    assert group.prompt_ids.tolist() == [1, 2, 3]
+    sample = group.samples[1]
+    assert sample.output_ids.tolist() == [97, 98]
+    assert sample.logprobs.dtype == np.float32
+    assert sample.logprobs.tolist() == np.linspace(-1, -0.1, 2, dtype=np.float32).tolist()
+    assert (sample.text, sample.spans[0].kv) == ("ab", "fresh")
+
+
+def test_a_round_with_numpy_arrays(client: AprilClient) -> None:
+    asked = prompt(n=2, metadata={"x": [1]})
+    reply = client.rollout(prompts=[asked])
+    check_group(reply.finished[0], asked)
+    assert reply.end_reason == "quota"
+    again = client.get_round(reply.round_id)
+    assert again is not None
+    check_group(again.finished[0], asked)
+
+
+def test_a_stream_of_groups_and_a_summary(client: AprilClient) -> None:
+    asked = [prompt(n=2, metadata=i) for i in range(3)]
+    *groups, summary = client.stream(prompts=asked)
+    assert isinstance(summary, Summary)
+    for group, want in zip(groups, asked, strict=True):
+        assert isinstance(group, Group)
+        check_group(group, want)
+    assert [part["id"] for part in summary.delivered] == [want["id"] for want in asked]
+
+
+def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:
+    with pytest.raises(AprilError, match=r"400 prompts\[0\]\.n: ") as caught:
+        client.rollout(prompts=[prompt(n=0)])
+    assert (caught.value.status, caught.value.field) == (400, "prompts[0].n")
+    with pytest.raises(AprilError, match="400 quota"):
+        list(client.stream(quota=-1))
+    with pytest.raises(AprilError, match="404"):
+        client.get_round("none")
+
+
+def test_a_push_and_a_push_that_fails(client: AprilClient) -> None:
+    before = client.state()["policy_version"]
+    with client.push():
+        pass
+    assert client.state()["policy_version"] == before + 1
+
+    def failing() -> None:
+        with client.push():
+            raise OSError("bucket 3")
+
+    with pytest.raises(PushLeftOpenError, match="bucket 3"):
+        failing()
+    assert client.push_end(9)["push_open"] is False
+
+
+def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
+    thread = threading.Thread(target=AprilClient(url).rollout, kwargs={"run": "slow", "round_id": "s"})
+    thread.start()
+    deadline = time.monotonic() + 5
+    while "s" not in client.state()["http"]["rounds"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert client.get_round("s") is None
+    assert client.stop("s")["round_id"] == "s"
+    thread.join(5)
+    assert not thread.is_alive()
+    assert client.ack("s")["acknowledged"]
+    assert client.drop("slow")["run"] == "slow"
+    assert client.partials("slow")
+
+
+def test_a_client_that_hangs_up_leaves_the_round_open(client: AprilClient, url: str) -> None:
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(AsyncAprilClient(url).rollout(run="slow", round_id="left"), 0.5))
+    assert client.state()["http"]["rounds"]["left"]["state"] == "open"
+    client.stop("left")
+    reply = client.get_round("left")
+    assert reply is not None
+    assert reply.end_reason == "stopped"
+
+
+def test_the_asynchronous_client_does_the_same(url: str) -> None:
+    async def scenario() -> None:
+        async with AsyncAprilClient(url) as client:
+            asked = prompt(n=2, metadata=None)
+            reply = await client.rollout(prompts=[asked])
+            check_group(reply.finished[0], asked)
+            events = [event async for event in client.stream(prompts=[prompt(n=2, metadata=None)])]
+            assert [type(event) for event in events] == [Group, Summary]
+            assert await client.get_round(reply.round_id)
+            assert (await client.stop(reply.round_id))["state"] == "ended"
+            assert (await client.ack(reply.round_id))["acknowledged"]
+            assert await client.drop("nobody")
+            assert await client.partials()
+            async with client.push():
+                assert (await client.state())["http"]["hooks"]
+            with pytest.raises(AprilError, match="400 quota"):
+                _ = [event async for event in client.stream(quota=0)]
+
+    asyncio.run(scenario())
+
+
+def test_sglang_without_the_plugin_is_told_apart() -> None:
+    server, address = serve(FastAPI())
+    try:
+        with AprilClient(address) as client, pytest.raises(NotPatchedError, match=r"sglang_april\.launch_server"):
+            client.rollout()
+    finally:
+        server.should_exit = True
