@@ -286,6 +286,38 @@ TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tokenizer_control_mixin.py#L792",
         "upstream refuses instead of raising",
     ),
+    Target(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.filter_batch",
+        "after",
+        _SCHED + "sampling_filter",
+        "our rows keep their seeds when batches change",
+        SOURCE + "sampling/sampling_batch_info.py#L350",
+        "upstream seeds single rows with every backend",
+    ),
+    Target(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.merge_batch",
+        "after",
+        _SCHED + "sampling_merge",
+        "our rows keep their seeds when batches change",
+        SOURCE + "sampling/sampling_batch_info.py#L415",
+        "upstream seeds single rows with every backend",
+    ),
+    Target(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
+        "after",
+        _SCHED + "sampling_copy",
+        "our rows keep their seeds when batches change",
+        SOURCE + "sampling/sampling_batch_info.py#L454",
+        "upstream seeds single rows with every backend",
+    ),
+    Target(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        "around",
+        _SCHED + "sample",
+        "our rows are drawn by their own seeds, rows of others as ever",
+        SOURCE + "layers/sampler.py#L236",
+        "upstream seeds single rows with every backend",
+    ),
 )
 
 DEPENDS_ON: tuple[str, ...] = (

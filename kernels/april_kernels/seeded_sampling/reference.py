@@ -1,0 +1,87 @@
+"""Seeded sampling in plain torch: the CPU path, and the oracle for any faster one.
+
+The hash is MurmurHash3 (x86, 32 bit) over four 32-bit blocks: seed low, seed high, position, column, as in SGLang's
+deterministic sampler (`sglang/kernels/ops/sampling/murmur_hash.py`), so the noise of a token is independent of slot,
+rank and batch. Unlike there, the hash is mapped to the open interval (0, 1): a hash of 2**32 - 1 would otherwise give
+infinite noise, which draws any column, once in about 28,000 tokens with a vocabulary of 152k.
+"""
+
+import torch
+
+_MASK = 0xFFFFFFFF
+TOP_K_ALL = 1 << 30
+
+
+def _rotl(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _MASK
+
+
+def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """One 32-bit block `k` into the state `h`; int64 tensors holding 32-bit values, broadcast together."""
+    k = _rotl(k * 0xCC9E2D51 & _MASK, 15) * 0x1B873593 & _MASK
+    return (_rotl(h ^ k, 13) * 5 + 0xE6546B64) & _MASK
+
+
+def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Hash of every (row, column).
+
+    Args:
+        seeds: int64 [rows], 63 bits used.
+        positions: int [rows], absolute positions.
+        columns: int64 [columns].
+
+    Returns:
+        int64 [rows, columns], values in [0, 2**32).
+    """
+    seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
+    h = _mix(torch.zeros_like(seeds), seeds & _MASK)
+    h = _mix(h, (seeds >> 32) & _MASK)
+    h = _mix(h, positions & _MASK)
+    h = _mix(h, columns.to(torch.int64)[None, :]) ^ 16
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & _MASK
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _MASK
+    return h ^ (h >> 16)
+
+
+def keep_mask(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
+    """Columns that top-k, top-p and min-p leave, in SGLang's order (k, then p of what the full row sums to, then min-p).
+
+    Args:
+        probs: float [rows, columns], each row sums to 1.
+        top_ks: int [rows]; `TOP_K_ALL` (or more than the columns) keeps all.
+        top_ps: float [rows]; 1 keeps all, whatever the rounding of the sum.
+        min_ps: float [rows]; relative to the largest probability; 0 keeps all.
+
+    Returns:
+        bool [rows, columns]; at least one column of every row.
+    """
+    ordered, columns = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    rank = torch.arange(probs.shape[1], device=probs.device)[None, :]
+    keep = rank < top_ks[:, None].to(torch.int64)
+    keep &= (before <= top_ps[:, None]) | (top_ps[:, None] >= 1)
+    keep &= ordered >= ordered[:, :1] * min_ps[:, None]
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter_(1, columns, keep)
+
+
+def seeded_sample(
+    probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One column per row by the Gumbel trick, in float64: argmax(log p - log(-log u)).
+
+    Args:
+        probs: float [rows, columns]; zero columns are never drawn.
+        seeds: int64 [rows].
+        positions: int [rows], absolute position of the token each row was computed from.
+        keep: bool [rows, columns] from `keep_mask`, or None for all columns.
+
+    Returns:
+        int64 [rows].
+    """
+    columns = torch.arange(probs.shape[1], device=probs.device)
+    noise = (murmur_hash32(seeds, positions, columns).to(torch.float64) + 0.5) / 2.0**32
+    score = probs.to(torch.float64).log_().sub_(noise.log_().neg_().log_())
+    if keep is not None:
+        score.masked_fill_(~keep, -torch.inf)
+    return score.argmax(dim=-1)

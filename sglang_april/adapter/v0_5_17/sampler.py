@@ -1,0 +1,62 @@
+"""Steps 2 and 9: rows of ours are drawn with per-sample noise, rows of others by SGLang's own sampler.
+
+SGLang's seeds are a property of a whole batch (one tensor, refused with flashinfer's top-p), so ours travel beside it:
+`RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from april_kernels.seeded_sampling import keep_mask, seeded_sample
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+@dataclass(slots=True)
+class RowSeeds:
+    """Which rows of a batch are ours, and their seeds."""
+
+    ours: list[bool]
+    seeds: torch.Tensor
+    """int64 [rows] on the device of the batch; 0 where the row is not ours."""
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch) -> "RowSeeds":
+        ours = [r.april is not None for r in batch.reqs]
+        seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, ours, strict=True)]
+        return cls(ours, torch.tensor(seeds, dtype=torch.int64, device=batch.device))
+
+    def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
+        return RowSeeds([self.ours[i] for i in rows], self.seeds[rows_on_device])
+
+    def joined(self, other: "RowSeeds") -> "RowSeeds":
+        return RowSeeds(self.ours + other.ours, torch.cat([self.seeds, other.seeds]))
+
+
+def draw(
+    stock: Callable[..., torch.Tensor],
+    sampler: Any,
+    probs: torch.Tensor,
+    info: SamplingBatchInfo,
+    positions: torch.Tensor,
+    simple: bool,
+) -> torch.Tensor:
+    """Next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
+    rows: RowSeeds | None = getattr(info, "april", None)
+    if rows is None or not any(rows.ours):
+        return stock(sampler, probs, info, positions, simple)
+    if all(rows.ours):
+        return _draw_ours(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
+    tokens = stock(sampler, probs, info, positions, simple)
+    mine = torch.tensor([i for i, ours in enumerate(rows.ours) if ours], device=probs.device)
+    tokens[mine] = _draw_ours(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
+    return tokens
+
+
+def _draw_ours(
+    probs: torch.Tensor, info: SamplingBatchInfo, seeds: torch.Tensor, positions: torch.Tensor, simple: bool, rows: Any
+) -> torch.Tensor:
+    keep = None if simple else keep_mask(probs, info.top_ks[rows], info.top_ps[rows], info.min_ps[rows])
+    return seeded_sample(probs, seeds, positions, keep)
