@@ -10,7 +10,7 @@ from msgspec import UNSET
 from sglang_april import wire
 from sglang_april.config import AprilConfig
 from sglang_april.http.engine import Engine, Facts
-from sglang_april.http.errors import bad
+from sglang_april.http.errors import Refused, bad
 from sglang_april.http.limits import GRAMMARS
 from sglang_april.http.schema import PromptBody, Rollout, Sampling
 from sglang_april.http.vault import Prompt
@@ -44,7 +44,7 @@ class Preparation:
     def run(self, seq: int, round_id: str, body: Rollout) -> tuple[wire.OpenRound, list[Prompt]]:
         """The command and the prompts, or Refused naming the field."""
         if body.sampling_params is not None:
-            self._intern(body, None, "sampling_params")
+            self._intern(body, None, "")
         ids = self._token_ids(body.prompts)
         prompts, kept = [], []
         for i, (prompt, raw) in enumerate(zip(body.prompts, ids, strict=True)):
@@ -99,8 +99,8 @@ class Preparation:
 
     def _prompt(self, body: Rollout, prompt: PromptBody, raw: bytes, at: str) -> tuple[wire.Prompt, Prompt]:
         source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
-        params = self._intern(body, prompt.sampling_params, f"{at}.sampling_params")
-        self._check_length(raw, params, f"{at}.{source}", at)
+        params = self._intern(body, prompt.sampling_params, at)
+        self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
         if prompt.priority is not None and not self._facts.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
         metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
@@ -127,7 +127,7 @@ class Preparation:
         )
         return message, memory
 
-    def _check_length(self, raw: bytes, params: Params, field: str, at: str) -> None:
+    def _check_length(self, raw: bytes, params: Params, field: str, new_field: str) -> None:
         ids = np.frombuffer(raw, "<i4")
         facts = self._facts
         if not ids.size:
@@ -141,9 +141,9 @@ class Preparation:
         new = params.given.get("max_new_tokens")
         if new is not None and ids.size + new > facts.context_len:
             reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {facts.context_len}"
-            raise bad(f"{at}.sampling_params.max_new_tokens", reason)
+            raise bad(new_field, reason)
 
-    def _intern(self, body: Rollout, own: Sampling | None, field: str) -> Params:
+    def _intern(self, body: Rollout, own: Sampling | None, at: str) -> Params:
         """The merged parameters of a prompt, checked and encoded once per distinct set. The seed is not among them."""
         merged = dict(self._facts.preferred or {})
         for level in (body.sampling_params, own):
@@ -154,33 +154,37 @@ class Preparation:
         known = self._params.get(key)
         if known is not None:
             return known
-        self._check_params(merged, field)
         try:
+            self._check_params(merged)
             self._encoded.append(self._engine.encode_params(merged))
+        except Refused as refused:
+            raise bad(_where(refused.field, own, at), refused.reason) from None
         except ValueError as error:
-            raise bad(_blame(field, merged, str(error)), str(error)) from None
+            raise bad(_where(_blamed(merged, str(error)), own, at), str(error)) from None
         params = self._params[key] = Params(len(self._encoded) - 1, merged)
         return params
 
-    def _check_params(self, merged: dict[str, Any], field: str) -> None:
+    def _check_params(self, merged: dict[str, Any]) -> None:
+        """Raise Refused with the bare name of a parameter that this server or another parameter rules out."""
         facts = self._facts
         if facts.overlap:
             for name, neutral in PENALTIES.items():
                 if merged.get(name) not in (None, neutral):
-                    reason = "penalties need --disable-overlap-schedule: in the overlap loop they lag by a token"
-                    raise bad(f"{field}.{name}", reason)
+                    raise bad(
+                        name, "penalties need --disable-overlap-schedule: in the overlap loop they lag by a token"
+                    )
         grammars = [name for name in GRAMMARS if merged.get(name)]
         if len(grammars) > 1:
-            raise bad(f"{field}.{grammars[1]}", f"only one grammar may be set, and {grammars[0]} is")
+            raise bad(grammars[1], f"only one grammar may be set, and {grammars[0]} is")
         if grammars and not facts.grammar:
-            raise bad(f"{field}.{grammars[0]}", "the server runs without a grammar backend")
-        for token in (*(merged.get("stop_token_ids") or ()), *map(int, merged.get("logit_bias") or ())):
-            if token >= facts.vocab_size:
-                name = "stop_token_ids" if token in (merged.get("stop_token_ids") or ()) else "logit_bias"
-                raise bad(f"{field}.{name}", f"{token} is not in the vocabulary of {facts.vocab_size} tokens")
+            raise bad(grammars[0], "the server runs without a grammar backend")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in map(int, merged.get(name) or ()):
+                if token >= facts.vocab_size:
+                    raise bad(name, f"{token} is not in the vocabulary of {facts.vocab_size} tokens")
         least, most = merged.get("min_new_tokens") or 0, merged.get("max_new_tokens")
         if most is not None and least > most:
-            raise bad(f"{field}.min_new_tokens", f"{least} is more than max_new_tokens, {most}")
+            raise bad("min_new_tokens", f"{least} is more than max_new_tokens, {most}")
 
 
 def unit_of(body: Rollout, config: AprilConfig) -> wire.Unit:
@@ -203,7 +207,12 @@ def _truncates(params: Params) -> bool:
     return params.get("top_p", 1.0) < 1 or params.get("min_p", 0.0) > 0 or params.get("top_k", -1) not in (-1, 1 << 30)
 
 
-def _blame(field: str, merged: dict[str, Any], message: str) -> str:
+def _where(name: str, own: Sampling | None, at: str) -> str:
+    """The field that set a sampling parameter: the prompt's if it gave it, else the round's."""
+    given = own is not None and (not name or getattr(own, name, UNSET) is not UNSET)
+    return ".".join(step for step in (at if given else "", "sampling_params", name) if step)
+
+
+def _blamed(merged: dict[str, Any], message: str) -> str:
     """The parameter that an error of SGLang's is about, if it names one."""
-    named = [name for name in merged if name in message]
-    return f"{field}.{max(named, key=len)}" if named else field
+    return max((name for name in merged if name in message), key=len, default="")

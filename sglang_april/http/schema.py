@@ -173,7 +173,7 @@ def _named(message: str) -> Refused:
     field = path.group(1) if path else ""
     unknown = re.match(r"Object (?:contains unknown|missing required) field `(.*)`$", reason, re.DOTALL)
     if unknown:
-        name = unknown.group(1)
+        name = unknown.group(1) or '""'
         field = f"{field}.{name}" if field else name
         if "missing" in reason[:15]:
             return bad(field, "is required")
