@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -106,8 +107,8 @@ def main() -> int:
         with attach or running_server(settings, args.out, console, args.server_options) as url:
             up = time.monotonic() - started
             results, first = asyncio.run(run_all(url, settings, console, started))
-    except (ServerError, EngineError) as problem:
-        console.print(f"[red]{problem}")
+    except (ServerError, EngineError, httpx.HTTPError) as problem:
+        console.print(f"[red]{problem or type(problem).__name__}")
         return 1
     rows = [figures(result, settings) for result in results]
     seconds = {"server_up": round(up, 1), "first_round": round(first, 1), "all": round(time.monotonic() - started, 1)}

@@ -93,15 +93,13 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole process group: asked first, killed after ten seconds."""
-    for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-            break
+    """Asks the server to end, and after ten seconds kills what is left of its process group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextlib.contextmanager
