@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_april.adapter import targets
+    from sglang_april.adapter import hooking
 
     load_plugins()
-    if not targets.hook_report():
+    if not hooking.hook_report():
         raise SystemExit("sglang-april: SGLang did not load the plugin, so partial rollouts would not be served.")
     server_args = prepare_server_args(list(argv))
     try:

@@ -35,6 +35,15 @@ _ALLOWED = {
 }
 
 
+@dataclass(eq=False, slots=True)
+class Proximal:
+    """Logprobs of old tokens under the policy that recomputed them (S7), collected prefill chunk by prefill chunk."""
+
+    version: int
+    parts: list[tuple[int, Any]] = field(default_factory=list)
+    """(index of the first output token, float32 [tokens] on the device)."""
+
+
 class LedgerError(AssertionError):
     """A transition that would lose a sample or count it twice."""
 
@@ -62,6 +71,8 @@ class Sample:
     admitted_round: int = -1
     recomputing: bool = False
     """In the engine's queue for a prefill of prompt and old tokens."""
+    proximal: Proximal | None = None
+    """From the last recompute that was asked for it."""
 
     def move(self, to: State) -> None:
         if to not in _ALLOWED[self.state]:

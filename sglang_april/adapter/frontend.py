@@ -9,7 +9,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_april import config, metrics
 from sglang_april.adapter.envelope import AprilOutput, AprilReq
-from sglang_april.adapter.targets import hook_report
+from sglang_april.adapter.hooking import hook_report
 from sglang_april.http.engine import Facts
 from sglang_april.http.routes import build_router
 from sglang_april.http.service import April

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from sglang_april import config
-from sglang_april.adapter import refusals, targets
+from sglang_april.adapter import hooking, refusals
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -35,12 +35,12 @@ def refuse_resolved(server_args: Any) -> None:
 
 def report_hooks(info: dict[str, Any], _: Any) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info: adds what this scheduler runs with."""
-    return {**info, "april": targets.hook_report()}
+    return {**info, "april": hooking.hook_report()}
 
 
 def require_reports(infos: list[dict[str, Any]], *_: Any, **__: Any) -> None:
     """AFTER _wait_for_scheduler_ready: every scheduler must run with the same hooks as this process."""
-    expected = targets.hook_report()
+    expected = hooking.hook_report()
     for rank, info in enumerate(infos):
         report = info.get("april") or {}
         if report.get("hooks") != expected["hooks"]:

@@ -1,24 +1,13 @@
-"""The table of everything in SGLang that we hook or call, and the checks that the hooks are really there.
+"""The table of everything in SGLang that we hook or call (applied and verified by hooking.py).
 
 A row says what is hooked, by what, why, where the upstream code is and when the row can go. `DEPENDS_ON` lists what we
 call without hooking it. Both are compared with the reviewed manifest before the start (preflight.py).
 """
 
-import functools
-import importlib.metadata
-import os
-import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import sglang_april
+from typing import Literal
 
 SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.17/python/sglang/srt/"
-
-
-class HookError(RuntimeError):
-    """A hook that is not where it should be; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -318,12 +307,21 @@ TARGETS: tuple[Target, ...] = (
         SOURCE + "layers/sampler.py#L236",
         "upstream seeds single rows with every backend",
     ),
+    Target(
+        "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
+        "around",
+        "sglang_april.adapter.v0_5_17.proximal:with_proximal",
+        "a recompute returns the new policy's logprobs of the old tokens",
+        SOURCE + "layers/logits_processor.py#L390",
+        "upstream returns temperature-scaled input logprobs of output tokens",
+    ),
 )
 
 DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.plugins.load_plugins",
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks",
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.plugins.hook_registry._propagate_patch",
     "sglang.srt.plugins.hook_registry._wrap_fn",
     "sglang.srt.server_args.ServerArgs.get_model_config",
     "sglang.srt.configs.hybrid_arch.mambaish_config",
@@ -340,75 +338,3 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.utils.auth.auth_level",
     "sglang.utils.TypeBasedDispatcher",
 )
-
-_applied: dict[str, list[tuple[Target, Callable[..., Any]]]] = {}
-_verified: list[str] = []
-
-
-def apply() -> None:
-    """Register every row with SGLang, and have the result checked as soon as SGLang has applied it."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target in TARGETS:
-        hook = _lazy(target.handler)
-        HookRegistry.register(target.path, hook, HookType(target.kind))
-        _applied.setdefault(target.path, []).append((target, hook))
-
-    upstream_apply = HookRegistry.apply_hooks
-
-    # SGLang logs a hook that cannot be applied and goes on, so whoever applies hooks must meet our check behind it.
-    @functools.wraps(upstream_apply)
-    def apply_and_verify() -> None:
-        upstream_apply()
-        try:
-            verify()
-        except HookError as error:
-            raise SystemExit(f"sglang-april: {error}") from error
-
-    HookRegistry.apply_hooks = apply_and_verify
-
-
-def verify() -> None:
-    """Assert that every row is really in the call chain of its target in this process."""
-    for path, rows in _applied.items():
-        reachable = _hooks_in_chain(path)
-        for target, hook in rows:
-            if hook not in reachable:
-                raise HookError(f"the {target.kind} hook on {path} is not in place, so partial rollouts would not work")
-    _verified[:] = [f"{target.path} [{target.kind}]" for target in TARGETS]
-
-
-def hook_report() -> dict[str, Any]:
-    """What runs in this process: versions and the verified hooks; empty where nothing was applied."""
-    if not _verified:
-        return {}
-    versions = {"april": sglang_april.__version__, "sglang": importlib.metadata.version("sglang")}
-    return {**versions, "pid": os.getpid(), "hooks": list(_verified)}
-
-
-def _lazy(handler: str) -> Callable[..., Any]:
-    """A stand-in that imports its handler on the first call: most handlers need modules that one process only has."""
-
-    @functools.cache
-    def resolve() -> Callable[..., Any]:
-        return pkgutil.resolve_name(handler)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return resolve()(*args, **kwargs)
-
-    call.__qualname__ = handler
-    return call
-
-
-def _hooks_in_chain(path: str) -> list[Any]:
-    """All callables that the wrappers around a target hold, from the outermost to the original."""
-    try:
-        function = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError) as error:
-        raise HookError(f"the hook target {path} does not exist in this SGLang ({error})") from error
-    function = getattr(function, "__func__", function)
-    held: list[Any] = []
-    while function is not None:
-        held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        function = getattr(function, "__wrapped__", None)
-    return held

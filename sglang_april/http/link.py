@@ -40,7 +40,7 @@ class Link:
         finally:
             self._waiting.pop(command.seq, None)
         if answer.status != 200:
-            raise Refused(answer.status, answer.field, answer.reason)
+            raise Refused(answer.status, answer.field or "server", answer.reason)
         return answer
 
     def answered(self, answer: wire.Answer) -> None:

@@ -5,6 +5,7 @@ A valid request is spoiled in one place; where to spoil it and with what is draw
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.support.server import Server
 
 EXAMPLES = 2000
 VALID: dict[str, Any] = {
@@ -110,8 +113,8 @@ def spoil(place: tuple[str | int, ...], value: Any) -> dict[str, Any]:
     return body
 
 
-@pytest.fixture(scope="module")
-def http(server: Any) -> Any:
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 

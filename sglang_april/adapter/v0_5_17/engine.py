@@ -15,8 +15,9 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS, build_request, result_of, rid_of, versioned_key
+from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.store.entry import Pages
-from sglang_april.types import Sample
+from sglang_april.types import Proximal, Sample
 from sglang_april.wire import Event, FinishedSample, encode
 
 
@@ -138,7 +139,8 @@ class SchedulerEngine:
         self._renew(req)
         req.skip_radix_cache_insert = False
         req.logprob_start_len = NO_INPUT_LOGPROBS
-        req.kv_committed_len = 0
+        if proximal and is_eligible(req):
+            sample.proximal = Proximal(self.version)
         s._add_request_to_queue(req)
 
     def attach(self, samples: Sequence[Sample]) -> None:

@@ -9,6 +9,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_april.adapter.v0_5_17.proximal import collected
 from sglang_april.types import Group, Sample
 from sglang_april.wire import FinishedSample
 
@@ -59,6 +60,7 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
     if reason is None:
         reason = req.finished_reason.to_json() if req is not None and req.finished_reason else {"type": "abort"}
     group = sample.group
+    proximal = collected(sample, len(ids), logprobs)
     return FinishedSample(
         run=group.run.name,
         id=group.id,
@@ -70,6 +72,8 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
         finish_reason=reason,
         seed=sample.seed,
         top_logprobs=_top_logprobs(req, len(ids)) if group.prompt.top_logprobs_num else None,
+        proximal_logprobs=proximal[0] if proximal else None,
+        proximal_version=proximal[1] if proximal else None,
     )
 
 

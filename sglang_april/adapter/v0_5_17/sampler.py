@@ -13,20 +13,25 @@ from april_kernels.seeded_sampling import keep_mask, seeded_sample
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_april.adapter.v0_5_17.proximal import recomputed_rows
+from sglang_april.types import Sample
+
 
 @dataclass(slots=True)
 class RowSeeds:
-    """Which rows of a batch are ours, and their seeds."""
+    """Which rows of a batch are ours, their seeds, and what a recompute is to return."""
 
     ours: list[bool]
     seeds: torch.Tensor
     """int64 [rows] on the device of the batch; 0 where the row is not ours."""
+    proximal: list[Sample | None] | None = None
+    """Rows of a prefill whose old tokens' logprobs are wanted (proximal.py); gone after it."""
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
         ours = [r.april is not None for r in batch.reqs]
         seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, ours, strict=True)]
-        return cls(ours, torch.tensor(seeds, dtype=torch.int64, device=batch.device))
+        return cls(ours, torch.tensor(seeds, dtype=torch.int64, device=batch.device), recomputed_rows(batch))
 
     def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
         return RowSeeds([self.ours[i] for i in rows], self.seeds[rows_on_device])

@@ -1,0 +1,103 @@
+"""Step 9 of 9 (resume): the new policy's logprobs of the old tokens, from the prefill that a recompute does anyway (S7).
+
+The trainer's proximal policy without an extra forward, for one lm_head over the old tokens, in row chunks. Values are
+log-softmax of (logits + logit bias) / temperature; samples with penalties, a grammar or `min_new_tokens` have none,
+because the stock prefill does not know the state those would have had at each old token.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsMetadata
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_april.types import Proximal, Sample
+
+CHUNK_ROWS = 512
+"""Rows of logits alive at once; 512 x 152k x 4 bytes = 311 MB."""
+
+
+def is_eligible(req: Req) -> bool:
+    """Whether plain logits, bias and temperature are all that this sample was drawn from."""
+    p = req.sampling_params
+    penalised = p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
+    return not penalised and req.grammar is None
+
+
+def recomputed_rows(batch: ScheduleBatch) -> list[Sample | None] | None:
+    """Per row of a prefill batch: the sample whose proximal logprobs are wanted; None if there is no such row."""
+    rows = [r.april if r.april is not None and r.april.recomputing and r.april.proximal else None for r in batch.reqs]
+    return rows if any(rows) else None
+
+
+def with_proximal(
+    stock: Callable[..., Any],
+    processor: Any,
+    input_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    lm_head: Any,
+    metadata: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND LogitsProcessor.forward. `hidden_states`: [tokens of the batch, hidden], rows one after the other."""
+    rows = getattr(getattr(metadata, "sampling_info", None), "april", None)
+    wanted = rows.proximal if rows is not None and isinstance(metadata, ForwardBatch) else None
+    if wanted is not None and metadata.forward_mode.is_extend():
+        plain = LogitsMetadata.from_forward_batch(metadata)
+        for sample, proximal, first, states, targets in _old_tokens(wanted, metadata, hidden_states):
+            values = [
+                _logprobs(processor, states[i : i + CHUNK_ROWS], targets[i : i + CHUNK_ROWS], lm_head, plain, sample)
+                for i in range(0, len(states), CHUNK_ROWS)
+            ]
+            proximal.parts.append((first, torch.cat(values)))
+    return stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
+
+
+def _old_tokens(
+    wanted: list[Sample | None], batch: ForwardBatch, hidden_states: torch.Tensor
+) -> Iterator[tuple[Sample, Proximal, int, torch.Tensor, torch.Tensor]]:
+    """(sample, its collector, index of the first output token, states that predict output tokens, those tokens)."""
+    row_start = 0
+    for sample, prefix, length in zip(wanted, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False):
+        if sample is not None and sample.proximal is not None:
+            req = sample.request
+            prompt, total = len(req.origin_input_ids), req.seqlen
+            begin, end = max(prefix, prompt - 1), min(prefix + length, total - 1)
+            if begin < end:
+                states = hidden_states[row_start + begin - prefix : row_start + end - prefix]
+                tokens: array[int] = req.output_ids[begin + 1 - prompt : end + 1 - prompt]
+                yield sample, sample.proximal, begin + 1 - prompt, states, torch.tensor(tokens, device=states.device)
+        row_start += length
+
+
+def _logprobs(
+    processor: Any, states: torch.Tensor, targets: torch.Tensor, lm_head: Any, metadata: Any, sample: Sample
+) -> torch.Tensor:
+    """float32 [rows] on the device; read when the sample finishes."""
+    params = sample.request.sampling_params
+    logits = processor._get_logits(states, lm_head, metadata, use_logits_buffer=False).float()
+    for column, bias in (params.logit_bias or {}).items():
+        logits[:, int(column)] += bias
+    logits.div_(params.temperature)
+    return logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
+
+
+def collected(sample: Sample, length: int, behaviour: list[float]) -> tuple[list[float | None], int] | None:
+    """Proximal logprobs of `length` output tokens and their version; None if no recompute gave any.
+
+    Tokens drawn under that very version repeat their behaviour value; tokens of later versions have none.
+    """
+    if sample.proximal is None:
+        return None
+    version = sample.proximal.version
+    values: list[float | None] = [None] * length
+    for first, part in sample.proximal.parts:
+        values[first : first + len(part)] = part.tolist()
+    for span in sample.closed_spans():
+        if span.version == version:
+            values[span.start : span.end] = behaviour[span.start : span.end]
+    return values[:length], version

@@ -1,0 +1,122 @@
+"""Many real starts for the price of one import: SGLang is imported once, then each start is a fork of that process.
+
+Importing SGLang takes most of a start that is refused. Plugins are loaded, flags parsed and servers launched in the
+fork by SGLang's own code; the fork is a session of its own, so that whatever it leaves behind is seen.
+
+    python forked_starts.py < starts.json > outcomes.json
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 90
+
+
+def main() -> None:
+    starts = json.load(sys.stdin)
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    print(json.dumps({start["name"]: outcome(start) for start in starts}))
+
+
+def outcome(start: dict[str, Any]) -> dict[str, Any]:
+    """Exit code, standard error, and whether any process outlived the start."""
+    with tempfile.NamedTemporaryFile() as stderr:
+        began = time.monotonic()
+        process = multiprocessing.get_context("fork").Process(target=run, args=(start, stderr.name))
+        process.start()
+        process.join(TIMEOUT_S)
+        code = process.exitcode
+        left = signal_session(process.pid or 0)
+        return {
+            "code": code,
+            "stderr": Path(stderr.name).read_text(errors="replace"),
+            "left_behind": left,
+            "seconds": time.monotonic() - began,
+        }
+
+
+def signal_session(leader: int) -> bool:
+    """End what is left of a session; whether there was anything."""
+    for _ in range(20):
+        try:
+            os.killpg(leader, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    os.killpg(leader, signal.SIGKILL)
+    return True
+
+
+def run(start: dict[str, Any], stderr: str) -> None:
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.environ.update(start.get("env", {}))
+    sys.path[:0] = start.get("sys_path", [])
+    sys.argv = ["server", *start.get("argv", [])]
+    ENTRIES[start["entry"]](start)
+
+
+def as_module(start: dict[str, Any]) -> None:
+    runpy.run_module(start["module"], run_name="__main__", alter_sys=True)
+
+
+def as_command(_: dict[str, Any]) -> None:
+    from sglang.cli.serve import serve
+
+    serve(None, sys.argv[1:])
+
+
+def as_engine(start: dict[str, Any]) -> None:
+    import sglang
+
+    sglang.Engine(**start["arguments"])
+
+
+def with_arguments_built_before_plugins(start: dict[str, Any]) -> None:
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    launch_server(ServerArgs(**start["arguments"]))
+
+
+def without_a_target(start: dict[str, Any]) -> None:
+    """What SGLang's loader only logs: a hook that cannot be applied."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    del Scheduler.get_init_info
+    as_module(start)
+
+
+def without_asking(_: dict[str, Any]) -> None:
+    """An installed plugin that nobody asked for registers nothing."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    load_plugins()
+    sources = {source.dist_name for rows in HookRegistry._hooks.values() for _, _, source in rows if source}
+    raise SystemExit(17 if "sglang-april" not in sources and "sglang_april.adapter" not in sys.modules else 1)
+
+
+ENTRIES = {
+    "module": as_module,
+    "command": as_command,
+    "engine": as_engine,
+    "prebuilt": with_arguments_built_before_plugins,
+    "without_target": without_a_target,
+    "inactive": without_asking,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Starting for real: what is served, and that everything else ends with one sentence and no process left."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from examples import tiny_model
+from sglang_april.adapter import preflight, targets
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 300
+SMALL = ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
+QUOTA = ["--april-quota", "4"]
+IN_ENVIRONMENT = {"SGLANG_APRIL": '{"quota": 4}'}
+OURS = "sglang_april.launch_server"
+THEIRS = "sglang.launch_server"
+
+# name: arguments, environment, and how the one sentence starts
+REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "speculative": (["--speculative-algorithm", "EAGLE"], {}, "--speculative-algorithm cannot"),
+    "dp_attention": (["--enable-dp-attention", "--tp-size", "2"], {}, "--enable-dp-attention cannot"),
+    "dp_size": (["--dp-size", "2"], {}, "--dp-size above 1 cannot"),
+    "tokenizer_workers": (["--tokenizer-worker-num", "2"], {}, "--tokenizer-worker-num above 1 cannot"),
+    "pp_size": (["--pp-size", "2"], {}, "--pp-size above 1 cannot"),
+    "disaggregation": (["--disaggregation-mode", "prefill"], {}, "--disaggregation-mode cannot"),
+    "hisparse": (["--enable-hisparse"], {}, "--enable-hisparse cannot"),
+    "streaming_session": (["--enable-streaming-session"], {}, "--enable-streaming-session cannot"),
+    "session_radix_cache": (["--enable-session-radix-cache"], {}, "--enable-session-radix-cache cannot"),
+    "pdmux": (["--enable-pdmux"], {}, "--enable-pdmux cannot"),
+    "dllm": (["--dllm-algorithm", "LowConfidence"], {}, "--dllm-algorithm cannot"),
+    "embedding": (["--is-embedding"], {}, "--is-embedding cannot"),
+    "encoder_only": (["--encoder-only"], {}, "--encoder-only cannot"),
+    "smg_grpc": (["--smg-grpc-mode"], {}, "--smg-grpc-mode cannot"),
+    "grpc": (["--grpc-mode"], {}, "--grpc-mode cannot"),
+    "ray": (["--use-ray"], {}, "--use-ray cannot"),
+    "on_policy_target": (["--rl-on-policy-target", "fsdp"], {}, "--rl-on-policy-target cannot"),
+    "original_logprob": ([], {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, "SGLANG_RETURN_ORIGINAL_LOGPROB cannot"),
+    "rust_server": ([], {"SGLANG_RUST_SERVER": "true"}, "SGLANG_RUST_SERVER cannot"),
+    "waiting_timeout": (["--tp-size", "2"], {"SGLANG_REQ_WAITING_TIMEOUT": "5"}, "SGLANG_REQ_WAITING_TIMEOUT with"),
+    "running_timeout": (["--tp-size", "2"], {"SGLANG_REQ_RUNNING_TIMEOUT": "5"}, "SGLANG_REQ_RUNNING_TIMEOUT with"),
+    "wrong_quota": (["--april-quota", "none"], {}, "--april-quota must be a whole number"),
+    "unknown_flag": (["--april-qouta", "4"], {}, "--april-qouta is not a flag"),
+    "disk_tier": (["--april-disk-dir", "/d"], {}, "--april-disk-dir needs the disk tier"),
+    "journal": (["--april-journal", "/j"], {}, "--april-journal needs the journal"),
+    "auto_concurrency": (["--april-concurrency", "auto"], {}, "--april-concurrency must be a number"),
+}
+
+# What is special about the way of starting: its entry and how the one sentence starts.
+REFUSED_WAYS = {
+    "our_launcher": "--dp-size above 1 cannot",
+    "command": "--dp-size above 1 cannot",
+    "engine": "--dp-size above 1 cannot",
+    "prebuilt": "--dp-size above 1 cannot",
+    "bad_environment": "SGLANG_APRIL must be a JSON object",
+    "hidden_by_platform": "SGLANG_PLATFORM=other makes SGLang pass over",
+    "hidden_by_plugins": "SGLANG_PLUGINS=other leaves out the plugin april",
+    "unsupported_version": "SGLang 9.9.9 is not supported, only 0.5.17",
+    "without_target": "the hook target sglang.srt.managers.scheduler.Scheduler.get_init_info does not exist",
+    "sliding_window": "A model with hybrid sliding-window attention cannot",
+    "recurrent": "A model with recurrent (Mamba-like) layers cannot",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model.make(tmp_path_factory.mktemp("model") / "qwen3"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All refused starts, one after the other in forks of one process."""
+    common = ["--model-path", model, "--port", str(free_port()), *SMALL]
+    flags = [
+        {"name": name, "entry": "module", "module": THEIRS, "argv": [*common, *QUOTA, *argv], "env": env}
+        for name, (argv, env, _) in REFUSED_FLAGS.items()
+    ]
+    starts = [*flags, *ways_to_start(common, model, tmp_path_factory.mktemp("starts"))]
+    # The platform is chosen while SGLang is imported, before the forks ask for partial rollouts.
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("forked_starts.py"))],
+        input=json.dumps(starts),
+        env=environment(SGLANG_APRIL_CPU="1"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str, Any]]:
+    two_replicas = {"model_path": model, "dp_size": 2}
+    module = {"entry": "module", "module": THEIRS, "argv": [*common, *QUOTA]}
+    metadata = folder / "sglang-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
+    swa = variant_of(model, folder / "swa", is_hybrid_swa=True)
+    recurrent = variant_of(model, folder / "mamba", model_type="falcon_h1", architectures=["FalconH1ForCausalLM"])
+    # What SGLang itself asks for before it takes such a model on a CPU.
+    for_recurrent = ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
+    return [
+        {"name": "our_launcher", "entry": "module", "module": OURS, "argv": [*common, "--dp-size", "2"]},
+        {"name": "command", "entry": "command", "argv": [*common, *QUOTA, "--dp-size", "2"]},
+        {"name": "engine", "entry": "engine", "arguments": two_replicas, "env": IN_ENVIRONMENT},
+        {"name": "prebuilt", "entry": "prebuilt", "arguments": two_replicas, "env": IN_ENVIRONMENT},
+        {"name": "bad_environment", "entry": "engine", "arguments": {}, "env": {"SGLANG_APRIL": "yes"}},
+        {**module, "name": "hidden_by_platform", "module": OURS, "env": {"SGLANG_PLATFORM": "other"}},
+        {**module, "name": "hidden_by_plugins", "module": OURS, "env": {"SGLANG_PLUGINS": "other"}},
+        {**module, "name": "unsupported_version", "sys_path": [str(folder)]},
+        {**module, "name": "without_target", "entry": "without_target"},
+        {**module, "name": "sliding_window", "argv": [*QUOTA, "--model-path", swa]},
+        {**module, "name": "recurrent", "argv": [*QUOTA, "--model-path", recurrent, *for_recurrent]},
+        {**module, "name": "hidden_from_theirs", "env": {"SGLANG_PLUGINS": "other"}},
+        {**module, "name": "help", "argv": ["--help", *QUOTA]},
+        {**module, "name": "our_help", "module": OURS, "argv": ["--help"]},
+        {"name": "inactive", "entry": "inactive", "env": {"SGLANG_APRIL": ""}},
+    ]
+
+
+def variant_of(model: str, path: Path, **changes: Any) -> str:
+    """A copy of a model's folder with another config."""
+    shutil.copytree(model, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", REFUSED_FLAGS)
+def test_a_refused_flag_ends_the_start(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    assert_refused(outcomes[name], REFUSED_FLAGS[name][2])
+
+
+@pytest.mark.parametrize("name", REFUSED_WAYS)
+def test_every_way_of_starting_fails_closed(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    assert_refused(outcomes[name], REFUSED_WAYS[name])
+
+
+def test_sglang_itself_refuses_our_flags_where_the_plugin_is_hidden(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes["hidden_from_theirs"]["code"] == 2
+    assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_theirs"]["stderr"]
+
+
+@pytest.mark.parametrize("name", ["help", "our_help"])
+def test_help_shows_our_flags(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes[name]["code"] == 0
+    assert all(flag in outcomes[name]["stderr"] for flag in ("--april-quota ", "--april-kv ", "--tp-size "))
+
+
+def test_an_installed_plugin_that_nobody_asked_for_registers_nothing(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert outcomes["inactive"]["code"] == 17, outcomes["inactive"]["stderr"]
+
+
+def test_a_changed_body_ends_the_start(model: str, tmp_path: Path) -> None:
+    """On a copy of SGLang in which one hooked method has another body, in a process of its own."""
+    installed = preflight.sglang_root() / "sglang"
+    shutil.copytree(installed, tmp_path / "sglang", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
+    file = tmp_path / "sglang/srt/server_args.py"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace("        # Check parallel size constraints\n", "        self.tp_size += 0\n", 1))
+    command = [sys.executable, "-m", THEIRS, "--model-path", model, *QUOTA]
+    done = subprocess.run(
+        command, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    sentence = "the body of sglang.srt.server_args.ServerArgs.check_server_args is not the one reviewed"
+    assert f"sglang-april: {sentence} for SGLang 0.5.17" in done.stderr
+
+
+@pytest.fixture
+def sglang_server(model: str, tmp_path: Path) -> Iterator[str]:
+    """SGLang's own launcher with one of our flags, and nothing that a CPU needs beyond it."""
+    port = free_port()
+    command = [sys.executable, "-m", THEIRS, "--model-path", model, "--port", str(port), *SMALL, *QUOTA]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url, process, tmp_path / "log")
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_sglang_s_own_launcher_serves_with_every_hook(sglang_server: str) -> None:
+    info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
+    assert_all_hooks(info["april"])
+    body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}
+    assert httpx.post(f"{sglang_server}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 4
+
+
+def test_an_engine_in_code_runs_with_every_hook(model: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, sglang\n"
+        "if __name__ == '__main__':\n"
+        "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.1, max_total_tokens=4096)\n"
+        "    answer = engine.generate('1 2 3', {'max_new_tokens': 4})\n"
+        "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']['completion_tokens']]))\n"
+        "    engine.shutdown()\n"
+    )
+    command = [sys.executable, str(script), model]
+    done = subprocess.run(
+        command, env=environment(**IN_ENVIRONMENT), capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report, tokens = json.loads(done.stdout.splitlines()[-1])
+    assert_all_hooks(report)
+    assert tokens == 4
+
+
+def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
+    said = [line for line in outcome["stderr"].splitlines() if line.startswith("sglang-april: ")]
+    assert outcome["code"] == 1, outcome["stderr"][-2000:]
+    assert len(said) == 1, said
+    assert said[0].startswith(f"sglang-april: {sentence}")
+    assert "Traceback" not in outcome["stderr"].split(said[0])[1]
+    assert not outcome["left_behind"]
+
+
+def assert_all_hooks(report: dict[str, Any]) -> None:
+    assert report["hooks"] == [f"{target.path} [{target.kind}]" for target in targets.TARGETS]
+    assert report["sglang"] == "0.5.17"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    ours = ("SGLANG_APRIL", "SGLANG_APRIL_CPU", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
+    return {name: value for name, value in os.environ.items() if name not in ours} | extra
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(log.read_text()[-2000:])

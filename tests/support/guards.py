@@ -1,0 +1,46 @@
+"""The guards whose removal a test must notice: name -> (our function, what happens without it)."""
+
+from collections.abc import Callable
+from typing import Any
+
+OURS = "sglang_april."
+
+
+def _insert_anyway(guarded: Callable[..., Any], pool: Any, reqs: Any, pages: Any, on_old_kv: list[bool]) -> Any:
+    return guarded(pool, reqs, pages, [False] * len(on_old_kv))
+
+
+def _no_version(guarded: Callable[..., Any], engine: Any, req: Any) -> None:
+    guarded(engine, req)
+    req.extra_key = req.april_base_key
+
+
+def _nothing(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _unaccounted(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _some_steps_later(guarded: Callable[..., Any], controller: Any) -> None:
+    controller.late = getattr(controller, "late", 0) + 1
+    if controller.late > 3:
+        controller.late = 0
+        guarded(controller)
+
+
+def _keep_delivered(guarded: Callable[..., Any], ledger: Any, group: Any, indices: list[int]) -> Any:
+    from sglang_april.wire import Delivery
+
+    return Delivery(group.id, group.incarnation, sorted(indices), True)
+
+
+GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "tree insert": (OURS + "adapter.v0_5_17.pages.PagePool.put_back", _insert_anyway),
+    "version key": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.adopt", _no_version),
+    "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
+    "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
+    "in-step stop": (OURS + "scheduler.controller.Controller._end_due", _some_steps_later),
+    "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
+}

@@ -1,0 +1,59 @@
+"""`python -m tests.support.launch`: the patched server with instruments that only tests have.
+
+SGLang spawns its scheduler, and a spawned process imports this file again, so what is registered at module level is
+applied there too, together with the plugin's own hooks. Two instruments: a wrapper around the model's forward that
+writes one line per call (independent of our own counters), and guards that can be taken away while the server runs
+(`Server.remove_guard`), to prove that a test for them can fail.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_april.launch_server import main
+
+FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
+
+
+def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """One line per forward of the model on rank 0: whether it decodes, and how many rows it has."""
+    if runner.ps.tp_rank == 0:
+        line = {"decode": bool(forward_batch.forward_mode.is_decode()), "rows": int(forward_batch.batch_size)}
+        with (FOLDER / "forwards.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+    return stock(runner, forward_batch, *args, **kwargs)
+
+
+def guard_removed(name: str) -> bool:
+    try:
+        return (FOLDER / "guard").read_text() == name
+    except FileNotFoundError:
+        return False
+
+
+def removable(name: str, without: Callable[..., Any]) -> Callable[..., Any]:
+    """An AROUND hook: `without(guarded, *args)` stands in while the guard `name` is removed."""
+
+    def hook(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return without(guarded, *args, **kwargs) if guard_removed(name) else guarded(*args, **kwargs)
+
+    return hook
+
+
+def install() -> None:
+    from tests.support.guards import GUARDS
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
+    for name, (target, without) in GUARDS.items():
+        HookRegistry.register(target, removable(name, without), HookType.AROUND)
+
+
+install()
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

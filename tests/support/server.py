@@ -1,0 +1,147 @@
+"""A real patched SGLang server on the CPU, for tests: started once, spoken to over HTTP, killed by process group."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 300.0
+COMMON = [
+    "--mem-fraction-static=0.1",
+    "--context-length=2048",
+    "--max-running-requests=48",
+    "--chunked-prefill-size=64",
+    "--dtype=float32",
+    "--sleep-on-idle",
+    "--enable-metrics",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass(eq=False)
+class Server:
+    """Arguments of one server, and the process once it runs."""
+
+    name: str
+    model: Path
+    flags: Sequence[str]
+    folder: Path
+    """Where its log, its digest files and its guard switches are."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+    http: httpx.Client = field(default_factory=httpx.Client)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def spawn(self) -> None:
+        """Start the process; `wait` returns when it serves."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        env = {
+            **os.environ,
+            "SGLANG_APRIL_CHECK": "1",
+            "APRIL_TEST_FOLDER": str(self.folder),
+            "PYTHONUNBUFFERED": "1",
+            **self.env,
+        }
+        command = [sys.executable, "-m", "tests.support.launch", f"--model-path={self.model}", f"--port={self.port}"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--april-quota=4", *COMMON, *self.flags],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> "Server":
+        self.http = httpx.Client(base_url=self.url, timeout=180)
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                break
+            try:
+                if self.http.get("/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+        self.stop()
+        raise RuntimeError(f"server {self.name} did not come up:\n{tail}")
+
+    def stop(self) -> None:
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait()
+            self.process = None
+        self.http.close()
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    # --- requests
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, *, status: int = 200) -> Any:
+        reply = self.http.post(path, json=body if body is not None else {})
+        assert reply.status_code == status, f"{path}: {reply.status_code} {reply.text[:500]}"
+        return reply.json() if "json" in reply.headers.get("content-type", "") else reply.text
+
+    def rollout(self, *, status: int = 200, **body: Any) -> Any:
+        return self.post("/april/rollout", body, status=status)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.http.get("/april/state").json())
+
+    def partials(self, run: str) -> list[dict[str, Any]]:
+        return list(self.http.get("/april/partials", params={"run": run}).json()["partials"])
+
+    def drain(self, run: str, **body: Any) -> list[dict[str, Any]]:
+        """Finish everything a run has left; returns the groups."""
+        return list(self.rollout(run=run, prompts=[], quota=None, **body)["finished"])
+
+    def push(self, model: Path, *, version: int | None = None, flush: bool = True) -> int:
+        """A whole push by disk, as a trainer does it; returns the new policy version."""
+        named = {} if version is None else {"version": version}
+        self.post("/april/push/begin", named)
+        reply = self.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": flush})
+        assert reply["success"], reply
+        return int(self.post("/april/push/end", named)["policy_version"])
+
+    # --- instruments (tests/support/launch.py)
+
+    def remove_guard(self, name: str | None) -> None:
+        """Take one guard away in the running scheduler (None: all are back)."""
+        (self.folder / "guard").write_text(name or "")
+
+    def forwards(self) -> list[dict[str, Any]]:
+        """Every forward of the model so far, as an independent wrapper on the model runner saw it."""
+        path = self.folder / "forwards.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
