@@ -11,7 +11,7 @@ from sglang_april import config, metrics
 from sglang_april.adapter.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.hooking import hook_report
 from sglang_april.http.engine import Facts
-from sglang_april.http.routes import build_router
+from sglang_april.http.routes import add_routes
 from sglang_april.http.service import April
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -104,4 +104,4 @@ def _attach_routes(app: Any, service: April) -> None:
     first = not hasattr(app.state, "april")
     app.state.april = service
     if first:
-        app.include_router(build_router(admin=auth_level(AuthLevel.ADMIN_OPTIONAL)))
+        add_routes(app, admin=auth_level(AuthLevel.ADMIN_OPTIONAL))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from sglang_april.http import schema
@@ -31,9 +31,11 @@ Handler = Callable[[April, Request], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def build_router(admin: Callable[[Endpoint], Endpoint]) -> APIRouter:
-    """All routes; `admin` marks those that take the admin key. The service is found in `app.state.april`."""
-    router = APIRouter()
+def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
+    """Add all routes; `admin` marks those that take the admin key. The service is found in `app.state.april`.
+
+    They go to the app itself: in an included router SGLang's middleware would not find the marks.
+    """
     for method, path, handler in (
         ("POST", "/april/rollout", rollout),
         ("GET", "/april/rounds/{round_id}", get_round),
@@ -44,15 +46,14 @@ def build_router(admin: Callable[[Endpoint], Endpoint]) -> APIRouter:
         ("GET", "/april/state", state),
         ("GET", "/april/partials", partials),
     ):
-        router.add_api_route(path, _endpoint(handler), methods=[method])
+        app.add_api_route(path, _endpoint(handler), methods=[method])
     for path, handler in (
         ("/april/push/begin", push_begin),
         ("/april/push/end", push_end),
         ("/april/drop", drop),
     ):
-        router.add_api_route(path, admin(_endpoint(handler)), methods=["POST"])
-    router.add_api_route("/april/{path:path}", _endpoint(no_route), methods=METHODS, include_in_schema=False)
-    return router
+        app.add_api_route(path, admin(_endpoint(handler)), methods=["POST"])
+    app.add_api_route("/april/{path:path}", _endpoint(no_route), methods=METHODS, include_in_schema=False)
 
 
 def _endpoint(handler: Handler) -> Endpoint:

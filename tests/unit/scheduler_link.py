@@ -2,7 +2,9 @@
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -14,13 +16,18 @@ from sglang_april.http.engine import Facts
 from sglang_april.http.service import April
 
 
-def sglang_rwlock() -> Any:
-    """SGLang's own lock, without the ten seconds that importing its package takes."""
+def sglang_module(path: str) -> ModuleType:
+    """A leaf module of SGLang, without the ten seconds that importing its package takes."""
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-    spec = importlib.util.spec_from_file_location("aio_rwlock", root / "srt/utils/aio_rwlock.py")
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, root / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.RWLock()
+    return module
+
+
+def sglang_rwlock() -> Any:
+    """SGLang's own `model_update_lock`."""
+    return sglang_module("srt/utils/aio_rwlock.py").RWLock()
 
 
 class ScriptedEngine:

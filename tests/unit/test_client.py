@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from sglang_april import wire
 from sglang_april.client import AprilClient, AprilError, AsyncAprilClient, NotPatchedError, PushLeftOpenError
 from sglang_april.config import AprilConfig
-from sglang_april.http.routes import build_router
+from sglang_april.http.routes import add_routes
 from sglang_april.http.service import April
 from sglang_april.replies import Group, Summary
 from tests.unit.scheduler_link import ScriptedEngine, prompt
@@ -54,7 +54,7 @@ def url() -> Iterator[str]:
     engine = EagerEngine()
     engine.april = app.state.april = April(engine, AprilConfig(quota=1))
     engine.april.hook_report = {"hooks": ["one"]}
-    app.include_router(build_router(admin=lambda endpoint: endpoint))
+    add_routes(app, admin=lambda endpoint: endpoint)
     server, address = serve(app)
     yield address
     server.should_exit = True

@@ -13,16 +13,16 @@ import pytest
 from fastapi import FastAPI
 
 from sglang_april import wire
-from sglang_april.http.routes import build_router
+from sglang_april.http.routes import add_routes
 from sglang_april.http.service import April
-from tests.unit.scheduler_link import ScriptedEngine, prompt, service
+from tests.unit.scheduler_link import ScriptedEngine, prompt, service, sglang_module
 
 
 @asynccontextmanager
 async def client_of(april: April) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     app.state.april = april
-    app.include_router(build_router(admin=lambda endpoint: endpoint))
+    add_routes(app, admin=lambda endpoint: endpoint)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         yield client
 
@@ -371,5 +371,29 @@ def test_a_sample_that_never_arrived_is_an_error_and_not_a_silent_gap() -> None:
             assert (response.status_code, response.json()["error"]["field"]) == (500, "server")
             assert april.vault.samples == 1
             assert not april.rounds.open
+
+    run(scenario())
+
+
+def test_keys_protect_the_routes_as_they_protect_sglangs_own() -> None:
+    async def scenario() -> None:
+        april, _ = service()
+        auth = sglang_module("srt/utils/auth.py")
+        app = FastAPI()
+        app.state.april = april
+        add_routes(app, admin=auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
+        auth.add_api_key_middleware(app, api_key="user", admin_api_key="boss")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+
+            async def status(method: str, path: str, key: str) -> int:
+                headers = {"authorization": f"Bearer {key}"}
+                return (await client.request(method, path, headers=headers, content=b'{"version": 5}')).status_code
+
+            for path in ("/april/push/begin", "/april/push/end"):
+                assert [await status("POST", path, key) for key in ("none", "user", "boss")] == [401, 401, 200]
+            assert [await status("POST", "/april/drop", key) for key in ("user", "boss")] == [401, 400]
+            for method, path in (("GET", "/april/state"), ("POST", "/april/rollout"), ("POST", "/april/rounds/x/stop")):
+                assert await status(method, path, "none") == 401
+                assert await status(method, path, "user") != 401
 
     run(scenario())
