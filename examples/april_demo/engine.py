@@ -26,12 +26,14 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at the scheduler: its clock (seconds), the samples running, tokens decoded and prefilled so far."""
+    """One look at the scheduler: its clock (seconds), the samples running, and what it has done so far: tokens decoded
+    (the first token of a sample comes from its prefill and is not among them), tokens prefilled, decode steps."""
 
     time: float
     running: int
     decoded: int
     prefilled: int
+    steps: int
 
 
 class Engine:
@@ -68,11 +70,12 @@ class Engine:
             raise EngineError(f"the weights of {checkpoint} were refused: {answer}")
 
     async def snapshot(self) -> Snapshot:
-        """The newest published snapshot. `decode_moments` is None before the first decode; its last sum is tokens."""
+        """The newest published snapshot. `decode_moments` are sums (first steps, last tokens), None before any decode."""
         load = (await self.get("/v1/loads?include=core"))["loads"][0]
         moments = load["decode_moments"]
-        decoded = int(moments[-1]) if moments else 0
-        return Snapshot(load["timestamp"], load["num_running_reqs"], decoded, load["total_prefill_uncached_tokens"])
+        steps, decoded = (int(moments[0]), int(moments[-1])) if moments else (0, 0)
+        prefilled = load["total_prefill_uncached_tokens"]
+        return Snapshot(load["timestamp"], load["num_running_reqs"], decoded, prefilled, steps)
 
 
 class Watch:

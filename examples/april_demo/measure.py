@@ -29,6 +29,7 @@ class Measured:
     round: Round
     decoded: int
     prefilled: int
+    steps: int
     tokens_after_end: int
 
     @property
@@ -79,6 +80,7 @@ async def run_variant(variant: Variant, watch: Watch, settings: Settings, progre
                         done,
                         decoded=after.decoded - before.decoded,
                         prefilled=after.prefilled - before.prefilled,
+                        steps=after.steps - before.steps,
                         tokens_after_end=tokens_after_end(done, watch, after),
                     )
                 )
@@ -100,9 +102,10 @@ def count_delivered(delivered: Counter[str], groups: list[Group]) -> None:
 def tokens_after_end(done: Round, watch: Watch, after: Snapshot) -> int:
     """Tokens that the engine decoded after the last needed group had finished.
 
-    The engine's own count where it has one. For a client that aborts: the scheduler's counter when all is quiet, less
-    the counter when that group's answer left the server. A snapshot is published just before its own step is counted,
-    so one step of the batch is taken off: the figure errs on the low side.
+    The engine's own count where it has one; none where nothing was running any more. For a client that aborts: the
+    scheduler's counter when all is quiet, less the counter when that group's answer left the server. A snapshot is
+    published just before its own step is counted, so one step of the batch is taken off: the figure errs on the low
+    side.
     """
     if done.tokens_after_end is not None:
         return done.tokens_after_end
@@ -139,6 +142,7 @@ def figures(result: Result, settings: Settings) -> dict[str, Any]:
         "delivered_tokens": tokens,
         "delivered_samples": len(samples),
         "decoded_tokens": sum(measured.decoded for measured in rounds),
+        "decode_steps": sum(measured.steps for measured in rounds),
         "prefilled_tokens": sum(measured.prefilled for measured in rounds),
         "mean_running": round(mean_running(result), 2),
         "slots": settings.slots,

@@ -62,7 +62,7 @@ class Round:
     groups: list[Group]
     reprefilled_tokens: int = 0
     ended_at: float | None = None
-    """The server's clock when the last needed group finished, where the client has to find out what came after."""
+    """The server's clock when the last needed group finished, if samples were still running then."""
     tokens_after_end: int | None = None
     """The engine's own count, where it has one."""
     stats: dict[str, Any] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class _Stock:
 
     async def _finish(self, groups: list[Group]) -> Round:
         await asyncio.gather(*map(self._generate, groups))
-        return self._delivered(groups, max((group.finished_at for group in groups), default=0.0))
+        return self._delivered(groups, None)
 
 
 class Synchronous(_Stock):
@@ -188,11 +188,12 @@ class Outside(_Stock):
         while finished < needed and pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             finished += sum(task.result().done for task in done)
-        if pending:
+        left_over = bool(pending)
+        if left_over:
             await self._engine.post("/abort_request", {"rid": "", "abort_all": True})
             await asyncio.gather(*pending)
         whole = sorted((group for group in started if group.done), key=lambda group: group.finished_at)
-        ended_at = whole[needed - 1].finished_at if needed else None
+        ended_at = whole[needed - 1].finished_at if needed and left_over else None
         whole = self._surplus + whole
         self._partials = [group for group in started if not group.done]
         self._surplus = whole[settings.groups :]
