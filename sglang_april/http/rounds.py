@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from sglang_april.http.errors import Refused
 from sglang_april.http.reply import Reply
@@ -23,8 +23,6 @@ class Round:
     unit: str
     keep_until_ack: bool = False
     state: Literal["opening", "open", "ended"] = "opening"
-    stop_asked: bool = False
-    """A stop arrived while the round was opening."""
     events: list[Part] = field(default_factory=list)
     """What a stream of this round says, in order; kept so that a replay says the same."""
     opened: "asyncio.Future[None]" = field(default_factory=lambda: _future())
@@ -158,7 +156,7 @@ class Rounds:
             self._gone.popitem(last=False)
 
 
-def _future() -> "asyncio.Future":  # type: ignore[type-arg]
+def _future() -> "asyncio.Future[Any]":
     """A future whose exception may stay unread: perhaps nobody waits any longer."""
     future = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())

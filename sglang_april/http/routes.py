@@ -1,7 +1,6 @@
 """Steps 1 and 6: the routes under /april, attached to SGLang's own app, so that its keys and logs cover them too."""
 
 import asyncio
-import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -68,8 +67,7 @@ def _endpoint(handler: Handler) -> Endpoint:
             logger.exception("%s %s failed", request.method, request.url.path)
             return _refusal(request, fault(error))
 
-    functools.update_wrapper(endpoint, handler, assigned=("__name__", "__qualname__", "__doc__"), updated=())
-    del endpoint.__wrapped__
+    endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
     return endpoint
 
 

@@ -1,6 +1,7 @@
 """Steps 1 and 6: the service behind the routes; `engine.tokenizer_manager.april` for SGLang started in code."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -76,7 +77,7 @@ class April:
         """End a round now, with what has finished; idempotent."""
         round_ = self.rounds.find(round_id)
         if round_.state == "opening":
-            round_.stop_asked = True
+            self._spawn(self._stop_once_open(round_, deliver))
         elif round_.state == "open":
             try:
                 await self.link.call(wire.StopRound(self.link.number(), round_id, deliver))
@@ -140,14 +141,20 @@ class April:
     # What the scheduler says
 
     def receive(self, payload: bytes) -> None:
-        """One message of the scheduler. Messages are handled whole and in order, so no await may be in here."""
-        message = wire.decode_event(payload)
-        if isinstance(message, wire.Answer):
-            self.link.answered(message)
-        elif isinstance(message, wire.Finished):
-            self._finished(message)
-        else:
-            self._ended(message)
+        """One message of the scheduler. Messages are handled whole and in order, so no await may be in here.
+
+        An exception would end SGLang's loop, and the server with it.
+        """
+        try:
+            message = wire.decode_event(payload)
+            if isinstance(message, wire.Answer):
+                self.link.answered(message)
+            elif isinstance(message, wire.Finished):
+                self._finished(message)
+            else:
+                self._ended(message)
+        except Exception:
+            logger.exception("a message of the scheduler could not be handled")
 
     def _finished(self, message: wire.Finished) -> None:
         rung = set()
@@ -204,12 +211,20 @@ class April:
     def _accepted(self, round_: Round, prompts: list[Prompt]) -> None:
         self.vault.accept(prompts)
         self.rounds.opened(round_)
-        if round_.stop_asked:
-            self._spawn(self.stop(round_.id, None))
+
+    async def _stop_once_open(self, round_: Round, deliver: list[str] | None) -> None:
+        with contextlib.suppress(Refused):
+            await asyncio.shield(round_.opened)
+            await self.stop(round_.id, deliver)
 
     async def _reply(self, round_: Round, message: wire.RoundEnded, parts: list[Part]) -> None:
         await self.holds.drop(round_.id)
-        reply = await Reply.build(message, parts)
+        try:
+            reply = await Reply.build(message, parts)
+        except Exception as error:
+            logger.exception("round %s has no reply", round_.id)
+            self.rounds.failed(round_, fault(error))
+            return
         if reply.stats.get("t_quota_met") is not None:
             reply.stats["quota_to_built_s"] = max(0.0, time.time() - reply.stats["t_quota_met"])
         self.rounds.keep(round_, reply)
