@@ -63,6 +63,8 @@ class Server:
             "SGLANG_APRIL_CHECK": "1",
             "APRIL_TEST_FOLDER": str(self.folder),
             "PYTHONUNBUFFERED": "1",
+            # Several servers share few cores: threads that wait for each other make a step ten times as long.
+            "OMP_NUM_THREADS": "1",
             **self.env,
         }
         command = [sys.executable, "-m", "tests.support.launch", f"--model-path={self.model}", f"--port={self.port}"]
