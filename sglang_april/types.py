@@ -84,12 +84,10 @@ class Sample:
 
     def open_span(self, version: int, kv: Provenance) -> None:
         """From the next output token on: written under `version`, on KV of this provenance (S6: only changes count)."""
-        if self.spans and self.spans[-1].version == version and self.spans[-1].kv == kv:
-            return
         if self.spans and self.spans[-1].start == self.length:
             self.spans.pop()
-            return self.open_span(version, kv)
-        self.spans.append(Span(self.length, self.length, version, kv))
+        if not (self.spans and self.spans[-1].version == version and self.spans[-1].kv == kv):
+            self.spans.append(Span(self.length, self.length, version, kv))
 
     def closed_spans(self) -> list[Span]:
         """Spans with their ends set, the last one at `length`; empty ones left out."""

@@ -41,7 +41,7 @@ class OpenRound(msgspec.Struct, tag=True):
     run: str
     prompts: list[Prompt]
     params: list[bytes]
-    """Distinct sampling parameters, each a msgpack-encoded `SamplingParams` (normalised, verified); see `Prompt.params`."""
+    """Distinct sampling parameters, each a msgpack-encoded `SamplingParams`, normalised and verified."""
     quota: int | None
     unit: Unit
     kv: KvPolicy
@@ -101,7 +101,7 @@ Command = OpenRound | StopRound | Drop | PushBegin | PushEnd | Freeze | Thaw | G
 
 
 class Answer(msgspec.Struct, tag=True):
-    """The scheduler's answer to the command with the same `seq`. `status` is an HTTP status; not 200 = nothing changed."""
+    """The answer to the command with the same `seq`. `status` is an HTTP status; if it is not 200, nothing changed."""
 
     seq: int
     status: int = 200
@@ -132,7 +132,7 @@ class FinishedSample(msgspec.Struct, array_like=True):
     """float32 [output_len] (S7); shorter only if the sample failed before it drew a token."""
     spans: list[Span]
     finish_reason: dict[str, Any]
-    """SGLang's own form: `{"type": "stop", "matched": 1}`, `{"type": "length", "length": 16}`, `{"type": "abort", …}`."""
+    """SGLang's own form: `{"type": "stop", "matched": 1}`, `{"type": "length", "length": 16}`, …"""
     seed: int
     top_logprobs: list[list[tuple[float, int]]] | None = None
     """Per output token, `top_logprobs_num` pairs (logprob, token id)."""

@@ -7,13 +7,13 @@ that loads plugins imports this module, which adds ours (`hook_custom_types`).
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 
-class AprilReq(BaseReq, kw_only=True):
+class AprilReq(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """HTTP process to scheduler; `payload` is a `wire.Command`."""
 
     payload: bytes
 
 
-class AprilOutput(BaseReq, kw_only=True):
+class AprilOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """Scheduler to HTTP process; `payload` is a `wire.Event`."""
 
     payload: bytes

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -16,8 +15,6 @@ from sglang_april import wire
 from sglang_april.adapter.envelope import AprilReq
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
-from sglang_april.adapter.v0_5_17.penalties import replay_penalties
-from sglang_april.adapter.v0_5_17.sampler import RowSeeds, draw
 from sglang_april.config import load
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
@@ -35,6 +32,7 @@ class Process:
 
     controller: Controller | None = None
     engine: SchedulerEngine | None = None
+    scheduler: Scheduler | None = None
 
 
 def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,14 +62,14 @@ def attach(_: None, s: Scheduler) -> None:
     cap = config.host_bytes // max(1, engine.bytes_per_token)
     context = Context(engine, PushClock(config.version), cap, digest=_digest_file(s))
     s.april = Process.controller = Controller(context)
-    Process.engine = engine
+    Process.engine, Process.scheduler = engine, s
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
     log.info("april: host tier %d tokens (%d bytes each), version %d", cap, engine.bytes_per_token, config.version)
 
 
 def _digest_file(s: Scheduler) -> Any:
     folder = os.environ.get("SGLANG_APRIL_DIGEST")
-    return open(Path(folder) / f"rank{s.ps.tp_rank}.log", "w") if folder else None  # noqa: SIM115
+    return (Path(folder) / f"rank{s.ps.tp_rank}.log").open("w") if folder else None
 
 
 def _command(controller: Controller, message: AprilReq) -> None:
@@ -87,7 +85,7 @@ def _run_command(controller: Controller, cmd: wire.Command) -> None:
         raise
 
 
-def adopt_request(_: None, req: Req, *args: Any, **kwargs: Any) -> None:
+def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.__init__: the policy version is part of every request's cache key."""
     if Process.engine is not None:
         Process.engine.adopt(req)
@@ -129,7 +127,7 @@ def _resume(controller: Controller) -> bool:
     return not controller.context.broken and controller.resume()
 
 
-def results(_: None, s: Scheduler, batch: ScheduleBatch, result: Any) -> None:
+def results(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result: step 3, count."""
     _progress(s.april, batch)
 
@@ -158,7 +156,7 @@ def keep_from_detokenizer(orig: Callable[..., Any], streamer: Any, reqs: list[Re
     return orig(streamer, rest, *args, **kwargs) if rest else None
 
 
-def held_tokens(result: int, observer: Any) -> int:
+def held_tokens(result: int, _observer: Any) -> int:
     """AFTER SchedulerPoolStatsObserver.session_held_tokens: pages of partials are part of SGLang's own leak check."""
     controller, engine = Process.controller, Process.engine
     if controller is None or engine is None:
@@ -182,137 +180,9 @@ def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted
 
 def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
     """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank."""
-    if isinstance(output, AbortReq) and Process.engine is not None and output.rid in Process.engine.samples:
+    engine, controller = Process.engine, Process.controller
+    if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
-        Process.controller.aborted(Process.engine.samples[output.rid], reason)
+        controller.aborted(engine.samples[output.rid], reason)
         return None
     return orig(sender, output, recv_obj)
-
-
-def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
-    """AROUND Scheduler.abort_request: of everything = stop our rounds; by rid = never ours (stock matches prefixes)."""
-    if recv_req.abort_all and not s.april.context.frozen:
-        _abort_everything(s.april)
-    ours = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
-    running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
-    before = {r: r.to_finish for r in running}
-    queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
-    s.waiting_queue = [r for r in queue if r.april is None]
-    grammar[:], kept = [r for r in grammar if r.april is None], [r for r in grammar if r.april is not None]
-    try:
-        return orig(s, recv_req)
-    finally:
-        s.waiting_queue += [r for r in queue if r in ours]
-        grammar += kept
-        for req, reason in before.items():
-            req.to_finish = reason
-        if s.chunked_req is not None and s.chunked_req.april is not None:
-            s._pending_chunked_abort_req = None
-
-
-@guarded
-def _abort_everything(controller: Controller) -> None:
-    controller.abort_everything()
-
-
-# --- pushes, flushes, pauses, memory (S2)
-
-
-def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
-    controller = manager.scheduler.april
-    controller.suspender.suspend_all()
-    kind = type(recv_req).__name__
-    if recv_req.flush_cache and not manager.is_fully_idle():
-        out = _refused_update(orig, recv_req, "flush_cache needs an idle engine, and other requests are in flight")
-    else:
-        out = orig(manager, recv_req)
-    ok = _all_ranks(manager.tp_cpu_group, out.success)
-    if out.success and not ok:
-        out.success, out.message = False, f"{kind} failed on another rank"
-    controller.weight_call_ended(ok, f"{kind}: {out.message}", whole="FromDisk" in kind)
-    return out
-
-
-def _refused_update(orig: Callable[..., Any], recv_req: Any, message: str) -> Any:
-    from sglang.srt.managers import io_struct
-
-    output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
-    extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
-    return output(success=False, message=message, **extra)
-
-
-def _all_ranks(group: Any, ok: bool) -> bool:
-    """A control message over the TP group, not a scheduling step: did it succeed on every rank?"""
-    flag = torch.tensor([int(ok)], dtype=torch.int32)
-    if torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group)
-    return bool(flag.item())
-
-
-def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
-    """AROUND SchedulerFlushWrapper.handle: our samples do not stand in a flush's way."""
-    controller = Process.controller
-    s = Process.engine._s
-    if recv_req.timeout_s and s.ps.tp_size > 1:
-        return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
-    controller.suspender.suspend_all()
-    return orig(wrapper, recv_req)
-
-
-def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
-    """AROUND Scheduler.flush_cache: pages move out before the pools are cleared."""
-    if s.is_fully_idle():
-        s.april.suspender.evacuate()
-    return orig(s, *args, **kwargs)
-
-
-def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
-    """AROUND Scheduler.pause_generation."""
-    s.april.freeze()
-    return orig(s, recv_req)
-
-
-def unpause(result: Any, s: Scheduler, recv_req: Any) -> None:
-    """AFTER Scheduler.continue_generation."""
-    s.april.thaw()
-
-
-def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
-    controller = manager.scheduler.april
-    controller.suspender.suspend_all()
-    if not recv_req.tags or "kv_cache" in recv_req.tags:
-        controller.suspender.evacuate()
-    return orig(manager, recv_req)
-
-
-# --- sampling state
-
-
-def sampling_info(result: Any, cls: type, batch: ScheduleBatch, vocab_size: int) -> None:
-    """AFTER SamplingBatchInfo.from_schedule_batch: seeds of our rows, penalties of samples that come back."""
-    result.april = RowSeeds.of(batch)
-    prefill = batch.forward_mode is not None and batch.forward_mode.is_extend()
-    rows = [i for i, r in enumerate(batch.reqs) if r.april is not None and r.output_ids]
-    replay_penalties(batch, result, rows, prefill=prefill)
-
-
-def sampling_filter(_: None, info: Any, keep_indices: list[int], keep_indices_device: torch.Tensor) -> None:
-    """AFTER SamplingBatchInfo.filter_batch."""
-    info.april = info.april.keep(keep_indices, keep_indices_device)
-
-
-def sampling_merge(_: None, info: Any, other: Any) -> None:
-    """AFTER SamplingBatchInfo.merge_batch."""
-    info.april = info.april.joined(other.april)
-
-
-def sampling_copy(result: Any, info: Any) -> None:
-    """AFTER SamplingBatchInfo.copy_for_forward: a dataclass copy leaves our attribute behind."""
-    result.april = info.april
-
-
-def sample(orig: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Sampler._sample_from_probs: rows of ours are drawn by their own seeds."""
-    return draw(orig, sampler, *args, **kwargs)

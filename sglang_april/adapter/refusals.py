@@ -72,6 +72,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--enable-session-radix-cache", _set("enable_session_radix_cache"), "a session's KV belongs to no single sample"
     ),
+    Refusal(
+        "--enable-hierarchical-cache",
+        _set("enable_hierarchical_cache"),
+        "its host copies of the radix tree were never tried beside ours",
+    ),
+    Refusal("--dcp-size above 1", _above_one("dcp_size"), "a partial's pages would be spread over ranks"),
     Refusal("--enable-pdmux", _set("enable_pdmux"), "its event loop passes the hooks by"),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "a diffusion model does not write token after token"),
     Refusal("--is-embedding", _set("is_embedding"), "an embedding server generates nothing"),

@@ -4,29 +4,15 @@ A row says what is hooked, by what, why, where the upstream code is and when the
 call without hooking it. Both are compared with the reviewed manifest before the start (preflight.py).
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from sglang_april.adapter.target import SOURCE, Target
+from sglang_april.adapter.targets_scheduler import SCHEDULER_TARGETS
 
-SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.17/python/sglang/srt/"
-
-
-@dataclass(frozen=True)
-class Target:
-    """One hook: `handler` is `module:function`, imported when it is first called."""
-
-    path: str
-    kind: Literal["before", "after", "around"]
-    handler: str
-    why: str
-    upstream: str
-    remove_when: str
-
+__all__ = ["DEPENDS_ON", "SOURCE", "TARGETS", "Target"]
 
 _ARGS = "sglang_april.adapter.hooks_args:"
-_SCHED = "sglang_april.adapter.hooks_scheduler:"
 _HTTP = "sglang_april.adapter.hooks_http:"
 
-TARGETS: tuple[Target, ...] = (
+_START_TARGETS: tuple[Target, ...] = (
     Target(
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         "after",
@@ -75,166 +61,9 @@ TARGETS: tuple[Target, ...] = (
         SOURCE + "entrypoints/engine.py#L1688",
         "SGLang's plugin loader fails closed",
     ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
-        "after",
-        _SCHED + "attach",
-        "our controller and its message type join the scheduler",
-        SOURCE + "managers/scheduler.py#L1496",
-        "plugins can add message types",
-    ),
-    Target(
-        "sglang.srt.managers.schedule_batch.Req.__init__",
-        "after",
-        _SCHED + "adopt_request",
-        "the policy version is part of every request's cache key",
-        SOURCE + "managers/schedule_batch.py#L774",
-        "requests carry a weight version in their key",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
-        "around",
-        _SCHED + "next_batch",
-        "rounds end, partials give way and slots are filled at the step boundary",
-        SOURCE + "managers/scheduler.py#L2925",
-        "upstream has a batch quota",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
-        "around",
-        _SCHED + "new_prefill",
-        "samples on stored pages join the batch where a prefill could be launched",
-        SOURCE + "managers/scheduler.py#L3067",
-        "upstream has a batch quota",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
-        "after",
-        _SCHED + "results",
-        "finishes are counted as soon as a step's results are known",
-        SOURCE + "managers/scheduler.py#L3814",
-        "upstream has a batch quota",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-        "around",
-        _SCHED + "keep_from_detokenizer",
-        "our samples go to the HTTP process in our own message",
-        SOURCE + "managers/scheduler_components/output_streamer.py#L103",
-        "requests can name their reply channel",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens",
-        "after",
-        _SCHED + "held_tokens",
-        "pages of partials are part of SGLang's own leak check",
-        SOURCE + "managers/scheduler_components/pool_stats_observer.py#L179",
-        "upstream keeps partials",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
-        "around",
-        _SCHED + "queue_request",
-        "a retracted request gets the current version in its key",
-        SOURCE + "managers/scheduler.py#L2629",
-        "requests carry a weight version in their key",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper.send_output",
-        "around",
-        _SCHED + "given_up",
-        "aborts that bypass process_batch_result must not lose a sample",
-        SOURCE + "managers/scheduler_components/output_sender.py#L12",
-        "aborts go through process_batch_result",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.abort_request",
-        "around",
-        _SCHED + "abort",
-        "an abort of everything stops rounds, an abort by rid is never ours",
-        SOURCE + "managers/scheduler.py#L4326",
-        "aborts match rids exactly",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
-        "around",
-        _SCHED + "weight_call",
-        "the version moves once per push, with our samples out of the engine",
-        SOURCE + "managers/scheduler_components/weight_updater.py#L110",
-        "upstream pauses its own requests around a push",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed",
-        "around",
-        _SCHED + "weight_call",
-        "the version moves once per push, with our samples out of the engine",
-        SOURCE + "managers/scheduler_components/weight_updater.py#L110",
-        "upstream pauses its own requests around a push",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
-        "around",
-        _SCHED + "weight_call",
-        "the version moves once per push, with our samples out of the engine",
-        SOURCE + "managers/scheduler_components/weight_updater.py#L110",
-        "upstream pauses its own requests around a push",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
-        "around",
-        _SCHED + "weight_call",
-        "the version moves once per push, with our samples out of the engine",
-        SOURCE + "managers/scheduler_components/weight_updater.py#L110",
-        "upstream pauses its own requests around a push",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle",
-        "around",
-        _SCHED + "flush_request",
-        "our samples do not stand in a flush's way",
-        SOURCE + "managers/scheduler_components/flush_wrapper.py#L24",
-        "upstream keeps partials",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.flush_cache",
-        "around",
-        _SCHED + "flush",
-        "pages move out before the pools are cleared",
-        SOURCE + "managers/scheduler.py#L4135",
-        "upstream keeps partials through a flush",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.pause_generation",
-        "around",
-        _SCHED + "pause",
-        "a pause freezes our rounds",
-        SOURCE + "managers/scheduler.py#L4465",
-        "upstream has a batch quota",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler.Scheduler.continue_generation",
-        "after",
-        _SCHED + "unpause",
-        "a pause ends",
-        SOURCE + "managers/scheduler.py#L4554",
-        "upstream has a batch quota",
-    ),
-    Target(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
-        "around",
-        _SCHED + "release_memory",
-        "pages move out before the KV pool is unmapped",
-        SOURCE + "managers/scheduler_components/weight_updater.py#L202",
-        "upstream keeps partials through a release",
-    ),
-    Target(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
-        "after",
-        _SCHED + "sampling_info",
-        "seeds, and penalties of samples that come back",
-        SOURCE + "sampling/sampling_batch_info.py#L87",
-        "upstream replays penalties",
-    ),
+)
+
+_HTTP_TARGETS: tuple[Target, ...] = (
     Target(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_request_dispatcher",
         "after",
@@ -275,47 +104,9 @@ TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tokenizer_control_mixin.py#L792",
         "upstream refuses instead of raising",
     ),
-    Target(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.filter_batch",
-        "after",
-        _SCHED + "sampling_filter",
-        "our rows keep their seeds when batches change",
-        SOURCE + "sampling/sampling_batch_info.py#L350",
-        "upstream seeds single rows with every backend",
-    ),
-    Target(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.merge_batch",
-        "after",
-        _SCHED + "sampling_merge",
-        "our rows keep their seeds when batches change",
-        SOURCE + "sampling/sampling_batch_info.py#L415",
-        "upstream seeds single rows with every backend",
-    ),
-    Target(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
-        "after",
-        _SCHED + "sampling_copy",
-        "our rows keep their seeds when batches change",
-        SOURCE + "sampling/sampling_batch_info.py#L454",
-        "upstream seeds single rows with every backend",
-    ),
-    Target(
-        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
-        "around",
-        _SCHED + "sample",
-        "our rows are drawn by their own seeds, rows of others as ever",
-        SOURCE + "layers/sampler.py#L236",
-        "upstream seeds single rows with every backend",
-    ),
-    Target(
-        "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
-        "around",
-        "sglang_april.adapter.v0_5_17.proximal:with_proximal",
-        "a recompute returns the new policy's logprobs of the old tokens",
-        SOURCE + "layers/logits_processor.py#L390",
-        "upstream returns temperature-scaled input logprobs of output tokens",
-    ),
 )
+
+TARGETS: tuple[Target, ...] = (*_START_TARGETS, *_HTTP_TARGETS, *SCHEDULER_TARGETS)
 
 DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.plugins.load_plugins",

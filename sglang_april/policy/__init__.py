@@ -1,0 +1,1 @@
+"""Rules that depend on the policy version: pushes and staleness."""

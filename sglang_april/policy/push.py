@@ -6,7 +6,7 @@ Pure: no clock, no engine. `PushClock` is replicated on every rank and fed with 
 from dataclasses import dataclass
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818
     """A request that cannot be met in the present state. `status` is an HTTP status; nothing has changed."""
 
     def __init__(self, status: int, field: str, reason: str) -> None:

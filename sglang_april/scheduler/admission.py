@@ -1,7 +1,7 @@
 """Step 2 of 9 (admit): who gets a free slot next.
 
 Demand-driven over-provisioning: a sample starts only when a slot is free, so the batch stays full with as few partials
-as possible, and prompts that were never started stay untouched. Pure: the same ledger gives the same order on every rank.
+as possible, and prompts that were never started stay untouched. Pure: the same ledger, the same order on every rank.
 """
 
 from collections.abc import Iterator

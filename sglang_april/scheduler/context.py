@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.engine import Engine
@@ -28,7 +28,7 @@ class Context:
     """An exception of ours; no further round is served, SGLang goes on."""
     digest: TextIO | None = None
     """Where a line per step is written with a hash of all decisions so far (rank comparison in tests)."""
-    _hash: "hashlib._Hash" = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+    _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
 
     def closed(self) -> str:
         """Why no round may be opened, or an empty string."""

@@ -1,7 +1,8 @@
 """Steps 2 to 6 and 9 on one scheduler: commands in, decisions at step boundaries, events out.
 
-The adapter calls `command` for each broadcast message, `before_step` at the top of every scheduling step, `resume` where
-a prefill could be launched, and `progress` after each step's results. All four run on every TP rank with the same input.
+The adapter calls `command` for each broadcast message, `before_step` at the top of every scheduling step, `resume`
+where a prefill could be launched, and `progress` after each step's results. All four run on every TP rank with the same
+input.
 """
 
 from collections.abc import Iterable
@@ -99,7 +100,8 @@ class Controller:
         run = c.ledger.runs.get(cmd.run)
         if run is None:
             return {"groups": [], "samples": 0}
-        doomed = [run.groups[i] for i in (list(run.groups) if cmd.ids is None else dict.fromkeys(cmd.ids)) if i in run.groups]
+        ids = list(run.groups) if cmd.ids is None else dict.fromkeys(cmd.ids)
+        doomed = [run.groups[i] for i in ids if i in run.groups]
         if any(g.counts[State.RUNNING] for g in doomed):
             c.engine.settle()
             self.suspender.suspend([s for g in doomed for s in g.samples.values()])
@@ -113,8 +115,8 @@ class Controller:
     # --- pushes and pauses (S1, S2)
 
     def push_begin(self, version: int | None) -> None:
-        self.suspender.suspend_all()
         self.context.clock.begin(version)
+        self.suspender.suspend_all()
 
     def _push_end(self, version: int | None) -> dict[str, Any]:
         self.context.clock.end(version)

@@ -1,6 +1,6 @@
 """Steps 1 to 6: every undelivered sample of every run, and the only code that creates, delivers or deletes one.
 
-Pure: no clock, no engine, no rank (design rule 7). The property tests drive this module with any interleaving of events.
+Pure: no clock, no engine, no rank. The property tests drive this module with any interleaving of events.
 """
 
 import bisect

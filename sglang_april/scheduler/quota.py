@@ -1,7 +1,7 @@
 """Step 3 of 9 (count): when a round ends and what it delivers (S3, S4).
 
-Pure functions of the ledger and the policy version. "Counted units" are whole groups (`unit: group`) or finished samples
-(`unit: sample`).
+Pure functions of the ledger and the policy version. "Counted units" are whole groups (`unit: group`) or finished
+samples (`unit: sample`).
 """
 
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class Round:
         return any(i in groups and not groups[i].whole for i in self.mandatory)
 
     def starts_left(self) -> int | None:
-        """How many more groups may start; None = any number. Strict on-policy rounds start what the quota needs (S4)."""
+        """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs (S4)."""
         if not self.on_policy or self.spec.quota is None:
             return None
         begun = [g for g in self.run.groups.values() if g.begun]
@@ -66,11 +66,13 @@ class Round:
     # --- delivery
 
     def deliver(self, ledger: Ledger, reason: EndReason, ids: list[str] | None, version: int) -> list[Delivery]:
-        """What the reply contains, in S3's order: mandatory, then by finish step (carried ones come first) and admission."""
+        """What the reply contains, in S3's order: mandatory, then by finish step (carried first), then admission."""
         wanted = None if ids is None else set(ids)
         ready = [g for g in self.run.groups.values() if wanted is None or g.id in wanted]
         units = self._sample_units(ready) if self.spec.unit == "sample" else self._group_units(ready)
-        units.sort(key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order))
+        units.sort(
+            key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order)
+        )
         if reason == "quota" and self.spec.surplus == "carry":
             quota = self.spec.quota or 0
             units = [u for i, u in enumerate(units) if i < quota or self.must_finish(u[0].group)]

@@ -1,0 +1,1 @@
+"""Step 5: where partials and their KV pages are kept."""

@@ -8,7 +8,7 @@ Tier = Literal["device", "host"]
 
 @dataclass(eq=False, slots=True)
 class Pages:
-    """KV of tokens [0, length) of a sample. `device`: pool slots it owns or shares with the radix tree; `host`: a copy."""
+    """KV of tokens [0, length) of a sample: pool slots, some the radix tree's (`device`), or a copy (`host`)."""
 
     length: int
     """Tokens."""

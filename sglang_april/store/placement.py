@@ -1,8 +1,8 @@
 """Step 5 of 9 (store): which partials give way when memory runs short.
 
 Pure functions of lengths, staleness and budgets in tokens, so that every rank decides alike (S9). Recompute time per
-byte grows with length (attention is quadratic, bytes are linear; `BW* = 2 b eff / (2 p + c T)` falls with T), so under a
-byte budget the longest samples are kept first.
+byte grows with length (attention is quadratic, bytes are linear; `BW* = 2 b eff / (2 p + c T)` falls with T), so under
+a byte budget the longest samples are kept first.
 """
 
 from collections.abc import Callable, Iterable

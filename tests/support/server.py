@@ -1,5 +1,6 @@
 """A real patched SGLang server on the CPU, for tests: started once, spoken to over HTTP, killed by process group."""
 
+import contextlib
 import json
 import os
 import signal
@@ -85,11 +86,9 @@ class Server:
             assert self.process is not None
             if self.process.poll() is not None:
                 break
-            try:
+            with contextlib.suppress(httpx.HTTPError):
                 if self.http.get("/health", timeout=5).status_code == 200:
                     return self
-            except httpx.HTTPError:
-                pass
             time.sleep(0.5)
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
         self.stop()
@@ -97,10 +96,8 @@ class Server:
 
     def stop(self) -> None:
         if self.process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
             self.process = None
         self.http.close()

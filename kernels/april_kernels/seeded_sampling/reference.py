@@ -44,7 +44,7 @@ def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.T
 
 
 def keep_mask(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
-    """Columns that top-k, top-p and min-p leave, in SGLang's order (k, then p of what the full row sums to, then min-p).
+    """Columns that top-k, top-p and min-p leave, in SGLang's order: k, then p over the full row, then min-p.
 
     Args:
         probs: float [rows, columns], each row sums to 1.

@@ -70,4 +70,6 @@ def _check_request_slots(s: Scheduler, requests: list[Req]) -> None:
     pool = s.req_to_token_pool
     owned = sorted([*pool.free_slots, *(r.req_pool_idx for r in requests)])
     if owned != list(range(1, pool.size + 1)):
-        raise AccountingError(f"request slots: {len(set(owned))} of {pool.size} have an owner, {len(owned)} are claimed")
+        raise AccountingError(
+            f"request slots: {len(set(owned))} of {pool.size} have an owner, {len(owned)} are claimed"
+        )

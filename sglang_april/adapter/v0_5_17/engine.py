@@ -14,8 +14,8 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.pages import PagePool
-from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS, build_request, result_of, rid_of, versioned_key
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
+from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS, build_request, result_of, rid_of, versioned_key
 from sglang_april.store.entry import Pages
 from sglang_april.types import Proximal, Sample
 from sglang_april.wire import Event, FinishedSample, encode
@@ -145,7 +145,7 @@ class SchedulerEngine:
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]
-        pages = [x.pages for x in samples]
+        pages = [x.pages for x in samples if x.pages is not None]
         batch = self.pages.put_back(reqs, pages, [x.kv_version < self.version for x in samples])
         for sample in samples:
             sample.pages = None
@@ -182,8 +182,7 @@ class SchedulerEngine:
         return self._s.grammar_manager.grammar_queue
 
     def forget(self, sample: Sample) -> None:
-        if sample.pages is not None:
-            self.release(sample)
+        self.release(sample)
         self.samples.pop(rid_of(sample), None)
         sample.request = None
 
@@ -204,8 +203,9 @@ class SchedulerEngine:
         return self.pages.to_device(pages)
 
     def release(self, sample: Sample) -> None:
-        self.pages.free(sample.pages, sample.request)
-        sample.pages = None
+        if sample.pages is not None:
+            self.pages.free(sample.pages, sample.request)
+            sample.pages = None
 
     def held_tokens(self, pages: Pages) -> int:
         return self.pages.round_up(pages.length) - pages.protected if pages.slots is not None else 0

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from april_kernels.seeded_sampling import keep_mask, seeded_sample
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from april_kernels.seeded_sampling import keep_mask, seeded_sample
 from sglang_april.adapter.v0_5_17.proximal import recomputed_rows
 from sglang_april.types import Sample
 
