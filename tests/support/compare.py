@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from april_kernels.seeded_sampling import murmur_hash32
 
+from april_kernels.seeded_sampling import murmur_hash32
 from tests.support.server import Server
 
 Key = tuple[str, int, int]

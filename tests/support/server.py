@@ -86,9 +86,11 @@ class Server:
             assert self.process is not None
             if self.process.poll() is not None:
                 break
-            with contextlib.suppress(httpx.HTTPError):
+            try:
                 if self.http.get("/health", timeout=5).status_code == 200:
                     return self
+            except httpx.HTTPError:
+                pass
             time.sleep(0.5)
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
         self.stop()

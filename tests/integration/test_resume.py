@@ -1,0 +1,136 @@
+"""Resume is invisible (design rule 2), and the noise of a token depends on its seed and position alone (S5)."""
+
+from typing import Any
+
+import pytest
+
+from sglang_april.types import sample_seed
+from tests.support.compare import Key, assert_near, assert_same, by_key, stock_noise
+from tests.support.server import Server
+from tests.support.workload import in_one_round, in_rounds, prompt, stoppers
+
+STOPS = [6, 11, 17, 22, 28, 33, 39, 44]
+"""Output tokens at which the eight rounds stop."""
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "sampling_seed": 7},
+}
+CUTS = {"none": {}, "top_k": {"top_k": 20}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1}}
+
+
+@pytest.fixture(params=["server", "overlap"])
+def either(request: pytest.FixtureRequest) -> Server:
+    """Qwen3 shape with the normal loop, then Llama shape with the overlap loop."""
+    return request.getfixturevalue(request.param)
+
+
+class Unbroken:
+    """The runs that were never stopped, made once per server."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Server, str], dict[Key, dict[str, Any]]] = {}
+
+    def get(self, server: Server, run: str, sampling: str) -> dict[Key, dict[str, Any]]:
+        if (server, sampling) not in self._made:
+            name = f"{run}-unbroken"
+            self._made[server, sampling] = in_one_round(server, name, workload(), sampling_params=SAMPLING[sampling])
+        return self._made[server, sampling]
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> Unbroken:
+    return Unbroken()
+
+
+def workload() -> list[dict[str, Any]]:
+    return [*stoppers(STOPS), *(prompt(f"group-{i}", 48 + 3 * i, n=4, top_logprobs_num=2) for i in range(4))]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_eight_stops_change_nothing_bit_for_bit(
+    either: Server, unbroken: Unbroken, run: str, tier: str, sampling: str
+) -> None:
+    """Rule 2: with the same batch around it, a sample on kept KV has the same tokens and logprobs; one span (S6)."""
+    wanted = unbroken.get(either, run, sampling)
+    samples, replies = in_rounds(either, run, workload(), 8, tier=tier, sampling_params=SAMPLING[sampling])
+    for reply in replies[:-1]:
+        assert reply["carried"]["tokens_by_tier"][tier] > 0
+        assert sum(reply["carried"]["tokens_by_tier"].values()) == reply["carried"]["tokens_by_tier"][tier]
+    assert [r["stats"]["resumed_kept"] for r in replies[1:]] == [23 - i for i in range(8)]
+    assert sum(r["stats"]["reprefilled_tokens"] for r in replies) == 0
+    assert_same(samples, wanted)
+    assert all(len(s["spans"]) == 1 and s["spans"][0]["kv"] == "fresh" for s in samples.values())
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_eight_recomputes_stay_within_stock_noise(either: Server, unbroken: Unbroken, run: str, sampling: str) -> None:
+    """Rule 2: tokens only (tier `none`) means another prefill, so within 4 x the stock server's noise; span (S6)."""
+    wanted = unbroken.get(either, run, sampling)
+    samples, replies = in_rounds(either, run, workload(), 8, tier="none", sampling_params=SAMPLING[sampling])
+    assert [r["stats"]["resumed_recomputed"] for r in replies[1:]] == [23 - i for i in range(8)]
+    assert all(r["stats"]["kv_fallback"] == r["stats"]["resumed_recomputed"] for r in replies)
+    assert_near(samples, wanted, stock_noise(either), seeded=sampling == "seeded")
+    for (name, _, _), sample in samples.items():
+        kinds = ["fresh", "recomputed"][: 1 if name == "stop-6" else 2]
+        assert [span["kv"] for span in sample["spans"]] == kinds
+        assert sample["spans"][-1]["end"] == len(sample["output_ids"])
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_other_samples_in_the_batch_only_add_stock_noise(
+    either: Server, unbroken: Unbroken, run: str, sampling: str
+) -> None:
+    """Rule 2: resumed, from every tier in turn, among samples that the run never stopped did not have."""
+    wanted = unbroken.get(either, run, sampling)
+    body = {"run": run, "sampling_params": SAMPLING[sampling]}
+    groups = either.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
+    for i, tier in enumerate(["host", "none", "device"]):
+        groups += either.rollout(prompts=[prompt(f"new-{i}", 30, n=5)], quota=1, tier=tier, **body)["finished"]
+    groups += either.drain(run)
+    samples = {key: sample for key, sample in by_key(groups).items() if not key[0].startswith("new")}
+    assert_near(samples, wanted, stock_noise(either), seeded=sampling == "seeded")
+
+
+def test_tokens_depend_on_seed_and_position_alone(either: Server, run: str) -> None:
+    """S5: the same seeds give the same tokens whatever the order, the slot, the batch and the legs, cut or not."""
+    params = {"temperature": 1.0, "sampling_seed": 11}
+    cut = [prompt(f"{name}-{i}", 16 + i, n=2, **values) for name, values in CUTS.items() for i in range(2)]
+    prompts = [*stoppers([5, 10]), *cut]
+    wanted = in_one_round(either, run, prompts, sampling_params=params)
+    backwards = in_one_round(either, f"{run}-backwards", prompts[::-1], sampling_params=params)
+    few = in_one_round(either, f"{run}-few", prompts, sampling_params=params, concurrency=7)
+    in_legs, _ = in_rounds(either, f"{run}-legs", prompts[::-1], 2, sampling_params=params, concurrency=9)
+    for other in (backwards, few, in_legs):
+        assert_near(other, wanted, stock_noise(either), seeded=True)
+    reseeded = in_one_round(either, f"{run}-reseeded", prompts, sampling_params={**params, "sampling_seed": 12})
+    assert all(reseeded[key]["output_ids"] != sample["output_ids"] for key, sample in wanted.items())
+
+
+def test_members_of_a_group_differ_and_name_their_seeds(either: Server, run: str) -> None:
+    """S5: seed = 63 bits of hash(sampling seed, id, incarnation, index), returned with the sample."""
+    prompts = [prompt("a", 12, n=3), prompt("b", 12, ids=[50, 60, 70], n=3, sampling_seed=4)]
+    samples = in_one_round(either, run, prompts, sampling_params={"temperature": 1.0, "sampling_seed": 3})
+    for (name, incarnation, index), sample in samples.items():
+        assert sample["seed"] == sample_seed({"a": 3, "b": 4}[name], name, incarnation, index)
+        assert 0 <= sample["seed"] < 2**63
+    assert len({tuple(s["output_ids"]) for s in samples.values()}) == len(samples)
+
+
+def test_an_id_used_again_is_another_incarnation(either: Server, run: str) -> None:
+    """S5: a delivered id may be used again; its incarnation counts up, also after a drop, and its samples differ."""
+    body = {"prompts": [prompt("again", 16, n=2)], "quota": None, "sampling_params": {"temperature": 1.0}}
+    drawn = []
+    for incarnation in (0, 1):
+        (group,) = either.rollout(run=run, **body)["finished"]
+        assert group["incarnation"] == incarnation
+        drawn += [tuple(s["output_ids"]) for s in group["samples"]]
+    either.rollout(run=run, prompts=[*body["prompts"], *stoppers([4])], quota=1)
+    either.post("/april/drop", {"run": run, "ids": ["again"]})
+    (group,) = either.rollout(run=run, **body)["finished"]
+    assert group["incarnation"] == 3
+    drawn += [tuple(s["output_ids"]) for s in group["samples"]]
+    assert len(set(drawn)) == len(drawn)
+    (first,) = either.rollout(run=f"{run}-other", **body)["finished"]
+    assert first["incarnation"] == 0
+    assert [tuple(s["output_ids"]) for s in first["samples"]] == drawn[:2]
