@@ -86,11 +86,9 @@ class Server:
             assert self.process is not None
             if self.process.poll() is not None:
                 break
-            try:
+            with contextlib.suppress(httpx.HTTPError):
                 if self.http.get("/health", timeout=5).status_code == 200:
                     return self
-            except httpx.HTTPError:
-                pass
             time.sleep(0.5)
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
         self.stop()
