@@ -70,7 +70,7 @@ class Engine:
             raise EngineError(f"the weights of {checkpoint} were refused: {answer}")
 
     async def snapshot(self) -> Snapshot:
-        """The newest published snapshot. `decode_moments` are sums (first steps, last tokens), None before any decode."""
+        """The newest published snapshot. `decode_moments`: sums (first steps, last tokens) or None."""
         load = (await self.get("/v1/loads?include=core"))["loads"][0]
         moments = load["decode_moments"]
         steps, decoded = (int(moments[0]), int(moments[-1])) if moments else (0, 0)
