@@ -15,6 +15,7 @@ from sglang_april import wire
 from sglang_april.adapter.envelope import AprilReq
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
+from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
 from sglang_april.config import load
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
@@ -169,10 +170,14 @@ def held_tokens(result: int, _observer: Any) -> int:
 
 
 def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
-    """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
+    """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key.
+
+    Ours ask for no input logprobs: in a recompute the default would give the old tokens' logits a whole lm_head (S6).
+    """
     if Process.engine is not None and req.kv is None:
         Process.engine._renew(req)
-        req.skip_radix_cache_insert = False if req.april is not None else req.skip_radix_cache_insert
+        if req.april is not None:
+            req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
     if is_retracted and req.april is not None:
         s.april.retracted(req.april)
     return orig(s, req, is_retracted)
