@@ -60,7 +60,7 @@ class Round:
             return None
         begun = [g for g in self.run.groups.values() if g.begun]
         if self.spec.unit == "group":
-            return self.spec.quota - len(begun)
+            return max(0, self.spec.quota - len(begun))
         return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
 
     # --- delivery
