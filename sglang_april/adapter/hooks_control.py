@@ -1,5 +1,6 @@
 """Hooks in the scheduler process around what interrupts a round (S2): aborts, pushes, flushes, pauses, releases."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,18 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.hooks_scheduler import Process, guarded
 from sglang_april.scheduler.controller import Controller
+
+log = logging.getLogger("sglang_april")
+
+
+@guarded
+def _suspend_all(controller: Controller) -> None:
+    controller.suspender.suspend_all()
+
+
+@guarded
+def _evacuate(controller: Controller) -> None:
+    controller.suspender.evacuate()
 
 
 def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
@@ -41,31 +54,52 @@ def _abort_everything(controller: Controller) -> None:
 def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
     controller = manager.scheduler.april
-    controller.suspender.suspend_all()
-    kind = type(recv_req).__name__
+    _suspend_all(controller)
     if recv_req.flush_cache and not manager.is_fully_idle():
         out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
     else:
         out = orig(manager, recv_req)
-    ok = _all_ranks(manager.tp_cpu_group, out.success)
-    if out.success and not ok:
-        out.success, out.message = False, f"{kind} failed on another rank"
-    controller.weight_call_ended(ok, f"{kind}: {out.message}", whole="FromDisk" in kind)
+    _weight_call_ended(controller, recv_req, out)
     return out
 
 
+@guarded
+def _weight_call_ended(controller: Controller, recv_req: Any, out: Any) -> None:
+    kind = type(recv_req).__name__
+    controller.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
+
+
 def _refused_update(recv_req: Any, message: str) -> Any:
+    """Stock would change the weights, and then end the scheduler by an assertion."""
     output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
     extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
     return output(success=False, message=message, **extra)
 
 
-def _all_ranks(group: Any, ok: bool) -> bool:
-    """A control message over the TP group, not a scheduling step: did it succeed on every rank?"""
-    flag = torch.tensor([int(ok)], dtype=torch.int32)
-    if torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group)
-    return bool(flag.item())
+def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[bool, str]:
+    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before the stock body acts on it (S1).
+
+    Stock lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
+    on the ranks that succeeded, and reports rank 0's outcome.
+    """
+    try:
+        ok, message = orig(worker, recv_req)
+    except Exception as error:
+        log.exception("weights could not be loaded")
+        ok, message = False, f"{type(error).__name__}: {error}"
+    s = Process.scheduler
+    return (ok, message) if s is None else _over_all_ranks(s.tp_cpu_group, ok, message)
+
+
+def _over_all_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
+    """A control message over the TP group, not a scheduling step: a failure on any rank is a failure."""
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return ok, message
+    outcomes: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(outcomes, (ok, message), group=group)
+    failures = [f"rank {rank}: {said}" for rank, (fine, said) in enumerate(outcomes) if not fine]
+    return (False, "; ".join(failures)) if failures else (ok, message)
 
 
 def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
@@ -74,21 +108,26 @@ def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
     if s is not None:
         if recv_req.timeout_s and s.ps.tp_size > 1:
             return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
-        s.april.suspender.suspend_all()
+        _suspend_all(s.april)
     return orig(wrapper, recv_req)
 
 
 def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
     """AROUND Scheduler.flush_cache: pages move out before the pools are cleared."""
     if s.is_fully_idle():
-        s.april.suspender.evacuate()
+        _evacuate(s.april)
     return orig(s, *args, **kwargs)
 
 
 def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
     """AROUND Scheduler.pause_generation."""
-    s.april.freeze()
+    _freeze(s.april)
     return orig(s, recv_req)
+
+
+@guarded
+def _freeze(controller: Controller) -> None:
+    controller.freeze()
 
 
 def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
@@ -99,7 +138,7 @@ def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
     controller = manager.scheduler.april
-    controller.suspender.suspend_all()
+    _suspend_all(controller)
     if not recv_req.tags or "kv_cache" in recv_req.tags:
-        controller.suspender.evacuate()
+        _evacuate(controller)
     return orig(manager, recv_req)

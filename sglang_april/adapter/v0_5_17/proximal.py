@@ -33,6 +33,14 @@ def recomputed_rows(batch: ScheduleBatch) -> list[Sample | None] | None:
     return rows if any(rows) else None
 
 
+def prefix_limit(limit: int, req: Req, _input_len: int) -> int:
+    """AFTER Req._compute_max_prefix_len: old tokens in a shared prefix would have no states to take logprobs from."""
+    sample = req.april
+    if sample is not None and sample.recomputing and sample.proximal:
+        return min(limit, len(req.origin_input_ids) - 1)
+    return limit
+
+
 def with_proximal(
     stock: Callable[..., Any],
     processor: Any,
