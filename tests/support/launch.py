@@ -1,9 +1,9 @@
 """`python -m tests.support.launch`: the patched server with instruments that only tests have.
 
 SGLang spawns its scheduler, and a spawned process imports this file again, so what is registered at module level is
-applied there too, together with the plugin's own hooks. Two instruments: a wrapper around the model's forward that
-writes one line per call (independent of our own counters), and guards that can be taken away while the server runs
-(`Server.remove_guard`), to prove that a test for them can fail.
+applied there too, together with the plugin's own hooks. Three instruments: a wrapper around the model's forward that
+writes one line per call (independent of our own counters); pages that a flush freed are spoiled; and guards that can be
+taken away while the server runs (`Server.remove_guard`), to prove that a test for them can fail.
 """
 
 import json
@@ -21,12 +21,28 @@ FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
 
 
 def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """One line per forward of the model on rank 0: whether it decodes, and how many rows it has."""
+    """One line per forward of the model on rank 0: whether it decodes, how many rows it has, and how many tokens."""
     if runner.ps.tp_rank == 0:
-        line = {"decode": bool(forward_batch.forward_mode.is_decode()), "rows": int(forward_batch.batch_size)}
+        line = {
+            "decode": bool(forward_batch.forward_mode.is_decode()),
+            "rows": int(forward_batch.batch_size),
+            "tokens": int(forward_batch.input_ids.numel()),
+        }
         with (FOLDER / "forwards.jsonl").open("a") as out:
             out.write(json.dumps(line) + "\n")
     return stock(runner, forward_batch, *args, **kwargs)
+
+
+def spoil_free_pages(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """After a flush every page is free: what is read from one without being written again is not a number.
+
+    On a GPU a released pool is unmapped; here its memory would keep its contents and hide a copy that was never made.
+    """
+    if flushed:
+        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        for buffer in [*pool.k_buffer, *pool.v_buffer]:
+            buffer.fill_(float("nan"))
+    return flushed
 
 
 def guard_removed(name: str) -> bool:
@@ -49,6 +65,7 @@ def install() -> None:
     from tests.support.guards import GUARDS
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", spoil_free_pages, HookType.AFTER)
     for name, (target, without) in GUARDS.items():
         HookRegistry.register(target, removable(name, without), HookType.AROUND)
 
