@@ -186,8 +186,8 @@ class April:
             self.rounds.failed(round_, fault(error))
             self._spawn(self.holds.drop(round_.id))
             return
-        streamed = {part.key for part in round_.events}
-        round_.events += [part for part in parts if part.key not in streamed]
+        streamed = {key for part in round_.events for key in part.keys}
+        round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
         round_.ring()
         self._spawn(self._reply(round_, message, parts))
 

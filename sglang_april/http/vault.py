@@ -6,7 +6,7 @@ So the vault holds what the scheduler no longer has, and all that a reply says o
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_april import wire
 
@@ -52,9 +52,14 @@ class Part:
     accepted: bool | None = None
 
     @property
-    def key(self) -> tuple[str, int, tuple[int, ...]]:
-        """What tells this part from others of its round."""
-        return self.prompt.id, self.incarnation, tuple(done.sample.index for done in self.done)
+    def keys(self) -> set[tuple[str, int, int]]:
+        """What tells its samples from all others of its run."""
+        return {(self.prompt.id, self.incarnation, done.sample.index) for done in self.done}
+
+    def without(self, keys: set[tuple[str, int, int]]) -> "Part":
+        """The same without the samples named by `keys`."""
+        rest = tuple(d for d in self.done if (self.prompt.id, self.incarnation, d.sample.index) not in keys)
+        return replace(self, done=rest)
 
 
 @dataclass(slots=True)

@@ -202,13 +202,14 @@ def test_unit_sample_streams_samples_and_the_rest_of_the_group_later() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
-            task = await open_round(client, engine, quota_unit="sample", stream=True, prompts=[prompt(id="a", n=2)])
+            task = await open_round(client, engine, quota_unit="sample", stream=True, prompts=[prompt(id="a", n=3)])
             opened = engine.opened
             engine.finish(opened, ("a", 1), whole=False)
-            engine.end(opened, ("a", [1]), complete=False)
-            group, summary = map(json.loads, (await task).text.splitlines())
-            assert (group["complete"], [s["index"] for s in group["samples"]]) == (False, [1])
-            assert summary["delivered"][0]["indices"] == [1]
+            engine.finish(opened, ("a", 2), whole=False)
+            engine.end(opened, ("a", [1, 2]), complete=False)
+            *groups, summary = map(json.loads, (await task).text.splitlines())
+            assert [(g["complete"], [s["index"] for s in g["samples"]]) for g in groups] == [(False, [1]), (False, [2])]
+            assert summary["delivered"][0]["indices"] == [1, 2]
             later = await open_round(client, engine, quota_unit="sample")
             engine.finish(opened, ("a", 0))
             engine.end(engine.opened, ("a", [0]))
