@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
-from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS, build_request, result_of, rid_of, versioned_key
+from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.store.entry import Pages
 from sglang_april.types import Proximal, Sample
 from sglang_april.wire import Event, FinishedSample, encode
@@ -136,9 +136,6 @@ class SchedulerEngine:
             s.handle_generate_request(build_request(sample))
             return
         req: Req = sample.request
-        self._renew(req)
-        req.skip_radix_cache_insert = False
-        req.logprob_start_len = NO_INPUT_LOGPROBS
         if proximal and is_eligible(req) and (sample.proximal is None or sample.proximal.version < self.version):
             sample.proximal = Proximal(self.version)
         s._add_request_to_queue(req)
