@@ -10,10 +10,12 @@ import os
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
-from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.device_mixin import CpuArchEnum, PlatformEnum
 
 DEFAULT_TOTAL_TOKENS = 65_536
 DEFAULT_RUNNING_REQUESTS = 64
+CHOSEN_HERE = "april_cpu_attention"
+"""Attribute of the server's arguments, not a flag: the platform chose the attention backend, not the user."""
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
@@ -23,8 +25,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose what works on a CPU wherever SGLang's own choice, or the user's silence, would not."""
-        if server_args.attention_backend in (None, "intel_amx"):
+        # By now SGLang has filled in what it would take itself.
+        theirs = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
+        if server_args.attention_backend in (None, theirs):
             server_args.attention_backend = "torch_native"
+            setattr(server_args, CHOSEN_HERE, True)
         # xgrammar allocates its mask through CUDA.
         server_args.grammar_backend = server_args.grammar_backend or "llguidance"
         server_args.disable_custom_all_reduce = True
@@ -41,6 +46,12 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def get_device(self, local_rank: int | None = None) -> str:  # noqa: ARG002 - SGLang's signature
         """The name, not the object: without `--device` SGLang takes this for the flag's value and splits it."""
         return "cpu"
+
+    def init_backend(self) -> None:
+        """Our decode attention, in each worker."""
+        from sglang_april.platforms.attention import install
+
+        install()
 
     def get_default_attention_backend(self) -> str:
         """PyTorch's scaled dot product attention."""

@@ -1,0 +1,119 @@
+"""Decode attention of the CPU platform against SGLang's own, request by request."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from sglang_april.platforms.attention import TorchCpuAttention, install, ragged_slots
+from sglang_april.platforms.cpu import CHOSEN_HERE
+
+ROWS, CONTEXT, SLOTS = 12, 96, 2048
+LENGTHS = [1, 64, 2, 33, 95, 17]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.016}
+"""Of the parent's result; bfloat16: one unit in the last place of values up to 4."""
+
+
+def backend(kind: type, pages: int = 1) -> Any:
+    """A backend over empty pools whose rows hold random slots (whole pages in random order)."""
+    order = torch.randperm(SLOTS // pages)[: ROWS * CONTEXT // pages]
+    slots = (order[:, None] * pages + torch.arange(pages)).view(ROWS, CONTEXT).to(torch.int32)
+    pool = SimpleNamespace(req_to_token=slots)
+    return kind(SimpleNamespace(device="cpu", req_to_token_pool=pool, token_to_kv_pool=None))
+
+
+class Case:
+    """Queries, caches and rows for a batch of `LENGTHS`; both backends answer from the same pools."""
+
+    def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype, size: int = 32, pages: int = 1) -> None:
+        torch.manual_seed(heads * 100 + kv_heads)
+        self.ours, self.parent = backend(TorchCpuAttention, pages), backend(TorchNativeAttnBackend, pages)
+        self.parent.req_to_token_pool = self.ours.req_to_token_pool
+        self.gqa = heads != kv_heads
+        self.query = torch.randn(len(LENGTHS), heads, size).to(dtype)
+        self.keys = torch.randn(SLOTS, kv_heads, size).to(dtype)
+        self.values = torch.randn(SLOTS, kv_heads, size).to(dtype)
+        self.rows = torch.randperm(ROWS)[: len(LENGTHS)]
+
+    def answer(self, which: Any, pick: list[int] | None = None, **options: Any) -> torch.Tensor:
+        """Attention of some requests of the batch, in the given order."""
+        pick = list(range(len(LENGTHS))) if pick is None else pick
+        query, rows = self.query[pick], self.rows[pick]
+        which.use_sliding_window_kv_pool = False
+        which.init_forward_metadata(SimpleNamespace(out_cache_loc=None))
+        return which._run_sdpa_forward_decode(
+            query,
+            torch.empty_like(query),
+            self.keys,
+            self.values,
+            which.req_to_token_pool.req_to_token,
+            rows,
+            torch.tensor(LENGTHS)[pick],
+            scaling=0.2,
+            enable_gqa=self.gqa,
+            **options,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("pages", [1, 4])
+def test_as_the_parent(heads: int, kv_heads: int, dtype: torch.dtype, pages: int) -> None:
+    case = Case(heads, kv_heads, dtype, pages=pages)
+    ours, parent = case.answer(case.ours), case.answer(case.parent)
+    assert ours.dtype is dtype
+    assert (ours - parent).abs().max() <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, size: int) -> None:
+    case = Case(4, 2, dtype, size)
+    whole = case.answer(case.ours)
+    for pick in ([0], [4], [5, 1], [3, 2, 4, 0], [5, 4, 3, 2, 1, 0]):
+        assert torch.equal(case.answer(case.ours, pick), whole[pick])
+
+
+def test_a_new_step_is_looked_up_again_and_layers_share_one() -> None:
+    case = Case(4, 2, torch.float32)
+    assert not torch.equal(case.answer(case.ours, [0]), case.answer(case.ours, [1]))
+    step = case.ours._step
+    case.ours.use_sliding_window_kv_pool = False
+    case.ours._run_sdpa_forward_decode(
+        case.query[[1]], torch.empty(1, 4, 32), case.keys, case.values, None, None, None, scaling=0.2
+    )
+    assert case.ours._step is step
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_sliding_window_falls_back(window: int) -> None:
+    case = Case(4, 2, torch.float32)
+    ours = case.answer(case.ours, sliding_window_size=window)
+    assert torch.equal(ours, case.answer(case.parent, sliding_window_size=window))
+    assert case.ours._step is None
+
+
+def test_a_cache_of_another_type_falls_back() -> None:
+    case = Case(4, 2, torch.bfloat16)
+    case.query = case.query.float()
+    assert torch.equal(case.answer(case.ours), case.answer(case.parent))
+
+
+def test_ragged_slots() -> None:
+    table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    slots, lengths = ragged_slots(table, torch.tensor([2, 0]), torch.tensor([3, 1]))
+    assert (slots.tolist(), lengths) == ([8, 9, 10, 0], [3, 1])
+
+
+def test_the_users_own_choice_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION_BACKENDS, "torch_native", None)
+    install()
+    pools = {"device": "cpu", "req_to_token_pool": None, "token_to_kv_pool": None}
+    kinds = [
+        type(ATTENTION_BACKENDS["torch_native"](SimpleNamespace(server_args=SimpleNamespace(**chosen), **pools)))
+        for chosen in ({CHOSEN_HERE: True}, {})
+    ]
+    assert kinds == [TorchCpuAttention, TorchNativeAttnBackend]
