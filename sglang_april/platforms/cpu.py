@@ -38,6 +38,9 @@ class TorchCpuPlatform(CpuSRTPlatform):
         # SGLang sizes the pool for a GPU's memory; here the memory is shared with everything else.
         server_args.max_total_tokens = server_args.max_total_tokens or DEFAULT_TOTAL_TOKENS
         server_args.max_running_requests = server_args.max_running_requests or DEFAULT_RUNNING_REQUESTS
+        # The first grammar mask would be compiled by torch.compile: half a minute, and a C++ compiler, for a few rows.
+        if not server_args.enable_torch_compile:
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         # The NCCL that comes with PyTorch needs a GPU; without a library SGLang uses gloo.
         os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent")
         if server_args.tp_size > 1:
