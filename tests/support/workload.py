@@ -60,3 +60,14 @@ def in_rounds(
 def flush(server: Server) -> None:
     """Empty the radix tree."""
     server.post("/flush_cache")
+
+
+class Forwards:
+    """Forwards of the model from now on, as the independent wrapper saw them (tests/support/launch.py)."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._before = server, len(server.forwards())
+
+    def rows(self, *, decode: bool) -> list[int]:
+        """Rows of each decode step, or of each prefill."""
+        return [f["rows"] for f in self._server.forwards()[self._before :] if f["decode"] == decode]

@@ -1,0 +1,158 @@
+"""Who gets a free slot, and what stays untouched (S3, S6); the staleness bound (S4). Pushes bring the same weights."""
+
+from typing import Any
+
+from tests.support.background import Background, stream, until
+from tests.support.compare import by_key
+from tests.support.server import Server
+from tests.support.workload import Forwards, prompt, stoppers
+
+
+def push(server: Server) -> int:
+    return server.push(server.model, flush=False)
+
+
+def ids(reply: dict[str, Any]) -> list[str]:
+    return [g["id"] for g in reply["finished"]]
+
+
+def test_prompts_never_started_stay_untouched(server: Server, run: str) -> None:
+    """S4, section 5 rule 1: more prompts than slots cost nothing: no tokens, no age, and on-policy after a push."""
+    reply = server.rollout(run=run, prompts=[prompt(f"p{i:02}", 6, n=2) for i in range(30)], quota=2, concurrency=4)
+    assert ids(reply) == ["p00", "p01"]
+    assert reply["stats"]["started"] == 4
+    assert (reply["carried"]["samples"], reply["carried"]["tokens"]) == (56, 0)
+    assert server.partials(run) == []
+    assert server.state()["samples"]["queued"] == 56
+    for _ in range(2):
+        version = push(server)
+    second = server.rollout(run=run, prompts=[], quota=28, max_staleness=1)
+    assert ids(second) == [f"p{i:02}" for i in range(2, 30)]
+    assert second["carried"]["oldest_staleness"] == 0
+    assert second["stats"]["over_bound"] == 0
+    assert second["stats"]["delivered"]["off_policy_share"] == 0
+    assert second["stats"]["delivered"]["tokens_by_version"] == {str(version): 28 * 2 * 6}
+
+
+def test_partials_then_groups_begun_then_new_ones(server: Server, run: str) -> None:
+    """S6: with one slot, samples run in the order of admission, which the stream shows."""
+    first = [prompt("stop", 3), prompt("begun", 8, n=4), prompt("old", 5)]
+    server.rollout(run=run, prompts=first, quota=1, concurrency=4)
+    assert [(p["id"], p["index"]) for p in server.partials(run)] == [("begun", 0), ("begun", 1), ("begun", 2)]
+    *events, _ = stream(server, run=run, prompts=[prompt("new", 4)], quota=None, quota_unit="sample", concurrency=1)
+    order = [(e["id"], s["index"]) for e in events for s in e["samples"]]
+    assert order == [*(("begun", i) for i in range(4)), ("old", 0), ("new", 0)]
+
+
+def test_concurrency_bounds_a_run(server: Server, run: str) -> None:
+    """S6: at most `concurrency` samples of the run at once, and the slots stay full."""
+    count = Forwards(server)
+    reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 4 + i, n=3) for i in range(6)], quota=None, concurrency=5)
+    rows = count.rows(decode=True)
+    assert max(rows) == 5
+    assert sum(rows) == reply["stats"]["tokens_generated"] - 18
+    assert max(n for _, n in reply["stats"]["timeline"]) == 5
+
+
+def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
+    """S6: two runs with more work than slots get half of the slots each, and nothing crosses from one to the other."""
+    server.post("/pause_generation", {"mode": "in_place"})
+    names = [f"{run}-a", f"{run}-b"]
+    rounds = [
+        Background(server, run=name, prompts=[prompt(f"p{i}", 5 + i % 7) for i in range(60)], quota=40)
+        for name in names
+    ]
+    until(lambda: len(server.state()["rounds"]) == 2)
+    server.post("/continue_generation", {"torch_empty_cache": False})
+    replies = [r.reply() for r in rounds]
+    for name, reply in zip(names, replies, strict=True):
+        assert reply["run"] == name
+        assert len(reply["finished"]) == 40
+        assert reply["stats"]["timeline"][0][1] == 24
+    for name, reply in zip(names, replies, strict=True):
+        assert len(by_key([*reply["finished"], *server.drain(name)])) == 60
+
+
+def test_stock_requests_progress_beside_a_round(server: Server, run: str) -> None:
+    """S6: `/generate` gets slots while a round with far more samples than slots is open."""
+    round_ = Background(server, run=run, prompts=[prompt(f"p{i}", 30) for i in range(120)], quota=None)
+    until(lambda: server.state()["samples"]["running"] >= 48)
+    reply = server.post(
+        "/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+    )
+    assert len(reply["output_ids"]) == 5
+    assert not round_.done
+    assert len(round_.reply()["finished"]) == 120
+
+
+def test_a_group_at_the_bound_must_finish(server: Server, run: str) -> None:
+    """S4: staleness >= max_staleness makes a group mandatory: all members, and it is delivered first."""
+    first = [*stoppers([4]), prompt("old", 30, n=6)]
+    assert ids(server.rollout(run=run, prompts=first, quota=1, concurrency=5)) == ["stop-4"]
+    assert len(server.partials(run)) == 4
+    push(server)
+    new = [prompt(f"new-{i}", 5) for i in range(3)]
+    second = server.rollout(run=run, prompts=new, quota=1, max_staleness=2)
+    assert ids(second) == ["new-0"]
+    assert second["carried"]["oldest_staleness"] == 1
+    third = server.rollout(run=run, prompts=[], quota=1, max_staleness=1)
+    assert ids(third) == ["old"]
+    assert len(third["finished"][0]["samples"]) == 6
+    assert third["end_reason"] == "quota"
+    assert third["stats"]["over_bound"] == 0
+    assert third["carried"]["finished_groups"] == 2
+    assert ids(server.rollout(run=run, prompts=[], quota=2)) == ["new-1", "new-2"]
+
+
+def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: str) -> None:
+    """S4: several pushes between two rounds; also what `stop` carries over. Nothing is dropped."""
+    server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 9), prompt("older", 12)], quota=1)
+    for _ in range(3):
+        push(server)
+    round_ = Background(server, run=run, round_id=f"{run}-s", prompts=[prompt("long", 1500)], quota=1, max_staleness=1)
+    until(lambda: server.state()["samples"]["finished"] == 2)
+    assert not round_.done, "a round with a fresh sample of its own quota to come"
+    server.post(f"/april/rounds/{run}-s/stop")
+    reply = round_.reply()
+    assert ids(reply) == ["old", "older"]
+    assert reply["stats"]["over_bound"] == 2
+    server.post("/april/drop", {"run": run})
+
+
+def test_a_push_inside_a_round_makes_groups_mandatory(server: Server, run: str) -> None:
+    """S4: after every push inside the round the bound is looked at again."""
+    prompts = [prompt(f"p{i}", 400 + 40 * i) for i in range(3)]
+    round_ = Background(server, run=run, prompts=prompts, quota=1, max_staleness=1)
+    until(lambda: server.state()["samples"]["running"] == 3)
+    push(server)
+    reply = round_.reply()
+    assert ids(reply) == ["p0", "p1", "p2"]
+    assert reply["stats"]["pushes"] == 1
+    assert reply["end_reason"] in ("quota", "exhausted")
+
+
+def test_max_staleness_zero_carries_nothing_with_tokens(server: Server, run: str) -> None:
+    """S4: strict on-policy: no more groups start than the quota needs, in either unit, and all of them finish."""
+    ends = {"temperature": 1.0, "stop_token_ids": list(range(6, 40))}
+    prompts = [prompt(f"p{i:02}", 40, n=3, **ends) for i in range(20)]
+    reply = server.rollout(run=run, prompts=prompts, quota=4, max_staleness=0)
+    assert sorted(ids(reply)) == ["p00", "p01", "p02", "p03"]
+    assert reply["stats"]["started"] == 12
+    assert reply["carried"]["tokens"] == 0
+    assert server.partials(run) == []
+    reply = server.rollout(run=run, prompts=[], quota=4, quota_unit="sample", max_staleness=0)
+    assert sorted(ids(reply)) == ["p04", "p05"]
+    assert reply["stats"]["started"] == 6
+    push(server)
+    reply = server.rollout(run=run, prompts=[], quota=2, max_staleness=0)
+    assert reply["stats"]["delivered"]["off_policy_share"] == 0
+    server.post("/april/drop", {"run": run})
+
+
+def test_max_staleness_zero_finishes_what_older_rounds_left(server: Server, run: str) -> None:
+    """S4: a carry with tokens is mandatory under `max_staleness: 0`, and counts towards the quota."""
+    server.rollout(run=run, prompts=[*stoppers([4]), prompt("a", 20), prompt("b", 9)], quota=1)
+    reply = server.rollout(run=run, prompts=[prompt(f"new-{i}", 3) for i in range(4)], quota=1, max_staleness=0)
+    assert ids(reply) == ["b", "a"]
+    assert reply["stats"]["started"] == 0
+    assert ids(server.rollout(run=run, prompts=[], quota=4)) == [f"new-{i}" for i in range(4)]

@@ -1,0 +1,134 @@
+"""What ends a round, and what it delivers: quota by group and by sample, exhaustion, the stop route (S3)."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.background import Background, stream, until
+from tests.support.compare import Key, assert_near, by_key, stock_noise
+from tests.support.server import Server
+from tests.support.workload import Forwards, in_one_round, prompt
+
+ENDS_AT_RANDOM = {"temperature": 1.0, "stop_token_ids": list(range(6, 70))}
+"""One token in eight ends a sample."""
+
+
+def groups_of_four(count: int) -> list[dict[str, Any]]:
+    return [prompt(f"g{i}", 40, n=4, **ENDS_AT_RANDOM) for i in range(count)]
+
+
+def rounds(server: Server, run: str, prompts: list[dict[str, Any]], **body: Any) -> list[dict[str, Any]]:
+    """Rounds of one quota until nothing is left; the prompts go with the first."""
+    replies = [server.rollout(run=run, prompts=prompts, **body)]
+    while replies[-1]["carried"]["groups"]:
+        replies.append(server.rollout(run=run, prompts=[], **body))
+    return replies
+
+
+def deliveries(reply: dict[str, Any]) -> list[Key]:
+    return [(g["id"], g["incarnation"], s["index"]) for g in reply["finished"] for s in g["samples"]]
+
+
+def test_quota_of_samples(server: Server, run: str) -> None:
+    """S3: exactly `quota` finished samples a round; the rest of a group comes later, same id, own index."""
+    wanted = in_one_round(server, f"{run}-unbroken", groups_of_four(4))
+    replies = rounds(server, run, groups_of_four(4), quota=3, quota_unit="sample")
+    assert [len(deliveries(r)) for r in replies] == [3, 3, 3, 3, 3, 1]
+    seen: dict[str, int] = {}
+    for group in (g for r in replies for g in r["finished"]):
+        assert group["incarnation"] == 0
+        seen[group["id"]] = seen.get(group["id"], 0) + len(group["samples"])
+        assert group["complete"] is (seen[group["id"]] == 4)
+    assert len([g for r in replies for g in r["finished"]]) > 4, "no group was delivered in parts"
+    assert_near(by_key(g for r in replies for g in r["finished"]), wanted, stock_noise(server), seeded=True)
+
+
+def test_quota_of_groups(server: Server, run: str) -> None:
+    """S3: whole groups only; finished members of unfinished groups wait in the carry, without KV."""
+    wanted = in_one_round(server, f"{run}-unbroken", groups_of_four(6))
+    replies = rounds(server, run, groups_of_four(6), quota=1)
+    assert [len(r["finished"]) for r in replies] == [1] * 6
+    assert all(g["complete"] and len(g["samples"]) == 4 for r in replies for g in r["finished"])
+    assert [r["carried"]["samples"] for r in replies] == [24 - 4 * (i + 1) for i in range(6)]
+    assert_near(by_key(g for r in replies for g in r["finished"]), wanted, stock_noise(server), seeded=True)
+
+
+def test_finished_members_hold_no_kv(server: Server, run: str) -> None:
+    """S3: of a group half done only the unfinished members are partials."""
+    server.rollout(run=run, prompts=groups_of_four(5), quota=1)
+    samples = server.state()["samples"]
+    assert samples["finished"] > 0
+    assert samples["suspended"] == len(server.partials(run))
+    assert samples["finished"] + samples["suspended"] == 16
+    assert len(by_key(server.drain(run))) == 16
+
+
+def test_quota_beyond_what_can_finish(server: Server, run: str) -> None:
+    """S3: the round ends when everything has finished, and says so."""
+    reply = server.rollout(run=run, prompts=[prompt("a", 4), prompt("b", 7)], quota=5)
+    assert (reply["end_reason"], [g["id"] for g in reply["finished"]]) == ("exhausted", ["a", "b"])
+    assert reply["carried"]["groups"] == 0
+
+
+def test_nothing_to_do(server: Server, run: str) -> None:
+    """S3: empty prompts and an empty carry: 200, exhausted, nothing finished, no forward."""
+    count = Forwards(server)
+    for quota in (1, None):
+        reply = server.rollout(run=run, prompts=[], quota=quota)
+        assert (reply["end_reason"], reply["finished"]) == ("exhausted", [])
+    assert count.rows(decode=True) == count.rows(decode=False) == []
+
+
+def test_no_quota_ends_with_the_last_sample(server: Server, run: str) -> None:
+    """S3: `quota: null` ends only by a stop or when everything has finished."""
+    reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 3 + 2 * i) for i in range(4)], quota=None)
+    assert (reply["end_reason"], len(reply["finished"])) == ("exhausted", 4)
+
+
+def counted(server: Server, run: str) -> int:
+    return next((r["counted"] for r in server.state()["rounds"] if r["run"] == run), 0)
+
+
+@pytest.mark.parametrize("deliver", [None, ["b", "unheard-of"], []])
+def test_stop_route(server: Server, run: str, deliver: list[str] | None) -> None:
+    """S3: `stop` ends the round with what is finished, or with what it names of it; asked again it does nothing."""
+    prompts = [prompt("a", 3), prompt("b", 4), prompt("c", 5), *(prompt(f"long-{i}", 1500) for i in range(2))]
+    round_ = Background(server, run=run, round_id=f"{run}-r", prompts=prompts, quota=None)
+    until(lambda: counted(server, run) == 3)
+    body = {} if deliver is None else {"deliver": deliver}
+    server.post(f"/april/rounds/{run}-r/stop", body)
+    reply = round_.reply()
+    assert reply["end_reason"] == "stopped"
+    assert [g["id"] for g in reply["finished"]] == (["a", "b", "c"] if deliver is None else deliver[:1])
+    assert reply["carried"]["finished_groups"] == 3 - len(reply["finished"])
+    assert server.post(f"/april/rounds/{run}-r/stop")["state"] == "ended"
+    server.post(f"/april/rounds/{run}-unknown/stop", status=404)
+    server.post("/april/drop", {"run": run, "ids": ["long-0", "long-1"]})
+    left = [g["id"] for g in server.drain(run)]
+    assert left == [i for i in "abc" if i not in [g["id"] for g in reply["finished"]]]
+
+
+def test_stop_keeps_what_was_generated(overlap: Server, run: str) -> None:
+    """S3: stopped anywhere in the overlap loop, also with a step in flight, samples go on as if nothing was."""
+    prompts = [prompt(f"p{i}", 120, temperature=1.0) for i in range(4)]
+    wanted = in_one_round(overlap, f"{run}-unbroken", prompts)
+    groups: list[dict[str, Any]] = []
+    for i in range(4):
+        round_ = Background(overlap, run=run, round_id=f"{run}-{i}", prompts=[] if i else prompts, quota=None)
+        until(lambda r=round_: overlap.state()["samples"]["running"] == 4 or r.done)
+        overlap.post(f"/april/rounds/{run}-{i}/stop")
+        reply = round_.reply()
+        assert reply["end_reason"] == "stopped" or i
+        groups += reply["finished"]
+    groups += overlap.drain(run)
+    assert_near(by_key(groups), wanted, stock_noise(overlap), seeded=True)
+
+
+def test_finished_groups_are_streamed_when_they_finish(server: Server, run: str) -> None:
+    """S3, S8: an event for each whole group, in the order in which they finish, then the summary."""
+    prompts = [prompt("late", 9, n=2), prompt("early", 3, n=2), prompt("never", 30)]
+    *groups, summary = stream(server, run=run, prompts=prompts, quota=2)
+    assert [(g["event"], g["id"]) for g in groups] == [("group", "early"), ("group", "late")]
+    assert (summary["event"], summary["end_reason"]) == ("round", "quota")
+    assert [(d["id"], d["indices"]) for d in summary["delivered"]] == [("early", [0, 1]), ("late", [0, 1])]
+    assert len(server.drain(run)) == 1
