@@ -271,7 +271,9 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         c = self.context
-        tokens, by_tier = self._tiers(s for run in c.ledger.runs.values() for s in run.suspended)
+        partials = [s for run in c.ledger.runs.values() for s in run.suspended]
+        tokens, by_tier = self._tiers(partials)
+        held = sum(c.engine.held_tokens(s.pages) for s in partials if s.pages is not None)
         return {
             "policy_version": c.clock.version,
             "push_open": c.clock.open,
@@ -287,6 +289,7 @@ class Controller:
             "runs": {run.name: _sizes(run) for run in c.ledger.runs.values()},
             "tokens": tokens,
             "bytes": by_tier,
+            "pool": {**c.engine.pool_tokens(), "held": held},
             "host_cap_tokens": c.host_cap_tokens,
         }
 

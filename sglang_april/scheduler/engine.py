@@ -49,6 +49,9 @@ class Engine(Protocol):
     def mid_prefill(self) -> bool:
         """A prompt is being prefilled in chunks."""
 
+    def pool_tokens(self) -> dict[str, int]:
+        """Tokens of the KV pool by owner: available, evictable, protected, running; and their total (S10)."""
+
     def tokens_free(self) -> int:
         """Pool tokens that are free or can be had by evicting the tree."""
 

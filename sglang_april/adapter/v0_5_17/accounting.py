@@ -50,6 +50,18 @@ def check_accounting(s: Scheduler, held: Iterable[Pages]) -> dict[str, int]:
     return {**sizes, "total": total}
 
 
+def pool_tokens(s: Scheduler) -> dict[str, int]:
+    """KV pool tokens by owner, from the counters; what partials hold is the only owner not among them."""
+    page = s.token_to_kv_pool_allocator.page_size
+    return {
+        "available": s.token_to_kv_pool_allocator.available_size(),
+        "evictable": s.tree_cache.evictable_size(),
+        "protected": s.tree_cache.protected_size(),
+        "running": sum(-(-r.kv.kv_allocated_len // page) * page - r.cache_protected_len for r in _with_kv(s)),
+        "total": s.max_total_num_tokens,
+    }
+
+
 def _pages(slots: torch.Tensor, page: int) -> torch.Tensor:
     """Page numbers of token slots, each page once."""
     return slots if page == 1 else torch.unique(slots // page)

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.envelope import AprilOutput
+from sglang_april.adapter.v0_5_17.accounting import pool_tokens
 from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
@@ -95,6 +96,9 @@ class SchedulerEngine:
 
     def mid_prefill(self) -> bool:
         return self._s.chunked_req is not None
+
+    def pool_tokens(self) -> dict[str, int]:
+        return pool_tokens(self._s)
 
     def tokens_free(self) -> int:
         return self._s.token_to_kv_pool_allocator.available_size() + self._s.tree_cache.evictable_size()
