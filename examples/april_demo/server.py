@@ -58,7 +58,7 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
     if not gpu:
         flags += [
             "--device", "cpu", "--dtype", "float32",
-            "--mem-fraction-static", "0.1", "--max-total-tokens", "60000",
+            "--mem-fraction-static", "0.6", "--max-total-tokens", "60000",
             "--disable-overlap-schedule", "--sleep-on-idle",
         ]
     # fmt: on

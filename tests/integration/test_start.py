@@ -20,7 +20,7 @@ from sglang_april.adapter import preflight, targets
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300
-SMALL = ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
+SMALL = ["--mem-fraction-static", "0.6", "--max-total-tokens", "4096"]
 QUOTA = ["--april-quota", "4"]
 IN_ENVIRONMENT = {"SGLANG_APRIL": '{"quota": 4}'}
 OURS = "sglang_april.launch_server"
@@ -37,6 +37,8 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "hisparse": (["--enable-hisparse"], {}, "--enable-hisparse cannot"),
     "streaming_session": (["--enable-streaming-session"], {}, "--enable-streaming-session cannot"),
     "session_radix_cache": (["--enable-session-radix-cache"], {}, "--enable-session-radix-cache cannot"),
+    "hierarchical_cache": (["--enable-hierarchical-cache"], {}, "--enable-hierarchical-cache cannot"),
+    "dcp_size": (["--dcp-size", "2", "--tp-size", "2"], {}, "--dcp-size above 1 cannot"),
     "pdmux": (["--enable-pdmux"], {}, "--enable-pdmux cannot"),
     "dllm": (["--dllm-algorithm", "LowConfidence"], {}, "--dllm-algorithm cannot"),
     "embedding": (["--is-embedding"], {}, "--is-embedding cannot"),
@@ -180,13 +182,38 @@ def test_a_changed_body_ends_the_start(model: str, tmp_path: Path) -> None:
     assert f"sglang-april: {sentence} for SGLang 0.5.17" in done.stderr
 
 
-@pytest.fixture
-def sglang_server(model: str, tmp_path: Path) -> Iterator[str]:
-    """SGLang's own launcher with one of our flags, and nothing that a CPU needs beyond it."""
-    port = free_port()
-    command = [sys.executable, "-m", THEIRS, "--model-path", model, "--port", str(port), *SMALL, *QUOTA]
+IN_CODE = """
+import multiprocessing, sys
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.server_args import ServerArgs
+
+if __name__ == "__main__":
+    # As slime and verl do: the arguments are objects, and the server is a child that never sees a command line.
+    args = ServerArgs(model_path=sys.argv[1], port=int(sys.argv[2]), mem_fraction_static=0.6, max_total_tokens=4096)
+    child = multiprocessing.get_context("spawn").Process(target=launch_server, args=(args,))
+    child.start()
+    child.join()
+"""
+
+
+@pytest.fixture(params=["SGLang's launcher with our flag", "launch_server(ServerArgs) in a spawned process"])
+def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) -> Iterator[str]:
+    """A server started without our launcher, and with nothing that a CPU needs beyond it."""
+    port = str(free_port())
+    if request.param.startswith("SGLang"):
+        command, extra = ["-m", THEIRS, "--model-path", model, "--port", port, *SMALL, *QUOTA], {}
+    else:
+        (tmp_path / "script.py").write_text(IN_CODE)
+        command, extra = [str(tmp_path / "script.py"), model, port], IN_ENVIRONMENT
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment(**extra),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process, tmp_path / "log")
@@ -196,11 +223,15 @@ def sglang_server(model: str, tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
-def test_sglang_s_own_launcher_serves_with_every_hook(sglang_server: str) -> None:
+def test_a_server_started_without_our_launcher_serves_rounds_with_every_hook(sglang_server: str) -> None:
+    """S11: also where `ServerArgs` was built in code, by a process that loads no plugins."""
     info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
     assert_all_hooks(info["april"])
     body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}
     assert httpx.post(f"{sglang_server}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 4
+    asked = {"prompts": [{"id": "a", "text": "1 2 3"}], "quota": 1, "sampling_params": {"max_new_tokens": 4}}
+    reply = httpx.post(f"{sglang_server}/april/rollout", json=asked, timeout=60).json()
+    assert [group["id"] for group in reply["finished"]] == ["a"]
 
 
 def test_an_engine_in_code_runs_with_every_hook(model: str, tmp_path: Path) -> None:
@@ -208,7 +239,7 @@ def test_an_engine_in_code_runs_with_every_hook(model: str, tmp_path: Path) -> N
     script.write_text(
         "import json, sys, sglang\n"
         "if __name__ == '__main__':\n"
-        "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.1, max_total_tokens=4096)\n"
+        "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.6, max_total_tokens=4096)\n"
         "    answer = engine.generate('1 2 3', {'max_new_tokens': 4})\n"
         "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']['completion_tokens']]))\n"
         "    engine.shutdown()\n"

@@ -18,7 +18,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 300.0
 COMMON = [
-    "--mem-fraction-static=0.1",
+    "--mem-fraction-static=0.6",
     "--context-length=2048",
     "--max-running-requests=48",
     "--chunked-prefill-size=64",
