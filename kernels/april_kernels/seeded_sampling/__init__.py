@@ -1,5 +1,20 @@
 """Sampling with a counter-based generator: the noise of a token depends on (seed, position, column) alone."""
 
-from april_kernels.seeded_sampling.reference import keep_mask, murmur_hash32, seeded_sample
+import torch
 
-__all__ = ["keep_mask", "murmur_hash32", "seeded_sample"]
+from april_kernels.seeded_sampling import reference
+from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32
+
+__all__ = ["TOP_K_ALL", "keep_mask", "murmur_hash32", "seeded_sample"]
+
+
+def seeded_sample(
+    probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One column per row by the Gumbel trick: `reference.seeded_sample`, on a GPU (CUDA or ROCm) in a fused kernel."""
+    if not probs.is_cuda:
+        return reference.seeded_sample(probs, seeds, positions, keep)
+    # Imported where it is needed: a CPU installation of torch has no Triton.
+    from april_kernels.seeded_sampling import triton_impl
+
+    return triton_impl.seeded_sample(probs, seeds, positions, keep)

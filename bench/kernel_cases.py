@@ -1,0 +1,259 @@
+"""What bench/kernels.py times: our kernels, what they are measured against, and the limits of the machine.
+
+Every case moves the KV of the same tokens of the same pool, which is SGLang's own where SGLang can be imported.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from april_kernels import kv_pages
+from april_kernels.kv_pages import PlaneTable
+
+STAGING_BYTES = 128 << 20
+"""Of each of the two buffers in device memory through which pages go to the host."""
+SGLANG_BLOCKS = (2, 16, 64)
+ZERO_COPY_PROGRAMS = (4, 16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of the KV of one model; the defaults are Qwen3-4B's."""
+
+    layers: int
+    heads: int
+    dim: int
+    dtype: str
+    page_tokens: int
+
+
+@dataclass
+class Case:
+    name: str
+    run: Callable[[], object]
+    peak: str | None
+    """The case whose rate is the limit of this one."""
+    passes: int
+    """How often each byte crosses the medium: 2 within a memory (read and write), 1 over a link."""
+    programs: int | None = None
+    kv_bytes: int | None = None
+    """Bytes moved, where they are not the KV of all tokens."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A case that cannot be run here, and why: said, not left out."""
+
+    name: str
+    why: str
+
+
+class Bed:
+    """One pool with the KV of `tokens` tokens in it, and room for their pages."""
+
+    def __init__(self, config: Config, tokens: int, device: str) -> None:
+        self.config, self.tokens, self.device = config, tokens, device
+        dtype = getattr(torch, config.dtype)
+        size = 2 * tokens + 1
+        self.sglang, self.why_not = _sglang_pool(config, size, dtype, device)
+        if self.sglang is None:
+            shape = (size, config.heads, config.dim)
+            self.k, self.v = (
+                [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.layers)] for _ in "kv"
+            )
+        else:
+            self.k, self.v = self.sglang.k_buffer, self.sglang.v_buffer
+        for buffer in (*self.k, *self.v):
+            buffer.copy_(torch.randn(buffer.shape[1:], device=device).expand_as(buffer))
+        self.table = PlaneTable.mha(self.k, self.v)
+        self.random = torch.randperm(size - 1, device=device)[:tokens] + 1
+        self.contiguous = torch.arange(1, tokens + 1, device=device)
+        n_pages = kv_pages.page_count(tokens, config.page_tokens)
+        self.pages = torch.empty((n_pages, self.table.page_words(config.page_tokens)), dtype=torch.int32, device=device)
+
+    @property
+    def kv_bytes(self) -> int:
+        return 4 * self.tokens * self.table.token_words
+
+    @cached_property
+    def pinned(self) -> torch.Tensor:
+        # Not registered after the fact: on ROCm such memory has another address on the device.
+        return torch.empty(self.pages.shape, dtype=torch.int32, pin_memory=True)
+
+    @cached_property
+    def other_pages(self) -> torch.Tensor:
+        return torch.empty_like(self.pages)
+
+
+def _sglang_pool(config: Config, size: int, dtype: torch.dtype, device: str) -> tuple[Any, str]:
+    try:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool(size - 1, 1, dtype, config.heads, config.dim, config.layers, device, False), ""
+    except Exception as error:  # noqa: BLE001 (whatever is wrong with an installation, our own rows do not need it)
+        return None, f"no SGLang pool: {error!r}"[:300]
+
+
+def cases(bed: Bed) -> Iterator[Case | Missing]:
+    yield from _within_memory(bed)
+    yield from _sglang_copies(bed)
+    if bed.device == "cpu":
+        yield Missing("link, staging, zero copy, sglang kernels, flashinfer", "no GPU present")
+        return
+    yield from _over_the_link(bed)
+    yield from _sglang_kernels(bed)
+    yield from _flashinfer(bed)
+
+
+def _within_memory(bed: Bed) -> Iterator[Case]:
+    table, page_tokens, pages = bed.table, bed.config.page_tokens, bed.pages
+    page_bytes = 4 * pages.numel()
+
+    def pack(slots: torch.Tensor, **options: Any) -> Callable[[], object]:
+        return lambda: kv_pages.pack(table, slots, page_tokens, out=pages, **options)
+
+    yield Case("copy peak", lambda: bed.other_pages.copy_(pages), None, 2, kv_bytes=page_bytes)
+    yield Case("pack, random slots", pack(bed.random), "copy peak", 2)
+    yield Case("pack, contiguous slots", pack(bed.contiguous), "copy peak", 2)
+    yield Case("pack into new memory", lambda: kv_pages.pack(table, bed.random, page_tokens), "copy peak", 2)
+    yield Case("pack and checksum", pack(bed.random, checksum=True), "copy peak", 2)
+    yield Case("checksum alone", lambda: kv_pages.checksum(pages), "copy peak", 1, kv_bytes=page_bytes)
+    yield Case("unpack, random slots", lambda: kv_pages.unpack(table, bed.random, pages), "copy peak", 2)
+    yield Case("unpack, contiguous slots", lambda: kv_pages.unpack(table, bed.contiguous, pages), "copy peak", 2)
+
+    rows = [torch.empty((bed.tokens, *b.shape[1:]), dtype=b.dtype, device=b.device) for b in table.buffers]
+
+    def gather() -> None:
+        for buffer, row in zip(table.buffers, rows, strict=True):
+            torch.index_select(buffer, 0, bed.random, out=row)
+
+    def scatter() -> None:
+        for buffer, row in zip(table.buffers, rows, strict=True):
+            buffer.index_copy_(0, bed.random, row)
+
+    yield Case("torch index_select", gather, "copy peak", 2)
+    yield Case("torch index_copy_", scatter, "copy peak", 2)
+
+
+def _sglang_copies(bed: Bed) -> Iterator[Case | Missing]:
+    pool = bed.sglang
+    if pool is None:
+        yield Missing("sglang get_cpu_copy", bed.why_not)
+        return
+    over_link = bed.device != "cpu"
+    peaks, passes = (("d2h peak", "h2d peak"), 1) if over_link else (("copy peak",) * 2, 2)
+    copy = pool.get_cpu_copy(bed.random)
+    yield Case("sglang get_cpu_copy", lambda: pool.get_cpu_copy(bed.random), peaks[0], passes)
+    yield Case("sglang load_cpu_copy", lambda: pool.load_cpu_copy(copy, bed.random), peaks[1], passes)
+
+
+def _over_the_link(bed: Bed) -> Iterator[Case]:
+    pages, pinned, page_bytes = bed.pages, bed.pinned, 4 * bed.pages.numel()
+    yield Case("d2h peak", lambda: pinned.copy_(pages, non_blocking=True), None, 1, kv_bytes=page_bytes)
+    yield Case("h2d peak", lambda: pages.copy_(pinned, non_blocking=True), None, 1, kv_bytes=page_bytes)
+    yield Case("staged pack to host", _staged(bed, to_host=True), "d2h peak", 1)
+    yield Case("staged unpack from host", _staged(bed, to_host=False), "h2d peak", 1)
+    for programs in ZERO_COPY_PROGRAMS:
+
+        def zero_copy(programs: int = programs) -> object:
+            return kv_pages.pack(bed.table, bed.random, bed.config.page_tokens, out=pinned, programs=programs)
+
+        yield Case("zero-copy pack to host", zero_copy, "d2h peak", 1, programs)
+
+
+def _staged(bed: Bed, *, to_host: bool) -> Callable[[], None]:
+    """Pieces go through two buffers: while one is packed (or unpacked), the copy engine moves the other."""
+    page_tokens, (n_pages, words) = bed.config.page_tokens, bed.pages.shape
+    piece = max(1, min(n_pages, STAGING_BYTES // (4 * words)))
+    buffers = [torch.empty((piece, words), dtype=torch.int32, device=bed.device) for _ in range(2)]
+    link, freed = torch.cuda.Stream(), [torch.cuda.Event(), torch.cuda.Event()]
+
+    def run() -> None:
+        main = torch.cuda.current_stream()
+        link.wait_stream(main)
+        for i, first in enumerate(range(0, n_pages, piece)):
+            host = bed.pinned[first : first + piece]
+            stage, done = buffers[i % 2][: host.shape[0]], freed[i % 2]
+            slots = bed.random[first * page_tokens : (first + piece) * page_tokens]
+            before, after = (main, link) if to_host else (link, main)
+            if i >= 2:
+                before.wait_event(done)
+            with torch.cuda.stream(before):
+                if to_host:
+                    kv_pages.pack(bed.table, slots, page_tokens, out=stage)
+                else:
+                    stage.copy_(host, non_blocking=True)
+            after.wait_stream(before)
+            with torch.cuda.stream(after):
+                if to_host:
+                    host.copy_(stage, non_blocking=True)
+                else:
+                    kv_pages.unpack(bed.table, slots, stage)
+                done.record(after)
+        main.wait_stream(link)
+
+    return run
+
+
+def _sglang_kernels(bed: Bed) -> Iterator[Case | Missing]:
+    try:
+        from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf as transfer
+    except Exception as error:  # noqa: BLE001 (see _sglang_pool)
+        yield Missing("sglang transfer_kv_all_layer_lf_pf", repr(error)[:300])
+        return
+    k, v = ([b.data_ptr() for b in buffers] for buffers in (bed.k, bed.v))
+    k_table, v_table = (torch.tensor(p, dtype=torch.uint64, device=bed.device) for p in (k, v))
+    row = bed.k[0][0].numel() * bed.k[0].itemsize
+    layers, places = bed.config.layers, torch.arange(bed.tokens, device=bed.device)
+    shape = (bed.tokens, layers, bed.config.heads, bed.config.dim)
+    for where, peak, passes in (("device", "copy peak", 2), ("host", "d2h peak", 1)):
+        options = {"device": bed.device} if where == "device" else {"pin_memory": True}
+        to_k, to_v = (torch.empty(shape, dtype=bed.k[0].dtype, **options) for _ in range(2))
+        for blocks in SGLANG_BLOCKS:
+
+            def run(to_k: torch.Tensor = to_k, to_v: torch.Tensor = to_v, blocks: int = blocks) -> None:
+                transfer(k_table, to_k, v_table, to_v, bed.random, places, row, row * layers, layers, blocks)
+
+            yield Case(f"sglang transfer_kv_all_layer_lf_pf to {where}", run, peak, passes, blocks)
+
+
+def _flashinfer(bed: Bed) -> Iterator[Case | Missing]:
+    """Attention over resumed pages against pages that never moved, and flashinfer's own append beside our unpack."""
+    try:
+        import flashinfer
+    except Exception as error:  # noqa: BLE001 (see _sglang_pool)
+        yield Missing("flashinfer", repr(error)[:300])
+        return
+    ints = {"dtype": torch.int32, "device": bed.device}
+    indptr, last = torch.tensor([0, bed.tokens], **ints), torch.ones(1, **ints)
+    heads, dim, dtype = bed.config.heads, bed.config.dim, bed.k[0].dtype
+    query = torch.randn(1, 4 * heads, dim, device=bed.device).to(dtype)
+    # A pool of single slots is a paged cache with pages of one token: [slots, 1, heads, dim].
+    caches = [(k.unsqueeze(1), v.unsqueeze(1)) for k, v in zip(bed.k, bed.v, strict=True)]
+    resumed = (torch.randperm(2 * bed.tokens, device=bed.device) + 1)[: bed.tokens]
+    pages, _ = kv_pages.pack(bed.table, bed.random, bed.config.page_tokens, out=bed.pages)
+
+    def attention(slots: torch.Tensor) -> Callable[[], object]:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(128 << 20, dtype=torch.uint8, device=bed.device), "NHD"
+        )
+        pages_of_one = slots.to(torch.int32)
+        wrapper.plan(indptr, pages_of_one, last, 4 * heads, heads, dim, 1, q_data_type=dtype, kv_data_type=dtype)
+        return lambda: [wrapper.run(query, cache) for cache in caches]
+
+    yield Case("flashinfer decode, pages that never moved", attention(bed.random), None, 1)
+    kv_pages.unpack(bed.table, resumed, pages)
+    yield Case("flashinfer decode, resumed pages", attention(resumed), None, 1)
+
+    rows = [torch.empty((bed.tokens, heads, dim), dtype=dtype, device=bed.device) for _ in range(2)]
+    batch, positions = torch.zeros(bed.tokens, **ints), torch.arange(bed.tokens, **ints)
+    append_to = bed.random.to(torch.int32)
+
+    def append() -> None:
+        for cache in caches:
+            flashinfer.append_paged_kv_cache(*rows, batch, positions, cache, append_to, indptr, last)
+
+    yield Case("flashinfer append_paged_kv_cache", append, "copy peak", 2)

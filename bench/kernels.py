@@ -1,0 +1,210 @@
+"""Times the page kernels on this machine, beside torch, SGLang, flashinfer and the machine's own limits.
+
+    python -m bench.kernels                      # Qwen3-4B's KV on a GPU, CUDA or ROCm alike; small sizes without one
+    python -m bench.kernels --plot out           # and draws the run
+
+Rates are of one run, with the copy peaks they are shares of measured in that run. Rows are appended to a JSON list;
+each has all that is needed to repeat it. What cannot be run here is a row too, with the reason.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:
+    # As a script this folder would be on the path, and this file would hide Hugging Face's `kernels` from SGLang.
+    sys.exit("run it as: python -m bench.kernels")
+
+import torch  # noqa: E402
+
+from bench.kernel_cases import Bed, Config, Missing, cases  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_REPEATS = 7
+
+
+def timed(run: Callable[[], object], device: str) -> tuple[float, float, float]:
+    """Milliseconds of one call: 20th, 50th and 80th percentile."""
+    if device != "cpu":
+        import triton.testing
+
+        # It empties the L2 cache before every call.
+        p20, p50, p80 = triton.testing.do_bench(run, warmup=25, rep=200, quantiles=[0.2, 0.5, 0.8])
+        return p20, p50, p80
+    run()
+    took = []
+    for _ in range(CPU_REPEATS):
+        start = time.perf_counter()
+        run()
+        took.append(1e3 * (time.perf_counter() - start))
+    took.sort()
+    return took[CPU_REPEATS // 5], took[CPU_REPEATS // 2], took[-1 - CPU_REPEATS // 5]
+
+
+def measured(config: Config, tokens: int, device: str) -> list[dict[str, Any]]:
+    """One row per case, shares of the peaks filled in."""
+    bed = Bed(config, tokens, device)
+    rows: list[dict[str, Any]] = []
+    for case in cases(bed):
+        if isinstance(case, Missing):
+            rows.append({"name": case.name, "tokens": tokens, "skipped": case.why})
+            continue
+        p20, p50, p80 = timed(case.run, device)
+        moved = case.passes * (case.kv_bytes or bed.kv_bytes)
+        rate = {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "gb_per_s": moved / p50 / 1e6}
+        row = {"name": case.name, "tokens": tokens, "programs": case.programs, "bytes_moved": moved, **rate}
+        rows.append({**row, "peak": case.peak})
+    rates = {row["name"]: row["gb_per_s"] for row in rows if "gb_per_s" in row}
+    for row in rows:
+        if row.get("peak"):
+            row["share_of_peak"] = row["gb_per_s"] / rates[row["peak"]]
+    return rows
+
+
+def run_facts(config: Config, device: str) -> dict[str, Any]:
+    """What every row of a run has in common."""
+    commit = _git("rev-parse", "HEAD")
+    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "os": platform.system()}
+    machine["gpu"] = torch.cuda.get_device_name() if device != "cpu" else None
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
+    for package in ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "bench": "kernels",
+        "run_id": uuid.uuid4().hex[:12],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit + ("+changes" if commit and _git("status", "--porcelain") else ""),
+        "machine": machine,
+        "versions": versions,
+        "config": asdict(config),
+    }
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Adds to the list in `path`; a run that dies in between leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = json.loads(path.read_text()) if path.exists() else []
+    new = path.with_suffix(".new")
+    new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*old, *rows]) + "\n]\n")
+    new.replace(path)
+
+
+def line(row: dict[str, Any]) -> str:
+    name = row["name"] + (f" ({row['programs']})" if row.get("programs") else "")
+    if "skipped" in row:
+        return f"{row['tokens']:>7} {name:<48} not run: {row['skipped']}"
+    share = f"{row['share_of_peak']:.2f} of {row['peak']}" if "share_of_peak" in row else ""
+    times = f"{row['ms_p50']:9.3f} ms [{row['ms_p20']:.3f}, {row['ms_p80']:.3f}]"
+    return (
+        f"{row['tokens']:>7} {name:<48} {row['bytes_moved'] / 1e6:9.1f} MB {times} {row['gb_per_s']:8.2f} GB/s {share}"
+    )
+
+
+def plot(rows: list[dict[str, Any]], folder: Path, title: str) -> None:
+    """GB/s over tokens with the peak dashed; over the link, GB/s over programs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    done = [row for row in rows if "gb_per_s" in row]
+    by_peak = {
+        peak: [r for r in done if peak in (r["peak"], r["name"])] for peak in ("copy peak", "d2h peak", "h2d peak")
+    }
+    for peak, group in by_peak.items():
+        if not group:
+            continue
+        figure, axis = plt.subplots(figsize=(8, 5))
+        for name, programs in dict.fromkeys((row["name"], row["programs"]) for row in group):
+            points = [(r["tokens"], r["gb_per_s"]) for r in group if (r["name"], r["programs"]) == (name, programs)]
+            label = name + (f" ({programs})" if programs else "")
+            axis.plot(*zip(*points, strict=True), "k--" if name == peak else "o-", label=label)
+        axis.set(xscale="log", xlabel="tokens", ylabel="GB/s", title=title)
+        axis.legend(fontsize=7)
+        figure.savefig(folder / f"kernels-{peak.split()[0]}.png", dpi=150, bbox_inches="tight")
+        plt.close(figure)
+    link = [r for r in by_peak["d2h peak"] if r["programs"] and r["tokens"] == max(row["tokens"] for row in done)]
+    if link:
+        figure, axis = plt.subplots(figsize=(8, 5))
+        for name in dict.fromkeys(row["name"] for row in link):
+            axis.plot(
+                *zip(*[(r["programs"], r["gb_per_s"]) for r in link if r["name"] == name], strict=True),
+                "o-",
+                label=name,
+            )
+        (limit,) = {
+            r["gb_per_s"] for r in by_peak["d2h peak"] if r["name"] == "d2h peak" and r["tokens"] == link[0]["tokens"]
+        }
+        axis.axhline(limit, color="black", linestyle="--", label="d2h peak")
+        axis.set(xscale="log", xlabel="programs (blocks)", ylabel="GB/s", title=title)
+        axis.legend(fontsize=7)
+        figure.savefig(folder / "kernels-programs.png", dpi=150, bbox_inches="tight")
+        plt.close(figure)
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [text for text in info.read_text().splitlines() if text.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.machine()
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="cuda is ROCm's name too")
+    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536] if on_gpu else [256, 1024, 4096]
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw this run into FOLDER")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        print("No GPU is used: these rows time the CPU reference, not the kernels.")
+    config = Config(options.layers, options.heads, options.dim, options.dtype, options.page_tokens)
+    facts, rows = run_facts(config, device), []
+    for tokens in options.tokens:
+        for row in measured(config, tokens, device):
+            print(line(row), flush=True)
+            rows.append({**facts, **row})
+    append_rows(options.out, rows)
+    if options.plot:
+        plot(rows, options.plot, f"{facts['machine']['gpu'] or facts['machine']['cpu']}, pages of {config.page_tokens}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""bench/kernels.py runs on a machine without a GPU and writes complete rows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import kernel_cases, kernels
+
+
+@pytest.fixture(autouse=True)
+def _without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing its memory pool takes longer than all else here."""
+    monkeypatch.setattr(kernel_cases, "_sglang_pool", lambda *_: (None, "left out of the test"))
+
+
+def test_rows_are_appended_with_all_that_they_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "kernels.json"
+    size = ["--device", "cpu", "--layers", "1", "--heads", "2", "--dim", "16", "--tokens", "5", "40"]
+    kernels.main([*size, "--out", str(out), "--plot", str(tmp_path)])
+    first = json.loads(out.read_text())
+    kernels.main([*size, "--out", str(out)])
+    rows = json.loads(out.read_text())
+    assert rows[: len(first)] == first
+    assert len({row["run_id"] for row in rows}) == 2
+    timed = [row for row in first if "skipped" not in row]
+    assert {"copy peak", "pack, random slots", "unpack, random slots", "checksum alone"} <= {r["name"] for r in timed}
+    for row in timed:
+        assert row["commit"]
+        assert row["machine"]["cpu"]
+        assert row["machine"]["gpu"] is None
+        assert row["versions"]["torch"]
+        assert row["config"]["page_tokens"] == 16
+        assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
+        assert row["gb_per_s"] > 0
+        assert (row["share_of_peak"] > 0) if row["peak"] else row["name"] == "copy peak"
+    assert {row["skipped"] for row in first if "skipped" in row} == {"left out of the test", "no GPU present"}
+    assert (tmp_path / "kernels-copy.png").stat().st_size
+    assert "No GPU is used" in capsys.readouterr().out
+
+
+def test_it_is_run_as_a_module() -> None:
+    """As a script it would hide Hugging Face's `kernels` from SGLang."""
+    script = [sys.executable, str(Path(kernels.__file__))]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=Path(kernels.__file__).parents[1])
+    assert done.returncode != 0
+    assert "python -m bench.kernels" in done.stderr
