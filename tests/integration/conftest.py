@@ -17,6 +17,22 @@ NORMAL = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that end a shared server come last."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The guards, and the tests that went red without them (test_guards.py)."""
+    passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
+    shown = [(dict(report.user_properties).get("guard"), report.nodeid) for report in passed]
+    if any(guard for guard, _ in shown):
+        terminalreporter.section("guards, and the tests that failed without them as they should")
+        for guard, test in shown:
+            if guard:
+                terminalreporter.write_line(f"{guard:14} {test}")
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """`models(family, seed)`: a tiny random float32 model; two seeds are two policies of one shape."""

@@ -10,9 +10,8 @@ def _insert_anyway(guarded: Callable[..., Any], pool: Any, reqs: Any, pages: Any
     return guarded(pool, reqs, pages, [False] * len(on_old_kv))
 
 
-def _no_version(guarded: Callable[..., Any], engine: Any, req: Any) -> None:
-    guarded(engine, req)
-    req.extra_key = req.april_base_key
+def _no_version(guarded: Callable[..., Any], base: str | None, version: int) -> str | None:
+    return base
 
 
 def _nothing(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -38,7 +37,7 @@ def _keep_delivered(guarded: Callable[..., Any], ledger: Any, group: Any, indice
 
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tree insert": (OURS + "adapter.v0_5_17.pages.PagePool.put_back", _insert_anyway),
-    "version key": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.adopt", _no_version),
+    "version key": (OURS + "adapter.v0_5_17.request.versioned_key", _no_version),
     "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
     "in-step stop": (OURS + "scheduler.controller.Controller._end_due", _some_steps_later),

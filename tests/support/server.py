@@ -66,6 +66,8 @@ class Server:
             "PYTHONUNBUFFERED": "1",
             # Several servers share few cores: threads that wait for each other make a step ten times as long.
             "OMP_NUM_THREADS": "1",
+            # A scheduler that dies takes the server with it at once, so that a test fails instead of waiting.
+            "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1",
             **self.env,
         }
         command = [sys.executable, "-m", "tests.support.launch", f"--model-path={self.model}", f"--port={self.port}"]

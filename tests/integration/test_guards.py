@@ -1,0 +1,148 @@
+"""Every guard is proved twice: its property holds, and the same check fails when the guard is taken away.
+
+`Server.remove_guard` switches a guard off in the running scheduler (tests/support/guards.py). Pushes bring the same
+weights again: only the version moves.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.compare import assert_same, by_key
+from tests.support.server import Server
+from tests.support.workload import Forwards, flush, in_one_round, prompt, stoppers, token_ids
+
+
+def pool(server: Server) -> dict[str, int]:
+    return dict(server.state()["pool"])
+
+
+def in_tree(server: Server) -> int:
+    tokens = pool(server)
+    return tokens["evictable"] + tokens["protected"]
+
+
+def tree_insert(server: Server, run: str) -> None:
+    """Rule 4: a sample that stood on kept KV leaves nothing in the radix tree; one on fresh KV does."""
+    flush(server)
+    server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 30)], quota=1)
+    server.push(server.model, flush=False)
+    before = in_tree(server)
+    (group,) = server.drain(run, kv="keep")
+    assert [s["kv"] for s in group["samples"][0]["spans"]] == ["fresh", "kept"]
+    assert in_tree(server) == before
+    server.rollout(run=run, prompts=[prompt("fresh", 30, ids=token_ids(3, before))], quota=None)
+    assert in_tree(server) > before
+
+
+def version_key(server: Server, run: str) -> None:
+    """Rule 4, S6: the same prompt again is a cache hit before a push and none after it."""
+    body = {"input_ids": token_ids(20, len(run)), "sampling_params": {"max_new_tokens": 2}}
+
+    def cached() -> int:
+        return int(server.post("/generate", body)["meta_info"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    server.push(server.model, flush=False)
+    assert cached() == 0
+
+
+def flush_rescue(server: Server, run: str) -> None:
+    """Rule 1, S2: a flush clears the pools, and partials keep their KV: moved out before, not recomputed after."""
+    prompts = [*stoppers([6]), prompt("long", 40, n=3)]
+    wanted = in_one_round(server, f"{run}-unbroken", prompts)
+    flush(server)
+    first = server.rollout(run=run, prompts=prompts, quota=1, tier="device")
+    assert first["carried"]["tokens_by_tier"]["device"] > 0
+    flush(server)
+    assert [p["tier"] for p in server.partials(run)] == ["host"] * 3
+    last = server.rollout(run=run, prompts=[], quota=None)
+    assert last["stats"]["resumed_kept"] == 3
+    assert_same(by_key([*first["finished"], *last["finished"]]), wanted)
+
+
+def accounting(server: Server, run: str) -> None:
+    """Rule 5, S10: with partials on the device, an idle scheduler passes SGLang's own leak check."""
+    server.rollout(run=run, prompts=[*stoppers([4]), prompt("long", 30)], quota=1, tier="device")
+    for _ in range(3):
+        tokens = pool(server)
+        assert tokens["held"] > 0
+        assert tokens.pop("total") == sum(tokens.values())
+    assert len(server.drain(run)) == 1
+
+
+def in_step_stop(server: Server, run: str) -> None:
+    """S3: no forward of the model after the step that meets the quota."""
+    count = Forwards(server)
+    reply = server.rollout(run=run, prompts=[*stoppers([6]), prompt("long", 60)], quota=1)
+    assert server.state()["samples"]["running"] == 0
+    assert len(count.rows(decode=True)) == 5
+    assert reply["carried"]["tokens"] == 6
+    assert len(server.drain(run)) == 1
+
+
+def deliver_once(server: Server, run: str) -> None:
+    """Rule 1: what a reply has contained is in no later one."""
+    groups = server.rollout(run=run, prompts=[*stoppers([4]), prompt("long", 12)], quota=1)["finished"]
+    groups += server.drain(run)
+    assert sorted(by_key(groups)) == [("long", 0, 0), ("stop-4", 0, 0)]
+
+
+Property = Callable[[Server, str], None]
+LIVING: dict[str, Property] = {
+    "tree insert": tree_insert,
+    "version key": version_key,
+    "in-step stop": in_step_stop,
+    "deliver once": deliver_once,
+}
+DEADLY: dict[str, tuple[Property, str]] = {
+    "flush rescue": (flush_rescue, "AccountingError"),
+    "accounting": (accounting, "pool memory leak detected"),
+}
+"""Guards without which the server ends, and what it says then."""
+
+
+@pytest.fixture
+def guards(server: Server, overlap: Server) -> Iterator[dict[str, Server]]:
+    """The server on which each guard is taken away; all are back afterwards."""
+    yield {**dict.fromkeys(LIVING, server), "flush rescue": server, "accounting": overlap}
+    for one in (server, overlap):
+        one.remove_guard(None)
+
+
+@pytest.mark.parametrize("name", [*LIVING, *DEADLY])
+def test_property_holds(guards: dict[str, Server], run: str, name: str) -> None:
+    """The property that the guard protects."""
+    check: Any = LIVING.get(name) or DEADLY[name][0]
+    check(guards[name], run)
+
+
+@pytest.mark.parametrize("name", LIVING)
+def test_property_fails_without_its_guard(
+    guards: dict[str, Server], run: str, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The same check, with the guard removed while the server runs."""
+    guards[name].remove_guard(name)
+    with pytest.raises(AssertionError):
+        LIVING[name](guards[name], run)
+    guards[name].remove_guard(None)
+    guards[name].post("/april/drop", {"run": run})
+    record_property("guard", name)
+
+
+@pytest.mark.ends_server
+@pytest.mark.parametrize("name", DEADLY)
+def test_server_ends_without_its_guard(
+    guards: dict[str, Server], run: str, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The same check, with the guard removed: the pools no longer add up, and the server ends rather than serve."""
+    server, (check, last_words) = guards[name], DEADLY[name]
+    server.remove_guard(name)
+    with pytest.raises((AssertionError, httpx.HTTPError)):
+        check(server, run)
+    server.stop()
+    assert last_words in server.log.read_text(errors="replace")
+    record_property("guard", name)
