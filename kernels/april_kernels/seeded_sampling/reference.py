@@ -13,13 +13,18 @@ TOP_K_ALL = 1 << 30
 
 
 def _rotl(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _MASK
+    """Rotated left; only the low 32 bits of the result count."""
+    return (x << bits) | (x >> (32 - bits))
 
 
-def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """One 32-bit block `k` into the state `h`; int64 tensors holding 32-bit values, broadcast together."""
-    k = _rotl(k * 0xCC9E2D51 & _MASK, 15) * 0x1B873593 & _MASK
-    return (_rotl(h ^ k, 13) * 5 + 0xE6546B64) & _MASK
+def _scramble(block: torch.Tensor) -> torch.Tensor:
+    """Blocks before they enter the state, of whose int64 the low 32 bits count; the result is in [0, 2**32)."""
+    return _rotl(block * 0xCC9E2D51 & _MASK, 15) * 0x1B873593 & _MASK
+
+
+def _absorb(h: torch.Tensor, scrambled: torch.Tensor) -> torch.Tensor:
+    """A scrambled block into the state `h`, broadcast together."""
+    return _rotl(h ^ scrambled, 13).mul_(5).add_(0xE6546B64).bitwise_and_(_MASK)
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -33,14 +38,15 @@ def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.T
     Returns:
         int64 [rows, columns], values in [0, 2**32).
     """
-    seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
-    h = _mix(torch.zeros_like(seeds), seeds & _MASK)
-    h = _mix(h, (seeds >> 32) & _MASK)
-    h = _mix(h, positions & _MASK)
-    h = _mix(h, columns.to(torch.int64)[None, :]) ^ 16
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & _MASK
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _MASK
-    return h ^ (h >> 16)
+    seeds, positions = seeds.to(torch.int64), positions.to(torch.int64)
+    h = torch.zeros_like(seeds)
+    for block in _scramble(torch.stack((seeds, seeds >> 32, positions))):
+        h = _absorb(h, block)
+    # In place: this is the only part that is as large as the logits.
+    h = _absorb(h[:, None], _scramble(columns.to(torch.int64))).bitwise_xor_(16)
+    h.bitwise_xor_(h >> 16).mul_(0x85EBCA6B).bitwise_and_(_MASK)
+    h.bitwise_xor_(h >> 13).mul_(0xC2B2AE35).bitwise_and_(_MASK)
+    return h.bitwise_xor_(h >> 16)
 
 
 def keep_mask(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
@@ -80,7 +86,7 @@ def seeded_sample(
         int64 [rows].
     """
     columns = torch.arange(probs.shape[1], device=probs.device)
-    noise = (murmur_hash32(seeds, positions, columns).to(torch.float64) + 0.5) / 2.0**32
+    noise = murmur_hash32(seeds, positions, columns).to(torch.float64).add_(0.5).div_(2.0**32)
     score = probs.to(torch.float64).log_().sub_(noise.log_().neg_().log_())
     if keep is not None:
         score.masked_fill_(~keep, -torch.inf)
