@@ -165,6 +165,10 @@ class Run:
     new: list[Group] = field(default_factory=list)
     """Groups never begun, by arrival."""
 
+    def named(self, ids: list[str] | None) -> list[Group]:
+        """Undelivered groups with one of these prompt ids; all when `ids` is None."""
+        return [self.groups[i] for i in (self.groups if ids is None else dict.fromkeys(ids)) if i in self.groups]
+
     def samples(self, *states: State) -> list[Sample]:
         """Samples in one of the given states, in arrival order."""
         wanted = set(states)

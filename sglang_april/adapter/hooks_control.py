@@ -16,8 +16,8 @@ log = logging.getLogger("sglang_april")
 
 
 @guarded
-def _suspend_all(controller: Controller) -> None:
-    controller.suspender.suspend_all()
+def _interrupt(controller: Controller) -> None:
+    controller.interrupt()
 
 
 @guarded
@@ -54,7 +54,7 @@ def _abort_everything(controller: Controller) -> None:
 def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
     controller = manager.scheduler.april
-    _suspend_all(controller)
+    _interrupt(controller)
     if recv_req.flush_cache and not manager.is_fully_idle():
         out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
     else:
@@ -108,7 +108,7 @@ def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
     if s is not None:
         if recv_req.timeout_s and s.ps.tp_size > 1:
             return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
-        _suspend_all(s.april)
+        _interrupt(s.april)
     return orig(wrapper, recv_req)
 
 
@@ -138,7 +138,7 @@ def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
     controller = manager.scheduler.april
-    _suspend_all(controller)
+    _interrupt(controller)
     if not recv_req.tags or "kv_cache" in recv_req.tags:
         _evacuate(controller)
     return orig(manager, recv_req)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from sglang_april import wire
 from sglang_april.policy.push import Refused
-from sglang_april.policy.staleness import staleness
+from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.suspend import Suspender
-from sglang_april.types import Run, Sample, State
+from sglang_april.types import Sample, State
 
 
 class Progress(NamedTuple):
@@ -40,13 +40,18 @@ class Controller:
     # --- commands
 
     def command(self, cmd: wire.Command) -> None:
-        """Carry out one broadcast message and answer it; a refusal changes nothing."""
+        """Carry out one broadcast message and answer it; a refusal changes nothing.
+
+        Rounds that are over end first, and those that the message ends end at once: under a pause there are no steps.
+        """
+        self._end_due()
         try:
             data = self._carry_out(cmd)
             answer = wire.Answer(cmd.seq, data=data or {})
         except Refused as no:
             answer = wire.Answer(cmd.seq, no.status, no.field, no.reason)
         self.context.engine.send(answer)
+        self._end_due()
 
     def _carry_out(self, cmd: wire.Command) -> dict[str, Any] | None:
         match cmd:
@@ -65,9 +70,9 @@ class Controller:
             case wire.Thaw():
                 self.thaw()
             case wire.GetState():
-                return self.state()
+                return report.state(self.context)
             case wire.GetPartials():
-                return {"partials": self._partials(cmd.run)}
+                return {"partials": report.partials(self.context, cmd.run)}
         return None
 
     def _open(self, cmd: wire.OpenRound) -> dict[str, Any]:
@@ -80,7 +85,7 @@ class Controller:
         run = c.ledger.run(cmd.run)
         run.rounds_opened += 1
         rnd = Round(cmd, run, run.rounds_opened)
-        rnd.stats.carried_in = _sizes(run)
+        rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)
         rnd.mark_mandatory(c.clock.version)
         c.rounds[cmd.run] = rnd
@@ -100,10 +105,11 @@ class Controller:
         run = c.ledger.runs.get(cmd.run)
         if run is None:
             return {"groups": [], "samples": 0}
-        ids = list(run.groups) if cmd.ids is None else dict.fromkeys(cmd.ids)
-        doomed = [run.groups[i] for i in ids if i in run.groups]
+        doomed = run.named(cmd.ids)
         if any(g.counts[State.RUNNING] for g in doomed):
             c.engine.settle()
+            self._end_due()  # the step in flight may have met a quota
+            doomed = run.named(cmd.ids)
             self.suspender.suspend([s for g in doomed for s in g.samples.values()])
         samples = c.ledger.drop(run, [g.id for g in doomed])
         c.trace("drop", samples)
@@ -114,9 +120,15 @@ class Controller:
 
     # --- pushes and pauses (S1, S2)
 
+    def interrupt(self) -> None:
+        """Before whatever needs our samples out of the engine: rounds that are over end, all others are suspended."""
+        self._end_due()
+        self.suspender.suspend_all()
+        self._end_due()
+
     def push_begin(self, version: int | None) -> None:
         self.context.clock.begin(version)
-        self.suspender.suspend_all()
+        self.interrupt()
 
     def _push_end(self, version: int | None) -> dict[str, Any]:
         self.context.clock.end(version)
@@ -139,7 +151,7 @@ class Controller:
         self._dirty = True
 
     def freeze(self) -> None:
-        self.suspender.suspend_all()
+        self.interrupt()
         self.context.frozen = True
 
     def thaw(self) -> None:
@@ -147,6 +159,7 @@ class Controller:
 
     def abort_everything(self) -> None:
         """SGLang's abort of all requests: open rounds end with what they have, the carry is untouched (S2)."""
+        self._end_due()
         for rnd in list(self.context.rounds.values()):
             self.context.engine.settle()
             self._end(rnd, "stopped", None)
@@ -157,12 +170,12 @@ class Controller:
         """Top of a scheduling step: end what is over, make room, fill free slots."""
         c = self.context
         c.step += 1
-        if self._dirty:
-            self._end_due()
+        self._end_due()
         if c.ledger.runs:
             self.suspender.relieve()
         if c.rounds and c.may_step():
             self.resumer.admit()
+            self._end_due()  # a full queue may have given a sample up at once
             for rnd in c.rounds.values():
                 rnd.stats.timeline.note(rnd.run.running)
         c.write_digest()
@@ -172,7 +185,7 @@ class Controller:
 
     def _end_due(self) -> None:
         """Stop in the step that meets the quota. What ends in the step in flight is surplus (S3)."""
-        if not any(r.ends_now() for r in self.context.rounds.values()):
+        if not self._dirty or not any(r.ends_now() for r in self.context.rounds.values()):
             self._dirty = False
             return
         self.context.engine.settle()
@@ -186,7 +199,7 @@ class Controller:
         rnd.stats.quota_met()
         self.suspender.suspend_run(rnd.run, rnd.spec.tier)
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
-        carried = self._carried(rnd.run)
+        carried = report.carried(c, rnd.run)
         del c.rounds[rnd.run.name]
         c.engine.send(
             wire.RoundEnded(
@@ -243,78 +256,3 @@ class Controller:
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()
-
-    # --- reports
-
-    def _carried(self, run: Run) -> dict[str, Any]:
-        """What the run leaves for its next round."""
-        ages = [staleness(g, self.context.clock.version) for g in run.groups.values()]
-        tokens, by_tier = self._tiers(run.suspended)
-        return {
-            **_sizes(run),
-            "tokens_by_tier": tokens,
-            "bytes": by_tier,
-            "oldest_staleness": max(ages, default=0),
-            "finished_groups": run.whole,
-        }
-
-    def _tiers(self, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[str, int]]:
-        """KV tokens and bytes by tier; `none` counts output tokens whose KV is gone."""
-        tokens = {"device": 0, "host": 0, "none": 0}
-        for sample in samples:
-            if sample.pages is None:
-                tokens["none"] += sample.length
-            else:
-                tokens[sample.pages.tier] += sample.pages.length
-        size = self.context.engine.bytes_per_token
-        return tokens, {tier: n * size for tier, n in tokens.items() if tier != "none"}
-
-    def state(self) -> dict[str, Any]:
-        c = self.context
-        partials = [s for run in c.ledger.runs.values() for s in run.suspended]
-        tokens, by_tier = self._tiers(partials)
-        held = sum(c.engine.held_tokens(s.pages) for s in partials if s.pages is not None)
-        return {
-            "policy_version": c.clock.version,
-            "push_open": c.clock.open,
-            "closed": c.closed(),
-            "frozen": c.frozen,
-            "step": c.step,
-            "overlap": c.engine.overlap,
-            "rounds": [
-                {"round_id": r.spec.round_id, "run": r.run.name, "quota": r.spec.quota, "counted": r.counted()}
-                for r in c.rounds.values()
-            ],
-            "samples": c.ledger.census(),
-            "runs": {run.name: _sizes(run) for run in c.ledger.runs.values()},
-            "tokens": tokens,
-            "bytes": by_tier,
-            "pool": {**c.engine.pool_tokens(), "held": held},
-            "host_cap_tokens": c.host_cap_tokens,
-        }
-
-    def _partials(self, run: str | None) -> list[dict[str, Any]]:
-        runs = [r for r in self.context.ledger.runs.values() if run is None or r.name == run]
-        return [
-            {
-                "run": r.name,
-                "id": s.group.id,
-                "incarnation": s.group.incarnation,
-                "index": s.index,
-                "tokens": s.length,
-                "tier": s.pages.tier if s.pages is not None else "none",
-                "kv_version": s.kv_version,
-                "spans": [[x.start, x.end, x.version, x.kv] for x in s.closed_spans()],
-            }
-            for r in runs
-            for s in r.suspended
-        ]
-
-
-def _sizes(run: Run) -> dict[str, int]:
-    """Undelivered groups and samples of a run, and the output tokens of its unfinished samples."""
-    return {
-        "groups": len(run.groups),
-        "samples": sum(len(g.samples) for g in run.groups.values()),
-        "tokens": sum(s.length for s in run.suspended),
-    }

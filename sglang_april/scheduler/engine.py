@@ -24,7 +24,7 @@ class Engine(Protocol):
         """To the HTTP process (rank 0 only; elsewhere nothing happens)."""
 
     def settle(self) -> None:
-        """Take in the step in flight, so that every request's state is final."""
+        """Take in the step in flight, so that every request's state is final; finished ones leave the batch."""
 
     def forward_count(self) -> int:
         """Forwards of the model so far, anyone's."""
@@ -61,8 +61,8 @@ class Engine(Protocol):
     def prefill_budget(self) -> int:
         """Tokens that SGLang would give to new prefills now, its estimate for running requests taken off."""
 
-    def first_stranger_need(self) -> int:
-        """Tokens that the first waiting stock request needs by that estimate; 0 without one."""
+    def first_waiting_need(self) -> int:
+        """Tokens that the first waiting request, anyone's, needs by that estimate; 0 without one."""
 
     def remaining_estimate(self, sample: Sample) -> int:
         """Tokens that SGLang's budget sets aside for the rest of this sample."""

@@ -107,10 +107,13 @@ class Resumer:
         return True
 
     def _fit(self, samples: list[Sample]) -> list[Sample]:
-        """The first of `samples` that fit SGLang's prefill budget; one at least when nothing else runs."""
+        """The first of `samples` that fit SGLang's prefill budget; one at least when nothing else runs.
+
+        That budget counts on a part of what running samples may still write; the decode of this very step is certain.
+        """
         engine = self._c.engine
         taken: list[Sample] = []
-        budget = engine.prefill_budget()
+        budget = min(engine.prefill_budget(), engine.tokens_free() - engine.tokens_for_next_decode())
         for sample in samples:
             need = self._need(sample)
             if need >= budget:

@@ -14,7 +14,7 @@ class Suspender:
 
     def suspend_all(self) -> None:
         """Before anything that needs our samples out of the engine: a push, a flush, a pause, a release (S2)."""
-        if any(run.running for run in self._c.ledger.runs.values()):
+        if any(run.groups for run in self._c.ledger.runs.values()):
             self._c.engine.settle()
             self.suspend(list(self._c.ledger.samples(State.RUNNING)))
 
@@ -82,8 +82,7 @@ class Suspender:
         self._free_device(engine.tokens_for_next_decode())
         if engine.tokens_for_next_decode() > engine.tokens_free():
             self._suspend_newest()
-        if engine.strangers_waiting():
-            need = engine.first_stranger_need()
+        if need := engine.first_waiting_need():
             for sample in self.on_device():
                 if engine.prefill_budget() > need:
                     break

@@ -23,9 +23,12 @@ def _unaccounted(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 def _some_steps_later(guarded: Callable[..., Any], controller: Any) -> None:
-    controller.late = getattr(controller, "late", 0) + 1
-    if controller.late > 3:
-        controller.late = 0
+    step = controller.context.step
+    if not any(r.ends_now() for r in controller.context.rounds.values()):
+        controller.over_since = None
+    elif getattr(controller, "over_since", None) is None:
+        controller.over_since = step
+    elif step - controller.over_since >= 3:
         guarded(controller)
 
 

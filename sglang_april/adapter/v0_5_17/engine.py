@@ -53,19 +53,19 @@ class SchedulerEngine:
     # --- steps
 
     def settle(self) -> None:
-        """Process the step in flight, and merge the last prefill into the running batch as the loop would."""
+        """Process the step in flight, merge the last prefill as the loop would, let go of what has just finished."""
         s = self._s
         queue = getattr(s, "result_queue", None)
         while queue:
             batch, result = queue.popleft()
             s.process_batch_result(batch, result)
         last, s.last_batch = s.last_batch, None
-        if last is None or last is s.running_batch or not last.forward_mode.is_extend():
-            return
-        last.filter_batch(chunked_req_to_exclude=[r for r in (s.chunked_req, last.chunked_req) if r is not None])
+        if last is not None and last is not s.running_batch and last.forward_mode.is_extend():
+            last.filter_batch(chunked_req_to_exclude=[r for r in (s.chunked_req, last.chunked_req) if r is not None])
+            if not last.is_empty():
+                s.running_batch = _merged(s.running_batch, last)
+        s.running_batch.filter_batch()
         s.running_batch.batch_is_full = False
-        if not last.is_empty():
-            s.running_batch = _merged(s.running_batch, last)
 
     def forward_count(self) -> int:
         return self._s.forward_ct
@@ -74,12 +74,17 @@ class SchedulerEngine:
 
     def free_slots(self) -> int:
         s = self._s
-        taken = len(s.running_batch.reqs)
-        last = s.last_batch
-        if last is not None and last is not s.running_batch and last.forward_mode.is_extend():
-            taken += len(last.reqs)
+        joining = self._joining()
+        taken = len(s.running_batch.reqs) + len(joining) + (s.chunked_req is not None and s.chunked_req not in joining)
         ours_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
         return s.get_num_allocatable_reqs(taken) - ours_waiting
+
+    def _joining(self) -> list[Req]:
+        """Requests of the last prefill, which join the running batch at the top of the next step."""
+        last = self._s.last_batch
+        if last is None or last is self._s.running_batch or not last.forward_mode.is_extend():
+            return []
+        return last.reqs
 
     def strangers_waiting(self) -> int:
         return sum(r.april is None for r in self._s.waiting_queue)
@@ -104,9 +109,9 @@ class SchedulerEngine:
         return self._s.token_to_kv_pool_allocator.available_size() + self._s.tree_cache.evictable_size()
 
     def tokens_for_next_decode(self) -> int:
-        batch = self._s.running_batch
-        alive = [i for i, r in enumerate(batch.reqs) if not r.finished()]
-        return batch.new_tokens_required_next_decode(alive) if alive else 0
+        s = self._s
+        alive = [r for r in itertools.chain(s.running_batch.reqs, self._joining()) if not r.finished()]
+        return sum(r.kv_committed_len % s.page_size == 0 for r in alive if r is not s.chunked_req) * s.page_size
 
     def prefill_budget(self) -> int:
         s = self._s
@@ -124,9 +129,9 @@ class SchedulerEngine:
         )
         return int(adder.rem_total_tokens)
 
-    def first_stranger_need(self) -> int:
-        req = next((r for r in self._s.waiting_queue if r.april is None), None)
-        return 0 if req is None else req.seqlen + _rest(req) + self.page_size
+    def first_waiting_need(self) -> int:
+        queue = self._s.waiting_queue
+        return queue[0].seqlen + _rest(queue[0]) + self.page_size if queue else 0
 
     def remaining_estimate(self, sample: Sample) -> int:
         return _rest(sample.request) + self.page_size
@@ -199,6 +204,7 @@ class SchedulerEngine:
 
     def to_host(self, pages: Pages) -> None:
         self.pages.to_host(pages)
+        self._made_room()
 
     def to_device(self, pages: Pages) -> bool:
         return self.pages.to_device(pages)
@@ -207,6 +213,11 @@ class SchedulerEngine:
         if sample.pages is not None:
             self.pages.free(sample.pages, sample.request)
             sample.pages = None
+            self._made_room()
+
+    def _made_room(self) -> None:
+        """SGLang remembers that a prefill did not fit until a running request ends; with none running, for ever."""
+        self._s.running_batch.batch_is_full = False
 
     def held_tokens(self, pages: Pages) -> int:
         return self.pages.round_up(pages.length) - pages.protected if pages.slots is not None else 0

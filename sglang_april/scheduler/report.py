@@ -1,0 +1,86 @@
+"""What a scheduler says of itself: what a run carries, all that is there, and its partials."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_april.policy.staleness import staleness
+from sglang_april.scheduler.context import Context
+from sglang_april.types import Run, Sample
+
+
+def carried(c: Context, run: Run) -> dict[str, Any]:
+    """What the run leaves for its next round."""
+    ages = [staleness(g, c.clock.version) for g in run.groups.values()]
+    tokens, by_tier = _tiers(c, run.suspended)
+    return {
+        **sizes(run),
+        "tokens_by_tier": tokens,
+        "bytes": by_tier,
+        "oldest_staleness": max(ages, default=0),
+        "finished_groups": run.whole,
+    }
+
+
+def sizes(run: Run) -> dict[str, int]:
+    """Undelivered groups and samples of a run, and the output tokens of its unfinished samples."""
+    return {
+        "groups": len(run.groups),
+        "samples": sum(len(g.samples) for g in run.groups.values()),
+        "tokens": sum(s.length for s in run.suspended),
+    }
+
+
+def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[str, int]]:
+    """KV tokens and bytes by tier; `none` counts output tokens whose KV is gone."""
+    tokens = {"device": 0, "host": 0, "none": 0}
+    for sample in samples:
+        if sample.pages is None:
+            tokens["none"] += sample.length
+        else:
+            tokens[sample.pages.tier] += sample.pages.length
+    size = c.engine.bytes_per_token
+    return tokens, {tier: n * size for tier, n in tokens.items() if tier != "none"}
+
+
+def state(c: Context) -> dict[str, Any]:
+    """`GET /april/state`, as far as the scheduler knows."""
+    stored = [s for run in c.ledger.runs.values() for s in run.suspended]
+    tokens, by_tier = _tiers(c, stored)
+    held = sum(c.engine.held_tokens(s.pages) for s in stored if s.pages is not None)
+    return {
+        "policy_version": c.clock.version,
+        "push_open": c.clock.open,
+        "closed": c.closed(),
+        "frozen": c.frozen,
+        "step": c.step,
+        "overlap": c.engine.overlap,
+        "rounds": [
+            {"round_id": r.spec.round_id, "run": r.run.name, "quota": r.spec.quota, "counted": r.counted()}
+            for r in c.rounds.values()
+        ],
+        "samples": c.ledger.census(),
+        "runs": {run.name: sizes(run) for run in c.ledger.runs.values()},
+        "tokens": tokens,
+        "bytes": by_tier,
+        "pool": {**c.engine.pool_tokens(), "held": held},
+        "host_cap_tokens": c.host_cap_tokens,
+    }
+
+
+def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
+    """Suspended samples of a run, or of all."""
+    runs = [r for r in c.ledger.runs.values() if run is None or r.name == run]
+    return [
+        {
+            "run": r.name,
+            "id": s.group.id,
+            "incarnation": s.group.incarnation,
+            "index": s.index,
+            "tokens": s.length,
+            "tier": s.pages.tier if s.pages is not None else "none",
+            "kv_version": s.kv_version,
+            "spans": [[x.start, x.end, x.version, x.kv] for x in s.closed_spans()],
+        }
+        for r in runs
+        for s in r.suspended
+    ]
