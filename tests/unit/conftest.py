@@ -1,0 +1,11 @@
+"""Fixtures of the scheduler's unit tests."""
+
+import pytest
+
+from tests.unit.world import Build, World
+
+
+@pytest.fixture(params=["normal", "overlap"])
+def world(request: pytest.FixtureRequest) -> Build:
+    """`world(...)`: two replicas of a server with one of the two loops."""
+    return lambda **engine: World(replicas=2, overlap=request.param == "overlap", **engine)

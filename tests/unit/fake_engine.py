@@ -1,0 +1,178 @@
+"""`sglang_april.scheduler.engine.Engine` in memory, with the real controller on it: no SGLang, no tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_april import wire
+from sglang_april.policy.push import PushClock
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.controller import Controller
+from sglang_april.store.entry import Pages
+from sglang_april.types import Sample
+from tests.unit.fake_loop import FakeLoop, Request
+
+
+class FakeEngine(FakeLoop):
+    page_size = 1
+    bytes_per_token = 10
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        pool: int = 300,
+        chunk: int = 16,
+        overlap: bool = False,
+        host_cap: int = 1000,
+        queue_limit: int = 10**6,
+        digest: Any = None,
+    ) -> None:
+        super().__init__(slots, pool, chunk, overlap, queue_limit)
+        self.first_start: dict[str, int] = {}
+        """Requests by name, numbered when they first came."""
+        self.ended: dict[tuple[str, str, int, int], Request] = {}
+        """Requests of finished samples, for whoever checks them."""
+        self.on_event: Callable[[wire.Event], None] = lambda event: None
+        self.controller = Controller(Context(self, PushClock(), host_cap, digest=digest))
+
+    def send(self, event: wire.Event) -> None:
+        self.on_event(event)
+
+    # --- slots and memory
+
+    def forward_count(self) -> int:
+        return self.forwards
+
+    def free_slots(self) -> int:
+        ours = sum(r.sample is not None for r in self.waiting)
+        joining = {r.request for r in self.last or ()} | ({self.chunked} if self.chunked else set())
+        return self.slots - len(self.running) - len(joining) - ours
+
+    def strangers_waiting(self) -> int:
+        return sum(r.sample is None for r in self.waiting)
+
+    def idle(self) -> bool:
+        return not self.running and not self.waiting and self.chunked is None
+
+    def row_slots(self) -> int:
+        return self.slots - len(self.running)
+
+    def memory_released(self) -> list[str]:
+        return self.released
+
+    def mid_prefill(self) -> bool:
+        return self.chunked is not None
+
+    def pool_tokens(self) -> dict[str, int]:
+        last = [r.request for r in self.last or () if r.request is not self.chunked]
+        chunked = [self.chunked] if self.chunked else []
+        running = sum(len(r.slots or ()) for r in [*self.running, *last, *chunked])
+        return {"available": len(self.free), "evictable": 0, "protected": 0, "running": running, "total": self.pool}
+
+    def tokens_free(self) -> int:
+        return len(self.free)
+
+    def tokens_for_next_decode(self) -> int:
+        joining = [r.request for r in self.last or () if r.request is not self.chunked]
+        return sum(r.reason is None for r in [*self.running, *joining])
+
+    def first_waiting_need(self) -> int:
+        first = self.waiting[0] if self.waiting else None
+        return first.prompt + len(first.output) + first.rest if first is not None else 0
+
+    def remaining_estimate(self, sample: Sample) -> int:
+        return sample.request.rest + 1
+
+    # --- samples
+
+    def start(self, sample: Sample, *, proximal: bool) -> None:
+        request: Request | None = sample.request
+        if request is None:
+            group = sample.group
+            name = f"{group.order}.{sample.index}"
+            prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
+            sample.request = request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
+            self.first_start.setdefault(name, len(self.first_start))
+        request.recomputed = bool(request.output)
+        self.queue(request)
+
+    def attach(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            request, pages = sample.request, sample.pages
+            assert pages.tier == "device"
+            assert pages.length == request.prompt + len(request.output) - 1
+            request.slots, request.drawn, sample.pages = pages.slots, len(request.output), None
+            self.running.append(request)
+        assert len(self.running) <= self.slots
+
+    def detach(self, samples: Sequence[Sample]) -> None:
+        assert self.in_flight is None, "a step is in flight"
+        mine = {s.request: s for s in samples if s.request is not None}
+        self.waiting = [r for r in self.waiting if r not in mine]
+        if self.chunked in mine:
+            self.let_go(self.chunked)
+            self.chunked = None
+        for request in [r for r in self.running if r in mine and r.reason is None]:
+            assert len(request.slots) == request.prompt + len(request.output) - 1
+            mine[request].pages = Pages(len(request.slots), 0, request.slots, None, None)
+            request.slots = None
+            self.running.remove(request)
+        for request, sample in mine.items():
+            if not request.output:
+                self.forget(sample)
+
+    def forget(self, sample: Sample) -> None:
+        if sample.pages is not None:
+            self.release(sample)
+        sample.request = None
+
+    def finished(self, sample: Sample, reason: dict[str, Any] | None) -> wire.FinishedSample:
+        request, group = sample.request, sample.group
+        output = request.output
+        self.ended[group.run.name, group.id, group.incarnation, sample.index] = request
+        result = wire.FinishedSample(
+            group.run.name,
+            group.id,
+            group.incarnation,
+            sample.index,
+            np.array(output, "<i4").tobytes(),
+            np.full(len(output), -1, "<f4").tobytes(),
+            sample.closed_spans(),
+            reason or request.reason,
+            sample.seed,
+        )
+        self.forget(sample)
+        return result
+
+    def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
+        return sorted((s for s in samples if s.request is not None and s.request.slots), key=lambda s: -s.order)
+
+    # --- pages
+
+    def to_host(self, pages: Pages) -> None:
+        pages.host = [self.cells[slot] for slot in pages.slots]
+        self.free += pages.slots
+        pages.slots = None
+
+    def to_device(self, pages: Pages) -> bool:
+        if len(self.free) < pages.length:
+            return False
+        pages.slots = [self.free.pop() for _ in range(pages.length)]
+        for slot, cell in zip(pages.slots, pages.host, strict=True):
+            self.cells[slot] = cell
+        pages.host = None
+        return True
+
+    def release(self, sample: Sample) -> None:
+        if sample.pages.slots is not None:
+            self.free += sample.pages.slots
+        sample.pages = None
+
+    def held_tokens(self, pages: Pages) -> int:
+        return len(pages.slots) if pages.slots is not None else 0
+
+    def renew_keys(self) -> None:
+        assert self.version == self.controller.context.clock.version

@@ -1,0 +1,276 @@
+"""A scheduling loop small enough to read, in the shape of SGLang's: what `fake_engine.py` puts our controller on.
+
+A waiting queue, chunked prefills that go before decodes, a running batch, retracts when a decode does not fit and, in
+the overlap loop, one step in flight. Every slot of the KV pool remembers whose token it holds and which policy version
+wrote it, so that a page which is lost, shared or stale is noticed by the next forward. Output token t of a sample is a
+function of its seed and t.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_april.scheduler.controller import Controller, Progress
+from sglang_april.types import Sample, State
+from sglang_april.wire import Provenance
+
+
+def token(seed: int, position: int) -> int:
+    return (seed >> (position % 40)) % 997
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request in the engine; `sample` is None for one of `/generate`."""
+
+    name: str
+    seed: int
+    prompt: int
+    """Tokens of the prompt."""
+    max_new: int
+    ends_early: bool = True
+    sample: Sample | None = None
+    output: list[int] = field(default_factory=list)
+    drawn_under: list[tuple[int, Provenance]] = field(default_factory=list)
+    """Per output token: the version, and how the KV beneath came to be, read off the slots themselves."""
+    drawn: int = 0
+    """Output tokens that the device has drawn, the step in flight included."""
+    slots: list[int] | None = None
+    recomputed: bool = False
+    leg: int = 0
+    """Results of an earlier leg are void (retracts)."""
+    reason: dict[str, Any] | None = None
+    giving_up: bool = False
+
+    @property
+    def length(self) -> int:
+        """Where it ends by itself."""
+        return 1 + self.seed % self.max_new if self.ends_early else self.max_new
+
+    @property
+    def rest(self) -> int:
+        return max(self.max_new - len(self.output), 0)
+
+
+@dataclass(slots=True)
+class Row:
+    """What one forward did to one request."""
+
+    request: Request
+    leg: int
+    prefilled: int
+    drew: tuple[int, Provenance] | None
+
+
+class FakeLoop:
+    controller: Controller
+
+    def __init__(self, slots: int, pool: int, chunk: int, overlap: bool, queue_limit: int) -> None:
+        self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
+        self.version = 0
+        self.cells: list[tuple[str, int, int] | None] = [None] * pool
+        """Per KV slot: whose token, its position, and the version that wrote it."""
+        self.free = list(range(pool))
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.chunked: Request | None = None
+        self.last: list[Row] | None = None
+        """The last batch, if it was a prefill whose rows have not joined the running batch."""
+        self.in_flight: list[Row] | None = None
+        self.forwards = 0
+        self.retracts = 0
+        self.late_abort = False
+        """A retract met a full queue in this step, after `before_step`."""
+        self.retract_next = False
+        """SGLang's test switch: retract somebody at the next decode."""
+        self.released: list[str] = []
+        self.flush_pending = False
+        self.on_forward: Callable[[list[Row]], None] = lambda rows: None
+        self.on_results: Callable[[list[Row], list[Request]], None] = lambda rows, grown: None
+        self.on_retract: Callable[[Request], None] = lambda request: None
+
+    # --- the loop
+
+    def step(self) -> bool:
+        """One turn of the scheduler's loop; whether a forward was launched."""
+        self.late_abort = False
+        self.check_pending_flush()
+        self.controller.context.flushing = self.flush_pending
+        self.controller.before_step()
+        self.merge_last()
+        prefill = None if self.controller.resume() else self._prefill()
+        rows = prefill or self._decode()
+        if rows:
+            self.forwards += 1
+            self.on_forward(rows)
+        before, self.in_flight = self.in_flight, rows or None
+        self.last = prefill
+        if not self.overlap:
+            before, self.in_flight = self.in_flight, None
+        if before:
+            self.process(before)
+        return bool(rows)
+
+    def merge_last(self) -> None:
+        if self.last is not None:
+            self.running += [
+                r.request for r in self.last if r.request is not self.chunked and r.request.slots is not None
+            ]
+            self.last = None
+
+    def _prefill(self) -> list[Row] | None:
+        rows: list[Row] = []
+        left, budget = self.chunk, self.prefill_budget()
+        places = self.slots - len(self.running)
+        while left > 0 and (self.chunked is not None or (self.waiting and places > 0)):
+            request = self.chunked or self.waiting[0]
+            if request is not self.chunked:
+                need = request.prompt + len(request.output) + request.rest
+                if need >= budget:
+                    break
+                self.waiting.pop(0)
+                request.slots, request.drawn = [], len(request.output)
+            places -= 1
+            done, total = len(request.slots), request.prompt + len(request.output)
+            count = min(left, total - done)
+            self._write(request, done, count)
+            left -= count
+            budget -= count + request.rest
+            self.chunked = request if done + count < total else None
+            rows.append(Row(request, request.leg, count, None if self.chunked else self._draw(request)))
+            if self.chunked:
+                break
+        return rows or None
+
+    def _decode(self) -> list[Row] | None:
+        self.running = [r for r in self.running if r.reason is None]
+        kept = sorted(self.running, key=lambda r: (-len(r.output), r.prompt))
+        while self.running and (self.retract_next or len(self.running) > len(self.free)):
+            if len(kept) == 1:
+                assert len(self.free) > 0, f"{kept[0].name} alone does not fit: SGLang would abort it"
+                break
+            self._retract(kept.pop())
+            self.retract_next = False
+        self.retract_next = False
+        for request in self.running:
+            self._write(request, request.prompt + request.drawn - 1, 1)
+        return [Row(r, r.leg, 0, self._draw(r)) for r in self.running] or None
+
+    def _retract(self, request: Request) -> None:
+        self.retracts += 1
+        if not self.retract_next:
+            self.on_retract(request)
+        self.running.remove(request)
+        self.let_go(request)
+        request.recomputed = bool(request.output)
+        if request.sample is not None:
+            self.controller.retracted(request.sample)
+        self.queue(request)
+        self.late_abort |= request.reason is not None
+
+    def _write(self, request: Request, position: int, count: int) -> None:
+        assert len(request.slots) == position, f"{request.name}: KV has a hole"
+        for p, slot in enumerate(request.slots):
+            assert self.cells[slot][:2] == (request.name, p), f"{request.name} stands on {self.cells[slot]} at {p}"
+        for p in range(position, position + count):
+            slot = self.free.pop()
+            self.cells[slot] = (request.name, p, self.version)
+            request.slots.append(slot)
+
+    def _draw(self, request: Request) -> tuple[int, Provenance]:
+        request.drawn += 1
+        old = any(self.cells[slot][2] < self.version for slot in request.slots)
+        return self.version, "kept" if old else "recomputed" if request.recomputed else "fresh"
+
+    def process(self, rows: list[Row]) -> None:
+        grown: list[Request] = []
+        for row in rows:
+            request = row.request
+            if row.leg != request.leg or request.reason is not None or row.drew is None:
+                continue
+            request.output.append(token(request.seed, len(request.output)))
+            request.drawn_under.append(row.drew)
+            grown.append(request)
+            if request.giving_up:
+                request.reason = {"type": "abort"}
+            elif len(request.output) == request.length:
+                request.reason = {"type": "stop"}
+            if request.reason is not None:
+                self.let_go(request)
+        self.on_results(rows, grown)
+        self.controller.progress(
+            Progress(r.request.sample, len(r.request.output), r.prefilled, r.request.reason is not None)
+            for r in rows
+            if r.request.sample is not None
+            and r.request.sample.state is State.RUNNING
+            and r.request.sample.request is r.request
+        )
+
+    def let_go(self, request: Request) -> None:
+        self.free += request.slots or []
+        request.slots = None
+        request.leg += 1
+
+    def queue(self, request: Request) -> None:
+        self.waiting.append(request)
+        if len(self.waiting) > self.queue_limit and request.sample is not None:
+            self.abort_waiting(request)
+
+    # --- what others do to the engine
+
+    def add_stranger(self, name: str, seed: int, prompt: int, max_new: int) -> Request:
+        """A request of `/generate`."""
+        request = Request(name, seed, prompt, max_new)
+        self.waiting.append(request)
+        return request
+
+    def abort_waiting(self, request: Request) -> None:
+        """A request leaves the queue without ever passing through a batch."""
+        self.waiting.remove(request)
+        request.reason = {"type": "abort"}
+        if request.sample is not None:
+            self.controller.aborted(request.sample, request.reason)
+
+    def fully_idle(self) -> bool:
+        places = (self.running, self.waiting, self.in_flight, self.last)
+        return self.chunked is None and not any(places)
+
+    def flush(self, *, wait: bool = False) -> bool:
+        """`flush_cache`: pages that matter are out before everything is cleared."""
+        self.controller.interrupt()
+        if not self.fully_idle():
+            self.flush_pending = self.flush_pending or wait
+            return False
+        self.controller.suspender.evacuate()
+        self.cells, self.free = [None] * self.pool, list(range(self.pool))
+        return True
+
+    def check_pending_flush(self) -> None:
+        if self.flush_pending and self.fully_idle():
+            self.flush()
+            self.flush_pending = False
+
+    def weight_call(self, *, ok: bool, whole: bool, flush: bool) -> None:
+        """One of SGLang's weight calls, as the hook around it does it."""
+        self.controller.interrupt()
+        ok = ok and (not flush or self.flush())
+        self.controller.weight_call_ended(ok, "failed", whole=whole)
+
+    def release_memory(self) -> bool:
+        self.controller.interrupt()
+        if not self.flush():
+            return False
+        self.released = ["kv_cache"]
+        return True
+
+    def settle(self) -> None:
+        """Take in the step in flight."""
+        rows, self.in_flight = self.in_flight, None
+        if rows:
+            self.process(rows)
+        self.merge_last()
+        self.running = [r for r in self.running if r.reason is None]
+
+    def prefill_budget(self) -> int:
+        """Free tokens, less a seventh of what the running requests may still write (SGLang learns this ratio)."""
+        return len(self.free) - sum(r.rest for r in self.running) // 7

@@ -1,0 +1,122 @@
+"""What the rules say of groups and rounds, from the events alone: S3 and S4 a second time, written differently."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_april import wire
+from sglang_april.scheduler.ledger import Ledger
+from tests.unit.fake_loop import Request
+
+Key = tuple[str, str, int]
+"""A group: run, id, incarnation."""
+
+
+class Ended(NamedTuple):
+    """A finished sample that is in no reply yet."""
+
+    step: int
+    order: int
+    """Of its first admission."""
+    oldest: int | None
+    """Version of its first token."""
+
+
+@dataclass(eq=False, slots=True)
+class KnownGroup:
+    key: Key
+    undelivered: set[int]
+    finished: dict[int, Ended] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return len(self.finished) == len(self.undelivered)
+
+
+@dataclass(eq=False, slots=True)
+class KnownRound:
+    spec: wire.OpenRound
+    begun_before: int = 0
+    """Groups that had begun when the round opened."""
+    mandatory: set[Key] = field(default_factory=set)
+    stop: wire.StopRound | None = None
+    generated: int = 0
+    reprefilled: int = 0
+
+
+class Known:
+    """Every sample that was ever accepted, and the open rounds."""
+
+    ledger: Ledger
+    """Asked only for what the engine has of a sample."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.groups: dict[Key, KnownGroup] = {}
+        """Undelivered groups."""
+        self.rounds: dict[str, KnownRound] = {}
+        """By run."""
+        self.incarnations: Counter[tuple[str, str]] = Counter()
+        self.fate: dict[tuple[Key, int], str] = {}
+        """Of every sample ever accepted: "live", "delivered" or "dropped"."""
+
+    def due(self, rnd: KnownRound) -> wire.EndReason | None:
+        """S3, S4: whether the round must end now."""
+        groups = list(self.of(rnd.spec.run))
+        done = sum(len(g.finished) for g in groups) if rnd.spec.unit == "sample" else sum(g.whole for g in groups)
+        if rnd.spec.quota is not None and done >= rnd.spec.quota:
+            return None if any(self.must(rnd, g) and not g.whole for g in groups) else "quota"
+        return "exhausted" if all(g.whole for g in groups) else None
+
+    def must(self, rnd: KnownRound, group: KnownGroup) -> bool:
+        return group.key in rnd.mandatory or (rnd.spec.max_staleness == 0 and self.oldest(group) is not None)
+
+    def oldest(self, group: KnownGroup) -> int | None:
+        """Version of the oldest token of any undelivered sample."""
+        versions = [e.oldest for e in group.finished.values()] + [oldest_of(r) for r in self.requests(group)]
+        return min((v for v in versions if v is not None), default=None)
+
+    def mark(self, rnd: KnownRound) -> None:
+        bound = rnd.spec.max_staleness
+        for group in self.of(rnd.spec.run):
+            oldest = self.oldest(group)
+            if bound is not None and oldest is not None and self.version - oldest >= bound:
+                rnd.mandatory.add(group.key)
+
+    def of(self, run: str) -> Iterator[KnownGroup]:
+        return (g for k, g in self.groups.items() if k[0] == run)
+
+    def requests(self, group: KnownGroup) -> Iterator[Request]:
+        """What the engine has of the group's unfinished samples."""
+        run, name, _ = group.key
+        live = (self.ledger.runs[run].groups[name].samples[i] for i in group.undelivered - set(group.finished))
+        return (s.request for s in live if s.request is not None)
+
+    def check_delivery(self, rnd: KnownRound, e: wire.RoundEnded) -> None:
+        """S3: who is delivered, how many, and in which order."""
+        units: list[tuple[tuple[bool, int, int], Key, list[int]]] = []
+        for group in self.of(e.run):
+            if rnd.stop and rnd.stop.deliver is not None and group.key[1] not in rnd.stop.deliver:
+                continue
+            whole = [list(group.finished)] if group.whole else []
+            for part in [[i] for i in group.finished] if rnd.spec.unit == "sample" else whole:
+                step, order = max(group.finished[i].step for i in part), min(group.finished[i].order for i in part)
+                units.append(((not self.must(rnd, group), step, order), group.key, part))
+        units.sort()
+        count = len(units)
+        if e.end_reason == "quota" and rnd.spec.surplus == "carry":
+            count = max(rnd.spec.quota or 0, sum(not u[0][0] for u in units))
+            assert count <= len(units)
+        expected: dict[Key, list[int]] = {}
+        for _, key, part in units[:count]:
+            expected[key] = sorted(expected.get(key, []) + part)
+        assert [((e.run, d.id, d.incarnation), d.indices) for d in e.deliver] == list(expected.items())
+
+    def leave(self, key: Key, index: int, how: str) -> None:
+        assert self.fate[key, index] == "live", f"{key}[{index}] is {how} after it was {self.fate[key, index]}"
+        self.fate[key, index] = how
+
+
+def oldest_of(request: Request) -> int | None:
+    return request.drawn_under[0][0] if request.drawn_under else None

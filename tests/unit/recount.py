@@ -1,0 +1,105 @@
+"""Counters and places of every sample, recounted from scratch (design rule 1, S10)."""
+
+from collections.abc import Iterator
+
+from sglang_april.scheduler.ledger import Ledger
+from sglang_april.types import Run, Sample, State
+from sglang_april.wire import Span
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_loop import Request
+
+STATES = QUEUED, RUNNING, SUSPENDED, FINISHED = tuple(State)
+
+
+def samples_of(ledger: Ledger) -> Iterator[Sample]:
+    return (s for run in ledger.runs.values() for g in run.groups.values() for s in g.samples.values())
+
+
+def spans_of(request: Request) -> list[Span]:
+    """What the spans must be: the stretches of equal (version, provenance) among the tokens."""
+    spans: list[Span] = []
+    before = None
+    for i, drawn in enumerate(request.drawn_under):
+        if drawn != before:
+            spans.append(Span(i, i, *drawn))
+            before = drawn
+        spans[-1].end = i + 1
+    return spans
+
+
+def recount(engine: FakeEngine, ledger: Ledger) -> None:
+    totals = [0, 0, 0, 0]
+    for run in ledger.runs.values():
+        totals = [a + b for a, b in zip(totals, _recount_run(run), strict=True)]
+    assert list(ledger.census().values()) == totals
+    rows = [r.request for r in engine.last or () if r.request is not engine.chunked and r.request.slots is not None]
+    chunked = [engine.chunked] if engine.chunked is not None else []
+    in_batches = [*engine.running, *rows, *chunked]
+    in_engine = [*engine.waiting, *in_batches]
+    samples = list(samples_of(ledger))
+    for sample in samples:
+        _check_place(engine, sample, in_engine)
+    _recount_pool(engine, samples, in_batches)
+
+
+def _recount_run(run: Run) -> list[int]:
+    """Samples by state, in the order of `State`."""
+    totals = [0, 0, 0, 0]
+    whole, begun, new, suspended = 0, set(), [], []
+    for name, group in run.groups.items():
+        assert name == group.id
+        assert group.samples, "a group without samples is delivered"
+        states = [s.state for s in group.samples.values()]
+        queued, _, waits, finished = counts = [states.count(state) for state in STATES]
+        assert list(group.counts.values()) == counts
+        totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        whole += finished == len(states)
+        if waits:
+            suspended += [s for s in group.samples.values() if s.state is SUSPENDED]
+        shelf = "new" if queued == group.prompt.n else "begun" if queued else ""
+        assert group.shelf == shelf
+        if shelf == "new":
+            new.append(group)
+        elif shelf == "begun":
+            begun.add(group)
+    assert [run.running, run.finished, run.whole] == [totals[1], totals[3], whole]
+    assert run.suspended.keys() == set(suspended)
+    assert run.begun.keys() == begun
+    assert run.new == sorted(new, key=lambda g: g.order)
+    return totals
+
+
+def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -> None:
+    """A sample is in exactly one place."""
+    request: Request | None = sample.request
+    assert (in_engine.count(request) if request is not None else 0) == (sample.state is RUNNING), sample.state
+    if sample.state is QUEUED or sample.state is FINISHED:
+        assert request is None
+        assert sample.pages is None
+        return
+    assert sample.length == len(request.output)
+    assert sample.closed_spans() == spans_of(request)
+    if sample.state is RUNNING:
+        assert sample.pages is None
+        return
+    assert sample.length > 0
+    assert request.slots is None
+    if sample.pages is not None:
+        assert sample.pages.length == request.prompt + sample.length - 1
+        assert (sample.pages.slots is None) != (sample.pages.host is None)
+        cells = sample.pages.host or [engine.cells[slot] for slot in sample.pages.slots]
+        assert all(c[0] == request.name and c[1] == p for p, c in enumerate(cells))
+        assert sample.kv_version == min(c[2] for c in cells)
+
+
+def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Request]) -> None:
+    """S10: every pool token has exactly one owner."""
+    owned = list(engine.free)
+    for request in in_batches:
+        owned += request.slots or []
+    pages = [s.pages for s in samples if s.pages is not None]
+    for p in pages:
+        owned += p.slots or []
+    assert len(owned) == len(set(owned)) == engine.pool, "a slot is lost or owned twice"
+    assert sum(p.length for p in pages if p.tier == "host") <= engine.controller.context.host_cap_tokens
+    assert len(in_batches) <= engine.slots

@@ -1,0 +1,210 @@
+"""Any interleaving of events keeps the rules: nothing is lost, nothing counted twice, rounds end as S3 and S4 say.
+
+`World` checks after every event; here are the events. `Rounds` is what hypothesis shrinks to a short story when a rule
+breaks; the ten thousand rounds go deeper with less talk.
+"""
+
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.world import World
+
+ROUNDS = 10_000
+RUNS = ("a", "b", "c")
+IDS = tuple(f"p{i}" for i in range(8))
+
+ENGINES = {
+    "slots": (1, 2, 4, 8),
+    "pool": (32, 40, 60, 300),
+    "chunk": (3, 16),
+    "overlap": (False, True),
+    "host_cap": (0, 20, 1000),
+    "queue_limit": (10**6, 10**6, 6),
+}
+SPECS: dict[str, tuple[Any, ...]] = {
+    "quota": (1, 2, 3, None),
+    "unit": ("group", "sample"),
+    "kv": ("keep", "recompute", "auto"),
+    "max_staleness": (5, 0, 1, 2, None),
+    "surplus": ("carry", "return"),
+    "concurrency": (None, None, 1, 3),
+    "tier": ("auto", "auto", "device", "host", "none"),
+}
+
+
+def abort(engine: FakeEngine, index: int) -> None:
+    """SGLang gives up a request that waits, or else one that runs."""
+    if engine.waiting:
+        engine.abort_waiting(engine.waiting[index % len(engine.waiting)])
+    elif engine.running:
+        engine.running[index % len(engine.running)].giving_up = True
+
+
+class Rounds(RuleBasedStateMachine):
+    """Two replicas; every rule is an event that can reach a scheduler between two steps."""
+
+    @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
+    def start(self, engine: dict[str, Any]) -> None:
+        self.world = World(replicas=2, **engine)
+        self.strangers = 0
+
+    @rule(
+        run=st.sampled_from(RUNS),
+        prompts=st.dictionaries(
+            st.sampled_from(IDS),
+            st.tuples(st.integers(1, 8), st.integers(1, 3), st.sampled_from((3, 1, 20))),
+            max_size=4,
+        ),
+        spec=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SPECS.items()}),
+    )
+    def open(self, run: str, prompts: dict[str, tuple[int, int, int]], spec: dict[str, Any]) -> None:
+        self.world.open(run, prompts, **spec)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        self.world.step(times)
+
+    @rule(times=st.integers(1, 6))
+    def step_more(self, times: int) -> None:
+        self.world.step(times)
+
+    @precondition(lambda self: self.world.rounds)
+    @rule(which=st.integers(0, 1), deliver=st.none() | st.sets(st.sampled_from(IDS)))
+    def stop(self, which: int, deliver: set[str] | None) -> None:
+        runs = sorted(self.world.rounds)
+        self.world.stop(runs[which % len(runs)], deliver if deliver is None else sorted(deliver))
+
+    @rule(run=st.sampled_from(RUNS), ids=st.none() | st.sets(st.sampled_from(IDS)))
+    def drop(self, run: str, ids: set[str] | None) -> None:
+        self.world.drop(run, ids if ids is None else sorted(ids))
+
+    @rule(ahead=st.none() | st.integers(0, 3))
+    def push_begin(self, ahead: int | None) -> None:
+        self.world.push_begin(None if ahead is None else self.world.version + ahead)
+
+    @rule(ahead=st.none() | st.integers(0, 3))
+    def push_end(self, ahead: int | None) -> None:
+        self.world.push_end(None if ahead is None else self.world.version + ahead)
+
+    @rule(ok=st.booleans(), whole=st.booleans(), flush=st.booleans())
+    def weight_call(self, ok: bool, whole: bool, flush: bool) -> None:
+        self.world.do(lambda e: e.weight_call(ok=ok, whole=whole, flush=flush))
+
+    @rule(frozen=st.booleans())
+    def pause(self, frozen: bool) -> None:
+        self.world.freeze(frozen)
+
+    @rule(wait=st.booleans())
+    def flush(self, wait: bool) -> None:
+        self.world.do(lambda e: e.flush(wait=wait))
+
+    @rule()
+    def release_or_resume_memory(self) -> None:
+        if self.world.engine.released:
+            self.world.do(lambda e: e.released.clear())
+        elif self.world.frozen or not self.world.rounds:
+            self.world.do(FakeEngine.release_memory)
+
+    @rule(index=st.integers(0, 9))
+    def abort(self, index: int) -> None:
+        self.world.do(lambda e: abort(e, index))
+
+    @rule()
+    def retract(self) -> None:
+        self.world.do(lambda e: setattr(e, "retract_next", True))
+
+    @rule(seed=st.integers(0, 2**30), prompt=st.integers(1, 10), max_new=st.integers(1, 20))
+    def stranger(self, seed: int, prompt: int, max_new: int) -> None:
+        self.strangers += 1
+        self.world.do(lambda e: e.add_stranger(f"s{self.strangers}", seed, prompt, max_new))
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+def test_any_story_keeps_the_rules_on_both_replicas() -> None:
+    """S3, S4, S6, S9, S10 and design rule 1 after every event, and no state from which work cannot be finished."""
+    run_state_machine_as_test(
+        Rounds,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def play(seed: int, rounds: int) -> int:
+    """A long random story on one server: mostly rounds and steps, now and then all the rest."""
+    rng = random.Random(seed)
+    world = World(every=3, **{name: rng.choice(values) for name, values in ENGINES.items()})
+    while len(world.replies) < rounds:
+        for run in RUNS:
+            if run not in world.rounds and rng.random() < 0.6:
+                ids = rng.sample(IDS, rng.randint(0, 4))
+                prompts = {i: (rng.randint(1, 9), rng.randint(1, 3), rng.choice((1, 9, 20))) for i in ids}
+                world.open(run, prompts, **{name: rng.choice(values) for name, values in SPECS.items()})
+        world.step(rng.randint(1, 4))
+        if rng.random() < 0.2:
+            interrupt(world, rng)
+        if rng.random() < 0.3:
+            calm(world)
+    world.drain()
+    return len(world.replies)
+
+
+def interrupt(world: World, rng: random.Random) -> None:
+    run, number, yes = rng.choice(RUNS), rng.randrange(2**30), rng.random() < 0.5
+    match rng.randrange(10):
+        case 0:
+            world.drop(run, rng.choice((None, rng.sample(IDS, 3))))
+        case 1 if run in world.rounds:
+            world.stop(run)
+        case 2:
+            world.push_begin()
+        case 3:
+            world.push_end()
+        case 4:
+            world.push_begin()
+            world.push_end(world.version + 1 + number % 3)
+        case 5:
+            world.do(lambda e: e.weight_call(ok=True, whole=yes, flush=number % 2 == 0))
+        case 6:
+            world.freeze(yes)
+        case 7:
+            world.do(lambda e: e.flush(wait=yes))
+        case 8:
+            world.do(lambda e: abort(e, number % 10))
+        case 9:
+            world.do(lambda e: setattr(e, "retract_next", yes))
+            world.do(lambda e: e.add_stranger(f"s{number}", number, 1 + number % 10, 1 + number % 19))
+
+
+def calm(world: World) -> None:
+    """Whoever paused or pushed goes on."""
+    world.freeze(False)
+    if world.controller.context.clock.closed:
+        world.push_begin()
+        world.push_end()
+
+
+def test_ten_thousand_rounds() -> None:
+    """The same rules over 10,000 rounds, in stories of a hundred."""
+    played: list[int] = []
+
+    @settings(max_examples=ROUNDS // 100, deadline=None, derandomize=True, database=None)
+    @given(seed=st.integers(0, 2**60))
+    def stories(seed: int) -> None:
+        played.append(play(seed, 100))
+
+    stories()
+    print(f"{sum(played)} rounds in {len(played)} stories")
+    assert sum(played) >= ROUNDS

@@ -1,0 +1,245 @@
+"""The controller on the fake engine, rule by rule: rounds and what they deliver (S3), staleness (S4), ids (S5)."""
+
+import pytest
+
+from sglang_april import wire
+from sglang_april.types import State, sample_seed
+from tests.unit.world import Build, World, ids, lengths
+
+# --- S3: when a round ends, and what it delivers
+
+
+def test_the_round_ends_in_the_step_that_meets_the_quota(world: Build) -> None:
+    """S3: no forward after it; what is left is suspended with its KV."""
+    w = world()
+    w.open("run", lengths(2, 4, 9, 9), quota=2)
+    reply = w.reply()
+    assert (reply.end_reason, ids(reply)) == ("quota", ["p0", "p1"])
+    drained = int(w.engine.overlap)
+    assert [w.sample("run", name).length for name in ("p2", "p3")] == [4 + drained] * 2
+    assert (reply.carried["groups"], reply.carried["samples"], reply.carried["tokens"]) == (2, 2, 2 * (4 + drained))
+    assert reply.carried["tokens_by_tier"] == {"device": 2 * (3 + 3 + drained), "host": 0, "none": 0}
+    assert reply.stats["tokens_after_quota"] == 2 * drained
+    forwards = w.engine.forwards
+    w.step(5)
+    assert w.engine.forwards == forwards
+
+
+def test_what_ends_in_the_step_in_flight_is_surplus_and_comes_first_next_time() -> None:
+    """S3: finishes of the drained step are carried; if they meet the next quota, it ends without a forward."""
+    w = World(overlap=True)
+    w.open("run", lengths(2, 3, 9), quota=1)
+    assert ids(w.reply()) == ["p0"]
+    assert w.sample("run", "p1").state is State.FINISHED
+    forwards = w.engine.forwards
+    w.open("run", {"new": (3, 1, -1)}, quota=1)
+    assert ids(w.replies[-1]) == ["p1"]
+    assert w.engine.forwards == forwards
+
+
+def test_surplus_of_one_step_is_carried_or_returned(world: Build) -> None:
+    """S3: exactly the quota in admission order, the surplus first next time; `surplus: return` delivers it at once."""
+    w = world()
+    w.open("run", lengths(3, 3, 3, 9), quota=2)
+    assert ids(w.reply()) == ["p0", "p1"]
+    w.open("run", {"late": (3, 1, -2)}, quota=2)
+    assert ids(w.reply()) == ["p2", "late"]
+    w.open("other", lengths(3, 3, 3, 9), quota=2, surplus="return")
+    assert ids(w.reply("other")) == ["p0", "p1", "p2"]
+
+
+def test_no_part_of_an_unfinished_group_is_delivered(world: Build) -> None:
+    """S3, unit group: finished members wait for the others."""
+    w = world()
+    ends = [1 + sample_seed(0, "p", 0, i) % 20 for i in range(3)]
+    w.open("run", {"p": (3, 3, 20), "q": (3, 1, -min(ends) - 2)}, quota=1)
+    assert min(ends) + 4 < max(ends)
+    assert ids(w.reply()) == ["q"]
+    assert State.FINISHED in {w.sample("run", "p", i).state for i in range(3)}
+    w.drain()
+    assert [(d.id, d.complete, d.indices) for d in w.replies[-1].deliver] == [("p", True, [0, 1, 2])]
+    assert [len(w.samples[("run", "p", 0), i].output_ids) // 4 for i in range(3)] == ends
+
+
+def test_unit_sample_delivers_at_once_and_the_rest_under_the_same_id(world: Build) -> None:
+    """S3, unit sample: `complete` is false until the last member has left."""
+    w = world()
+    w.open("run", {"p": (3, 4, 20)}, quota=1, unit="sample", surplus="return")
+    assert [d.complete for d in w.reply().deliver] == [False]
+    w.drain()
+    parts = [d for r in w.replies for d in r.deliver]
+    assert sorted(i for d in parts for i in d.indices) == [0, 1, 2, 3]
+    assert [d.complete for d in parts] == [False] * (len(parts) - 1) + [True]
+    assert {(d.id, d.incarnation) for d in parts} == {("p", 0)}
+
+
+@pytest.mark.parametrize(("quota", "reason"), [(None, "exhausted"), (7, "exhausted"), (3, "quota")])
+def test_a_round_ends_at_the_latest_when_all_has_finished(world: Build, quota: int | None, reason: str) -> None:
+    """S3: `quota: null`, and a quota larger than what can finish."""
+    w = world()
+    w.open("run", lengths(1, 5, 9), quota=quota)
+    reply = w.reply()
+    assert (reply.end_reason, ids(reply)) == (reason, ["p0", "p1", "p2"])
+
+
+def test_nothing_to_do_is_over_at_once(world: Build) -> None:
+    """S3: empty prompts and an empty carry: `exhausted`, nothing finished; under a pause too, which has no steps."""
+    w = world()
+    w.freeze(True)
+    w.open("run", {}, quota=3)
+    assert (w.replies[-1].end_reason, w.replies[-1].deliver) == ("exhausted", [])
+
+
+def test_stop_delivers_what_is_finished_or_what_is_named_of_it(world: Build) -> None:
+    """S3: the rest is carried; to stop again changes nothing."""
+    w = world()
+    w.open("run", lengths(1, 1, 1, 9), quota=None)
+    w.step(3)
+    w.stop("run", ["p2", "p3", "unknown"])
+    assert (w.replies[-1].end_reason, ids(w.replies[-1])) == ("stopped", ["p2"])
+    w.open("run", {}, quota=None)
+    w.stop("run")
+    assert ids(w.replies[-1]) == ["p0", "p1"]
+    assert not w.command(wire.StopRound, round_id=w.replies[-1].round_id).data["open"]
+    assert w.sample("run", "p3").state is State.SUSPENDED
+
+
+@pytest.mark.parametrize("place", ["queue", "batch"])
+def test_a_sample_that_the_engine_gives_up_is_delivered_and_counts(world: Build, place: str) -> None:
+    """S3: with the engine's `finish_reason`, and with the tokens that it has."""
+    w = world(chunk=16)
+    w.open("run", {"p": (20, 1, -20), "q": (20, 1, -20)}, quota=1)
+    w.step(1 if place == "queue" else 5)
+    if place == "queue":
+        assert [r.sample.group.id for r in w.engine.waiting] == ["q"]
+        w.do(lambda e: e.abort_waiting(e.waiting[0]))
+    else:
+        w.do(lambda e: setattr(e.running[1], "giving_up", True))
+    assert ids(w.reply()) == ["q"]
+    sample = w.samples[("run", "q", 0), 0]
+    assert sample.finish_reason == {"type": "abort"}
+    assert len(sample.output_ids) // 4 == (0 if place == "queue" else sample.spans[0].end)
+
+
+def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
+    """S3: the engine's queue limit gives samples up while they are queued, which meets the quota."""
+    w = World(queue_limit=1, slots=4)
+    w.open("run", lengths(9, 9, 9), quota=2)
+    w.step()
+    assert (w.replies[-1].end_reason, w.engine.forwards) == ("quota", 0)
+    assert ids(w.replies[-1]) == ["p1", "p2"]
+
+
+def test_a_drop_can_end_a_round_and_deletes_nothing_else(world: Build) -> None:
+    """S2, S3: dropped samples are gone wherever they were."""
+    w = world(slots=2)
+    w.open("run", lengths(1, 9, 9, 9), quota=None)
+    w.step(4)
+    assert {w.sample("run", name).state for name in ("p1", "p2", "p3")} == {State.RUNNING, State.QUEUED}
+    w.drop("run", ["p1", "p3", "unknown"])
+    assert not w.replies
+    w.drop("run", ["p2"])
+    assert (w.replies[-1].end_reason, ids(w.replies[-1])) == ("exhausted", ["p0"])
+    w.drop("nobody")
+
+
+def test_a_drop_lets_the_step_in_flight_meet_a_quota_first() -> None:
+    """S3: what had finished when the drop arrived belongs to the round."""
+    w = World(overlap=True)
+    w.open("run", lengths(1, 9), quota=1)
+    w.step()
+    assert w.engine.in_flight
+    w.drop("run")
+    assert (w.replies[-1].end_reason, ids(w.replies[-1])) == ("quota", ["p0"])
+    assert w.replies[-1].stats["tokens_after_quota"] <= 1
+
+
+# --- S4: staleness
+
+
+def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(world: Build) -> None:
+    """S4: the round does not end without it, new groups go on starting, and it is delivered first."""
+    w = world(slots=2)
+    w.open("run", lengths(1, 30), quota=1, max_staleness=2)
+    w.reply()
+    for _ in range(2):
+        assert (w.push_begin(), w.push_end()) == (200, 200)
+    w.open("run", {f"n{i}": (3, 1, -3) for i in range(5)}, quota=1, max_staleness=2)
+    reply = w.reply()
+    assert (ids(reply), reply.stats["over_bound"]) == (["p1"], 0)
+    assert w.ledger.runs["run"].finished == 5
+
+
+def test_a_push_inside_a_round_makes_groups_mandatory(world: Build) -> None:
+    """S4: all members of a group that reaches the bound, unstarted ones too, finish in this round."""
+    w = world(slots=2)
+    w.open("run", {"old": (3, 3, -8), "a": (3, 1, -1), "b": (3, 1, -1)}, quota=1, max_staleness=1)
+    w.step(3)
+    assert w.sample("run", "old", 2).state is State.QUEUED
+    assert (w.push_begin(), w.push_end()) == (200, 200)
+    assert [(d.id, d.indices) for d in w.reply().deliver] == [("old", [0, 1, 2])]
+
+
+def test_beyond_the_bound_is_delivered_and_counted(world: Build) -> None:
+    """S4: several pushes between two rounds, or a stop, carry a group over the bound; nothing is dropped."""
+    w = world()
+    w.open("run", lengths(1, 9), quota=1, max_staleness=1)
+    w.reply()
+    for _ in range(2):
+        assert (w.push_begin(), w.push_end()) == (200, 200)
+    w.open("run", {}, quota=1, max_staleness=1)
+    w.step(2)
+    w.stop("run")
+    assert w.replies[-1].carried["oldest_staleness"] == 2
+    w.open("run", {}, quota=1, max_staleness=1)
+    reply = w.reply()
+    assert (ids(reply), reply.stats["over_bound"]) == (["p1"], 1)
+
+
+def test_finished_surplus_ages_too(world: Build) -> None:
+    """S4: a finished group that reaches the bound is delivered beyond the quota."""
+    w = world()
+    w.open("run", lengths(2, 2, 2), quota=1, max_staleness=1)
+    assert ids(w.reply()) == ["p0"]
+    assert (w.push_begin(), w.push_end()) == (200, 200)
+    w.open("run", {"new": (3, 1, -1)}, quota=1, max_staleness=1)
+    assert ids(w.reply()) == ["p1", "p2"]
+
+
+@pytest.mark.parametrize(("unit", "started"), [("group", 3), ("sample", 2)])
+def test_strict_on_policy_starts_what_the_quota_needs(world: Build, unit: str, started: int) -> None:
+    """S4, `max_staleness: 0`: no more groups start than the quota needs, none is carried with tokens."""
+    w = world()
+    w.open("run", {f"p{i}": (3, 2, -3 - i) for i in range(5)}, quota=3, unit=unit, max_staleness=0)
+    reply = w.reply()
+    assert ids(reply) == [f"p{i}" for i in range(started)]
+    assert reply.stats["started"] == 2 * started
+    assert (reply.carried["tokens"], reply.carried["groups"]) == (0, 5 - started)
+
+
+def test_strict_on_policy_with_more_partials_than_the_quota(world: Build) -> None:
+    """S4, `max_staleness: 0`: what was carried with tokens finishes here, and nothing new starts."""
+    w = world()
+    w.open("run", lengths(1, 9, 9, 9), quota=1)
+    w.reply()
+    w.open("run", {"new": (3, 1, -1), "newer": (3, 1, -1)}, quota=1, max_staleness=0)
+    reply = w.reply()
+    assert ids(reply) == ["p1", "p2", "p3"]
+    assert (reply.stats["started"], w.sample("run", "new").state) == (0, State.QUEUED)
+
+
+# --- S5: ids
+
+
+def test_an_id_is_taken_until_its_group_is_delivered_or_dropped(world: Build) -> None:
+    """S5: 409 for the whole request, changing nothing; afterwards a new incarnation with another seed."""
+    w = world()
+    w.open("run", lengths(1, 9), quota=1)
+    w.reply()
+    assert w.open("run", lengths(9, 9), quota=1).status == 409
+    assert list(w.ledger.runs["run"].groups) == ["p1"]
+    seed = w.sample("run", "p1").seed
+    w.drop("run")
+    assert w.open("run", lengths(9, 9), quota=1).data["incarnations"] == [1, 1]
+    assert w.sample("run", "p1").seed != seed
+    assert w.open("run", {"p5": (1, 1, 1)}).status == 409

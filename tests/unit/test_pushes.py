@@ -1,0 +1,209 @@
+"""The controller on the fake engine: pushes (S1) and all that happens around a round (S2)."""
+
+import pytest
+
+from sglang_april import wire
+from sglang_april.types import State
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.world import Build, World, ids, lengths
+
+
+def spans(w: World, name: str) -> list[tuple[int, str]]:
+    return [(s.version, s.kv) for s in w.samples[("run", name, 0), 0].spans]
+
+
+def test_a_push_of_ten_buckets_stops_our_samples_and_moves_the_version_once(world: Build) -> None:
+    """S1, S2: the round stays open and goes on at the new version, on kept KV."""
+    w = world()
+    w.open("run", lengths(9, 9), quota=2)
+    w.step(3)
+    assert w.push_begin(version=7) == 200
+    forwards = w.engine.forwards
+    for _ in range(10):
+        w.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+        w.step()
+    assert (w.engine.forwards, w.version) == (forwards, 0)
+    assert w.open("other", lengths(1)).status == 503
+    assert w.push_end() == 200
+    assert w.version == 7
+    reply = w.reply()
+    assert (ids(reply), reply.policy_version, reply.stats["pushes"]) == (["p0", "p1"], 7, 1)
+    assert spans(w, "p0") == [(0, "fresh"), (7, "kept")]
+
+
+def test_weight_calls_without_begin_are_one_push_until_the_next_forward(world: Build) -> None:
+    """S1: the version moves at the first accepted call after any forward, anyone's."""
+    w = world()
+    w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
+    w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
+    assert w.version == 1
+    w.do(lambda e: e.add_stranger("s", 0, 3, 1))
+    w.step(4)
+    w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
+    assert w.version == 2
+
+
+def test_a_refused_push_changes_nothing(world: Build) -> None:
+    """S1: 409 for a version that is not greater and for an end without a begin; what runs goes on running."""
+    w = world()
+    w.open("run", lengths(9), quota=1)
+    w.step(3)
+    assert w.push_begin(version=0) == 409
+    assert w.push_end() == 409
+    assert w.sample("run", "p0").state is State.RUNNING
+    assert not w.controller.context.closed()
+
+
+def test_begin_again_starts_the_push_over_and_end_may_name_the_version(world: Build) -> None:
+    """S1: also after a failed call; an end that names a version not greater is 409 and leaves the push open."""
+    w = world()
+    assert w.push_begin(version=3) == 200
+    w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
+    assert w.push_end() == 409
+    assert w.push_begin() == 200
+    assert w.push_end(version=0) == 409
+    assert w.push_end(version=4) == 200
+    assert w.version == 4
+
+
+@pytest.mark.parametrize("heal", ["push", "disk"])
+def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(world: Build, heal: str) -> None:
+    """S1: nothing of ours steps on half pushed weights, rounds get 503 with the reason, one bucket heals nothing."""
+    w = world()
+    w.open("run", lengths(9), quota=1)
+    w.step(3)
+    w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
+    w.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+    w.step(3)
+    assert w.sample("run", "p0").state is State.SUSPENDED
+    answer = w.open("other", lengths(1))
+    assert answer.status == 503
+    assert "half pushed" in answer.reason
+    if heal == "push":
+        assert (w.push_begin(), w.push_end()) == (200, 200)
+    else:
+        w.do(lambda e: e.weight_call(ok=True, whole=True, flush=False))
+    assert ids(w.reply()) == ["p0"]
+    assert spans(w, "p0") == [(0, "fresh"), (1, "kept")]
+
+
+def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(world: Build) -> None:
+    """S3: the round ended in that step; the push that follows at once makes nothing of it mandatory."""
+    w = world()
+    w.open("run", lengths(2, 9), quota=1, max_staleness=1)
+    while not w.controller.context.rounds["run"].counted():
+        w.step()
+    assert (w.push_begin(), w.push_end()) == (200, 200)
+    assert [(ids(r), r.policy_version) for r in w.replies] == [(["p0"], 0)]
+
+
+def test_a_pause_freezes_a_round_and_thawing_goes_on_as_if_nothing_had_been(world: Build) -> None:
+    """S2: no step of ours while frozen, SGLang's own requests included in none of it; no span opens."""
+    w = world()
+    w.open("run", lengths(9), quota=1)
+    w.step(3)
+    w.freeze(True)
+    before = w.sample("run", "p0").length
+    w.do(lambda e: e.add_stranger("s", 0, 3, 5))
+    w.step(12)
+    assert w.engine.fully_idle()
+    assert w.sample("run", "p0").length == before
+    w.freeze(False)
+    assert ids(w.reply()) == ["p0"]
+    assert spans(w, "p0") == [(0, "fresh")]
+
+
+@pytest.mark.parametrize("policy", ["keep", "auto", "recompute"])
+def test_only_kv_of_an_older_version_is_recomputed(world: Build, policy: str) -> None:
+    """S6: `recompute` keeps pages of the same version; `auto` means keep for now."""
+    w = world()
+    w.open("run", lengths(1, 20), quota=1, kv=policy)
+    w.reply()
+    w.open("run", {"q": (3, 1, -2)}, quota=1, kv=policy)
+    assert w.reply().stats["resumed_kept"] == 1
+    assert (w.push_begin(), w.push_end()) == (200, 200)
+    w.open("run", {}, quota=1, kv=policy)
+    reply = w.reply()
+    again = policy == "recompute"
+    assert (reply.stats["resumed_kept"], reply.stats["resumed_recomputed"]) == (1 - again, again)
+    assert reply.stats["kv_fallback"] == 0
+    assert spans(w, "p1") == [(0, "fresh"), (1, "recomputed" if again else "kept")]
+
+
+def test_a_flush_moves_pages_to_the_host_as_far_as_its_cap_goes(world: Build) -> None:
+    """S2, design rule 5: the longest first; those without room keep their tokens, and nothing is lost."""
+    w = world(host_cap=12)
+    w.open("run", {f"p{i}": (3 + i, 1, -20) for i in range(4)} | {"q": (3, 1, -1)}, quota=1)
+    w.reply()
+    held = {f"p{i}": w.sample("run", f"p{i}").pages.length for i in range(4)}
+    assert w.do(FakeEngine.flush)
+    kept = {name for name in held if w.sample("run", name).pages is not None}
+    room, expected = 12, set()
+    for name in sorted(held, key=held.__getitem__, reverse=True):
+        if held[name] <= room:
+            expected.add(name)
+            room -= held[name]
+    assert kept == expected
+    assert 0 < len(kept) < 4
+    w.open("run", {}, quota=None)
+    reply = w.reply()
+    assert (reply.stats["resumed_kept"], reply.stats["kv_fallback"]) == (len(kept), 4 - len(kept))
+    assert sorted(ids(reply)) == sorted(held)
+
+
+def test_a_flush_that_waits_for_stock_requests_keeps_ours_suspended(world: Build) -> None:
+    """S2: with a timeout; afterwards the round goes on."""
+    w = world()
+    w.open("run", lengths(9), quota=1)
+    w.do(lambda e: e.add_stranger("s", 4, 3, 5))
+    w.step()
+    assert not w.do(lambda e: e.flush(wait=True))
+    length = w.sample("run", "p0").length
+    while w.engine.flush_pending:
+        assert w.sample("run", "p0").state in (State.SUSPENDED, State.QUEUED)
+        assert w.sample("run", "p0").length == length
+        w.step()
+    assert ids(w.reply()) == ["p0"]
+
+
+def test_released_memory_closes_admission_also_across_a_push(world: Build) -> None:
+    """S2: pages are on the host before the pool is unmapped; no page is touched until it is back."""
+    w = world()
+    w.open("run", lengths(1, 9), quota=1)
+    w.reply()
+    assert w.do(FakeEngine.release_memory)
+    assert w.sample("run", "p1").pages.tier == "host"
+    assert w.open("run", {}).status == 503
+    assert (w.push_begin(), w.push_end()) == (200, 200)
+    answer = w.open("run", {})
+    assert (answer.status, "memory is released" in answer.reason) == (503, True)
+    w.do(lambda e: e.released.clear())
+    w.open("run", {})
+    assert ids(w.reply()) == ["p1"]
+    assert spans(w, "p1") == [(0, "fresh"), (1, "kept")]
+
+
+def test_an_abort_of_everything_stops_open_rounds_and_leaves_the_carry(world: Build) -> None:
+    """S2."""
+    w = world()
+    w.open("run", lengths(1, 9), quota=1)
+    w.reply()
+    w.open("other", lengths(1, 9), quota=None)
+    w.step(3)
+    for known in w.rounds.values():
+        known.stop = wire.StopRound(0, known.spec.round_id)
+    w.do(lambda e: e.controller.abort_everything())
+    assert w.replies[-1].end_reason == "stopped"
+    assert (ids(w.replies[-1]), w.replies[-1].run) == (["p0"], "other")
+    assert [w.sample(run, "p1").state for run in ("run", "other")] == [State.SUSPENDED] * 2
+
+
+def test_retracted_samples_are_recomputed_under_one_version(world: Build) -> None:
+    """S6: a retract gives `recomputed` without any push, and counts as retracted."""
+    w = world()
+    w.open("run", lengths(9, 9), quota=2)
+    w.step(4)
+    w.do(lambda e: setattr(e, "retract_next", True))
+    reply = w.reply()
+    assert (reply.stats["retracted"], reply.stats["reprefilled_tokens"] > 3) == (1, True)
+    assert sorted([spans(w, "p0"), spans(w, "p1")]) == [[(0, "fresh")], [(0, "fresh"), (0, "recomputed")]]

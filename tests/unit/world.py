@@ -1,0 +1,293 @@
+"""A controller on the fake engine, and beside it a second bookkeeping that knows only the rules: S3, S4, S6, S10.
+
+`World` plays events to one or more replicas, which must all say the same (S9), and recounts everything after each.
+"""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_april import wire
+from sglang_april.scheduler import report
+from sglang_april.types import Sample, sample_seed
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_loop import Request, Row, token
+from tests.unit.known import Ended, Key, Known, KnownGroup, KnownRound, oldest_of
+from tests.unit.recount import recount, samples_of, spans_of
+
+
+def ids(reply: wire.RoundEnded) -> list[str]:
+    return [d.id for d in reply.deliver]
+
+
+def lengths(*sizes: int) -> dict[str, tuple[int, int, int]]:
+    """Prompts p0, p1, … with one sample of exactly that length each."""
+    return {f"p{i}": (3, 1, -size) for i, size in enumerate(sizes)}
+
+
+Build = Callable[..., "World"]
+
+
+class World(Known):
+    def __init__(self, replicas: int = 1, every: int = 1, **engine: Any) -> None:
+        """Recounts after every so many events."""
+        super().__init__()
+        self.every, self.events = every, 0
+        self.digests = [io.StringIO() for _ in range(replicas)]
+        self.engines = [FakeEngine(**engine, digest=d) for d in self.digests]
+        self.engine = self.engines[0]
+        self.controller = self.engine.controller
+        self.ledger = self.controller.context.ledger
+        self.said: list[list[bytes]] = [[] for _ in self.engines]
+        for i, e in enumerate(self.engines):
+            e.on_event = lambda event, i=i: self._hear(i, event)
+        self.engine.on_forward, self.engine.on_results = self._forward, self._results
+        self.engine.on_retract = self._retract
+        self.seq, self.push_open, self.frozen = 0, False, False
+        self._then: Callable[[wire.Answer], None] = lambda answer: None
+        self.answers: dict[int, wire.Answer] = {}
+        self.replies: list[wire.RoundEnded] = []
+        self.samples: dict[tuple[Key, int], wire.FinishedSample] = {}
+        """Of every sample that has finished."""
+
+    # --- events
+
+    def command(
+        self, kind: type[wire.Command], then: Callable[[wire.Answer], None] = lambda answer: None, **fields: Any
+    ) -> wire.Answer:
+        """A message to the scheduler; `then` is what a 200 means, in the moment in which it is said."""
+        self.seq += 1
+        self._then = then
+        for e in self.engines:
+            e.controller.command(kind(seq=self.seq, **fields))
+        if kind is not wire.GetState:
+            self.check()
+        return self.answers.pop(self.seq)
+
+    def end_what_is_over(self) -> None:
+        """Any message does; this one does nothing else."""
+        self.command(wire.GetState)
+
+    def do(self, act: Callable[[FakeEngine], Any]) -> Any:
+        """Something that happens at the engine, on every replica."""
+        results = [act(e) for e in self.engines]
+        self._version_moved()
+        self.check()
+        return results[0]
+
+    def _version_moved(self) -> None:
+        now = self.controller.context.clock.version
+        assert now >= self.version
+        if now > self.version:
+            self.version = now
+            for rnd in self.rounds.values():
+                self.mark(rnd)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.do(FakeEngine.step)
+
+    def open(self, run: str, prompts: dict[str, tuple[int, int, int]], **spec: Any) -> wire.Answer:
+        """Open a round; `prompts`: id -> (prompt length, n, max_new_tokens, or minus the exact length)."""
+        sizes = sorted({size for _, _, size in prompts.values()})
+        given = [wire.Prompt(i, bytes(4 * m), n, sizes.index(size), 0) for i, (m, n, size) in prompts.items()]
+        fields = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5, **spec}
+        fields |= {
+            "round_id": f"r{self.seq}",
+            "run": run,
+            "prompts": given,
+            "params": list(map(msgspec.msgpack.encode, sizes)),
+        }
+        self.end_what_is_over()
+        begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.ledger.runs else 0
+        closed = self.controller.context.closed()
+        taken = run in self.rounds or any(g.key[1] in prompts for g in self.of(run))
+        rnd = KnownRound(wire.OpenRound(seq=0, **fields), begun)
+        answer = self.command(wire.OpenRound, lambda a: self._opened(rnd, a.data["incarnations"]), **fields)
+        assert answer.status == (503 if closed else 409 if taken else 200), answer
+        return answer
+
+    def _opened(self, rnd: KnownRound, incarnations: list[int]) -> None:
+        run = rnd.spec.run
+        for prompt, incarnation in zip(rnd.spec.prompts, incarnations, strict=True):
+            assert incarnation == self.incarnations[run, prompt.id]
+            self.incarnations[run, prompt.id] += 1
+            key = (run, prompt.id, incarnation)
+            self.groups[key] = KnownGroup(key, set(range(prompt.n)))
+            self.fate |= {(key, i): "live" for i in range(prompt.n)}
+        self.rounds[run] = rnd
+        self.mark(rnd)
+
+    def stop(self, run: str, deliver: list[str] | None = None) -> None:
+        self.end_what_is_over()
+        if run in self.rounds:
+            rnd = self.rounds[run]
+            rnd.stop = wire.StopRound(0, rnd.spec.round_id, deliver)
+            assert self.command(wire.StopRound, round_id=rnd.spec.round_id, deliver=deliver).data["open"]
+            assert run not in self.rounds
+
+    def drop(self, run: str, ids: list[str] | None = None) -> None:
+        self.command(wire.Drop, lambda answer: self._dropped(answer, run, ids), run=run, ids=ids)
+
+    def _dropped(self, answer: wire.Answer, run: str, ids: list[str] | None) -> None:
+        doomed = [g for g in self.of(run) if ids is None or g.key[1] in ids]
+        assert sorted(answer.data["groups"]) == sorted([g.key[1], g.key[2]] for g in doomed)
+        assert answer.data["samples"] == sum(len(g.undelivered) for g in doomed)
+        for group in doomed:
+            for index in group.undelivered:
+                self.leave(group.key, index, "dropped")
+            del self.groups[group.key]
+
+    def push_begin(self, version: int | None = None) -> int:
+        status = self.command(wire.PushBegin, version=version).status
+        assert status == (200 if version is None or version > self.version else 409)
+        self.push_open |= status == 200
+        return status
+
+    def push_end(self, version: int | None = None) -> int:
+        status = self.command(wire.PushEnd, lambda _: self._version_moved(), version=version).status
+        assert status == 409 or self.push_open
+        self.push_open &= status != 200
+        return status
+
+    def freeze(self, frozen: bool) -> None:
+        self.command(wire.Freeze if frozen else wire.Thaw)
+        self.frozen = frozen
+
+    def drain(self, limit: int = 3000) -> None:
+        """Everything that was accepted can be finished from any state, and nothing is left behind."""
+        self.freeze(False)
+        self.do(lambda e: setattr(e, "released", []))
+        if self.controller.context.clock.closed:
+            assert self.push_begin() == 200
+            assert self.push_end() == 200
+        for run in {k[0] for k in self.groups} - set(self.rounds):
+            assert self.open(run, {}, quota=None).status == 200
+        for _ in range(limit):
+            if not self.rounds and self.engine.fully_idle():
+                break
+            for run in [r for r, known in self.rounds.items() if known.spec.quota is not None]:
+                self.stop(run)
+                if any(self.of(run)):
+                    assert self.open(run, {}, quota=None).status == 200
+            self.step()
+        assert not self.rounds, f"a deadlock: {report.state(self.controller.context)}"
+        assert not self.groups
+        assert "live" not in self.fate.values()
+        assert not any(self.ledger.census().values())
+        assert sorted(self.engine.free) == list(range(self.engine.pool))
+
+    # --- what the scheduler says
+
+    def _hear(self, replica: int, event: wire.Event) -> None:
+        stable = msgspec.structs.replace(event, stats={}) if isinstance(event, wire.RoundEnded) else event
+        self.said[replica].append(wire.encode(stable))
+        if replica == 0:
+            match event:
+                case wire.Answer():
+                    self.answers[event.seq] = event
+                    if event.status == 200:
+                        self._then(event)
+                case wire.Finished():
+                    for sample in event.samples:
+                        self._finished(sample)
+                case wire.RoundEnded():
+                    self._ended(event)
+
+    def _finished(self, s: wire.FinishedSample) -> None:
+        group, length = self.groups[s.run, s.id, s.incarnation], len(s.output_ids) // 4
+        assert s.index in group.undelivered
+        assert s.index not in group.finished, "finished twice"
+        request = self.engine.ended.pop((s.run, s.id, s.incarnation, s.index))
+        assert s.seed == sample_seed(0, s.id, s.incarnation, s.index)
+        assert np.frombuffer(s.output_ids, "<i4").tolist() == [token(s.seed, t) for t in range(length)]
+        assert len(s.logprobs) == len(s.output_ids)
+        assert s.spans == spans_of(request)
+        step = self.controller.context.step
+        group.finished[s.index] = Ended(step, self.engine.first_start[request.name], oldest_of(request))
+        self.samples[group.key, s.index] = s
+        assert s.whole == group.whole
+        assert s.round_id == (self.rounds[s.run].spec.round_id if s.run in self.rounds else None)
+
+    def _ended(self, e: wire.RoundEnded) -> None:
+        rnd = self.rounds.pop(e.run)
+        assert (e.round_id, e.policy_version) == (rnd.spec.round_id, self.version)
+        assert e.end_reason == ("stopped" if rnd.stop else self.due(rnd))
+        self.check_delivery(rnd, e)
+        assert (e.stats["tokens_generated"], e.stats["reprefilled_tokens"]) == (rnd.generated, rnd.reprefilled)
+        assert e.stats["tokens_after_quota"] <= (self.engine.slots if self.engine.overlap else 0)
+        self.replies.append(e)
+        for d in e.deliver:
+            group = self.groups[e.run, d.id, d.incarnation]
+            for index in d.indices:
+                del group.finished[index]
+                group.undelivered.remove(index)
+                self.leave(group.key, index, "delivered")
+            assert d.complete == (not group.undelivered)
+            if d.complete:
+                del self.groups[group.key]
+        left = list(self.of(e.run))
+        tokens = sum(len(r.output) for g in left for r in self.requests(g))
+        sizes = {"groups": len(left), "samples": sum(len(g.undelivered) for g in left), "tokens": tokens}
+        assert {name: e.carried[name] for name in sizes} == sizes
+
+    def _forward(self, rows: list[Row]) -> None:
+        """At the moment in which a forward starts."""
+        over = [r for r in self.rounds.values() if self.due(r)]
+        assert not over or self.engine.late_abort, "a forward after the end of a round"
+        ours = [r.request.sample for r in rows if r.request.sample is not None]
+        assert {s.group.run.name for s in ours} <= set(self.rounds), "a sample steps outside of a round"
+        stopped = self.push_open or self.frozen or self.engine.flush_pending or self.engine.released
+        assert not ours or not (stopped or self.controller.context.clock.closed)
+        for run, rnd in self.rounds.items():
+            assert self.ledger.runs[run].running <= (rnd.spec.concurrency or self.engine.slots)
+            if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
+                begun = sum(g.begun for g in self.ledger.runs[run].groups.values())
+                assert begun <= max(rnd.spec.quota, rnd.begun_before), "strict on-policy starts too many groups"
+
+    def _results(self, rows: list[Row], grown: list[Request]) -> None:
+        """A step's results have been taken in: `grown` have one token more."""
+        for row in rows:
+            sample = row.request.sample
+            if sample is not None and sample.request is row.request and row.request.recomputed:
+                self.rounds[sample.group.run.name].reprefilled += row.prefilled
+        for request in grown:
+            if request.sample is not None:
+                self.rounds[request.sample.group.run.name].generated += 1
+
+    def _retract(self, request: Request) -> None:
+        """S6: before the engine retracts, partials have given way and our newer samples are suspended."""
+        assert not any(s.pages and s.pages.tier == "device" for s in samples_of(self.ledger)), "partials hold pages"
+        assert sum(r.sample is not None and r.reason is None for r in self.engine.running) <= 1
+
+    def sample(self, run: str, name: str, index: int = 0) -> Sample:
+        return self.ledger.runs[run].groups[name].samples[index]
+
+    def reply(self, run: str = "run") -> wire.RoundEnded:
+        """What the run's open round ends with; steps until it does."""
+        for _ in range(1000):
+            if run not in self.rounds:
+                break
+            self.step()
+        return next(r for r in reversed(self.replies) if r.run == run)
+
+    def check(self) -> None:
+        self.events += 1
+        if self.events % self.every:
+            return
+        assert self.controller.context.rounds.keys() == self.rounds.keys()
+        there = {(r.name, g.id, g.incarnation): g for r in self.ledger.runs.values() for g in r.groups.values()}
+        assert there.keys() == self.groups.keys()
+        assert all(there[key].samples.keys() == known.undelivered for key, known in self.groups.items())
+        recount(self.engine, self.ledger)
+        pool = report.state(self.controller.context)["pool"]
+        assert pool.pop("total") == sum(pool.values())
+        assert all(said == self.said[0] for said in self.said)
+        assert len({d.getvalue() for d in self.digests}) == 1
+        for said, digest in zip(self.said, self.digests, strict=True):
+            said.clear()
+            digest.seek(0)
+            digest.truncate()
