@@ -89,7 +89,9 @@ class Resumer:
         engine = self._c.engine
         if not self._resumable or engine.mid_prefill():
             return False
-        taken = self._fit(self._resumable[: max(0, engine.row_slots())])
+        # A round may have ended since `admit`: a full queue can give a sample up at once.
+        wanted = [s for s in self._resumable if self._c.round_of(s) is not None]
+        taken = self._fit(wanted[: max(0, engine.row_slots())])
         self._resumable = []
         if not taken:
             return False
