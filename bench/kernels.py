@@ -25,9 +25,9 @@ if __name__ == "__main__" and not __package__:
     # As a script this folder would be on the path, and this file would hide Hugging Face's `kernels` from SGLang.
     sys.exit("run it as: python -m bench.kernels")
 
-import torch  # noqa: E402
+import torch
 
-from bench.kernel_cases import Bed, Config, Missing, cases  # noqa: E402
+from bench.kernel_cases import Bed, Config, Missing, cases
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_REPEATS = 7

@@ -93,7 +93,7 @@ def test_stop_with_a_sample_whose_grammar_is_being_compiled(either: Server, run:
     """S3: what waits in SGLang's grammar queue goes back untouched, and is compiled again."""
     # Compiling so many takes a few hundred milliseconds; the round takes two steps.
     words = [f"{run}x{i}y{i * 7}" for i in range(15_000)]
-    prompts = [prompt("short", 1), prompt("word", 60, regex="|".join(words), ignore_eos=False)]
+    prompts = [prompt("short", 1), prompt("word", 60, regex="|".join(words))]
     count = Forwards(either)
     reply = either.rollout(run=run, prompts=prompts, quota=1)
     assert count.rows(decode=False) == [1]

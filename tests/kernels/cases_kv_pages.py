@@ -12,12 +12,12 @@ BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 
 SHAPES = {
     "bf16 4x128": Shape(((4, 128), (4, 128)), BF16, layers=1),
-    "fp16 K 2x96, V 2x64": Shape(((2, 96), (2, 64)), FP16),
-    "fp8 5x80": Shape(((5, 80), (5, 80)), FP8),
+    "fp16 K 2x96, V 2x64": Shape(((2, 96), (2, 64)), FP16, layers=1),
+    "fp8 5x80": Shape(((5, 80), (5, 80)), FP8, layers=1),
     "fp32 3x64": Shape(((3, 64), (3, 64)), FP32, layers=1),
     "bf16 MLA 576": Shape(((1, 576),), BF16),
-    "fp8 MLA 656": Shape(((1, 656),), FP8),
-    "bf16 7x20: rows of 8-byte units": Shape(((7, 20), (7, 20)), BF16),
+    "fp8 MLA 656": Shape(((1, 656),), FP8, layers=1),
+    "bf16 7x20: rows of 8-byte units": Shape(((7, 20), (7, 20)), BF16, layers=1),
     "fp8 3x12: rows of 4-byte units": Shape(((3, 12), (3, 12)), FP8),
     "bf16 1x2: a row is one word": Shape(((1, 2),), BF16),
 }

@@ -18,16 +18,17 @@ def token_ids(count: int, seed: int) -> list[int]:
 
 
 def prompt(name: str, length: int, *, ids: Sequence[int] | int = 3, n: int = 1, **params: Any) -> dict[str, Any]:
-    """A prompt whose samples have exactly `length` tokens; `ids` are its tokens, or how many it has.
+    """A prompt whose samples have exactly `length` tokens, or with stop tokens or a grammar at most so many.
 
-    Its tokens depend on its name alone.
+    `ids` are its tokens, or how many it has; they depend on its name alone.
     """
     fields = {key: params.pop(key) for key in ("metadata", "top_logprobs_num") if key in params}
+    endless = not {"stop_token_ids", "json_schema", "regex"} & params.keys()
     return {
         "id": name,
         "input_ids": token_ids(ids, sum(map(ord, name)) * 31 + len(name)) if isinstance(ids, int) else list(ids),
         "n": n,
-        "sampling_params": {"max_new_tokens": length, "ignore_eos": True, **params},
+        "sampling_params": {"max_new_tokens": length, "ignore_eos": endless, **params},
         **fields,
     }
 
