@@ -50,6 +50,7 @@ class OpenRound(msgspec.Struct, tag=True):
     concurrency: int | None = None
     proximal: bool = False
     tier: Tier = "auto"
+    keep_until_ack: bool = False
 
 
 class StopRound(msgspec.Struct, tag=True):
@@ -170,6 +171,20 @@ class RoundEnded(msgspec.Struct, tag=True):
     deliver: list[Delivery]
     carried: dict[str, Any]
     stats: dict[str, Any]
+
+
+class Restored(msgspec.Struct, tag=True):
+    """After a restart with a journal, before anything else: what the HTTP process has to know again."""
+
+    groups: list[tuple[str, Prompt]]
+    """(run, prompt) of every undelivered group."""
+    finished: list[FinishedSample]
+    rounds: list[OpenRound]
+    """Rounds that are open again."""
+    replies: list[tuple[OpenRound, RoundEnded, list[Prompt], list[FinishedSample]]]
+    """Kept replies: what was asked, what was delivered, the prompts of its groups in order, its samples."""
+    gone: list[str]
+    warnings: list[str]
 
 
 Event = Answer | Finished | RoundEnded
