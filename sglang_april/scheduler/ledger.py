@@ -78,14 +78,16 @@ class Ledger:
 
     def deliver(self, group: Group, indices: list[int]) -> Delivery:
         """Hand finished samples out, for ever; the group leaves with its last one."""
+        for index in indices:
+            sample = group.samples.get(index)
+            if sample is None or sample.state is not State.FINISHED:
+                raise LedgerError(f"{group.id}[{index}] is delivered without having finished")
         complete = len(indices) == len(group.samples)
         group.run.finished -= len(indices)
         group.run.whole -= group.whole
         for index in indices:
-            sample = group.samples.pop(index, None)
-            if sample is None or sample.state is not State.FINISHED:
-                raise LedgerError(f"{group.id}[{index}] is delivered without having finished")
-            group.counts[State.FINISHED] -= 1
+            del group.samples[index]
+        group.counts[State.FINISHED] -= len(indices)
         if complete:
             del group.run.groups[group.id]
         else:
