@@ -1,0 +1,100 @@
+"""Who gets a free slot next: partials, groups already begun, new groups (design section 4), in turns over runs (S6)."""
+
+from sglang_april.scheduler.admission import candidates, pick
+from sglang_april.scheduler.ledger import Ledger
+from tests.unit.pure import Hand, names
+
+
+def test_partials_then_groups_begun_then_new_groups() -> None:
+    """Design section 4, admission."""
+    hand = Hand()
+    _, begun, partial, _ = hand.groups(1, 3, 1, 1)
+    hand.begin(partial.samples[0])
+    hand.start(begun.samples[1])
+    assert names(list(candidates(hand.round()))) == ["g2.0", "g1.0", "g1.2", "g0.0", "g3.0"]
+
+
+def test_partials_in_their_old_batch_order() -> None:
+    """S6: the order of their first admission, not that of their suspension."""
+    hand = Hand()
+    a, b, c = hand.groups(1, 1, 1)
+    hand.start(b.samples[0], c.samples[0], a.samples[0])
+    hand.grow(*(g.samples[0] for g in (a, b, c)))
+    hand.suspend(a.samples[0], c.samples[0], b.samples[0])
+    assert names(list(candidates(hand.round()))) == ["g1.0", "g2.0", "g0.0"]
+
+
+def test_near_complete_groups_before_others() -> None:
+    """Design section 4: fewest unfinished members first, then as they arrived."""
+    hand = Hand()
+    far, near, also_near = hand.groups(4, 4, 3)
+    hand.finish(far.samples[0])
+    hand.finish(near.samples[0], near.samples[1])
+    hand.finish(also_near.samples[0])
+    assert names(list(candidates(hand.round()))) == ["g1.2", "g1.3", "g2.1", "g2.2", "g0.1", "g0.2", "g0.3"]
+
+
+def test_what_must_finish_leads_its_class() -> None:
+    """S4: mandatory partials before other partials, members of mandatory groups before other members."""
+    hand = Hand()
+    young, old = hand.groups(2, 2)
+    hand.begin(young.samples[0], version=5)
+    hand.begin(old.samples[0], version=0)
+    rnd = hand.round(version=5)
+    assert names(list(candidates(rnd))) == ["g1.0", "g0.0", "g1.1", "g0.1"]
+
+
+def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
+    """S4, `max_staleness: 0`; with more groups begun than that, none."""
+    hand = Hand()
+    groups = hand.groups(1, 2, 1, 1)
+    assert names(list(candidates(hand.round(quota=2, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
+    hand.begin(*(g.samples[0] for g in groups[:2]))
+    assert names(list(candidates(hand.round(quota=1, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
+
+
+def test_only_as_many_as_there_are_slots() -> None:
+    """Design section 4: what gets no slot stays untouched."""
+    hand = Hand()
+    hand.groups(3, 3)
+    rnd = hand.round()
+    assert [names(pick([rnd], slots)) for slots in (0, 2)] == [[], ["g0.0", "g0.1"]]
+    assert len(pick([rnd], 100)) == 6
+    assert hand.run.running == 0
+
+
+def test_runs_take_turns() -> None:
+    """S6: round-robin over the open rounds, in their order; a run without candidates gives its turns away."""
+    ledger = Ledger()
+    hands = [Hand(name, ledger) for name in ("a", "b", "c")]
+    hands[0].groups(1, 1, 1)
+    hands[1].groups(1)
+    rounds = [hand.round() for hand in hands]
+    assert [f"{s.group.run.name}.{s.group.id}" for s in pick(rounds, 9)] == ["a.g0", "b.g0", "a.g1", "a.g2"]
+    assert [s.group.run.name for s in pick(rounds[::-1], 2)] == ["b", "a"]
+
+
+def test_concurrency_bounds_a_run() -> None:
+    """S6: what is in the engine already counts."""
+    ledger = Ledger()
+    bounded, free = Hand("bounded", ledger), Hand("free", ledger)
+    group, *_ = bounded.groups(1, 1, 1, 1)
+    free.groups(1, 1, 1)
+    rounds = [bounded.round(concurrency=2), free.round()]
+    assert [s.group.run.name for s in pick(rounds, 9)].count("bounded") == 2
+    bounded.start(group.samples[0])
+    assert [s.group.run.name for s in pick(rounds, 9)].count("bounded") == 1
+    assert [s.group.run.name for s in pick([bounded.round(concurrency=1), free.round()], 9)] == ["free"] * 3
+
+
+def test_the_same_ledger_gives_the_same_choice() -> None:
+    """S9: no clock, no hash order, no rank."""
+
+    def chosen() -> list[str]:
+        hand = Hand()
+        groups = hand.groups(3, 2, 4, 1)
+        hand.begin(groups[2].samples[1], groups[0].samples[2])
+        hand.finish(groups[1].samples[0])
+        return names(pick([hand.round(quota=3)], 7))
+
+    assert chosen() == chosen()

@@ -1,0 +1,187 @@
+"""The ledger: a sample is in one place, leaves once, and every counter says so (design rule 1); ids and seeds (S5)."""
+
+import pytest
+
+from sglang_april.policy.push import Refused
+from sglang_april.types import LedgerError, State, sample_seed
+from sglang_april.wire import Span
+from tests.unit.pure import Hand, prompt
+
+QUEUED, RUNNING, SUSPENDED, FINISHED = State
+ALLOWED = {
+    (QUEUED, RUNNING),
+    (QUEUED, FINISHED),
+    (RUNNING, QUEUED),
+    (RUNNING, SUSPENDED),
+    (RUNNING, FINISHED),
+    (SUSPENDED, RUNNING),
+    (SUSPENDED, FINISHED),
+}
+
+
+@pytest.mark.parametrize("before", State)
+@pytest.mark.parametrize("after", State)
+def test_only_these_ways_lead_from_place_to_place(before: State, after: State) -> None:
+    """Rule 1: a finished sample never comes back, a queued one has no tokens to suspend."""
+    hand = Hand()
+    (group,) = hand.groups(1)
+    sample = group.samples[0]
+    way = {QUEUED: [], RUNNING: [RUNNING], SUSPENDED: [RUNNING, SUSPENDED], FINISHED: [FINISHED]}[before]
+    for state in way:
+        sample.move(state)
+    if (before, after) in ALLOWED:
+        sample.move(after)
+        assert (sample.state, group.counts[after], group.counts[before]) == (after, 1, 0)
+    else:
+        with pytest.raises(LedgerError):
+            sample.move(after)
+        assert (sample.state, group.counts[before]) == (before, 1)
+
+
+def test_a_suspended_sample_without_a_token_was_never_started() -> None:
+    """Design section 4: prompts never started stay untouched."""
+    hand = Hand()
+    group, _ = hand.groups(2, 1)
+    hand.start(*group.samples.values())
+    hand.suspend(*group.samples.values())
+    assert group.counts[QUEUED] == 2
+    assert (group.shelf, hand.run.suspended, hand.run.running) == ("new", {}, 0)
+    assert [g.id for g in hand.run.new] == ["g0", "g1"]
+
+
+def test_a_begun_group_with_queued_members_is_on_its_shelf() -> None:
+    """Design section 4: members of groups already begun come before new groups."""
+    hand = Hand()
+    group, other = hand.groups(2, 2)
+    hand.start(group.samples[0])
+    assert (group.shelf, list(hand.run.begun), hand.run.new) == ("begun", [group], [other])
+    hand.start(group.samples[1])
+    assert (group.shelf, list(hand.run.begun)) == ("", [])
+    hand.grow(group.samples[0])
+    hand.suspend(*group.samples.values())
+    assert (group.shelf, list(hand.run.begun), list(hand.run.suspended)) == ("begun", [group], [group.samples[0]])
+
+
+def test_order_is_that_of_the_first_admission() -> None:
+    """S6: kept over suspensions, so that a resumed batch has its old order."""
+    hand = Hand()
+    a, b = hand.groups(1, 1)
+    hand.begin(b.samples[0])
+    hand.begin(a.samples[0])
+    hand.start(a.samples[0], b.samples[0])
+    assert [b.samples[0].order, a.samples[0].order] == [0, 1]
+
+
+def test_a_group_leaves_with_its_last_sample() -> None:
+    """S3: parts of it first, under the same id and incarnation; nothing can be delivered twice."""
+    hand = Hand()
+    (group,) = hand.groups(3)
+    hand.finish(group.samples[0], group.samples[2])
+    part = hand.ledger.deliver(group, [2, 0])
+    assert (part.id, part.incarnation, part.indices, part.complete) == ("g0", 0, [0, 2], False)
+    assert (hand.run.finished, hand.run.whole, list(group.samples)) == (0, 0, [1])
+    with pytest.raises(LedgerError):
+        hand.ledger.deliver(group, [0])
+    hand.finish(group.samples[1])
+    assert (hand.run.finished, hand.run.whole) == (1, 1)
+    assert hand.ledger.deliver(group, [1]).complete
+    assert (hand.run.groups, hand.run.finished, hand.run.whole) == ({}, 0, 0)
+
+
+def test_what_has_not_finished_cannot_be_delivered() -> None:
+    """Rule 1."""
+    hand = Hand()
+    (group,) = hand.groups(1)
+    hand.start(group.samples[0])
+    with pytest.raises(LedgerError):
+        hand.ledger.deliver(group, [0])
+
+
+def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
+    """S2: the only thing that deletes samples; counters and shelves forget them."""
+    hand = Hand()
+    _, begun, partial, done, kept = hand.groups(1, 2, 1, 1, 1)
+    hand.start(begun.samples[0])
+    hand.begin(partial.samples[0])
+    hand.finish(done.samples[0])
+    gone = hand.ledger.drop(hand.run, ["g0", "g1", "g2", "g3", "unknown"])
+    assert len(gone) == 5
+    run = hand.run
+    assert (run.running, run.finished, run.whole, run.suspended, run.begun) == (0, 0, 0, {}, {})
+    assert (run.new, list(run.groups)) == ([kept], ["g4"])
+    assert hand.ledger.census() == {"queued": 1, "running": 0, "suspended": 0, "finished": 0}
+    assert hand.ledger.drop(run, None) == [kept.samples[0]]
+
+
+def test_an_id_is_taken_until_delivered_and_then_a_new_incarnation() -> None:
+    """S5: the whole request is refused and changes nothing; another run has ids of its own."""
+    hand = Hand()
+    (group,) = hand.groups(1)
+    with pytest.raises(Refused) as no:
+        hand.accept(prompt("other"), prompt("g0"))
+    assert (no.value.status, no.value.field, list(hand.run.groups)) == (409, "prompts[1].id", ["g0"])
+    assert Hand("another", hand.ledger).accept(prompt("g0"))[0].incarnation == 0
+    hand.finish(group.samples[0])
+    hand.ledger.deliver(group, [0])
+    assert [hand.accept(prompt("g0"))[0].incarnation, hand.accept(prompt("other"))[0].incarnation] == [1, 0]
+
+
+def test_an_id_twice_in_one_request_is_refused() -> None:
+    """S5."""
+    with pytest.raises(Refused) as no:
+        Hand().accept(prompt("a"), prompt("b"), prompt("a"))
+    assert (no.value.status, no.value.field) == (409, "prompts[2].id")
+
+
+def test_a_seed_depends_on_four_things_and_on_nothing_else() -> None:
+    """S5: 63 bits of (sampling seed, id, incarnation, index); not of the run, the rank or the order of arrival."""
+    a, b = Hand("a"), Hand("b")
+    a.accept(prompt("first"))
+    seeds = [hand.accept(prompt("p", n=2, seed=7))[0].samples[1].seed for hand in (a, b)]
+    assert seeds == [sample_seed(7, "p", 0, 1)] * 2
+    others = {sample_seed(*args) for args in ((8, "p", 0, 1), (7, "q", 0, 1), (7, "p", 1, 1), (7, "p", 0, 0))}
+    assert len(others | {seeds[0]}) == 5
+    assert all(0 <= seed < 2**63 for seed in others)
+    assert sample_seed(0, "p", 0, 0) == 1274596442402085155
+
+
+def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
+    """S3."""
+    hand = Hand()
+    group, single = hand.groups(2, 1)
+    hand.finish(group.samples[1], single.samples[0])
+    assert (group.whole, single.whole, hand.run.whole, hand.run.finished) == (False, True, 1, 2)
+    hand.finish(group.samples[0])
+    assert (group.whole, hand.run.whole, group.finish_step) == (True, 2, 2)
+
+
+def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
+    """S6: suspending and resuming on pages of the same version opens none; a span without tokens is none."""
+    hand = Hand()
+    (group,) = hand.groups(1)
+    sample = group.samples[0]
+    hand.start(sample, version=1)
+    sample.open_span(2, "fresh")
+    hand.grow(sample, tokens=3)
+    sample.open_span(2, "fresh")
+    hand.grow(sample, tokens=1)
+    sample.open_span(3, "kept")
+    sample.open_span(4, "recomputed")
+    hand.grow(sample, tokens=2)
+    sample.open_span(5, "kept")
+    assert sample.closed_spans() == [Span(0, 4, 2, "fresh"), Span(4, 6, 4, "recomputed")]
+    sample.open_span(4, "recomputed")
+    hand.grow(sample, tokens=1)
+    assert sample.closed_spans() == [Span(0, 4, 2, "fresh"), Span(4, 7, 4, "recomputed")]
+
+
+def test_the_oldest_token_of_a_group_counts_finished_members_too() -> None:
+    """S4: staleness is that of any undelivered sample; unstarted ones have no version."""
+    hand = Hand()
+    (group,) = hand.groups(3)
+    assert group.oldest_version() is None
+    hand.begin(group.samples[0], version=4)
+    hand.finish(group.samples[1], version=3)
+    assert group.oldest_version() == 3
+    hand.ledger.deliver(group, [1])
+    assert group.oldest_version() == 4

@@ -1,0 +1,221 @@
+"""When a round ends and what it delivers, as pure functions of the ledger and the version (S3, S4)."""
+
+import pytest
+
+from sglang_april.policy.staleness import is_over, is_stale, staleness
+from sglang_april.scheduler.quota import Round
+from sglang_april.wire import Delivery
+from tests.unit.pure import Hand
+
+
+def delivered(
+    hand: Hand, rnd: Round, reason: str = "quota", ids: list[str] | None = None
+) -> list[tuple[str, list[int]]]:
+    parts: list[Delivery] = rnd.deliver(hand.ledger, reason, ids, version=0)  # type: ignore[arg-type]
+    return [(d.id, d.indices) for d in parts]
+
+
+# --- ends_now
+
+
+@pytest.mark.parametrize(
+    ("quota", "unit", "reason"),
+    [
+        (1, "group", "quota"),
+        (2, "group", None),
+        (3, "sample", "quota"),
+        (4, "sample", None),
+        (None, "group", None),
+        (None, "sample", None),
+    ],
+)
+def test_units_that_count(quota: int | None, unit: str, reason: str | None) -> None:
+    """S3: whole groups, or finished samples; here one group of two is whole and one of two half finished."""
+    hand = Hand()
+    whole, half = hand.groups(2, 2)
+    hand.finish(*whole.samples.values(), half.samples[0])
+    assert hand.round(quota=quota, unit=unit).ends_now() == reason
+
+
+def test_the_round_is_exhausted_when_all_has_finished() -> None:
+    """S3: also with a quota beyond what there is; with exactly as much as the quota, the quota is the reason."""
+    hand = Hand()
+    groups = hand.groups(1, 1)
+    assert hand.round(quota=None).ends_now() is None
+    hand.finish(*(g.samples[0] for g in groups))
+    assert [hand.round(quota=q).ends_now() for q in (None, 1, 2, 3)] == ["exhausted", "quota", "quota", "exhausted"]
+
+
+def test_an_empty_round_is_exhausted() -> None:
+    """S3: empty prompts and an empty carry."""
+    assert Hand().round(quota=5).ends_now() == "exhausted"
+
+
+@pytest.mark.parametrize("unit", ["group", "sample"])
+def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> None:
+    """S4: all its members, unstarted ones too."""
+    hand = Hand()
+    done, stale = hand.groups(1, 2)
+    hand.begin(stale.samples[0], version=0)
+    hand.finish(done.samples[0], version=3)
+    rnd = hand.round(version=3, max_staleness=3, unit=unit)
+    assert (rnd.mandatory, rnd.ends_now()) == ({"g1"}, None)
+    hand.finish(stale.samples[0])
+    assert rnd.ends_now() is None
+    hand.finish(stale.samples[1], version=3)
+    assert rnd.ends_now() == "quota"
+
+
+def test_a_dropped_mandatory_group_holds_nothing() -> None:
+    """S2, S4."""
+    hand = Hand()
+    done, stale = hand.groups(1, 1)
+    hand.begin(stale.samples[0])
+    hand.finish(done.samples[0])
+    rnd = hand.round(version=5)
+    hand.ledger.drop(hand.run, ["g1"])
+    assert rnd.ends_now() == "quota"
+
+
+def test_strict_on_policy_waits_for_every_group_with_tokens() -> None:
+    """S4, `max_staleness: 0`: none is carried with tokens; groups without any do not count."""
+    hand = Hand()
+    done, begun, _ = hand.groups(1, 1, 1)
+    rnd = hand.round(max_staleness=0)
+    hand.finish(done.samples[0])
+    assert rnd.ends_now() == "quota"
+    hand.begin(begun.samples[0])
+    assert rnd.ends_now() is None
+    hand.finish(begun.samples[0])
+    assert rnd.ends_now() == "quota"
+
+
+# --- staleness
+
+
+@pytest.mark.parametrize(
+    ("version", "bound", "stale", "over"),
+    [(2, 3, False, False), (4, 3, False, False), (5, 3, True, False), (6, 3, True, True), (9, None, False, False)],
+)
+def test_the_bound_is_met_by_the_oldest_token(version: int, bound: int | None, stale: bool, over: bool) -> None:
+    """S4: current version minus that of the oldest undelivered token, here 2."""
+    hand = Hand()
+    (group,) = hand.groups(3)
+    assert not is_stale(group, 99, 0)
+    hand.begin(group.samples[0], version=4)
+    hand.finish(group.samples[1], version=2)
+    assert staleness(group, version) == version - 2
+    assert (is_stale(group, version, bound), is_over(group, version, bound)) == (stale, over)
+
+
+def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:
+    """S4: marked at the start and after every push, never taken back."""
+    hand = Hand()
+    old, young = hand.groups(1, 1)
+    hand.begin(old.samples[0], version=0)
+    hand.begin(young.samples[0], version=1)
+    rnd = hand.round(version=2, max_staleness=2)
+    assert rnd.mandatory == {"g0"}
+    rnd.mark_mandatory(3)
+    assert rnd.mandatory == {"g0", "g1"}
+
+
+@pytest.mark.parametrize(("quota", "left"), [(None, None), (4, 2), (2, 0), (1, 0)])
+def test_how_many_more_groups_may_start_under_strict_on_policy(quota: int | None, left: int | None) -> None:
+    """S4: what the quota still needs; two groups have begun here, more than a quota of one."""
+    hand = Hand()
+    begun, done, *_ = hand.groups(1, 1, 1, 1)
+    hand.begin(begun.samples[0])
+    hand.finish(done.samples[0])
+    assert hand.round(quota=quota, max_staleness=0).starts_left() == left
+    assert hand.round(quota=quota, max_staleness=1).starts_left() is None
+
+
+@pytest.mark.parametrize(("quota", "left"), [(1, 0), (3, 0), (4, 1)])
+def test_strict_on_policy_counts_samples_of_begun_groups(quota: int, left: int) -> None:
+    """S4, unit sample: one group more at a time, as long as those that have begun cannot meet the quota."""
+    hand = Hand()
+    begun, _ = hand.groups(3, 3)
+    hand.begin(begun.samples[0])
+    assert hand.round(quota=quota, unit="sample", max_staleness=0).starts_left() == left
+
+
+# --- deliver
+
+
+def test_the_quota_exactly_in_finish_then_admission_order() -> None:
+    """S3: carried ones first, then the finish step, then admission, whatever the order of arrival."""
+    hand = Hand()
+    a, b, c, d = hand.groups(1, 1, 1, 1)
+    hand.start(d.samples[0], b.samples[0], a.samples[0], c.samples[0])
+    hand.grow(*(g.samples[0] for g in (a, b, c, d)))
+    hand.finish(c.samples[0])
+    hand.finish(a.samples[0], b.samples[0], d.samples[0])
+    assert delivered(hand, hand.round(quota=3)) == [("g2", [0]), ("g3", [0]), ("g1", [0])]
+    assert [g.id for g in hand.run.groups.values()] == ["g0"]
+
+
+def test_surplus_return_delivers_all_that_is_whole() -> None:
+    """S3."""
+    hand = Hand()
+    groups = hand.groups(1, 1, 1)
+    hand.finish(*(g.samples[0] for g in groups))
+    assert [name for name, _ in delivered(hand, hand.round(quota=1, surplus="return"))] == ["g0", "g1", "g2"]
+
+
+def test_mandatory_groups_lead_and_go_beyond_the_quota() -> None:
+    """S3, S4."""
+    hand = Hand()
+    fresh, old, older = hand.groups(1, 1, 1)
+    hand.begin(old.samples[0], older.samples[0], version=0)
+    hand.finish(fresh.samples[0], version=2)
+    hand.finish(old.samples[0], older.samples[0])
+    rnd = hand.round(version=2, max_staleness=2)
+    assert [name for name, _ in delivered(hand, rnd)] == ["g1", "g2"]
+    assert list(hand.run.groups) == ["g0"]
+
+
+def test_what_is_over_the_bound_is_counted() -> None:
+    """S4: `stats.over_bound`."""
+    hand = Hand()
+    at, over = hand.groups(1, 1)
+    hand.finish(at.samples[0], version=2)
+    hand.finish(over.samples[0], version=1)
+    rnd = hand.round(version=3, max_staleness=1)
+    rnd.deliver(hand.ledger, "quota", None, 3)
+    assert rnd.stats.over_bound == 1
+
+
+def test_samples_of_unfinished_groups_in_units_of_samples() -> None:
+    """S3: finished samples at once, gathered by group, `complete` when nothing of it is left."""
+    hand = Hand()
+    a, b = hand.groups(3, 1)
+    hand.finish(a.samples[2])
+    hand.finish(b.samples[0])
+    hand.finish(a.samples[0])
+    parts = hand.round(quota=3, unit="sample").deliver(hand.ledger, "quota", None, 0)
+    assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [0, 2], False), ("g1", [0], True)]
+    hand.finish(a.samples[1])
+    parts = hand.round(unit="sample").deliver(hand.ledger, "quota", None, 0)
+    assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [1], True)]
+
+
+def test_a_quota_of_samples_may_cut_a_whole_group() -> None:
+    """S3: what is left of it is surplus and comes under the same id."""
+    hand = Hand()
+    (group,) = hand.groups(3)
+    hand.finish(*group.samples.values())
+    assert delivered(hand, hand.round(quota=2, unit="sample")) == [("g0", [0, 1])]
+    assert (hand.run.whole, hand.run.finished) == (1, 1)
+    assert delivered(hand, hand.round(quota=2, unit="sample"), "exhausted") == [("g0", [2])]
+
+
+def test_a_stop_delivers_all_finished_or_those_that_are_named() -> None:
+    """S3: never an unfinished one; a quota does not limit it."""
+    hand = Hand()
+    a, b, c, d = hand.groups(1, 1, 2, 1)
+    hand.finish(a.samples[0], b.samples[0], c.samples[0], d.samples[0])
+    rnd = hand.round(quota=1)
+    assert delivered(hand, rnd, "stopped", ["g1", "g2", "unknown"]) == [("g1", [0])]
+    assert delivered(hand, rnd, "stopped", []) == []
+    assert delivered(hand, rnd, "stopped") == [("g0", [0]), ("g3", [0])]
