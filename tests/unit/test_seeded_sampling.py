@@ -5,8 +5,9 @@ import random
 
 import pytest
 import torch
+from sglang.srt.layers import sampler
 
-from april_kernels.seeded_sampling.reference import murmur_hash32, seeded_sample
+from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32, seeded_sample
 
 SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 0x1234_5678_9ABC_DEF0]
 POSITIONS = [0, 1, 17, 2**16, 131_071, 2**31 - 1, 5]
@@ -69,3 +70,52 @@ def test_a_row_s_draw_does_not_depend_on_the_others() -> None:
     for row in range(7):
         one = slice(row, row + 1)
         assert torch.equal(seeded_sample(probs[one], seeds[one], positions[one]), whole[one])
+
+
+@pytest.fixture
+def cuts() -> tuple[torch.Tensor, ...]:
+    """Rows with every combination of top-k, top-p and min-p, on and off: probs, top_ks, top_ps, min_ps."""
+    torch.manual_seed(0)
+    rows = [(k, p, m) for k in (1, 3, 40, TOP_K_ALL) for p in (0.05, 0.5, 0.9, 0.999) for m in (0.0, 0.02, 0.3, 1.0)]
+    top_ks, top_ps, min_ps = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return (torch.randn(len(rows), 200) * 2).softmax(dim=-1), top_ks, top_ps, min_ps
+
+
+def test_cuts_are_those_of_sglang(cuts: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """S5: rows of ours keep the columns that SGLang's own sampler would draw from."""
+    seen: list[torch.Tensor] = []
+    draw = torch.multinomial
+
+    def record(weights: torch.Tensor, num_samples: int) -> torch.Tensor:
+        seen.append(weights.clone())
+        return draw(weights, num_samples)
+
+    monkeypatch.setattr(torch, "multinomial", record)
+    probs, top_ks, top_ps, min_ps = cuts
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), top_ks, top_ps, min_ps, True, None, None)
+    order = probs.sort(dim=-1, descending=True).indices
+    theirs = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, seen[0] > 0)
+    assert torch.equal(keep_mask(probs, top_ks, top_ps, min_ps), theirs)
+    assert 1 < int(theirs.sum(-1).max()) <= 200
+
+
+def test_draws_stay_within_the_cuts(cuts: tuple[torch.Tensor, ...]) -> None:
+    probs, *bounds = cuts
+    keep = keep_mask(probs, *bounds)
+    for seed in range(50):
+        drawn = seeded_sample(probs, torch.arange(len(probs)) + 1000 * seed, torch.zeros(len(probs)), keep)
+        assert bool(keep.gather(1, drawn[:, None]).all())
+
+
+def test_cut_rows_keep_their_proportions() -> None:
+    """Chi-square over the 4 columns that are left, 3 degrees of freedom: below 16.3 in 999 of 1,000 cases."""
+    count = 20_000
+    probs = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.05])
+    whole = probs.repeat(count, 1)
+    full = torch.ones(count)
+    keep = keep_mask(whole, torch.full((count,), 4), full, 0 * full)
+    drawn = seeded_sample(whole, torch.arange(count), torch.full((count,), 7), keep)
+    expected = probs[:4] / probs[:4].sum() * count
+    seen = torch.bincount(drawn, minlength=6)
+    assert seen[4:].tolist() == [0, 0]
+    assert float(((seen[:4] - expected) ** 2 / expected).sum()) < 16.3
