@@ -17,7 +17,7 @@ log = logging.getLogger("sglang_april")
 
 @guarded
 def _interrupt(controller: Controller) -> None:
-    controller.interrupt()
+    controller.pushes.interrupt()
 
 
 @guarded
@@ -48,7 +48,7 @@ def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
 
 @guarded
 def _abort_everything(controller: Controller) -> None:
-    controller.abort_everything()
+    controller.pushes.abort_everything()
 
 
 def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
@@ -66,7 +66,7 @@ def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 @guarded
 def _weight_call_ended(controller: Controller, recv_req: Any, out: Any) -> None:
     kind = type(recv_req).__name__
-    controller.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
+    controller.pushes.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
 
 
 def _refused_update(recv_req: Any, message: str) -> Any:
@@ -127,12 +127,12 @@ def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
 
 @guarded
 def _freeze(controller: Controller) -> None:
-    controller.freeze()
+    controller.pushes.freeze()
 
 
 def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
     """AFTER Scheduler.continue_generation."""
-    s.april.thaw()
+    s.april.pushes.thaw()
 
 
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:

@@ -22,14 +22,14 @@ def _unaccounted(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return 0
 
 
-def _some_steps_later(guarded: Callable[..., Any], controller: Any) -> None:
-    step = controller.context.step
-    if not any(r.ends_now() for r in controller.context.rounds.values()):
-        controller.over_since = None
-    elif getattr(controller, "over_since", None) is None:
-        controller.over_since = step
-    elif step - controller.over_since >= 3:
-        guarded(controller)
+def _some_steps_later(guarded: Callable[..., Any], endings: Any) -> None:
+    step = endings.context.step
+    if not any(r.ends_now() for r in endings.context.rounds.values()):
+        endings.over_since = None
+    elif getattr(endings, "over_since", None) is None:
+        endings.over_since = step
+    elif step - endings.over_since >= 3:
+        guarded(endings)
 
 
 def _keep_delivered(guarded: Callable[..., Any], ledger: Any, group: Any, indices: list[int]) -> Any:
@@ -43,6 +43,6 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "version key": (OURS + "adapter.v0_5_17.request.versioned_key", _no_version),
     "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
-    "in-step stop": (OURS + "scheduler.controller.Controller._end_due", _some_steps_later),
+    "in-step stop": (OURS + "scheduler.ending.Endings.end_due", _some_steps_later),
     "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }

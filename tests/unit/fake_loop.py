@@ -237,7 +237,7 @@ class FakeLoop:
 
     def flush(self, *, wait: bool = False) -> bool:
         """`flush_cache`: pages that matter are out before everything is cleared."""
-        self.controller.interrupt()
+        self.controller.pushes.interrupt()
         if not self.fully_idle():
             self.flush_pending = self.flush_pending or wait
             return False
@@ -252,12 +252,12 @@ class FakeLoop:
 
     def weight_call(self, *, ok: bool, whole: bool, flush: bool) -> None:
         """One of SGLang's weight calls, as the hook around it does it."""
-        self.controller.interrupt()
+        self.controller.pushes.interrupt()
         ok = ok and (not flush or self.flush())
-        self.controller.weight_call_ended(ok, "failed", whole=whole)
+        self.controller.pushes.weight_call_ended(ok, "failed", whole=whole)
 
     def release_memory(self) -> bool:
-        self.controller.interrupt()
+        self.controller.pushes.interrupt()
         if not self.flush():
             return False
         self.released = ["kv_cache"]

@@ -192,7 +192,7 @@ def test_an_abort_of_everything_stops_open_rounds_and_leaves_the_carry(world: Bu
     w.step(3)
     for known in w.rounds.values():
         known.stop = wire.StopRound(0, known.spec.round_id)
-    w.do(lambda e: e.controller.abort_everything())
+    w.do(lambda e: e.controller.pushes.abort_everything())
     assert w.replies[-1].end_reason == "stopped"
     assert (ids(w.replies[-1]), w.replies[-1].run) == (["p0"], "other")
     assert [w.sample(run, "p1").state for run in ("run", "other")] == [State.SUSPENDED] * 2

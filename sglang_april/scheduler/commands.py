@@ -1,0 +1,86 @@
+"""Step 2 of 9 and around it: what each broadcast message does. A refusal changes nothing."""
+
+from typing import Any
+
+from sglang_april import wire
+from sglang_april.policy.push import Refused
+from sglang_april.scheduler import report
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.ending import Endings
+from sglang_april.scheduler.pushes import Pushes
+from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.suspend import Suspender
+from sglang_april.types import State
+
+
+class Commands:
+    def __init__(self, context: Context, suspender: Suspender, endings: Endings, pushes: Pushes) -> None:
+        self._c = context
+        self._suspender = suspender
+        self._endings = endings
+        self._pushes = pushes
+
+    def carry_out(self, cmd: wire.Command) -> dict[str, Any] | None:
+        """Returns the data of the answer; raises Refused."""
+        match cmd:
+            case wire.OpenRound():
+                return self._open(cmd)
+            case wire.StopRound():
+                return self._stop(cmd)
+            case wire.Drop():
+                return self._drop(cmd)
+            case wire.PushBegin():
+                self._pushes.begin(cmd.version)
+            case wire.PushEnd():
+                return self._pushes.end(cmd.version)
+            case wire.Freeze():
+                self._pushes.freeze()
+            case wire.Thaw():
+                self._pushes.thaw()
+            case wire.GetState():
+                return report.state(self._c)
+            case wire.GetPartials():
+                return {"partials": report.partials(self._c, cmd.run)}
+        return None
+
+    def _open(self, cmd: wire.OpenRound) -> dict[str, Any]:
+        c = self._c
+        if reason := c.closed():
+            raise Refused(503, "", reason)
+        if cmd.run in c.rounds:
+            raise Refused(409, "run", f"round {c.rounds[cmd.run].spec.round_id!r} of run {cmd.run!r} is still open")
+        c.ledger.check(cmd.run, cmd.prompts)
+        run = c.ledger.run(cmd.run)
+        run.rounds_opened += 1
+        rnd = Round(cmd, run, run.rounds_opened)
+        rnd.stats.carried_in = report.sizes(run)
+        groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)
+        rnd.mark_mandatory(c.clock.version)
+        c.rounds[cmd.run] = rnd
+        self._endings.look()
+        return {"incarnations": [g.incarnation for g in groups], "policy_version": c.clock.version}
+
+    def _stop(self, cmd: wire.StopRound) -> dict[str, Any]:
+        rnd = next((r for r in self._c.rounds.values() if r.spec.round_id == cmd.round_id), None)
+        if rnd is None:
+            return {"open": False}
+        self._endings.stop(rnd, cmd.deliver)
+        return {"open": True}
+
+    def _drop(self, cmd: wire.Drop) -> dict[str, Any]:
+        c = self._c
+        run = c.ledger.runs.get(cmd.run)
+        if run is None:
+            return {"groups": [], "samples": 0}
+        doomed = run.named(cmd.ids)
+        if any(g.counts[State.RUNNING] for g in doomed):
+            c.engine.settle()
+            self._endings.end_due()  # the step in flight may have met a quota
+            doomed = run.named(cmd.ids)
+            self._suspender.suspend([s for g in doomed for s in g.samples.values()])
+        samples = c.ledger.drop(run, [g.id for g in doomed])
+        c.trace("drop", samples)
+        for sample in samples:
+            c.engine.forget(sample)
+        self._endings.look()
+        return {"groups": [[g.id, g.incarnation] for g in doomed], "samples": len(samples)}

@@ -1,0 +1,47 @@
+"""Steps 3 to 6 of 9: when rounds are looked at, and what happens when one ends (`quota.py` says whether it does)."""
+
+from sglang_april import wire
+from sglang_april.scheduler import report
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.suspend import Suspender
+
+
+class Endings:
+    def __init__(self, context: Context, suspender: Suspender) -> None:
+        self.context = context
+        self._suspender = suspender
+        self._dirty = False
+
+    def look(self) -> None:
+        """Something has happened that may end a round."""
+        self._dirty = True
+
+    def end_due(self) -> None:
+        """Stop in the step that meets the quota. What ends in the step in flight is surplus (S3)."""
+        if not self._dirty or not any(r.ends_now() for r in self.context.rounds.values()):
+            self._dirty = False
+            return
+        self.context.engine.settle()
+        self._dirty = False
+        for rnd in list(self.context.rounds.values()):
+            if reason := rnd.ends_now():
+                self.end(rnd, reason, None)
+
+    def stop(self, rnd: Round, ids: list[str] | None) -> None:
+        """End a round with what has finished, or with the groups named (S2, S3)."""
+        self.context.engine.settle()
+        self.end(rnd, "stopped", ids)
+
+    def end(self, rnd: Round, reason: wire.EndReason, ids: list[str] | None) -> None:
+        """Step 4 and 6: the rest is suspended, the reply is fixed. The step in flight has been settled."""
+        c = self.context
+        rnd.stats.quota_met()
+        self._suspender.suspend_run(rnd.run, rnd.spec.tier)
+        deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
+        carried = report.carried(c, rnd.run)
+        del c.rounds[rnd.run.name]
+        stats = rnd.stats.report(carried)
+        c.engine.send(
+            wire.RoundEnded(rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats)
+        )

@@ -1,0 +1,58 @@
+"""Step 8 of 9 (push), and all else that needs our samples out of the engine for a while (S1, S2)."""
+
+from typing import Any
+
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.ending import Endings
+from sglang_april.scheduler.suspend import Suspender
+
+
+class Pushes:
+    def __init__(self, context: Context, suspender: Suspender, endings: Endings) -> None:
+        self._c = context
+        self._suspender = suspender
+        self._endings = endings
+
+    def interrupt(self) -> None:
+        """Before whatever needs our samples out of the engine: rounds that are over end, all others are suspended."""
+        self._endings.end_due()
+        self._suspender.suspend_all()
+        self._endings.end_due()
+
+    def begin(self, version: int | None) -> None:
+        self._c.clock.begin(version)
+        self.interrupt()
+
+    def end(self, version: int | None) -> dict[str, Any]:
+        self._c.clock.end(version)
+        self._version_moved()
+        return {"policy_version": self._c.clock.version}
+
+    def weight_call_ended(self, ok: bool, message: str, *, whole: bool) -> None:
+        """A stock weight call has been applied, or has failed on some rank."""
+        c = self._c
+        if c.clock.weight_call(ok, message, c.engine.forward_count(), whole=whole):
+            self._version_moved()
+
+    def _version_moved(self) -> None:
+        c = self._c
+        c.engine.version = c.clock.version
+        c.engine.renew_keys()
+        for rnd in c.rounds.values():
+            rnd.mark_mandatory(c.clock.version)
+            rnd.stats.pushes += 1
+        self._endings.look()
+
+    def freeze(self) -> None:
+        """A pause: nothing of ours takes a step until `thaw`."""
+        self.interrupt()
+        self._c.frozen = True
+
+    def thaw(self) -> None:
+        self._c.frozen = False
+
+    def abort_everything(self) -> None:
+        """SGLang's abort of all requests: open rounds end with what they have, the carry is untouched (S2)."""
+        self._endings.end_due()
+        for rnd in list(self._c.rounds.values()):
+            self._endings.stop(rnd, None)
