@@ -1,7 +1,7 @@
 """The demo: the same rounds with weight updates between them, three ways, on the real server.
 
-``python -m examples.april_demo`` starts the server, runs the variants of ``variants.py`` one after the other and ends
-with a table, ``out/demo/summary.json`` and ``out/demo/running_batch.png``.
+``python -m examples.april_demo`` starts the server, runs the variants of ``variants.py`` in turn, round by round, and
+ends with a table, ``out/demo/summary.json`` and ``out/demo/running_batch.png``.
 
 - ``settings.py``  what is run: slots, groups, rounds, lengths
 - ``server.py``    starts the server and ends it, whatever happens

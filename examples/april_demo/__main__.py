@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.april_demo.engine import Engine, EngineError, Watch
-from examples.april_demo.measure import Result, figures, run_variant
+from examples.april_demo.measure import Result, figures, run_interleaved
 from examples.april_demo.report import draw_timeline, show_table, write_summary
 from examples.april_demo.server import ServerError, running_server
 from examples.april_demo.settings import ROOT, Settings
@@ -63,8 +63,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 async def run_all(url: str, settings: Settings, console: Console, started: float) -> tuple[list[Result], float]:
-    """All variants one after the other; also the seconds from the start of the demo to the first finished round."""
-    results: list[Result] = []
+    """All variants, round by round in turn; also the seconds from the start of the demo to the first finished round."""
     first_groups = 0.0
     bars = Progress(
         TextColumn("{task.description:<12}"),
@@ -76,22 +75,20 @@ async def run_all(url: str, settings: Settings, console: Console, started: float
     )
     with bars:
         total = settings.warmup_rounds + settings.rounds
-        tasks = {name: bars.add_task(name, total=total, rate="", start=False) for name in settings.variants}
-        for name in settings.variants:
-            bars.start_task(tasks[name])
+        tasks = {name: bars.add_task(name, total=total, rate="") for name in settings.variants}
 
-            def progress(done: int, result: Result, task: int = tasks[name]) -> None:
-                nonlocal first_groups
-                first_groups = first_groups or time.monotonic() - started
-                rate = "warming up"
-                if result.rounds:
-                    seconds = sum(measured.seconds for measured in result.rounds)
-                    rate = f"{sum(measured.tokens for measured in result.rounds) / seconds:,.0f} delivered tokens/s"
-                bars.update(task, completed=done, rate=rate)
+        def progress(done: int, result: Result) -> None:
+            nonlocal first_groups
+            first_groups = first_groups or time.monotonic() - started
+            rate = "warming up"
+            if result.rounds:
+                seconds = sum(measured.seconds for measured in result.rounds)
+                rate = f"{sum(measured.tokens for measured in result.rounds) / seconds:,.0f} delivered tokens/s"
+            bars.update(tasks[result.name], completed=done, rate=rate)
 
-            async with Engine(url) as engine:
-                variant = VARIANTS[name](engine, settings)
-                results.append(await run_variant(variant, Watch(engine), settings, progress))
+        async with Engine(url) as engine:
+            variants = [VARIANTS[name](engine, settings) for name in settings.variants]
+            results = await run_interleaved(variants, Watch(engine), settings, progress)
     return results, first_groups
 
 

@@ -1,4 +1,4 @@
-"""Runs a variant's rounds and turns them into figures; every figure is counted, none is assumed.
+"""Runs the variants' rounds and turns them into figures; every figure is counted, none is assumed.
 
 The clock of a round runs from the start of its push to the reply; what a trainer would do between rounds is not in it
 (the watch reads the engine's counters there). Figures are of the measured rounds, after the warm-up rounds.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -55,42 +56,54 @@ class Result:
 
 
 Progress = Callable[[int, Result], None]
-"""Called after every round with the rounds done, warm-up included."""
+"""Called after every round with the rounds that the variant has done, warm-up included."""
 
 
-async def run_variant(variant: Variant, watch: Watch, settings: Settings, progress: Progress) -> Result:
-    """Warm-up rounds, measured rounds, and a drain round that shows whether anything was lost."""
-    result = Result(variant.name)
-    delivered: Counter[str] = Counter()
+async def run_interleaved(
+    variants: Sequence[Variant], watch: Watch, settings: Settings, progress: Progress
+) -> list[Result]:
+    """Every variant's warm-up and measured rounds, round by round in turn so that the machine's moods meet all alike
+    (who is first changes too), and a drain round each that shows whether anything was lost."""
+    results = [Result(variant.name) for variant in variants]
+    delivered: list[Counter[str]] = [Counter() for _ in variants]
     checkpoints = itertools.cycle(settings.checkpoints)
+    turns = list(range(len(variants)))
     async with watch.watching():
         for number in range(settings.warmup_rounds + settings.rounds):
-            before = await watch.settled()
-            start = time.time()
-            await variant.push(next(checkpoints))
-            done = await variant.round()
-            end = time.time()
-            after = await watch.settled()
-            count_delivered(delivered, done.groups)
-            if number >= settings.warmup_rounds:
-                result.rounds.append(
-                    Measured(
-                        start,
-                        end,
-                        done,
-                        decoded=after.decoded - before.decoded,
-                        prefilled=after.prefilled - before.prefilled,
-                        steps=after.steps - before.steps,
-                        tokens_after_end=tokens_after_end(done, watch, after),
-                    )
-                )
-            progress(number + 1, result)
-        count_delivered(delivered, (await variant.drain()).groups)
-    result.snapshots = watch.snapshots
-    expected = variant.handed_over * settings.samples_per_group
-    result.samples_lost = expected - len(delivered)
-    result.samples_twice = sum(delivered.values()) - len(delivered)
-    return result
+            checkpoint = next(checkpoints)
+            first = number % len(turns)
+            for turn in turns[first:] + turns[:first]:
+                measured = await run_round(variants[turn], watch, checkpoint)
+                count_delivered(delivered[turn], measured.round.groups)
+                if number >= settings.warmup_rounds:
+                    results[turn].rounds.append(measured)
+                progress(number + 1, results[turn])
+        for variant, counts in zip(variants, delivered, strict=True):
+            count_delivered(counts, (await variant.drain()).groups)
+    for variant, result, counts in zip(variants, results, delivered, strict=True):
+        result.snapshots = watch.snapshots
+        result.samples_lost = variant.handed_over * settings.samples_per_group - len(counts)
+        result.samples_twice = sum(counts.values()) - len(counts)
+    return results
+
+
+async def run_round(variant: Variant, watch: Watch, checkpoint: Path) -> Measured:
+    """A push and a round, with the engine's counters read while it is quiet before and after."""
+    before = await watch.settled()
+    start = time.time()
+    await variant.push(checkpoint)
+    done = await variant.round()
+    end = time.time()
+    after = await watch.settled()
+    return Measured(
+        start,
+        end,
+        done,
+        decoded=after.decoded - before.decoded,
+        prefilled=after.prefilled - before.prefilled,
+        steps=after.steps - before.steps,
+        tokens_after_end=tokens_after_end(done, watch, after),
+    )
 
 
 def count_delivered(delivered: Counter[str], groups: list[Group]) -> None:

@@ -27,6 +27,8 @@ class Settings:
     """Measured rounds."""
     over_provision: float = 2.0
     """APRIL from outside starts this many times the groups that it needs."""
+    max_staleness: int = 5
+    """Ours only: so many pushes old may a group's oldest token be before the group must finish."""
     seed: int = 0
     lengths: Lengths = field(default_factory=Lengths)
     temperature: float = 1.0

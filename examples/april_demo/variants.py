@@ -6,6 +6,8 @@
   finished surplus kept rather than dropped.
 - `April` is one request to the engine per round.
 
+They share one engine and take turns, each with pushes of its own: a version is the number of the variant's own pushes.
+
 All three ask for logprobs, because a trainer needs them. Stock sampling ignores seeds without SGLang's deterministic
 mode, so the same prompts and seeds give the same samples only under `April`; the lengths are the task's anyway.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +26,9 @@ from typing import Any, Protocol
 from examples.april_demo.engine import Engine
 from examples.april_demo.settings import Settings
 from examples.sorting_task import Problem, problems
+
+ABORT_AGAIN_S = 0.05
+"""An aborted request answers within a step; what has not by then had not reached the engine."""
 
 
 @dataclass
@@ -34,7 +40,6 @@ class Sample:
     done: bool = False
 
     def extend(self, tokens: list[int], version: int) -> None:
-        """Appends tokens drawn under one version."""
         self.output_ids += tokens
         self.versions += [version] * len(tokens)
 
@@ -181,6 +186,8 @@ class Outside(_Stock):
         """Partials first, then new groups, more than are needed; one abort when enough have finished."""
         settings = self._settings
         needed = settings.groups - len(self._surplus)
+        if needed <= 0:
+            return self._delivered(self._take_surplus(self._surplus), None)
         new = max(0, math.ceil(settings.over_provision * settings.groups) - len(self._partials) - len(self._surplus))
         started = self._partials + self._new_groups(new)
         pending = {asyncio.create_task(self._generate(group)) for group in started}
@@ -189,20 +196,27 @@ class Outside(_Stock):
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             finished += sum(task.result().done for task in done)
         left_over = bool(pending)
-        if left_over:
-            await self._engine.post("/abort_request", {"rid": "", "abort_all": True})
-            await asyncio.gather(*pending)
+        await self._abort(pending)
         whole = sorted((group for group in started if group.done), key=lambda group: group.finished_at)
-        ended_at = whole[needed - 1].finished_at if needed and left_over else None
-        whole = self._surplus + whole
+        ended_at = whole[needed - 1].finished_at if left_over else None
         self._partials = [group for group in started if not group.done]
-        self._surplus = whole[settings.groups :]
-        return self._delivered(whole[: settings.groups], ended_at)
+        return self._delivered(self._take_surplus(self._surplus + whole), ended_at)
+
+    async def _abort(self, pending: set[asyncio.Task[Group]]) -> None:
+        """One abort ends all that the engine has. What was on its way would run to its end: it is aborted again."""
+        while pending:
+            await self._engine.post("/abort_request", {"rid": "", "abort_all": True})
+            _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+
+    def _take_surplus(self, whole: list[Group]) -> list[Group]:
+        """What this round delivers; the rest is first in the next."""
+        quota = self._settings.groups
+        self._surplus = whole[quota:]
+        return whole[:quota]
 
     async def drain(self) -> Round:
         """Sends what is left once more and waits for all of it."""
-        surplus, self._surplus = self._surplus, []
-        rest, self._partials = self._partials, []
+        surplus, rest, self._surplus, self._partials = self._surplus, self._partials, [], []
         last = await self._finish(rest)
         last.groups += surplus
         return last
@@ -221,6 +235,8 @@ class April:
         self._feed = Feed(settings)
         self._run = f"demo-{uuid.uuid4().hex[:8]}"
         self._known: dict[str, Problem] = {}
+        self._pushed: list[int] = []
+        """The engine's version after each push of ours."""
 
     @property
     def handed_over(self) -> int:
@@ -231,7 +247,8 @@ class April:
         """The cache need not be flushed: the version is in every request's cache key."""
         await self._engine.post("/april/push/begin", {})
         await self._engine.load_weights(checkpoint, flush_cache=False)
-        await self._engine.post("/april/push/end", {})
+        ended = await self._engine.post("/april/push/end", {})
+        self._pushed.append(ended["policy_version"])
 
     async def round(self) -> Round:
         """Hands over new prompts in place of the delivered ones and asks for the quota."""
@@ -245,36 +262,34 @@ class April:
     async def _rollout(self, new: list[Problem], quota: int | None) -> Round:
         settings = self._settings
         self._known |= {problem.id: problem for problem in new}
-        prompts = [{"id": problem.id, "input_ids": problem.prompt, "n": settings.samples_per_group} for problem in new]
-        params = {
-            "temperature": settings.temperature,
-            "max_new_tokens": settings.max_new_tokens,
-            "sampling_seed": settings.seed,
-        }
         body = {
             "run": self._run,
-            "prompts": prompts,
-            "sampling_params": params,
+            "prompts": [{"id": one.id, "input_ids": one.prompt, "n": settings.samples_per_group} for one in new],
+            "sampling_params": {
+                "temperature": settings.temperature,
+                "max_new_tokens": settings.max_new_tokens,
+                "sampling_seed": settings.seed,
+            },
             "quota": quota,
             "quota_unit": "group",
+            # The engine's version moves at the other variants' pushes too.
+            "max_staleness": settings.max_staleness * len(settings.variants),
         }
         reply = await self._engine.post("/april/rollout", body)
-        stats = reply["stats"]
         groups = [self._group(finished) for finished in reply["finished"]]
-        return Round(
-            reply["policy_version"],
-            groups,
-            reprefilled_tokens=stats["reprefilled_tokens"],
-            tokens_after_end=stats["tokens_after_quota"],
-            stats=stats,
-        )
+        stats = reply["stats"]
+        cost = {"reprefilled_tokens": stats["reprefilled_tokens"], "tokens_after_end": stats["tokens_after_quota"]}
+        return Round(self._own(reply["policy_version"]), groups, **cost, stats=stats)
+
+    def _own(self, version: int) -> int:
+        return bisect_right(self._pushed, version)
 
     def _group(self, finished: dict[str, Any]) -> Group:
         samples = []
         for answer in finished["samples"]:
             sample = Sample(done=True)
             for span in answer["spans"]:
-                sample.extend(answer["output_ids"][span["start"] : span["end"]], span["version"])
+                sample.extend(answer["output_ids"][span["start"] : span["end"]], self._own(span["version"]))
             samples.append(sample)
         return Group(self._known.pop(finished["id"]), samples)
 

@@ -1,14 +1,24 @@
 """The demo's arithmetic, on made-up snapshots and rounds: its figures must be what they say."""
 
+import asyncio
 import random
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from examples.april_demo.engine import Engine, Snapshot, Watch
-from examples.april_demo.measure import Measured, Result, figures, mean_running, timeline, tokens_after_end
+from examples.april_demo.measure import (
+    Measured,
+    Result,
+    figures,
+    mean_running,
+    run_interleaved,
+    timeline,
+    tokens_after_end,
+)
 from examples.april_demo.settings import Settings
-from examples.april_demo.variants import Group, Round, Sample
+from examples.april_demo.variants import Group, Outside, Round, Sample, Variant
 from examples.sorting_task import make_problem
 
 
@@ -67,3 +77,74 @@ def test_figures_of_two_rounds() -> None:
     assert row["off_policy_share"] == 2 / 8
     assert row["oldest_token_in_versions"] == 3
     assert (row["delivered_samples"], row["delivered_tokens"], row["decode_steps"]) == (4, 8, 3)
+
+
+class Quiet(Watch):
+    """A watch on an engine that has nothing to do."""
+
+    async def look(self) -> Snapshot:
+        return snapshot(0.0, 0, 0)
+
+
+class Turn:
+    """A variant that only writes down when it was asked."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.handed_over = 0
+        self._log = log
+
+    async def push(self, checkpoint: Path) -> None:
+        self._log.append(f"push {checkpoint.name}")
+
+    async def round(self) -> Round:
+        self._log.append(self.name)
+        self.handed_over += 1
+        return Round(0, [])
+
+    async def drain(self) -> Round:
+        self._log.append(f"drain {self.name}")
+        return Round(0, [])
+
+
+def test_variants_take_turns_round_by_round_and_lost_samples_are_counted() -> None:
+    log: list[str] = []
+    settings = Settings(warmup_rounds=1, rounds=2, samples_per_group=3)
+    variants = [cast(Variant, Turn(name, log)) for name in "ab"]
+    results = asyncio.run(run_interleaved(variants, Quiet(cast(Engine, None)), settings, lambda *_: None))
+    rounds = ["push v0", "a", "push v0", "b", "push v1", "b", "push v1", "a", "push v2", "a", "push v2", "b"]
+    assert log == [*rounds, "drain a", "drain b"]
+    assert [len(result.rounds) for result in results] == [2, 2]
+    assert [result.samples_lost for result in results] == [9, 9]  # they took three groups each and delivered none
+
+
+class LateRequest:
+    """An engine that gets the second request only after the first abort."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.requests = 0
+        self.aborted = [asyncio.Event(), asyncio.Event()]
+
+    async def post(self, route: str, body: dict[str, Any]) -> Any:
+        if route == "/abort_request":
+            self.aborts += 1
+            self.aborted[min(self.aborts, 2) - 1].set()
+            return ""
+        self.requests += 1
+        number = self.requests
+        if number == 1:
+            return [{"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}}}]
+        await self.aborted[number - 2].wait()
+        return [{"output_ids": [6], "meta_info": {"finish_reason": {"type": "abort"}}}]
+
+
+def test_outside_aborts_again_what_its_abort_overtook() -> None:
+    async def scene() -> tuple[LateRequest, Round]:
+        engine = LateRequest()
+        settings = Settings(groups=1, samples_per_group=1, over_provision=3.0)
+        return engine, await Outside(cast(Engine, engine), settings).round()
+
+    engine, done = asyncio.run(scene())
+    assert (engine.requests, engine.aborts) == (3, 2)
+    assert [group.samples[0].output_ids for group in done.groups] == [[5]]
