@@ -8,11 +8,6 @@ each has all that is needed to repeat it. What cannot be run here is a row too, 
 """
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
-import subprocess
 import sys
 import time
 import uuid
@@ -27,9 +22,9 @@ if __name__ == "__main__" and not __package__:
 
 import torch
 
+from bench import record
 from bench.kernel_cases import Bed, Config, Missing, cases
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU_REPEATS = 7
 
 
@@ -73,33 +68,11 @@ def measured(config: Config, tokens: int, device: str) -> list[dict[str, Any]]:
 
 def run_facts(config: Config, device: str) -> dict[str, Any]:
     """What every row of a run has in common."""
-    commit = _git("rev-parse", "HEAD")
-    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "os": platform.system()}
-    machine["gpu"] = torch.cuda.get_device_name() if device != "cpu" else None
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
-    for package in ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "bench": "kernels",
-        "run_id": uuid.uuid4().hex[:12],
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit + ("+changes" if commit and _git("status", "--porcelain") else ""),
-        "machine": machine,
-        "versions": versions,
-        "config": asdict(config),
-    }
-
-
-def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds to the list in `path`; a run that dies in between leaves the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(path.read_text()) if path.exists() else []
-    new = path.with_suffix(".new")
-    new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*old, *rows]) + "\n]\n")
-    new.replace(path)
+    facts = record.facts()
+    facts["machine"]["threads"] = torch.get_num_threads()
+    facts["machine"]["gpu"] = torch.cuda.get_device_name() if device != "cpu" else None
+    facts["versions"] |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {"bench": "kernels", "run_id": uuid.uuid4().hex[:12], **facts, "config": asdict(config)}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -156,17 +129,6 @@ def plot(rows: list[dict[str, Any]], folder: Path, title: str) -> None:
         plt.close(figure)
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [text for text in info.read_text().splitlines() if text.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.machine()
-
-
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -185,7 +147,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536] if on_gpu else [256, 1024, 4096]
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "kernels.json")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw this run into FOLDER")
     return parser.parse_args(arguments)
 
@@ -201,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
         for row in measured(config, tokens, device):
             print(line(row), flush=True)
             rows.append({**facts, **row})
-    append_rows(options.out, rows)
+    record.append_rows(options.out, rows)
     if options.plot:
         plot(rows, options.plot, f"{facts['machine']['gpu'] or facts['machine']['cpu']}, pages of {config.page_tokens}")
 

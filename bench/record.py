@@ -1,0 +1,87 @@
+"""What every benchmark row says of where it comes from, and the files that rows are kept in.
+
+A file under ``bench/results`` is a JSON list of rows; runs append to it and never change what is there.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashinfer-python")
+Row = dict[str, Any]
+
+
+def facts() -> Row:
+    """`machine`, `versions`, `commit`, `time` and `load` (the machine's 1-minute load average when it was asked)."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def commit() -> str:
+    """The commit, with ``+changes`` if the tree differs from it; empty outside of a repository."""
+    head = _output("git", "rev-parse", "HEAD")
+    # Rows themselves are no change of what is measured.
+    return head + ("+changes" if head and _output("git", "status", "--porcelain", "--", ":!bench/results") else "")
+
+
+def machine() -> Row:
+    """The processor, its cores, and the GPU that the driver names (None without one)."""
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or _output("rocminfo")
+    named = [line for line in gpus.splitlines() if line.strip()]
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "os": platform.system(),
+        "gpu": named[0].strip() if named else None,
+    }
+
+
+def versions() -> Row:
+    """Python's and the packages' versions, None for what is not installed."""
+    found: Row = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's name, or at least its architecture."""
+    info = Path("/proc/cpuinfo")
+    names = [text for text in info.read_text().splitlines() if text.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.machine()
+
+
+def append_rows(path: Path, rows: list[Row]) -> None:
+    """Adds to the list in `path`; a run that dies in between leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*read_rows(path), *rows]) + "\n]\n")
+    new.replace(path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; none if it does not exist."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
