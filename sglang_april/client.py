@@ -8,7 +8,7 @@
 Both clients check at their first call that the server is patched (S11): `GET /april/state` must answer.
 """
 
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self, TypeVar
 
@@ -148,6 +148,16 @@ class AprilClient(_Calls):
         """End a round now, with what has finished, or with the groups named."""
         return self._run(self._call("POST", f"/april/rounds/{round_id}/stop", {"deliver": deliver}))
 
+    def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, Any]:
+        """Accept and reject finished groups of an open round with `count: accepted`, by prompt id."""
+        body = {"accept": list(accept), "reject": list(reject)}
+        return self._run(self._call("POST", f"/april/rounds/{round_id}/judge", body))
+
+    def extend(self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """Raise the quota of an open round and hand it more prompts."""
+        body = {"quota_add": quota_add, "prompts": list(prompts)}
+        return self._run(self._call("POST", f"/april/rounds/{round_id}/extend", body))
+
     def ack(self, round_id: str) -> dict[str, Any]:
         """The reply need not be kept any longer."""
         return self._run(self._call("POST", f"/april/rounds/{round_id}/ack", {}))
@@ -233,6 +243,18 @@ class AsyncAprilClient(_Calls):
     async def stop(self, round_id: str, deliver: list[str] | None = None) -> dict[str, Any]:
         """End a round now, with what has finished, or with the groups named."""
         return await self._run(self._call("POST", f"/april/rounds/{round_id}/stop", {"deliver": deliver}))
+
+    async def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, Any]:
+        """Accept and reject finished groups of an open round with `count: accepted`, by prompt id."""
+        body = {"accept": list(accept), "reject": list(reject)}
+        return await self._run(self._call("POST", f"/april/rounds/{round_id}/judge", body))
+
+    async def extend(
+        self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Raise the quota of an open round and hand it more prompts."""
+        body = {"quota_add": quota_add, "prompts": list(prompts)}
+        return await self._run(self._call("POST", f"/april/rounds/{round_id}/extend", body))
 
     async def ack(self, round_id: str) -> dict[str, Any]:
         """The reply need not be kept any longer."""

@@ -128,6 +128,11 @@ class Group:
         return self.counts[State.FINISHED] == len(self.samples)
 
     @property
+    def accepted(self) -> bool | None:
+        """The caller's verdict; None while there is none."""
+        return self.run.verdicts.get(self)
+
+    @property
     def begun(self) -> bool:
         """Some member has been admitted, or has finished."""
         return len(self.samples) < self.prompt.n or self.counts[State.QUEUED] < len(self.samples)
@@ -158,6 +163,8 @@ class Run:
     """Undelivered finished samples."""
     running: int = 0
     """Samples in the engine."""
+    verdicts: "dict[Group, bool]" = field(default_factory=dict)
+    """Undelivered groups that the caller has judged (`count: accepted`)."""
     suspended: dict[Sample, None] = field(default_factory=dict)
     """Suspended samples, as a set that keeps its order."""
     begun: dict[Group, None] = field(default_factory=dict)

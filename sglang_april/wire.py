@@ -12,6 +12,7 @@ import msgspec
 Unit = Literal["group", "sample"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]
+Count = Literal["finished", "accepted"]
 EndReason = Literal["quota", "stopped", "exhausted"]
 Tier = Literal["auto", "device", "host", "disk", "none"]
 
@@ -51,6 +52,9 @@ class OpenRound(msgspec.Struct, tag=True):
     proximal: bool = False
     tier: Tier = "auto"
     keep_until_ack: bool = False
+    count: Count = "finished"
+    defaults: bytes = b""
+    """msgpack of the request's `sampling_params`, for prompts that an `extend` adds; opaque to the scheduler."""
 
 
 class StopRound(msgspec.Struct, tag=True):
@@ -59,6 +63,26 @@ class StopRound(msgspec.Struct, tag=True):
     seq: int
     round_id: str
     deliver: list[str] | None = None
+
+
+class JudgeRound(msgspec.Struct, tag=True):
+    """`count: accepted`: the caller's verdict on finished groups, by prompt id."""
+
+    seq: int
+    round_id: str
+    accept: list[str]
+    reject: list[str]
+
+
+class ExtendRound(msgspec.Struct, tag=True):
+    """A greater quota and more prompts for an open round."""
+
+    seq: int
+    round_id: str
+    quota_add: int
+    prompts: list[Prompt]
+    params: list[bytes]
+    """As `OpenRound.params`; the prompts above index into this list."""
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -98,7 +122,19 @@ class GetPartials(msgspec.Struct, tag=True):
     run: str | None = None
 
 
-Command = OpenRound | StopRound | Drop | PushBegin | PushEnd | Freeze | Thaw | GetState | GetPartials
+Command = (
+    OpenRound
+    | StopRound
+    | JudgeRound
+    | ExtendRound
+    | Drop
+    | PushBegin
+    | PushEnd
+    | Freeze
+    | Thaw
+    | GetState
+    | GetPartials
+)
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -159,6 +195,7 @@ class Delivery(msgspec.Struct, array_like=True):
     indices: list[int]
     complete: bool
     accepted: bool | None = None
+    """The caller's verdict on the group; None if it was not judged."""
 
 
 class RoundEnded(msgspec.Struct, tag=True):

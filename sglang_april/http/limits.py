@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.http.errors import bad
-from sglang_april.http.schema import PromptBody, Rollout, Sampling
+from sglang_april.http.schema import Judge, PromptBody, Rollout, Sampling
 
 MAX_SAMPLES = 2**20
 MAX_DEPTH = 64
@@ -26,9 +26,15 @@ def check_rollout(body: Rollout, packed: bool) -> str:
         raise bad("round_id", "must not be . or .., which no URL can name")
     if body.sampling_params is not None:
         _check_sampling(body.sampling_params, "sampling_params")
+    check_prompts(body.prompts, packed)
+    return fingerprint(body)
+
+
+def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
+    """Check the prompts of one request, and bring their `input_ids` into one form."""
     first_seen: dict[str, int] = {}
     samples = 0
-    for i, prompt in enumerate(body.prompts):
+    for i, prompt in enumerate(prompts):
         if prompt.id in first_seen:
             raise bad(f"prompts[{i}].id", f"is the same as prompts[{first_seen[prompt.id]}].id")
         first_seen[prompt.id] = i
@@ -36,7 +42,14 @@ def check_rollout(body: Rollout, packed: bool) -> str:
         _check_prompt(prompt, f"prompts[{i}]", packed)
     if samples > MAX_SAMPLES:
         raise bad("prompts", f"ask for {samples} samples, and one request may ask for at most {MAX_SAMPLES}")
-    return fingerprint(body)
+
+
+def check_judge(body: Judge) -> None:
+    """No group may be judged both ways at once."""
+    accepted = set(body.accept)
+    for i, name in enumerate(body.reject):
+        if name in accepted:
+            raise bad(f"reject[{i}]", f"{name!r} is also in accept")
 
 
 def fingerprint(body: Rollout) -> str:
@@ -52,7 +65,6 @@ def _refuse_what_comes_later(body: Rollout) -> None:
         "quota_mode": (body.quota_mode == "cohort", "cohort comes with the benchmarks"),
         "cohort_rounds": (body.cohort_rounds != 1, "comes with the benchmarks, as quota_mode: cohort does"),
         "concurrency": (body.concurrency == "auto", "auto comes with the benchmarks"),
-        "count": (body.count == "accepted", "accepted comes with the trainer bridge"),
         "tier": (body.tier == "disk", "disk comes with the page store"),
     }
     for field, (asked, reason) in later.items():

@@ -12,7 +12,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.http.engine import Engine, Facts
 from sglang_april.http.errors import Refused, bad
 from sglang_april.http.limits import GRAMMARS
-from sglang_april.http.schema import PromptBody, Rollout, Sampling
+from sglang_april.http.schema import Extend, PromptBody, Rollout, Sampling
 from sglang_april.http.vault import Prompt
 
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -31,45 +31,40 @@ class Params:
         return default if value is None else value
 
 
-class Preparation:
-    """Turns one request into `wire.OpenRound` and the prompts that the vault keeps."""
+@dataclass(frozen=True)
+class Prepared:
+    """The prompts of one request: for the scheduler with their distinct parameters, and for the vault."""
 
-    def __init__(self, engine: Engine, config: AprilConfig) -> None:
+    prompts: list[wire.Prompt]
+    params: list[bytes]
+    kept: list[Prompt]
+
+
+class Preparation:
+    """Turns the prompts of one request into what the scheduler is sent and what the vault keeps.
+
+    `run` owns them; `defaults` are the round's sampling parameters.
+    """
+
+    def __init__(self, engine: Engine, run: str, defaults: Sampling | None) -> None:
         self._engine = engine
         self._facts: Facts = engine.facts()
-        self._config = config
+        self._run = run
+        self._defaults = defaults
         self._params: dict[bytes, Params] = {}
         self._encoded: list[bytes] = []
 
-    def run(self, seq: int, round_id: str, body: Rollout) -> tuple[wire.OpenRound, list[Prompt]]:
-        """The command and the prompts, or Refused naming the field."""
-        if body.sampling_params is not None:
-            self._intern(body, None, "")
-        ids = self._token_ids(body.prompts)
+    def prompts(self, given: list[PromptBody]) -> Prepared:
+        """The prompts of a request, or Refused naming the field."""
+        if self._defaults is not None:
+            self._intern(None, "")
+        ids = self._token_ids(given)
         prompts, kept = [], []
-        for i, (prompt, raw) in enumerate(zip(body.prompts, ids, strict=True)):
-            message, memory = self._prompt(body, prompt, raw, f"prompts[{i}]")
+        for i, (prompt, raw) in enumerate(zip(given, ids, strict=True)):
+            message, memory = self._prompt(prompt, raw, f"prompts[{i}]")
             prompts.append(message)
             kept.append(memory)
-        config = self._config
-        return (
-            wire.OpenRound(
-                seq=seq,
-                round_id=round_id,
-                run=body.run,
-                prompts=prompts,
-                params=self._encoded,
-                quota=_given(body.quota, config.quota),
-                unit=unit_of(body, config),
-                kv=_given(body.kv, config.kv),
-                max_staleness=_given(body.max_staleness, config.max_staleness),
-                surplus=body.surplus,
-                concurrency=body.concurrency if isinstance(body.concurrency, int) else config.concurrency,
-                proximal=body.proximal,
-                tier=body.tier,
-            ),
-            kept,
-        )
+        return Prepared(prompts, self._encoded, kept)
 
     def _token_ids(self, prompts: list[PromptBody]) -> list[bytes]:
         """int32 ids of every prompt; all texts are tokenised together."""
@@ -97,9 +92,9 @@ class Preparation:
         if not self._facts.has_tokenizer:
             raise bad(field, "the server runs without a tokenizer: give input_ids")
 
-    def _prompt(self, body: Rollout, prompt: PromptBody, raw: bytes, at: str) -> tuple[wire.Prompt, Prompt]:
+    def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> tuple[wire.Prompt, Prompt]:
         source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
-        params = self._intern(body, prompt.sampling_params, at)
+        params = self._intern(prompt.sampling_params, at)
         self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
         if prompt.priority is not None and not self._facts.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
@@ -109,13 +104,13 @@ class Preparation:
             input_ids=raw,
             n=prompt.n,
             params=params.number,
-            seed=_seed(prompt.sampling_params, _seed(body.sampling_params, 0)),
+            seed=_seed(prompt.sampling_params, _seed(self._defaults, 0)),
             top_logprobs_num=prompt.top_logprobs_num,
             priority=prompt.priority,
             metadata=metadata,
         )
         memory = Prompt(
-            run=body.run,
+            run=self._run,
             id=prompt.id,
             n=prompt.n,
             prompt_ids=raw,
@@ -143,10 +138,10 @@ class Preparation:
             reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {facts.context_len}"
             raise bad(new_field, reason)
 
-    def _intern(self, body: Rollout, own: Sampling | None, at: str) -> Params:
+    def _intern(self, own: Sampling | None, at: str) -> Params:
         """The merged parameters of a prompt, checked and encoded once per distinct set. The seed is not among them."""
         merged = dict(self._facts.preferred or {})
-        for level in (body.sampling_params, own):
+        for level in (self._defaults, own):
             if level is not None:
                 merged |= level.given()
         merged.pop("sampling_seed", None)
@@ -185,6 +180,41 @@ class Preparation:
         least, most = merged.get("min_new_tokens") or 0, merged.get("max_new_tokens")
         if most is not None and least > most:
             raise bad("min_new_tokens", f"{least} is more than max_new_tokens, {most}")
+
+
+def open_round(
+    seq: int, round_id: str, body: Rollout, config: AprilConfig, engine: Engine
+) -> tuple[wire.OpenRound, list[Prompt]]:
+    """The command that opens a round, and the prompts that the vault keeps; or Refused naming the field."""
+    prepared = Preparation(engine, body.run, body.sampling_params).prompts(body.prompts)
+    command = wire.OpenRound(
+        seq=seq,
+        round_id=round_id,
+        run=body.run,
+        prompts=prepared.prompts,
+        params=prepared.params,
+        quota=_given(body.quota, config.quota),
+        unit=unit_of(body, config),
+        kv=_given(body.kv, config.kv),
+        max_staleness=_given(body.max_staleness, config.max_staleness),
+        surplus=body.surplus,
+        concurrency=body.concurrency if isinstance(body.concurrency, int) else config.concurrency,
+        proximal=body.proximal,
+        tier=body.tier,
+        keep_until_ack=body.keep_until_ack,
+        count=body.count,
+        defaults=b"" if body.sampling_params is None else msgspec.msgpack.encode(body.sampling_params),
+    )
+    return command, prepared.kept
+
+
+def extend_round(
+    seq: int, round_id: str, body: Extend, run: str, defaults: bytes, engine: Engine
+) -> tuple[wire.ExtendRound, list[Prompt]]:
+    """The same for an `extend`; its prompts have the defaults of the round, `OpenRound.defaults`."""
+    sampling = msgspec.msgpack.decode(defaults, type=Sampling) if defaults else None
+    prepared = Preparation(engine, run, sampling).prompts(body.prompts)
+    return wire.ExtendRound(seq, round_id, body.quota_add, prepared.prompts, prepared.params), prepared.kept
 
 
 def unit_of(body: Rollout, config: AprilConfig) -> wire.Unit:

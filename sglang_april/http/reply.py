@@ -5,6 +5,7 @@ is NaN; in JSON they are lists, exact to the last bit of the float32, and absent
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import numpy as np
 
 from sglang_april import wire
 from sglang_april.http.vault import Done, Part
+
+logger = logging.getLogger("sglang_april")
 
 LOGPROB_KIND = "processed"
 """log-softmax after penalties, bias, grammar mask and temperature, before top-k, top-p and min-p (S7)."""
@@ -178,6 +181,8 @@ def delivered_figures(parts: list[Part], policy_version: int) -> dict[str, Any]:
     return {
         "groups": len(parts),
         "samples": len(samples),
+        "accepted": sum(part.accepted is True for part in parts),
+        "rejected": sum(part.accepted is False for part in parts),
         "tokens": total,
         "length": _distribution(lengths),
         "tokens_by_version": {str(version): count for version, count in sorted(versions.items())},
@@ -199,3 +204,24 @@ def _distribution(lengths: np.ndarray) -> dict[str, float]:
         "p99": p99,
         "max": int(lengths.max()),
     }
+
+
+def log_reply(reply: Reply) -> None:
+    """One line per round in the server's log."""
+    delivered, carried, stats = reply.stats["delivered"], reply.carried, reply.stats
+    logger.info(
+        "round %s of run %s: %s at version %d, delivered %d groups %d samples %d tokens, carried %s groups %s samples, "
+        "%s tokens after the quota, %s re-prefilled, reply built in %s s",
+        reply.round_id,
+        reply.run,
+        reply.end_reason,
+        reply.policy_version,
+        delivered["groups"],
+        delivered["samples"],
+        delivered["tokens"],
+        carried.get("groups", 0),
+        carried.get("samples", 0),
+        stats.get("tokens_after_quota", 0),
+        stats.get("reprefilled_tokens", 0),
+        f"{stats['quota_to_built_s']:.4f}" if "quota_to_built_s" in stats else "-",
+    )

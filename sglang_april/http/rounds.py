@@ -22,6 +22,12 @@ class Round:
     fingerprint: str
     unit: str
     keep_until_ack: bool = False
+    judged: bool = False
+    """`count: accepted`: whole groups are shown as they finish, and the caller judges them."""
+    defaults: bytes = b""
+    """Sampling parameters of the request, for prompts that an `extend` adds (`wire.OpenRound.defaults`)."""
+    verdicts: dict[str, bool] = field(default_factory=dict)
+    """What the caller has said so far, by prompt id."""
     state: Literal["opening", "open", "ended"] = "opening"
     events: list[Part] = field(default_factory=list)
     """What a stream of this round says, in order; kept so that a replay says the same."""
@@ -33,6 +39,11 @@ class Round:
         """Wake those who follow the events; whoever waits next gets a new bell."""
         self.bell.set()
         self.bell = asyncio.Event()
+
+    def repeats(self, accept: list[str], reject: list[str]) -> bool:
+        """Whether all this has been said before."""
+        said = self.verdicts.get
+        return all(said(i) is True for i in accept) and all(said(i) is False for i in reject)
 
     @property
     def protected(self) -> bool:

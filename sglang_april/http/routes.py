@@ -11,7 +11,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from sglang_april.http import schema
 from sglang_april.http.errors import Refused, bad, fault
-from sglang_april.http.limits import check_rollout
+from sglang_april.http.limits import check_judge, check_prompts, check_rollout
 from sglang_april.http.reply import encode_group
 from sglang_april.http.rounds import Round
 from sglang_april.http.schema import check_round_id
@@ -106,14 +106,24 @@ async def acknowledge(april: April, request: Request) -> Response:
     return _answer(request, april.acknowledge(_round_id(request)))
 
 
-async def judge(_april: April, _request: Request) -> Response:
-    """Refused by name in this version."""
-    raise bad("judge", "comes with the trainer bridge, as count: accepted does")
+async def judge(april: April, request: Request) -> Response:
+    """Accept and reject finished groups of a round with `count: accepted`."""
+    body = schema.decode_judge(await _body(request), _is_packed(request))
+    check_judge(body)
+    return _answer(request, await april.judge(_round_id(request), body.accept, body.reject))
 
 
-async def extend(_april: April, _request: Request) -> Response:
-    """Refused by name in this version."""
-    raise bad("extend", "comes with the trainer bridge")
+async def extend(april: April, request: Request) -> Response:
+    """A greater quota and more prompts for an open round."""
+    data, packed = await _body(request), _is_packed(request)
+    body = await _off_loop(len(data), _read_extend, data, packed)
+    return _answer(request, await april.extend(_round_id(request), body))
+
+
+def _read_extend(data: bytes, packed: bool) -> schema.Extend:
+    body = schema.decode_extend(data, packed)
+    check_prompts(body.prompts, packed)
+    return body
 
 
 async def push_begin(april: April, request: Request) -> Response:

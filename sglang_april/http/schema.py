@@ -106,6 +106,20 @@ class Stop(Body):
     deliver: list[Name] | None = None
 
 
+class Judge(Body):
+    """`POST /april/rounds/{id}/judge`: verdicts on finished groups, by prompt id."""
+
+    accept: list[Name] = []
+    reject: list[Name] = []
+
+
+class Extend(Body):
+    """`POST /april/rounds/{id}/extend`: a greater quota and more prompts for an open round."""
+
+    quota_add: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    prompts: list[PromptBody] = []
+
+
 class Drop(Body):
     """`POST /april/drop`: named groups of a run, or all of them. `run` has no default here: this deletes."""
 
@@ -185,6 +199,8 @@ def _named(message: str) -> Refused:
 
 decode_rollout = decoder(Rollout)
 decode_stop = decoder(Stop)
+decode_judge = decoder(Judge)
+decode_extend = decoder(Extend)
 decode_drop = decoder(Drop)
 decode_push = decoder(Push)
 decode_nothing = decoder(Nothing)

@@ -19,8 +19,8 @@ from sglang_april.http.errors import Refused, fault
 from sglang_april.http.holds import Holds
 from sglang_april.http.limits import check_rollout
 from sglang_april.http.link import Link
-from sglang_april.http.prepare import Preparation, unit_of
-from sglang_april.http.reply import Reply
+from sglang_april.http.prepare import extend_round, open_round, unit_of
+from sglang_april.http.reply import Reply, log_reply
 from sglang_april.http.rounds import Round, Rounds
 from sglang_april.http.vault import MissingSampleError, Part, Prompt, Vault, visible_text
 
@@ -66,6 +66,7 @@ class April:
             fingerprint=fingerprint,
             unit=unit_of(body, self.config),
             keep_until_ack=body.keep_until_ack,
+            judged=body.count == "accepted",
         )
         round_, new = self.rounds.admit(candidate)
         if new:
@@ -85,6 +86,34 @@ class April:
                 if round_.state != "ended":
                     raise
         return {"round_id": round_id, "state": round_.state}
+
+    async def judge(self, round_id: str, accept: list[str], reject: list[str]) -> dict[str, Any]:
+        """Accept and reject finished groups of a round with `count: accepted`; idempotent, also after its end."""
+        round_ = self.rounds.find(round_id)
+        await asyncio.shield(round_.opened)
+        command = wire.JudgeRound(self.link.number(), round_id, accept, reject)
+        try:
+            await self.link.call(command, accepted=lambda _: self._judged(round_, accept, reject))
+        except Refused:
+            if not round_.repeats(accept, reject):
+                raise
+        verdicts = list(round_.verdicts.values())
+        return {"round_id": round_id, "accepted": verdicts.count(True), "rejected": verdicts.count(False)}
+
+    def _judged(self, round_: Round, accept: list[str], reject: list[str]) -> None:
+        round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
+        self.vault.judge(round_.run, [*accept, *reject])
+
+    async def extend(self, round_id: str, body: schema.Extend) -> dict[str, Any]:
+        """A greater quota and more prompts for an open round."""
+        round_ = self.rounds.find(round_id)
+        await asyncio.shield(round_.opened)
+        number = self.link.number()
+        command, prompts = await self._in_thread(
+            extend_round, number, round_id, body, round_.run, round_.defaults, self.engine
+        )
+        answer = await self.link.call(command, accepted=lambda _: self.vault.accept(prompts))
+        return {"round_id": round_id, **answer.data}
 
     def acknowledge(self, round_id: str) -> dict[str, Any]:
         """The caller has the reply for good."""
@@ -164,7 +193,7 @@ class April:
             round_ = of_id.get(sample.round_id or "")
             if group is None:
                 logger.warning("a sample of %r finished, which this process does not know", sample.id)
-            elif round_ is not None and round_.unit == "sample":
+            elif round_ is not None and round_.unit == "sample" and not round_.judged:
                 round_.events.append(group.part(sample.whole, [sample.index]))
                 rung.add(round_)
             elif round_ is not None and sample.whole:
@@ -196,7 +225,9 @@ class April:
     async def _open(self, round_: Round, body: schema.Rollout) -> None:
         """Prepare, become a reader of the weights, and ask the scheduler; or refuse and leave no trace."""
         try:
-            command, prompts = await self._in_thread(self._prepare, round_.id, body)
+            number = self.link.number()
+            command, prompts = await self._in_thread(open_round, number, round_.id, body, self.config, self.engine)
+            round_.defaults = command.defaults
             await self.holds.take(round_.id)
             await self.link.call(command, accepted=lambda _: self._accepted(round_, prompts))
         except Exception as error:
@@ -205,11 +236,10 @@ class April:
             await self.holds.drop(round_.id)
             self.rounds.refuse(round_, error if isinstance(error, Refused) else fault(error))
 
-    def _prepare(self, round_id: str, body: schema.Rollout) -> tuple[wire.OpenRound, list[Prompt]]:
-        return Preparation(self.engine, self.config).run(self.link.number(), round_id, body)
-
     def _accepted(self, round_: Round, prompts: list[Prompt]) -> None:
         self.vault.accept(prompts)
+        if round_.judged:
+            round_.events += self.vault.unjudged(round_.run)
         self.rounds.opened(round_)
 
     async def _stop_once_open(self, round_: Round, deliver: list[str] | None) -> None:
@@ -228,7 +258,7 @@ class April:
         if reply.stats.get("t_quota_met") is not None:
             reply.stats["quota_to_built_s"] = max(0.0, time.time() - reply.stats["t_quota_met"])
         self.rounds.keep(round_, reply)
-        _log(reply)
+        log_reply(reply)
         if self._on_reply is not None:
             self._on_reply(reply)
 
@@ -252,23 +282,3 @@ class April:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _log(reply: Reply) -> None:
-    delivered, carried, stats = reply.stats["delivered"], reply.carried, reply.stats
-    logger.info(
-        "round %s of run %s: %s at version %d, delivered %d groups %d samples %d tokens, carried %s groups %s samples, "
-        "%s tokens after the quota, %s re-prefilled, reply built in %s s",
-        reply.round_id,
-        reply.run,
-        reply.end_reason,
-        reply.policy_version,
-        delivered["groups"],
-        delivered["samples"],
-        delivered["tokens"],
-        carried.get("groups", 0),
-        carried.get("samples", 0),
-        stats.get("tokens_after_quota", 0),
-        stats.get("reprefilled_tokens", 0),
-        f"{stats['quota_to_built_s']:.4f}" if "quota_to_built_s" in stats else "-",
-    )

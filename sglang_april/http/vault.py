@@ -68,6 +68,10 @@ class Group:
 
     prompt: Prompt
     done: dict[int, Done] = field(default_factory=dict)
+    whole: bool = False
+    """Every undelivered sample has finished, so that all of them wait here."""
+    judged: bool = False
+    """The caller has accepted or rejected it."""
 
     def part(self, complete: bool, indices: Iterable[int] | None = None) -> Part:
         """The named samples (all that wait here, if none are named) in the order of their indices."""
@@ -103,8 +107,19 @@ class Vault:
         """Keep a sample that has ended and start decoding it; None if its group has been dropped meanwhile."""
         group = self._groups.get((sample.run, sample.id))
         if group is not None:
+            group.whole = sample.whole
             group.done[sample.index] = Done(sample, self._decode(group.prompt, sample))
         return group
+
+    def unjudged(self, run: str) -> list[Part]:
+        """Whole groups of a run without a verdict, as previews; those that arrived first in front."""
+        return [g.part(True) for (name, _), g in self._groups.items() if name == run and g.whole and not g.judged]
+
+    def judge(self, run: str, ids: Iterable[str]) -> None:
+        """These groups have their verdict, which the scheduler knows."""
+        for prompt_id in ids:
+            if group := self._groups.get((run, prompt_id)):
+                group.judged = True
 
     def deliver(self, run: str, deliveries: list[wire.Delivery]) -> list[Part]:
         """Take what a round's reply contains, in its order. If anything is missing, nothing is taken."""

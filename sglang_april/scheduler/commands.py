@@ -12,6 +12,8 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.types import State
 
+MAX_QUOTA = 2**31 - 1
+
 
 class Commands:
     def __init__(self, context: Context, suspender: Suspender, endings: Endings, pushes: Pushes) -> None:
@@ -27,6 +29,10 @@ class Commands:
                 return self._open(cmd)
             case wire.StopRound():
                 return self._stop(cmd)
+            case wire.JudgeRound():
+                return self._judge(cmd)
+            case wire.ExtendRound():
+                return self._extend(cmd)
             case wire.Drop():
                 return self._drop(cmd)
             case wire.PushBegin():
@@ -60,8 +66,39 @@ class Commands:
         self._endings.look()
         return {"incarnations": [g.incarnation for g in groups], "policy_version": c.clock.version}
 
+    def _find(self, round_id: str) -> Round | None:
+        """The open round of this id."""
+        return next((r for r in self._c.rounds.values() if r.spec.round_id == round_id), None)
+
+    def _judge(self, cmd: wire.JudgeRound) -> dict[str, Any]:
+        """The quota counts what has been accepted; generation goes on meanwhile (S3)."""
+        rnd = self._find(cmd.round_id)
+        if rnd is None:
+            raise _over(cmd.round_id)
+        if not rnd.judged:
+            raise Refused(409, "round_id", f"round {cmd.round_id} has count: finished, and nothing to judge")
+        self._c.ledger.judge(rnd.run, cmd.accept, cmd.reject)
+        self._endings.look()
+        return {"quota": rnd.spec.quota, "counted": rnd.counted()}
+
+    def _extend(self, cmd: wire.ExtendRound) -> dict[str, Any]:
+        c, rnd = self._c, self._find(cmd.round_id)
+        if rnd is None:
+            raise _over(cmd.round_id)
+        if cmd.quota_add:
+            if rnd.spec.quota is None:
+                raise Refused(409, "quota_add", f"round {cmd.round_id} has no quota to add to")
+            if rnd.spec.quota + cmd.quota_add > MAX_QUOTA:
+                raise Refused(400, "quota_add", f"makes the quota greater than {MAX_QUOTA}")
+        c.ledger.check(rnd.run.name, cmd.prompts)
+        groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
+        if rnd.spec.quota is not None:
+            rnd.spec.quota += cmd.quota_add
+        self._endings.look()
+        return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
+
     def _stop(self, cmd: wire.StopRound) -> dict[str, Any]:
-        rnd = next((r for r in self._c.rounds.values() if r.spec.round_id == cmd.round_id), None)
+        rnd = self._find(cmd.round_id)
         if rnd is None:
             return {"open": False}
         self._endings.stop(rnd, cmd.deliver)
@@ -84,3 +121,7 @@ class Commands:
             c.engine.forget(sample)
         self._endings.look()
         return {"groups": [[g.id, g.incarnation] for g in doomed], "samples": len(samples)}
+
+
+def _over(round_id: str) -> Refused:
+    return Refused(409, "round_id", f"round {round_id} has ended")

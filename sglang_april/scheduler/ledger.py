@@ -76,12 +76,26 @@ class Ledger:
         run.finished += 1
         run.whole += sample.group.whole
 
+    def judge(self, run: Run, accept: list[str], reject: list[str]) -> None:
+        """Take the caller's verdicts on whole groups, all or none; the same again changes nothing (S3)."""
+        for name, ids, verdict in (("accept", accept, True), ("reject", reject, False)):
+            for i, prompt_id in enumerate(ids):
+                group = run.groups.get(prompt_id)
+                if group is None:
+                    raise Refused(404, f"{name}[{i}]", f"{prompt_id!r} is no undelivered prompt of run {run.name!r}")
+                if not group.whole:
+                    raise Refused(409, f"{name}[{i}]", f"the group of {prompt_id!r} has not finished")
+                if group.accepted is not None and group.accepted is not verdict:
+                    raise Refused(409, f"{name}[{i}]", f"{prompt_id!r} has been judged the other way")
+        run.verdicts |= {run.groups[i]: True for i in accept} | {run.groups[i]: False for i in reject}
+
     def deliver(self, group: Group, indices: list[int]) -> Delivery:
         """Hand finished samples out, for ever; the group leaves with its last one."""
         for index in indices:
             sample = group.samples.get(index)
             if sample is None or sample.state is not State.FINISHED:
                 raise LedgerError(f"{group.id}[{index}] is delivered without having finished")
+        accepted = group.accepted
         complete = len(indices) == len(group.samples)
         group.run.finished -= len(indices)
         group.run.whole -= group.whole
@@ -90,9 +104,10 @@ class Ledger:
         group.counts[State.FINISHED] -= len(indices)
         if complete:
             del group.run.groups[group.id]
+            group.run.verdicts.pop(group, None)
         else:
             group.run.whole += group.whole
-        return Delivery(group.id, group.incarnation, sorted(indices), complete)
+        return Delivery(group.id, group.incarnation, sorted(indices), complete, accepted)
 
     def drop(self, run: Run, ids: list[str] | None) -> list[Sample]:
         """Delete undelivered groups (S2: the only thing that does); returns their samples, for the engine to let go."""
@@ -102,6 +117,7 @@ class Ledger:
             run.finished -= group.counts[State.FINISHED]
             run.running -= group.counts[State.RUNNING]
             self._unshelve(group)
+            run.verdicts.pop(group, None)
             for sample in group.samples.values():
                 run.suspended.pop(sample, None)
         return [sample for group in doomed for sample in group.samples.values()]

@@ -20,8 +20,8 @@ class Round:
     spec: OpenRound
     run: Run
     number: int
-    mandatory: set[str] = field(default_factory=set)
-    """Prompt ids whose groups must be whole before the round ends (S4)."""
+    mandatory: set[Group] = field(default_factory=set)
+    """Groups that must be whole before the round ends (S4). A prompt id may come back as another group."""
     stats: RoundStats = field(default_factory=RoundStats)
 
     @property
@@ -31,34 +31,43 @@ class Round:
 
     def mark_mandatory(self, version: int) -> None:
         """At the start of the round and after every push inside it."""
-        self.mandatory |= {g.id for g in self.run.groups.values() if is_stale(g, version, self.spec.max_staleness)}
+        self.mandatory |= {g for g in self.run.groups.values() if is_stale(g, version, self.spec.max_staleness)}
+
+    @property
+    def judged(self) -> bool:
+        """`count: accepted`: only groups that the caller has accepted count."""
+        return self.spec.count == "accepted"
 
     def must_finish(self, group: Group) -> bool:
-        return group.id in self.mandatory or (self.on_policy and group.oldest_version() is not None)
+        return group in self.mandatory or (self.on_policy and group.oldest_version() is not None)
 
     # --- counting
 
     def counted(self) -> int:
         """Units that count towards the quota so far."""
+        if self.judged:
+            accepted = [g for g, verdict in self.run.verdicts.items() if verdict]
+            return sum(len(g.samples) for g in accepted) if self.spec.unit == "sample" else len(accepted)
         return self.run.finished if self.spec.unit == "sample" else self.run.whole
 
     def ends_now(self) -> EndReason | None:
         """Why the round is over, or None while it goes on."""
         if self.spec.quota is not None and self.counted() >= self.spec.quota:
             return None if self._someone_must_finish() else "quota"
-        return "exhausted" if self.run.whole == len(self.run.groups) else None
+        settled = self.run.whole if not self.judged else len(self.run.verdicts)
+        return "exhausted" if settled == len(self.run.groups) else None
 
     def _someone_must_finish(self) -> bool:
         groups = self.run.groups
         if self.on_policy:
             return any(not g.whole and g.oldest_version() is not None for g in groups.values())
-        return any(i in groups and not groups[i].whole for i in self.mandatory)
+        return any(not g.whole and groups.get(g.id) is g for g in self.mandatory)
 
     def starts_left(self) -> int | None:
         """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs (S4)."""
         if not self.on_policy or self.spec.quota is None:
             return None
-        begun = [g for g in self.run.groups.values() if g.begun]
+        begun = [g for g in self.run.groups.values() if g.begun and not (self.judged and g.accepted is False)]
         if self.spec.unit == "group":
             return max(0, self.spec.quota - len(begun))
         return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
@@ -73,15 +82,25 @@ class Round:
         units.sort(
             key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order)
         )
-        if reason == "quota" and self.spec.surplus == "carry":
-            quota = self.spec.quota or 0
-            units = [u for i, u in enumerate(units) if i < quota or self.must_finish(u[0].group)]
+        if self.spec.surplus == "carry" and ids is None:
+            units = self._without_surplus(units, self.spec.quota if reason == "quota" else None)
         chosen: dict[Group, list[int]] = {}
         for unit in units:
             chosen.setdefault(unit[0].group, []).extend(s.index for s in unit)
         for group in chosen:
             self.stats.over_bound += is_over(group, version, self.spec.max_staleness)
         return [ledger.deliver(group, indices) for group, indices in chosen.items()]
+
+    def _without_surplus(self, units: list[list[Sample]], quota: int | None) -> list[list[Sample]]:
+        """Of ordered units the first `quota` (None: all) that count, and those that are delivered in any case (S3)."""
+        chosen, left = [], len(units) if quota is None else quota
+        for unit in units:
+            group = unit[0].group
+            counts = not self.judged or group.accepted is True
+            if (counts and left > 0) or self.must_finish(group) or (self.judged and group.accepted is False):
+                chosen.append(unit)
+                left -= counts
+        return chosen
 
     @staticmethod
     def _group_units(groups: list[Group]) -> list[list[Sample]]:

@@ -28,6 +28,7 @@ class KnownGroup:
     key: Key
     undelivered: set[int]
     finished: dict[int, Ended] = field(default_factory=dict)
+    accepted: bool | None = None
 
     @property
     def whole(self) -> bool:
@@ -64,10 +65,15 @@ class Known:
     def due(self, rnd: KnownRound) -> wire.EndReason | None:
         """S3, S4: whether the round must end now."""
         groups = list(self.of(rnd.spec.run))
-        done = sum(len(g.finished) for g in groups) if rnd.spec.unit == "sample" else sum(g.whole for g in groups)
+        counted = [g for g in groups if self.counts(rnd, g)]
+        done = sum(len(g.finished) for g in counted) if rnd.spec.unit == "sample" else sum(g.whole for g in counted)
         if rnd.spec.quota is not None and done >= rnd.spec.quota:
             return None if any(self.must(rnd, g) and not g.whole for g in groups) else "quota"
-        return "exhausted" if all(g.whole for g in groups) else None
+        judging = rnd.spec.count == "accepted"
+        return "exhausted" if all(g.whole and not (judging and g.accepted is None) for g in groups) else None
+
+    def counts(self, rnd: KnownRound, group: KnownGroup) -> bool:
+        return rnd.spec.count == "finished" or group.accepted is True
 
     def must(self, rnd: KnownRound, group: KnownGroup) -> bool:
         return group.key in rnd.mandatory or (rnd.spec.max_staleness == 0 and self.oldest(group) is not None)
@@ -104,14 +110,33 @@ class Known:
                 step, order = max(group.finished[i].step for i in part), min(group.finished[i].order for i in part)
                 units.append(((not self.must(rnd, group), step, order), group.key, part))
         units.sort()
-        count = len(units)
-        if e.end_reason == "quota" and rnd.spec.surplus == "carry":
-            count = max(rnd.spec.quota or 0, sum(not u[0][0] for u in units))
-            assert count <= len(units)
+        if rnd.spec.surplus == "carry" and not (rnd.stop and rnd.stop.deliver is not None):
+            counting = [u for u in units if self.counts(rnd, self.groups[u[1]])]
+            if e.end_reason == "quota":
+                counting = counting[: rnd.spec.quota]
+            units = [u for u in units if u in counting or self.anyway(rnd, self.groups[u[1]])]
         expected: dict[Key, list[int]] = {}
-        for _, key, part in units[:count]:
+        for _, key, part in units:
             expected[key] = sorted(expected.get(key, []) + part)
         assert [((e.run, d.id, d.incarnation), d.indices) for d in e.deliver] == list(expected.items())
+        assert all(d.accepted is self.groups[e.run, d.id, d.incarnation].accepted for d in e.deliver)
+        self.check_quota(rnd, e)
+
+    def check_quota(self, rnd: KnownRound, e: wire.RoundEnded) -> None:
+        """S3: exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
+        groups = [(d, self.groups[e.run, d.id, d.incarnation]) for d in e.deliver]
+        if e.end_reason == "quota":
+            size = [(len(d.indices) if rnd.spec.unit == "sample" else 1, g) for d, g in groups]
+            counted = sum(n for n, g in size if self.counts(rnd, g))
+            extra = sum(n for n, g in size if self.counts(rnd, g) and self.anyway(rnd, g))
+            assert counted >= (rnd.spec.quota or 0)
+            assert counted == rnd.spec.quota or counted == extra or rnd.spec.surplus == "return"
+            if rnd.spec.surplus == "carry":
+                assert all(self.counts(rnd, g) or self.anyway(rnd, g) for _, g in groups)
+
+    def anyway(self, rnd: KnownRound, group: KnownGroup) -> bool:
+        """Delivered at the end, whole, whatever the quota."""
+        return self.must(rnd, group) or (rnd.spec.count == "accepted" and group.accepted is False)
 
     def leave(self, key: Key, index: int, how: str) -> None:
         assert self.fate[key, index] == "live", f"{key}[{index}] is {how} after it was {self.fate[key, index]}"

@@ -92,7 +92,8 @@ class ScriptedEngine:
     def end(
         self, opened: wire.OpenRound, *delivered: tuple[str, list[int]], reason: str = "quota", **more: Any
     ) -> None:
-        deliver = [wire.Delivery(name, 0, indices, more.get("complete", True)) for name, indices in delivered]
+        complete, accepted = more.get("complete", True), more.get("accepted", {})
+        deliver = [wire.Delivery(name, 0, indices, complete, accepted.get(name)) for name, indices in delivered]
         self.taken -= {(opened.run, d.id) for d in deliver if d.complete}
         carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
         stats = more.get("stats", {"tokens_after_quota": 0, "warnings": []})

@@ -31,6 +31,7 @@ SPECS: dict[str, tuple[Any, ...]] = {
     "unit": ("group", "sample"),
     "kv": ("keep", "recompute", "auto"),
     "max_staleness": (5, 0, 1, 2, None),
+    "count": ("finished", "finished", "accepted"),
     "surplus": ("carry", "return"),
     "concurrency": (None, None, 1, 3),
     "tier": ("auto", "auto", "device", "host", "none"),
@@ -43,6 +44,13 @@ def abort(engine: FakeEngine, index: int) -> None:
         engine.abort_waiting(engine.waiting[index % len(engine.waiting)])
     elif engine.running:
         engine.running[index % len(engine.running)].giving_up = True
+
+
+def judge_finished(world: World, run: str, least: int, accept: bool) -> None:
+    """The caller looks at the previews, once there are so many."""
+    new = [g.key[1] for g in world.of(run) if g.whole and g.accepted is None]
+    if len(new) >= least and run in world.rounds:
+        world.judge(run, {name: accept if i == 0 else not accept for i, name in enumerate(new)})
 
 
 class Rounds(RuleBasedStateMachine):
@@ -78,6 +86,25 @@ class Rounds(RuleBasedStateMachine):
     def stop(self, which: int, deliver: set[str] | None) -> None:
         runs = sorted(self.world.rounds)
         self.world.stop(runs[which % len(runs)], deliver if deliver is None else sorted(deliver))
+
+    @rule(run=st.sampled_from(RUNS), verdicts=st.dictionaries(st.sampled_from(IDS), st.booleans()))
+    def judge(self, run: str, verdicts: dict[str, bool]) -> None:
+        self.world.judge(run, verdicts)
+
+    @rule(run=st.sampled_from(RUNS), accept=st.booleans(), least=st.integers(1, 3))
+    def judge_what_is_finished(self, run: str, accept: bool, least: int) -> None:
+        judge_finished(self.world, run, least, accept)
+
+    @precondition(lambda self: self.world.rounds)
+    @rule(
+        run=st.sampled_from(RUNS),
+        quota_add=st.integers(0, 2),
+        prompts=st.dictionaries(
+            st.sampled_from(IDS), st.tuples(st.integers(1, 8), st.integers(1, 3), st.sampled_from((3, 20))), max_size=2
+        ),
+    )
+    def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]]) -> None:
+        self.world.extend(run, quota_add, prompts)
 
     @rule(run=st.sampled_from(RUNS), ids=st.none() | st.sets(st.sampled_from(IDS)))
     def drop(self, run: str, ids: set[str] | None) -> None:
@@ -153,12 +180,25 @@ def play(seed: int, rounds: int) -> int:
                 prompts = {i: (rng.randint(1, 9), rng.randint(1, 3), rng.choice((1, 9, 20))) for i in ids}
                 world.open(run, prompts, **{name: rng.choice(values) for name, values in SPECS.items()})
         world.step(rng.randint(1, 4))
+        steer(world, rng)
         if rng.random() < 0.2:
             interrupt(world, rng)
         if rng.random() < 0.3:
             calm(world)
     world.drain()
     return len(world.replies)
+
+
+def steer(world: World, rng: random.Random) -> None:
+    """What a caller says to an open round."""
+    run, yes = rng.choice(RUNS), rng.random() < 0.6
+    if rng.random() < 0.5:
+        judge_finished(world, run, rng.randint(1, 2), yes)
+    if rng.random() < 0.1:
+        world.judge(run, {rng.choice(IDS): yes, rng.choice(IDS): True})
+    if rng.random() < 0.1:
+        prompts = {rng.choice(IDS): (rng.randint(1, 9), rng.randint(1, 3), 9)}
+        world.extend(run, rng.randint(0, 2), prompts if yes else {})
 
 
 def interrupt(world: World, rng: random.Random) -> None:

@@ -59,7 +59,7 @@ def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> 
     hand.begin(stale.samples[0], version=0)
     hand.finish(done.samples[0], version=3)
     rnd = hand.round(version=3, max_staleness=3, unit=unit)
-    assert (rnd.mandatory, rnd.ends_now()) == ({"g1"}, None)
+    assert (rnd.mandatory, rnd.ends_now()) == ({stale}, None)
     hand.finish(stale.samples[0])
     assert rnd.ends_now() is None
     hand.finish(stale.samples[1], version=3)
@@ -115,9 +115,9 @@ def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:
     hand.begin(old.samples[0], version=0)
     hand.begin(young.samples[0], version=1)
     rnd = hand.round(version=2, max_staleness=2)
-    assert rnd.mandatory == {"g0"}
+    assert rnd.mandatory == {old}
     rnd.mark_mandatory(3)
-    assert rnd.mandatory == {"g0", "g1"}
+    assert rnd.mandatory == {old, young}
 
 
 @pytest.mark.parametrize(("quota", "left"), [(None, None), (4, 2), (2, 0), (1, 0)])

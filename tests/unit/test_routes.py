@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import msgspec
@@ -14,37 +11,8 @@ from fastapi import FastAPI
 
 from sglang_april import wire
 from sglang_april.http.routes import add_routes
-from sglang_april.http.service import April
-from tests.unit.scheduler_link import ScriptedEngine, prompt, service, sglang_module
-
-
-@asynccontextmanager
-async def client_of(april: April) -> AsyncIterator[httpx.AsyncClient]:
-    app = FastAPI()
-    app.state.april = april
-    add_routes(app, admin=lambda endpoint: endpoint)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-        yield client
-
-
-async def until(condition: Any) -> None:
-    """Let the event loop run until something is true."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def open_round(client: httpx.AsyncClient, engine: ScriptedEngine, **body: Any) -> asyncio.Task[httpx.Response]:
-    """Send a rollout and wait until the scheduler has it."""
-    before = sum(isinstance(command, wire.OpenRound) for command in engine.commands)
-    headers = body.pop("headers", {})
-    task = asyncio.create_task(client.post("/april/rollout", json=body, headers=headers))
-    await until(lambda: sum(isinstance(c, wire.OpenRound) for c in engine.commands) > before or task.done())
-    return task
-
-
-def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test, 20))
+from tests.unit.routes import client_of, open_round, run, until
+from tests.unit.scheduler_link import prompt, service, sglang_module
 
 
 def test_a_round_from_request_to_reply() -> None:
@@ -334,8 +302,12 @@ REFUSALS = [
     ("POST", "/april/push/end", b'{"version": "2"}', "version", 400),
     ("POST", "/april/rounds/r/stop", b'{"deliver": "a"}', "deliver", 400),
     ("POST", "/april/rounds/r/ack", b'{"x": 1}', "x", 400),
-    ("POST", "/april/rounds/r/judge", b"{}", "judge", 400),
-    ("POST", "/april/rounds/r/extend", b"{}", "extend", 400),
+    ("POST", "/april/rounds/r/judge", b"{}", "round_id", 404),
+    ("POST", "/april/rounds/r/judge", b'{"accept": "a"}', "accept", 400),
+    ("POST", "/april/rounds/r/judge", b'{"accept": ["a", "b"], "reject": ["c", "b"]}', "reject[1]", 400),
+    ("POST", "/april/rounds/r/extend", b"{}", "round_id", 404),
+    ("POST", "/april/rounds/r/extend", b'{"quota_add": -1}', "quota_add", 400),
+    ("POST", "/april/rounds/r/extend", b'{"prompts": [{"id": "a"}]}', "prompts[0].input_ids", 400),
     ("GET", "/april/rounds/a%20b", b"", "round_id", 400),
     ("GET", "/april/rounds/r", b"", "round_id", 404),
     ("GET", "/april/state?check=1", b"", "check", 400),

@@ -10,7 +10,7 @@ import pytest
 from sglang_april.config import AprilConfig
 from sglang_april.http.errors import Refused
 from sglang_april.http.limits import check_rollout
-from sglang_april.http.prepare import Preparation
+from sglang_april.http.prepare import open_round
 from sglang_april.http.schema import Rollout, decode_rollout
 from tests.unit.scheduler_link import ScriptedEngine
 
@@ -22,7 +22,7 @@ def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
     data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
     rollout = decode_rollout(data, packed)
     check_rollout(rollout, packed)
-    return Preparation(ScriptedEngine(**facts), AprilConfig(quota=8)).run(1, "r", rollout)[0]
+    return open_round(1, "r", rollout, AprilConfig(quota=8), ScriptedEngine(**facts))[0]
 
 
 def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> Refused:
@@ -47,7 +47,7 @@ TOP = [
     ("prompts", [None, {}, "x", [1], [None], [[]]]),
     ("quota", [0, -1, 2**31, 1.5, "1", True, [1], 10**30, 1e300]),
     ("quota_unit", ["groups", "", None, 1]),
-    ("count", ["all", "accepted", None]),
+    ("count", ["all", True, None]),
     ("kv", ["kept", None, 0]),
     ("max_staleness", [-1, 1.5, "5", 2**31, True]),
     ("surplus", ["drop", None]),

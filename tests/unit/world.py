@@ -28,6 +28,13 @@ def lengths(*sizes: int) -> dict[str, tuple[int, int, int]]:
     return {f"p{i}": (3, 1, -size) for i, size in enumerate(sizes)}
 
 
+def given_as(prompts: dict[str, tuple[int, int, int]]) -> tuple[list[wire.Prompt], list[bytes]]:
+    """On the wire: prompts, and the parameters that they share."""
+    sizes = sorted({size for _, _, size in prompts.values()})
+    given = [wire.Prompt(i, bytes(4 * m), n, sizes.index(size), 0) for i, (m, n, size) in prompts.items()]
+    return given, list(map(msgspec.msgpack.encode, sizes))
+
+
 Build = Callable[..., "World"]
 
 
@@ -92,14 +99,13 @@ class World(Known):
 
     def open(self, run: str, prompts: dict[str, tuple[int, int, int]], **spec: Any) -> wire.Answer:
         """Open a round; `prompts`: id -> (prompt length, n, max_new_tokens, or minus the exact length)."""
-        sizes = sorted({size for _, _, size in prompts.values()})
-        given = [wire.Prompt(i, bytes(4 * m), n, sizes.index(size), 0) for i, (m, n, size) in prompts.items()]
+        given, params = given_as(prompts)
         fields = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5, **spec}
         fields |= {
             "round_id": f"r{self.seq}",
             "run": run,
             "prompts": given,
-            "params": list(map(msgspec.msgpack.encode, sizes)),
+            "params": params,
         }
         self.end_what_is_over()
         begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.ledger.runs else 0
@@ -111,15 +117,17 @@ class World(Known):
         return answer
 
     def _opened(self, rnd: KnownRound, incarnations: list[int]) -> None:
-        run = rnd.spec.run
-        for prompt, incarnation in zip(rnd.spec.prompts, incarnations, strict=True):
+        self._accepted(rnd.spec.run, rnd.spec.prompts, incarnations)
+        self.rounds[rnd.spec.run] = rnd
+        self.mark(rnd)
+
+    def _accepted(self, run: str, prompts: list[wire.Prompt], incarnations: list[int]) -> None:
+        for prompt, incarnation in zip(prompts, incarnations, strict=True):
             assert incarnation == self.incarnations[run, prompt.id]
             self.incarnations[run, prompt.id] += 1
             key = (run, prompt.id, incarnation)
             self.groups[key] = KnownGroup(key, set(range(prompt.n)))
             self.fate |= {(key, i): "live" for i in range(prompt.n)}
-        self.rounds[run] = rnd
-        self.mark(rnd)
 
     def stop(self, run: str, deliver: list[str] | None = None) -> None:
         self.end_what_is_over()
@@ -128,6 +136,46 @@ class World(Known):
             rnd.stop = wire.StopRound(0, rnd.spec.round_id, deliver)
             assert self.command(wire.StopRound, round_id=rnd.spec.round_id, deliver=deliver).data["open"]
             assert run not in self.rounds
+
+    def judge(self, run: str, verdicts: dict[str, bool]) -> int:
+        """Verdicts by prompt id; all are taken or none, and the same again changes nothing."""
+        self.end_what_is_over()
+        rnd = self.rounds.get(run)
+        groups = {g.key[1]: g for g in self.of(run)}
+        wrong = [404 if i not in groups else 409 for i in verdicts if i not in groups or not groups[i].whole]
+        wrong += [409 for i, v in verdicts.items() if i in groups and groups[i].accepted is (not v)]
+        refused = rnd is None or rnd.spec.count == "finished"
+        accept, reject = [i for i, v in verdicts.items() if v], [i for i, v in verdicts.items() if not v]
+        answer = self.command(
+            wire.JudgeRound,
+            lambda _: [setattr(groups[i], "accepted", v) for i, v in verdicts.items()],
+            round_id=rnd.spec.round_id if rnd else "none",
+            accept=accept,
+            reject=reject,
+        )
+        assert answer.status in ([409] if refused else wrong or [200])
+        return answer.status
+
+    def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]]) -> int:
+        self.end_what_is_over()
+        rnd = self.rounds.get(run)
+        taken = rnd is None or (quota_add and rnd.spec.quota is None) or any(g.key[1] in prompts for g in self.of(run))
+        given, params = given_as(prompts)
+        answer = self.command(
+            wire.ExtendRound,
+            lambda a: self._extended(rnd, quota_add, given, a.data["incarnations"]),
+            round_id=rnd.spec.round_id if rnd else "none",
+            quota_add=quota_add,
+            prompts=given,
+            params=params,
+        )
+        assert answer.status == (409 if taken else 200)
+        return answer.status
+
+    def _extended(self, rnd: KnownRound, quota_add: int, prompts: list[wire.Prompt], incarnations: list[int]) -> None:
+        if rnd.spec.quota is not None:
+            rnd.spec.quota += quota_add
+        self._accepted(rnd.spec.run, prompts, incarnations)
 
     def drop(self, run: str, ids: list[str] | None = None) -> None:
         self.command(wire.Drop, lambda answer: self._dropped(answer, run, ids), run=run, ids=ids)
@@ -169,7 +217,7 @@ class World(Known):
         for _ in range(limit):
             if not self.rounds and self.engine.fully_idle():
                 break
-            for run in [r for r, known in self.rounds.items() if known.spec.quota is not None]:
+            for run in [r for r, k in self.rounds.items() if (k.spec.quota, k.spec.count) != (None, "finished")]:
                 self.stop(run)
                 if any(self.of(run)):
                     assert self.open(run, {}, quota=None).status == 200
@@ -246,6 +294,8 @@ class World(Known):
             assert self.ledger.runs[run].running <= (rnd.spec.concurrency or self.engine.slots)
             if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
                 begun = sum(g.begun for g in self.ledger.runs[run].groups.values())
+                if rnd.spec.count == "accepted":
+                    begun -= sum(g.accepted is False for g in self.of(run))
                 assert begun <= max(rnd.spec.quota, rnd.begun_before), "strict on-policy starts too many groups"
 
     def _results(self, rows: list[Row], grown: list[Request]) -> None:

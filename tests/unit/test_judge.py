@@ -1,0 +1,257 @@
+"""`count: accepted`, `judge` and `extend` (S3), on the fake engine and through the routes."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_april import wire
+from sglang_april.types import State
+from tests.unit.routes import client_of, open_round, run, until
+from tests.unit.scheduler_link import prompt, service
+from tests.unit.world import Build, World, ids, lengths
+
+# --- in the scheduler
+
+
+def test_the_quota_counts_what_is_accepted(world: Build) -> None:
+    """S3: generation goes on until then; rejected groups are delivered too, marked, and the rest is carried."""
+    w = world()
+    w.open("run", lengths(1, 2, 3, 30), quota=2, count="accepted")
+    w.step(8)
+    assert w.judge("run", {"p0": True, "p1": False}) == 200
+    w.step(2)
+    assert not w.replies
+    assert w.judge("run", {"p2": True}) == 200
+    reply = w.reply()
+    assert (reply.end_reason, [(d.id, d.accepted) for d in reply.deliver]) == (
+        "quota",
+        [("p0", True), ("p1", False), ("p2", True)],
+    )
+    assert w.sample("run", "p3").state is State.SUSPENDED
+
+
+def test_accepted_beyond_the_quota_and_unjudged_groups_are_surplus(world: Build) -> None:
+    """S3: accepted surplus counts at once in the next round that counts accepted ones."""
+    w = world()
+    w.open("run", lengths(1, 1, 1, 30), quota=1, count="accepted")
+    w.step(5)
+    assert w.judge("run", {"p0": True, "p1": True}) == 200
+    assert ids(w.reply()) == ["p0"]
+    w.open("run", {}, quota=1, count="accepted")
+    assert [(d.id, d.accepted) for d in w.replies[-1].deliver] == [("p1", True)]
+    w.open("run", {}, quota=1)
+    assert [(d.id, d.accepted) for d in w.replies[-1].deliver] == [("p2", None)]
+
+
+def test_surplus_return_delivers_unjudged_groups_too(world: Build) -> None:
+    w = world()
+    w.open("run", lengths(1, 1, 30), quota=1, count="accepted", surplus="return")
+    w.step(5)
+    w.judge("run", {"p1": True})
+    assert [(d.id, d.accepted) for d in w.reply().deliver] == [("p0", None), ("p1", True)]
+
+
+def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(world: Build) -> None:
+    """S3: finished but unjudged ones at the end are surplus."""
+    w = world()
+    w.open("run", lengths(1, 1, 1, 30), quota=2, count="accepted")
+    w.step(5)
+    w.judge("run", {"p0": True})
+    w.stop("run")
+    assert ids(w.replies[-1]) == ["p0"]
+    w.open("run", {}, quota=2, count="accepted")
+    w.stop("run", ["p2", "p3"])
+    assert [(d.id, d.accepted) for d in w.replies[-1].deliver] == [("p2", None)]
+
+
+@pytest.mark.parametrize("quota", [None, 5])
+def test_a_round_waits_for_the_last_verdict(world: Build, quota: int | None) -> None:
+    """S3: `exhausted` when everything has finished and been judged."""
+    w = world()
+    w.open("run", lengths(1, 2), quota=quota, count="accepted")
+    w.step(10)
+    w.judge("run", {"p0": False})
+    w.step(3)
+    assert not w.replies
+    w.judge("run", {"p1": True})
+    assert w.replies[-1].end_reason == "exhausted"
+
+
+def test_judging_is_idempotent_and_all_or_nothing(world: Build) -> None:
+    """S3: a contradiction is 409, an unknown id 404, an unfinished group 409; nothing of such a message is taken."""
+    w = world()
+    w.open("run", lengths(1, 1, 30), quota=2, count="accepted")
+    w.step(5)
+    assert [w.judge("run", {"p0": True}) for _ in range(2)] == [200, 200]
+    assert w.judge("run", {"p0": False}) == 409
+    assert w.judge("run", {"p1": True, "p2": True}) == 409
+    assert w.judge("run", {"p1": True, "nobody": False}) == 404
+    w.step(2)
+    assert not w.replies
+    w.judge("run", {"p1": False})
+    w.open("other", lengths(30))
+    assert w.judge("other", {"p0": True}) == 409, "its quota counts finished groups"
+
+
+def test_samples_of_accepted_groups_count_in_units_of_samples(world: Build) -> None:
+    """S3: verdicts are on whole groups; the quota cuts between their samples."""
+    w = world()
+    w.open("run", {"p": (3, 3, 3), "q": (3, 2, 3), "r": (3, 1, -40)}, quota=4, unit="sample", count="accepted")
+    w.step(15)
+    w.judge("run", {"p": True})
+    w.step(2)
+    assert not w.replies
+    w.judge("run", {"q": True})
+    reply = w.reply()
+    assert (reply.end_reason, sum(len(d.indices) for d in reply.deliver)) == ("quota", 4)
+
+
+def test_strict_on_policy_starts_another_group_for_each_rejected_one(world: Build) -> None:
+    """S3, S4: what the quota still needs does not count rejected groups; unjudged ones are not carried with tokens."""
+    w = world()
+    w.open("run", lengths(1, 2, 3, 4), quota=2, max_staleness=0, count="accepted")
+    w.step(8)
+    assert [w.sample("run", f"p{i}").state for i in range(4)] == [State.FINISHED] * 2 + [State.QUEUED] * 2
+    w.judge("run", {"p0": False})
+    w.step(8)
+    assert w.sample("run", "p2").state is State.FINISHED
+    w.judge("run", {"p1": True, "p2": True})
+    assert ids(w.replies[-1]) == ["p0", "p1", "p2"]
+
+
+def test_a_verdict_is_forgotten_with_its_group(world: Build) -> None:
+    """S2, S5: a dropped prompt id may come back and is judged anew."""
+    w = world()
+    w.open("run", lengths(1, 30), quota=2, count="accepted")
+    w.step(4)
+    w.judge("run", {"p0": True})
+    w.drop("run", ["p0"])
+    assert w.extend("run", 0, lengths(1)) == 200
+    w.step(4)
+    assert w.judge("run", {"p0": False}) == 200
+
+
+def test_extend_raises_the_quota_and_brings_prompts(world: Build) -> None:
+    """S3; the round that would have ended goes on, in the same batch."""
+    w = world()
+    w.open("run", lengths(4, 30), quota=1)
+    w.step(2)
+    assert w.extend("run", 1, {"q": (3, 1, -8)}) == 200
+    assert (ids(w.reply()), w.replies[-1].end_reason) == (["p0", "q"], "quota")
+
+
+def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_the_end(world: Build) -> None:
+    """S3, S5: 409, and nothing changes."""
+    w = world()
+    w.open("run", lengths(30), quota=None)
+    assert w.extend("run", 1, {}) == 409
+    assert w.extend("run", 0, lengths(1)) == 409
+    w.stop("run")
+    assert w.extend("run", 0, {}) == 409
+    fields = {"round_id": w.replies[-1].round_id, "quota_add": 0, "prompts": [], "params": []}
+    assert w.command(wire.ExtendRound, **fields).reason.endswith("has ended")
+
+
+def test_a_quota_has_an_upper_end() -> None:
+    """S3: 1 … 2³¹−1."""
+    w = World()
+    w.open("run", lengths(30), quota=2**31 - 2)
+    assert w.extend("run", 1, {}) == 200
+    fields = {"round_id": w.rounds["run"].spec.round_id, "quota_add": 1, "prompts": [], "params": []}
+    assert w.command(wire.ExtendRound, **fields).status == 400
+
+
+# --- through the routes
+
+
+async def previews(response: asyncio.Task[httpx.Response]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    *groups, summary = map(json.loads, (await response).text.splitlines())
+    return groups, summary
+
+
+def test_previews_verdicts_and_the_reply() -> None:
+    """S3: a finished group is streamed before it counts; the summary names those that were delivered, with verdicts."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            asked = [prompt(id=i) for i in "abc"]
+            task = await open_round(client, engine, round_id="r", count="accepted", stream=True, prompts=asked)
+            assert engine.opened.count == "accepted"
+            engine.finish(engine.opened, ("a", 0), ("b", 0), ("c", 0))
+            verdicts = {"accept": ["a"], "reject": ["b"]}
+            answer = (await client.post("/april/rounds/r/judge", json=verdicts)).json()
+            assert answer == {"round_id": "r", "accepted": 1, "rejected": 1}
+            assert (engine.commands[-1].accept, engine.commands[-1].reject) == (["a"], ["b"])
+            engine.end(engine.opened, ("a", [0]), ("b", [0]), accepted={"a": True, "b": False})
+            groups, summary = await previews(task)
+            assert [(g["id"], g["accepted"]) for g in groups] == [(i, None) for i in "abc"]
+            assert [(d["id"], d["accepted"]) for d in summary["delivered"]] == [("a", True), ("b", False)]
+            assert [summary["stats"]["delivered"][k] for k in ("groups", "accepted", "rejected")] == [2, 1, 1]
+            # What was carried without a verdict is shown again in the next round, what has one is not.
+            later = await open_round(client, engine, round_id="s", count="accepted", stream=True)
+            engine.end(engine.opened, ("c", [0]), accepted={"c": True})
+            assert [g["id"] for g in (await previews(later))[0]] == ["c"]
+
+    run(scenario())
+
+
+def test_the_same_verdict_again_is_fine_even_after_the_end_and_another_is_not() -> None:
+    """S3: judging is idempotent; a caller that lost the answer asks again."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", count="accepted", prompts=[prompt(id="a")])
+            engine.finish(engine.opened, ("a", 0))
+            first = await client.post("/april/rounds/r/judge", json={"accept": ["a"]})
+            engine.end(engine.opened, ("a", [0]), accepted={"a": True})
+            await task
+            engine.answers[wire.JudgeRound] = wire.Answer(0, 409, "round_id", "round r has ended")
+            again = await client.post("/april/rounds/r/judge", json={"accept": ["a"]})
+            assert (first.status_code, again.status_code, first.json()) == (200, 200, again.json())
+            for body in ({"reject": ["a"]}, {"accept": ["a", "b"]}):
+                assert (await client.post("/april/rounds/r/judge", json=body)).status_code == 409
+
+    run(scenario())
+
+
+def test_extend_has_the_defaults_of_its_round() -> None:
+    """S3, S5: the round's sampling parameters and seed, and ids that the vault knows from then on."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            defaults = {"temperature": 0.5, "sampling_seed": 9}
+            task = await open_round(client, engine, round_id="r", sampling_params=defaults, prompts=[prompt(id="a")])
+            body = {"quota_add": 2, "prompts": [prompt(id="b"), prompt(id="c", sampling_params={"top_k": 3})]}
+            assert (await client.post("/april/rounds/r/extend", json=body)).status_code == 200
+            extended = engine.commands[-1]
+            assert (extended.quota_add, [p.seed for p in extended.prompts]) == (2, [9, 9])
+            assert extended.params[extended.prompts[0].params] == engine.opened.params[0]
+            engine.finish(engine.opened, ("b", 0))
+            engine.end(engine.opened, ("b", [0]))
+            assert [g["id"] for g in (await task).json()["finished"]] == ["b"]
+
+    run(scenario())
+
+
+def test_an_extend_waits_for_its_round_to_open() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        engine.silent = {wire.OpenRound}
+        async with client_of(april) as client:
+            task = asyncio.create_task(client.post("/april/rollout", json={"round_id": "r", "prompts": [prompt()]}))
+            await until(lambda: engine.commands)
+            extending = asyncio.create_task(client.post("/april/rounds/r/extend", json={"quota_add": 1}))
+            await asyncio.sleep(0.01)
+            assert len(engine.commands) == 1
+            engine.tell(wire.Answer(engine.opened.seq, data={"policy_version": 0}))
+            assert (await extending).status_code == 200
+            engine.end(engine.opened, reason="stopped")
+            await task
+
+    run(scenario())
