@@ -138,8 +138,14 @@ def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
 
 
 def test_a_client_that_hangs_up_leaves_the_round_open(client: AprilClient, url: str) -> None:
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(AsyncAprilClient(url).rollout(run="slow", round_id="left"), 0.5))
+    async def hang_up() -> None:
+        async with AsyncAprilClient(url) as leaving:
+            waiting = asyncio.ensure_future(leaving.rollout(run="slow", round_id="left"))
+            while "left" not in (await leaving.state())["http"]["rounds"]:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+
+    asyncio.run(asyncio.wait_for(hang_up(), 60))
     assert client.state()["http"]["rounds"]["left"]["state"] == "open"
     client.stop("left")
     reply = client.get_round("left")
