@@ -62,7 +62,7 @@ class StepReport:
 
     loss: float
     grad_norm: float
-    """Before clipping; NaN or infinite where the step was left out."""
+    """Before clipping; NaN where the step was left out."""
     applied: bool
     """False: the gradient was not finite, and weights and optimiser are as before."""
     lr: float
@@ -113,11 +113,12 @@ class Trainer(Protocol):
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder, with the tokenizer of `hf_checkpoint`."""
 
-    def offload(self) -> None:
-        """Move weights and optimiser to host memory (`colocate`); nothing on the CPU."""
-
-    def onload(self) -> None:
-        """Take them back."""
-
     def close(self) -> None:
         """End the trainer's processes and groups."""
+
+
+def make_trainer(settings: TrainerSettings) -> Trainer:
+    """Megatron-core in this process for `world_size` 1, else in as many processes."""
+    from trainer_bridge.megatron.team import start
+
+    return start(settings)

@@ -36,6 +36,7 @@ class Frontend:
             overlap=not args.disable_overlap_schedule,
             grammar=args.grammar_backend != "none",
             preferred=manager.preferred_sampling_params or None,
+            model=_model(manager),
         )
 
     async def send(self, payload: bytes) -> None:
@@ -83,6 +84,18 @@ class Frontend:
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
         )
+
+
+def _model(manager: TokenizerManager) -> dict[str, Any]:
+    """By the names of a Hugging Face configuration."""
+    config = manager.model_config.hf_text_config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {
+        "architecture": (config.architectures or [None])[0],
+        "vocab_size": manager.model_config.vocab_size,
+        **{name: getattr(config, name, None) for name in names},
+        "tp_size": manager.server_args.tp_size,
+    }
 
 
 def attach(manager: TokenizerManager) -> April:

@@ -1,6 +1,6 @@
 """What the HTTP process needs of an engine. `adapter/frontend.py` gives it on top of SGLang."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -21,6 +21,8 @@ class Facts:
     grammar: bool = True
     preferred: dict[str, Any] | None = None
     """The server's own defaults of sampling parameters."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Shape of the model and the engine's tensor-parallel size, for trainers to compare with their own."""
 
 
 class ReaderLock(Protocol):

@@ -160,6 +160,7 @@ class April:
             "finished_samples": self.vault.samples,
             "held_locks": len(self.holds.held),
             "hooks": self.hook_report,
+            "model": self.engine.facts().model,
         }
         return {**answer.data, "http": http}
 

@@ -1,0 +1,179 @@
+"""S1 with the bridge's pushes: each way brings a policy whole, to several engines, and a failed one is healed.
+
+The weights are those of tiny models by their seeds, so that the oracle knows every version.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import httpx
+import pytest
+import torch
+
+from examples.tiny_model import weights
+from tests.integration.conftest import NORMAL, Pool
+from tests.support.live import Live, living
+from tests.support.server import Server
+from trainer_bridge.hf_folder import batches
+from trainer_bridge.push.connect import connect
+from trainer_bridge.push.pusher import Pusher, PushFailed, State
+from trainer_bridge.trainer import PushWay
+
+LONG = {"ignore_eos": True, "max_new_tokens": 60}
+SHORT = {"ignore_eos": True, "max_new_tokens": 4}
+BUCKET = 400_000
+"""Bytes: a tiny model is about 2.6 MB, so that a push takes several calls."""
+
+Model = Callable[[str, int], Path]
+Batches = list[list[tuple[str, torch.Tensor]]]
+
+
+@pytest.fixture
+def live(server: Server, models: Model) -> Iterator[Live]:
+    with living(server, lambda seed: models("qwen3", seed)) as live:
+        yield live
+
+
+@pytest.fixture
+def second(pool: Pool, models: Model) -> Iterator[Live]:
+    with living(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
+        yield live
+
+
+@pytest.fixture
+def pusher(request: pytest.FixtureRequest, live: Live, models: Model) -> Iterator[Pusher]:
+    way: PushWay = getattr(request, "param", "distributed")
+    pusher = connect([live.server.url], way, source=models("qwen3", 0), device=torch.device("cpu"))
+    yield pusher
+    pusher.close()
+
+
+def policy(seed: int) -> Batches:
+    """The weights of one seed, in buckets."""
+    tensors = {name: torch.from_numpy(array) for name, array in weights("qwen3", seed).items()}
+    made = list(batches(tensors.items(), BUCKET))
+    assert len(made) > 3
+    return made
+
+
+def with_wrong_shape(seed: int) -> Batches:
+    """The same, but one tensor in the middle has a row too few."""
+    made = policy(seed)
+    name, tensor = made[2][0]
+    made[2][0] = (name, tensor[:-1].clone())
+    return made
+
+
+def push(pusher: Pusher, seed: int, *lives: Live) -> int:
+    version = pusher.push(policy(seed)).version
+    for live in lives:
+        assert live.version == version
+        live.policies[version] = live.model(seed)
+    return version
+
+
+def leave_partials(live: Live, run: str) -> None:
+    """A round of one short group that leaves a long one suspended."""
+    prompts = [
+        {"id": "long", "input_ids": [20, 21, 22, 23], "n": 2, "sampling_params": LONG},
+        {"id": "short", "input_ids": [30, 31, 32], "n": 1, "sampling_params": SHORT},
+    ]
+    reply = live.server.rollout(run=run, prompts=prompts, quota=1)
+    assert [group["id"] for group in reply["finished"]] == ["short"]
+    assert len(live.server.partials(run)) == 2
+
+
+def drained(live: Live, run: str, versions: list[int]) -> None:
+    """The partials end with exactly the tokens and logprobs that these versions give."""
+    groups = live.server.drain(run)
+    assert [group["id"] for group in groups] == ["long"]
+    for sample in groups[0]["samples"]:
+        assert [span["version"] for span in sample["spans"]] == versions
+    live.check(groups, {"long": LONG})
+
+
+@pytest.mark.parametrize("pusher", get_args(PushWay), indirect=True)
+def test_s1_each_way_brings_a_policy_under_which_partials_go_on(pusher: Pusher, live: Live, run: str) -> None:
+    """Two pushes the same way; a suspended sample goes on after each."""
+    v = live.version
+    leave_partials(live, run)
+    assert push(pusher, 1, live) == v + 1
+    more = [{"id": "again", "input_ids": [40, 41], "n": 1, "sampling_params": SHORT}]
+    live.check(live.server.rollout(run=run, prompts=more, quota=1)["finished"], {"again": SHORT})
+    assert push(pusher, 2, live) == v + 2
+    drained(live, run, [v, v + 1, v + 2])
+    assert pusher.state is State.IDLE
+
+
+@pytest.mark.parametrize("pusher", get_args(PushWay), indirect=True)
+def test_s1_a_failed_push_closes_the_engine_with_the_reason_and_the_next_heals_it(
+    pusher: Pusher, live: Live, run: str
+) -> None:
+    v = live.version
+    leave_partials(live, run)
+    with pytest.raises(PushFailed):
+        pusher.push(with_wrong_shape(1))
+    assert pusher.state is State.FAILED
+    assert live.version == v
+    refused = live.server.rollout(run=run, prompts=[], quota=1, status=503)["error"]
+    assert "push" in refused["reason"]
+    assert len(live.server.partials(run)) == 2
+    assert push(pusher, 2, live) == v + 1
+    drained(live, run, [v, v + 1])
+
+
+def test_s1_a_group_that_the_engine_lost_is_noticed_at_once_and_made_again(
+    pusher: Pusher, live: Live, run: str
+) -> None:
+    """The engine refuses the call, so it never comes to the broadcast, which alone would wait for minutes."""
+    push(pusher, 1, live)
+    leave_partials(live, run)
+    group = pusher._way._name
+    assert live.server.post("/destroy_weights_update_group", {"group_name": group})["success"]
+    with pytest.raises(PushFailed, match=group):
+        pusher.push(policy(2))
+    live.server.rollout(run=run, prompts=[], quota=1, status=503)
+    v = push(pusher, 2, live)
+    drained(live, run, [v - 1, v])
+
+
+def test_s1_one_push_reaches_several_engines_under_one_version(
+    live: Live, second: Live, models: Model, run: str
+) -> None:
+    """Also when one of them has had more pushes than the other; and when one fails, both are healed."""
+    live.push(1)
+    urls = [live.server.url, second.server.url]
+    pusher = connect(urls, "distributed", source=models("qwen3", 0), device=torch.device("cpu"))
+    try:
+        assert push(pusher, 2, live, second) > second.version - 1
+        for each in (live, second):
+            leave_partials(each, run)
+        v = live.version
+        with pytest.raises(PushFailed):
+            pusher.push(with_wrong_shape(1))
+        for each in (live, second):
+            each.server.rollout(run=run, prompts=[], quota=1, status=503)
+        assert push(pusher, 1, live, second) == v + 1
+        for each in (live, second):
+            drained(each, run, [v, v + 1])
+    finally:
+        pusher.close()
+
+
+def test_an_engine_that_has_died_fails_the_push_and_is_named(live: Live, models: Model) -> None:
+    """The engine that is left refuses rounds until a push without the dead one succeeds."""
+    pusher = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))
+    gone = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))
+    dead = gone.engines[0]
+    dead._http.close()
+    dead._http = httpx.Client(base_url="http://127.0.0.1:9", timeout=5)
+    try:
+        with pytest.raises(PushFailed, match="update_weights_from_tensor"):
+            gone.push(policy(1))
+        assert live.server.state()["closed"]
+        push(pusher, 1, live)
+        assert not live.server.state()["closed"]
+    finally:
+        pusher.close()
+        gone.close()

@@ -1,0 +1,223 @@
+"""Step 7 of 9 (train): one rank of the trainer: its shard of the model, its optimiser, its share of a step."""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from trainer_bridge.batch import MicroBatch, Sequences
+from trainer_bridge.hf_folder import write_hf
+from trainer_bridge.loss_settings import LossSettings
+from trainer_bridge.loss_stats import LossStats
+from trainer_bridge.losses import Terms, policy_loss
+from trainer_bridge.megatron import device as devices
+from trainer_bridge.megatron import model as models
+from trainer_bridge.megatron import weights
+from trainer_bridge.megatron.shapes import ModelShape
+from trainer_bridge.trainer import SequenceFigures, StepReport, TrainerSettings
+
+START_LIMIT = timedelta(minutes=10)
+"""For the ranks to find each other."""
+
+
+def join(device: torch.device, rank: int, settings: TrainerSettings, init_method: str | None) -> None:
+    """Torch's and Megatron's process groups; `init_method` is where several ranks meet."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if settings.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=settings.world_size, timeout=START_LIMIT
+        )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tensor_model_parallel_size)
+    devices.prepare(device, settings.seed)
+
+
+def leave() -> None:
+    """The end of `join`."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Policy:
+    """The policy on one rank. Every method is a collective over all ranks, called in the same order on each."""
+
+    def __init__(self, settings: TrainerSettings, rank: int = 0, init_method: str | None = None) -> None:
+        self.settings, self.shape = settings, ModelShape.read(settings.hf_checkpoint)
+        self.device = devices.pick(settings.device)
+        join(self.device, rank, settings, init_method)
+        dtype = getattr(torch, settings.dtype)
+        self.model = models.build(self.shape, dtype, on_cpu=self.device.type == "cpu").to(self.device)
+        weights.load_hf(self.model, self.shape, settings.hf_checkpoint)
+        self.steps = 0
+        with devices.allocations(self.device):
+            self._ddp, self._optimizer = self._trainable(dtype)
+
+    def _trainable(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        s = self.settings
+        module = self.model if dtype is torch.float32 else Float16Module(self.model.config, self.model)
+        ddp = DistributedDataParallel(
+            self.model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+        )
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=s.lr,
+            weight_decay=s.weight_decay,
+            adam_beta1=s.adam_beta1,
+            adam_beta2=s.adam_beta2,
+            adam_eps=s.adam_eps,
+            clip_grad=s.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+        )
+        return ddp, get_megatron_optimizer(config, [ddp])
+
+    # --- what the loop asks for, this rank's share of it
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[Sequences]) -> list[Tensor]:
+        """log π of the response tokens of each micro-batch, float32 [T] on the CPU."""
+        return [models.logprobs(self._ddp, each.to(self.device)).cpu() for each in sequences]
+
+    def step(self, batches: Sequence[MicroBatch], loss: LossSettings) -> StepReport:
+        """One optimiser step over the micro-batches of this data-parallel rank; `sequences` are its own, all else is
+        the whole step's."""
+        started = time.perf_counter()
+        ranks = parallel_state.get_data_parallel_world_size()
+        stats, figures, total = LossStats(), list[SequenceFigures](), 0.0
+        with devices.allocations(self.device):
+            self._ddp.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            for batch in batches:
+                batch = batch.to(self.device)
+                value, terms = policy_loss(models.logprobs(self._ddp, batch.sequences), batch.tokens, loss)
+                # Megatron averages gradients over the data-parallel ranks; a step's loss is their sum.
+                (value * ranks).backward()
+                total += float(value.detach())
+                stats.add(batch.tokens, terms)
+                figures.append(_figures(batch, terms))
+            finalize_model_grads([self._ddp])
+            lr = self._set_lr()
+            norm, applied = self._update()
+        total, stats = self._whole_step(total, stats)
+        return StepReport(total, norm, applied, lr, stats, figures, time.perf_counter() - started)
+
+    def _set_lr(self) -> float:
+        warm = min(1.0, (self.steps + 1) / max(self.settings.lr_warmup_iters, 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.settings.lr * warm
+        return self.settings.lr * warm
+
+    def _update(self) -> tuple[float, bool]:
+        """The gradient's norm, and whether it was finite on all ranks and so was applied."""
+        finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in self._ddp.buffers]).all().int()
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if not finite:
+            return math.nan, False
+        applied, norm, _ = self._optimizer.step()
+        self.steps += 1
+        return float(norm), bool(applied)
+
+    def _whole_step(self, total: float, stats: LossStats) -> tuple[float, LossStats]:
+        """Loss and figures over all data-parallel ranks."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        if ranks == 1:
+            return total, stats
+        parts: list[Any] = [None] * ranks
+        dist.all_gather_object(parts, (total, stats), group=parallel_state.get_data_parallel_group())
+        merged = LossStats()
+        for _, part in parts:
+            merged.merge(part)
+        return sum(value for value, _ in parts), merged
+
+    # --- weights and state
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy by Hugging Face names (`weights.hf_tensors`)."""
+        return weights.hf_tensors(self.model, self.shape)
+
+    def export(self, folder: Path) -> None:
+        """The policy as a Hugging Face folder, written by rank 0."""
+        if parallel_state.get_data_parallel_rank() == 0:
+            tensors = self.hf_tensors()
+            if dist.get_rank() == 0:
+                write_hf(tensors, self.settings.hf_checkpoint, folder)
+            else:
+                for _ in tensors:
+                    pass
+        dist.barrier()
+
+    def save(self, folder: Path) -> None:
+        """This rank's weights, optimiser, random state and step count; durable when all ranks return."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "settings": {name: str(value) for name, value in asdict(self.settings).items()},
+            "shape": asdict(self.shape),
+            "steps": self.steps,
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+        }
+        path = self._state_file(folder)
+        with path.with_suffix(".part").open("wb") as out:
+            torch.save(state, out)
+            out.flush()
+            os.fsync(out.fileno())
+        path.with_suffix(".part").rename(path)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote on this rank of a trainer of the same shape and size."""
+        state = torch.load(self._state_file(folder), map_location=self.device, weights_only=False)
+        if state["shape"] != asdict(self.shape):
+            raise ValueError(f"{folder} holds another model shape than {self.settings.hf_checkpoint}")
+        self.model.load_state_dict(state["model"])
+        with devices.allocations(self.device):
+            self._optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        torch.set_rng_state(state["rng"].cpu())
+        if state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"].cpu())
+
+    def _state_file(self, folder: Path) -> Path:
+        return folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        leave()
+
+
+def _figures(batch: MicroBatch, terms: Terms) -> SequenceFigures:
+    tokens = batch.tokens
+
+    def per_sequence(values: Tensor) -> Tensor:
+        return values.new_zeros(tokens.count).index_add_(0, tokens.sequence, values).cpu()
+
+    masked = terms.used & (terms.weight == 0)
+    pull = (tokens.weights * terms.weight * tokens.advantages).abs()
+    return SequenceFigures(
+        tokens=per_sequence(terms.used.long()),
+        clipped=per_sequence(terms.clipped.long()),
+        masked=per_sequence(masked.long()),
+        pull=per_sequence(torch.where(terms.used & ~terms.clipped, pull, 0.0)),
+    )

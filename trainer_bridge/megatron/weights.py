@@ -1,0 +1,58 @@
+"""Weights in and out of a Megatron model: Hugging Face folders, and the tensors of a push (steps 7 and 8 of 9)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from trainer_bridge.hf_folder import Checkpoint
+from trainer_bridge.megatron import mapping
+from trainer_bridge.megatron.mapping import Row
+from trainer_bridge.megatron.shapes import ModelShape
+
+
+def table(model: Any, shape: ModelShape) -> list[tuple[Row, torch.nn.Parameter]]:
+    """Every parameter of the model with its row; raises where the two do not match one to one."""
+    parameters = dict(model.named_parameters())
+    fused = any(name.endswith("layer_norm_weight") for name in parameters)
+    rows = mapping.rows(shape, fused_norms=fused)
+    if differing := {row.megatron for row in rows} ^ set(parameters):
+        raise RuntimeError(f"the mapping of {shape.family} and the model differ in {sorted(differing)}")
+    return [(row, parameters[row.megatron]) for row in rows]
+
+
+@torch.no_grad()
+def load_hf(model: Any, shape: ModelShape, folder: Path) -> None:
+    """Set this rank's parameters from a Hugging Face folder; only the tensors of one row are in memory at a time."""
+    rank, size = _tensor_parallel()
+    with Checkpoint(folder) as checkpoint:
+        for row, parameter in table(model, shape):
+            whole = mapping.to_megatron(row, {name: checkpoint.get(name) for name in row.hf}, shape)
+            part = mapping.shard(row, whole, rank, size)
+            if part.shape != parameter.shape:
+                raise RuntimeError(f"{row.hf}: {tuple(part.shape)} where {row.megatron} is {tuple(parameter.shape)}")
+            parameter.copy_(part)
+
+
+@torch.no_grad()
+def hf_tensors(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The policy by Hugging Face names, whole and contiguous, tensor by tensor on every tensor-parallel rank.
+
+    A collective: all ranks of a tensor-parallel group must take all of it.
+    """
+    _, size = _tensor_parallel()
+    group = parallel_state.get_tensor_model_parallel_group()
+    for row, parameter in table(model, shape):
+        part = parameter.detach().contiguous()
+        parts = [part]
+        if size > 1 and row.kind is not mapping.Kind.WHOLE:
+            parts = [torch.empty_like(part) for _ in range(size)]
+            torch.distributed.all_gather(parts, part, group=group)
+        yield from mapping.to_hf(row, mapping.unshard(row, parts), shape).items()
+
+
+def _tensor_parallel() -> tuple[int, int]:
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()

@@ -1,0 +1,151 @@
+"""Push by a process group of the trainer's rank 0 and all ranks of all engines: gloo on the CPU, NCCL on GPUs.
+
+The engines learn by HTTP what comes, and receive it by one broadcast per bucket.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from trainer_bridge.push.bucket import Bucket
+from trainer_bridge.push.engine import PushEngine, WeightCallError
+
+LIMIT = timedelta(minutes=5)
+"""For an engine to join the group, and for one bucket."""
+POLL_S = 0.002
+_groups = itertools.count()
+
+
+class Distributed:
+    """The default way."""
+
+    def __init__(self, engines: Sequence[PushEngine], device: torch.device, master_address: str | None = None) -> None:
+        self._engines, self._backend = engines, "nccl" if device.type == "cuda" else "gloo"
+        self._address = master_address or reachable_address(engines)
+        self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
+        self._group: Any = None
+        self._name = ""
+
+    def open(self) -> None:
+        """Make the group, the first time and after a failure."""
+        if self._group is not None:
+            return
+        self._name = f"april-{os.getpid()}-{next(_groups)}"
+        size = 1 + sum(engine.facts.tp_size for engine in self._engines)
+        store = dist.TCPStore(self._address, 0, size, is_master=True, timeout=LIMIT, wait_for_workers=False)
+        offsets = itertools.accumulate((engine.facts.tp_size for engine in self._engines), initial=1)
+        joins = [
+            self._threads.submit(
+                engine.weight_call,
+                "/init_weights_update_group",
+                {
+                    "master_address": self._address,
+                    "master_port": store.port,
+                    "rank_offset": offset,
+                    "world_size": size,
+                    "group_name": self._name,
+                    "backend": self._backend,
+                },
+            )
+            for engine, offset in zip(self._engines, offsets, strict=False)
+        ]
+        self._group = join_group(self._backend, dist.PrefixStore(self._name, store), size, self._name)
+        _finish(joins)
+
+    def send(self, bucket: Bucket) -> None:
+        """Announce the bucket, broadcast it, and hear that it was loaded."""
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        calls = [self._threads.submit(e.weight_call, "/update_weights_from_distributed", body) for e in self._engines]
+        work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+        deadline = time.monotonic() + LIMIT.total_seconds()
+        # An engine that refuses the call never comes to the broadcast: waiting for that alone would hang.
+        while not work.is_completed():
+            if any(call.done() and call.exception() is not None for call in calls):
+                break
+            if time.monotonic() > deadline:
+                raise WeightCallError(f"an engine did not take a bucket within {LIMIT}")
+            time.sleep(POLL_S)
+        else:
+            work.wait()
+        _finish(calls)
+
+    def finish(self) -> None:
+        """Nothing: the group is kept for the next push."""
+
+    def broke(self) -> None:
+        """Leave the group, whose other members may be in the middle of something."""
+        if self._group is not None:
+            _abandon(self._group)
+            self._group = None
+
+    def close(self) -> None:
+        """End the group on both sides."""
+        if self._group is not None:
+            calls = [
+                self._threads.submit(e.weight_call, "/destroy_weights_update_group", {"group_name": self._name})
+                for e in self._engines
+            ]
+            wait(calls)
+            self.broke()
+        self._threads.shutdown(wait=False)
+
+
+def reachable_address(engines: Sequence[PushEngine]) -> str:
+    """This machine's address as engines can reach it: the one of the route to the engine that is farthest away."""
+    routes = [_route(httpx.URL(engine.url)) for engine in engines]
+    return next((address for address in routes if not address.startswith("127.")), routes[0])
+
+
+def _route(url: httpx.URL) -> str:
+    # Connecting a datagram socket sends nothing; it chooses the route.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((url.host, url.port or 80))
+        return str(s.getsockname()[0])
+
+
+def join_group(backend: str, store: dist.Store, size: int, name: str) -> Any:
+    """Rank 0 of a process group beside the trainer's own world; `new_group` can only make subsets of that.
+
+    The same call as on SGLang's side (`init_custom_process_group`), for both must agree on the store's keys.
+    """
+    group, _ = distributed_c10d._new_process_group_helper(
+        size, 0, [], dist.Backend(backend), store, group_name=name, timeout=LIMIT
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group
+
+
+def _abandon(group: Any) -> None:
+    """Forget a group; a broadcast that never ends must not hold us up."""
+    threading.Thread(target=_destroy, args=(group,), daemon=True).start()
+
+
+def _destroy(group: Any) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(group)
+
+
+def _finish(calls: Sequence[Future[None]]) -> None:
+    """Wait for all, then raise the first error."""
+    wait(calls)
+    for call in calls:
+        call.result()
