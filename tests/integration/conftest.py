@@ -1,13 +1,19 @@
-"""Live servers, shared over the session. At most `ALIVE` run at once; tests are ordered so that each starts once."""
+"""Live servers, shared over the session. At most `ALIVE` run at once; tests are ordered so that each starts once.
+
+A test finds each server at rest, whatever the one before it left behind. One that fails is tried once more: these tests
+share few cores with the servers that they speak to. Both are said at the end of the output.
+"""
 
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from examples.tiny_model import make
+from tests.support.live import Live, living
 from tests.support.server import Server
 
 ALIVE = 3
@@ -18,12 +24,21 @@ OVERLAP = ["--max-total-tokens=16000"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that end a shared server come last."""
+    """Live tests get a second try, and those that end a shared server come last."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.flaky(reruns=1))
     items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The guards, and the tests that went red without them (test_guards.py)."""
+    """The guards and the tests that went red without them (test_guards.py); tests and servers that took two tries."""
+    again = [f"{report.nodeid}: {_reason(report)}" for report in terminalreporter.stats.get("rerun", ())]
+    for title, lines in (("live tests that were tried again", again), ("servers that were replaced", Pool.replaced)):
+        if lines:
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.write_line(line)
     passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
     shown = [(dict(report.user_properties).get("guard"), report.nodeid) for report in passed]
     if any(guard for guard, _ in shown):
@@ -31,6 +46,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for guard, test in shown:
             if guard:
                 terminalreporter.write_line(f"{guard:14} {test}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).splitlines()[0][:200]
 
 
 @pytest.fixture(scope="session")
@@ -48,13 +68,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pat
 class Pool:
     """Starts servers on demand; the one used longest ago makes room."""
 
+    replaced: ClassVar[list[str]] = []
+    """Servers that could not be brought back to rest, for the summary."""
+
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
         self._models, self._folder = models, folder
         self._live: OrderedDict[str, Server] = OrderedDict()
 
     def get(self, name: str, flags: list[str], family: str = "qwen3", env: dict[str, str] | None = None) -> Server:
-        """The live server of this name; started if it does not run (any more)."""
+        """The live server of this name, at rest; started if it does not run (any more)."""
         server = self._live.pop(name, None)
+        if server is not None and server.alive and not server.reset():
+            self.replaced.append(f"{name}: {server.unrest}")
+            server.stop()
         if server is None or not server.alive:
             while len(self._live) >= ALIVE:
                 self._live.popitem(last=False)[1].stop()
@@ -86,6 +112,22 @@ def server(pool: Pool) -> Server:
 def overlap(pool: Pool) -> Server:
     """Llama shape, overlap loop."""
     return pool.get("overlap", OVERLAP, "llama")
+
+
+@pytest.fixture
+def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[Live]:
+    """The server with the normal loop, and the policies pushed to it."""
+    with living(server, lambda seed: models("qwen3", seed)) as live:
+        yield live
+
+
+@pytest.fixture(params=["normal", "overlap"])
+def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> Iterator[Live]:
+    """Both shared servers, one after the other."""
+    name, family = ("server", "qwen3") if request.param == "normal" else ("overlap", "llama")
+    server: Server = request.getfixturevalue(name)
+    with living(server, lambda seed: models(family, seed)) as live:
+        yield live
 
 
 _names = itertools.count()

@@ -75,14 +75,15 @@ def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
 
 def test_stock_requests_progress_beside_a_round(server: Server, run: str) -> None:
     """S6: `/generate` gets slots while a round with far more samples than slots is open."""
-    round_ = Background(server, run=run, prompts=[prompt(f"p{i}", 30) for i in range(120)], quota=None)
-    until(lambda: server.state()["samples"]["running"] >= 48)
-    reply = server.post(
-        "/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
-    )
-    assert len(reply["output_ids"]) == 5
-    assert not round_.done
-    assert len(round_.reply()["finished"]) == 120
+    with server.slowed():
+        round_ = Background(server, run=run, prompts=[prompt(f"p{i}", 30) for i in range(160)], quota=None)
+        until(lambda: server.state()["samples"]["running"] >= 48)
+        reply = server.post(
+            "/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+        )
+        assert len(reply["output_ids"]) == 5
+        assert server.state()["samples"]["queued"] > 0, "there was room for everybody"
+    assert len(round_.reply()["finished"]) == 160
 
 
 def test_a_group_at_the_bound_must_finish(server: Server, run: str) -> None:
@@ -109,11 +110,13 @@ def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: st
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 9), prompt("older", 12)], quota=1)
     for _ in range(3):
         push(server)
-    round_ = Background(server, run=run, round_id=f"{run}-s", prompts=[prompt("long", 1500)], quota=3, max_staleness=1)
-    until(lambda: server.state()["samples"]["finished"] == 2)
-    assert not round_.done
-    server.post(f"/april/rounds/{run}-s/stop")
-    reply = round_.reply()
+    body = {"prompts": [prompt("long", 1500)], "quota": 3, "max_staleness": 1}
+    with server.slowed():
+        round_ = Background(server, run=run, round_id=f"{run}-s", **body)
+        until(lambda: server.state()["samples"]["finished"] == 2)
+        assert not round_.done
+        server.post(f"/april/rounds/{run}-s/stop")
+        reply = round_.reply()
     assert ids(reply) == ["old", "older"]
     assert reply["stats"]["over_bound"] == 2
     server.post("/april/drop", {"run": run})
@@ -122,9 +125,10 @@ def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: st
 def test_a_push_inside_a_round_makes_groups_mandatory(server: Server, run: str) -> None:
     """S4: after every push inside the round the bound is looked at again."""
     prompts = [prompt(f"p{i}", 400 + 40 * i) for i in range(3)]
-    round_ = Background(server, run=run, prompts=prompts, quota=1, max_staleness=1)
-    until(lambda: server.state()["samples"]["running"] == 3)
-    push(server)
+    with server.slowed():
+        round_ = Background(server, run=run, prompts=prompts, quota=1, max_staleness=1)
+        until(lambda: server.state()["samples"]["running"] == 3)
+        push(server)
     reply = round_.reply()
     assert ids(reply) == ["p0", "p1", "p2"]
     assert reply["stats"]["pushes"] == 1

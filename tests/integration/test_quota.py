@@ -93,11 +93,12 @@ def counted(server: Server, run: str) -> int:
 def test_stop_route(server: Server, run: str, deliver: list[str] | None) -> None:
     """S3: `stop` ends the round with what is finished, or with what it names of it; asked again it does nothing."""
     prompts = [prompt("a", 3), prompt("b", 4), prompt("c", 5), *(prompt(f"long-{i}", 1500) for i in range(2))]
-    round_ = Background(server, run=run, round_id=f"{run}-r", prompts=prompts, quota=None)
-    until(lambda: counted(server, run) == 3)
     body = {} if deliver is None else {"deliver": deliver}
-    server.post(f"/april/rounds/{run}-r/stop", body)
-    reply = round_.reply()
+    with server.slowed():
+        round_ = Background(server, run=run, round_id=f"{run}-r", prompts=prompts, quota=None)
+        until(lambda: counted(server, run) == 3)
+        server.post(f"/april/rounds/{run}-r/stop", body)
+        reply = round_.reply()
     assert reply["end_reason"] == "stopped"
     assert [g["id"] for g in reply["finished"]] == (["a", "b", "c"] if deliver is None else deliver[:1])
     assert reply["carried"]["finished_groups"] == 3 - len(reply["finished"])
@@ -114,10 +115,11 @@ def test_stop_keeps_what_was_generated(overlap: Server, run: str) -> None:
     wanted = in_one_round(overlap, f"{run}-unbroken", prompts)
     groups: list[dict[str, Any]] = []
     for i in range(4):
-        round_ = Background(overlap, run=run, round_id=f"{run}-{i}", prompts=[] if i else prompts, quota=None)
-        until(lambda r=round_: overlap.state()["samples"]["running"] == 4 or r.done)
-        overlap.post(f"/april/rounds/{run}-{i}/stop")
-        reply = round_.reply()
+        with overlap.slowed():
+            round_ = Background(overlap, run=run, round_id=f"{run}-{i}", prompts=[] if i else prompts, quota=None)
+            until(lambda r=round_: overlap.state()["samples"]["running"] == 4 or r.done)
+            overlap.post(f"/april/rounds/{run}-{i}/stop")
+            reply = round_.reply()
         assert reply["end_reason"] == "stopped" or i
         groups += reply["finished"]
     groups += overlap.drain(run)

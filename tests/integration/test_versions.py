@@ -1,14 +1,11 @@
 """S1, S6, S7: two policies on one server; tokens, logprobs and spans against replays by Hugging Face models."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.live import Live, living
+from tests.support.live import Live
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
-from tests.support.server import Server
 
 Fields = dict[str, Any]
 
@@ -28,20 +25,6 @@ PENALTIES: dict[str, Fields] = {
 LENGTH = 48
 SHORT: Fields = {"max_new_tokens": 6}
 KEPT, RECOMPUTED = "kept", "recomputed"
-
-
-@pytest.fixture(params=["normal", "overlap"])
-def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> Iterator[Live]:
-    name, family = ("server", "qwen3") if request.param == "normal" else ("overlap", "llama")
-    server: Server = request.getfixturevalue(name)
-    with living(server, lambda seed: models(family, seed)) as live:
-        yield live
-
-
-@pytest.fixture
-def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[Live]:
-    with living(server, lambda seed: models("qwen3", seed)) as live:
-        yield live
 
 
 def prompts_of(params: dict[str, Fields], n: int = 2) -> list[Fields]:

@@ -1,14 +1,16 @@
 """`python -m tests.support.launch`: the patched server with instruments that only tests have.
 
 SGLang spawns its scheduler, and a spawned process imports this file again, so what is registered at module level is
-applied there too, together with the plugin's own hooks. Three instruments: a wrapper around the model's forward that
-writes one line per call (independent of our own counters); pages that a flush freed are spoiled; and guards that can be
-taken away while the server runs (`Server.remove_guard`), to prove that a test for them can fail.
+applied there too, together with the plugin's own hooks. The instruments: a wrapper around the model's forward that
+writes one line per call (independent of our own counters) and can be slowed down; pages that a flush freed are spoiled;
+grammars whose compilation can be held; and guards that can be taken away while the server runs (`Server.remove_guard`),
+to prove that a test for them can fail. Each switch is a file in the server's folder (tests/support/server.py).
 """
 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,16 @@ def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *a
         }
         with (FOLDER / "forwards.jsonl").open("a") as out:
             out.write(json.dumps(line) + "\n")
+    if slowed := switch("slow"):
+        time.sleep(float(slowed))
     return stock(runner, forward_batch, *args, **kwargs)
+
+
+def hold_grammar(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A regex is not compiled while the switch `grammars` is on; this runs in a thread of SGLang's own."""
+    while switch("grammars"):
+        time.sleep(0.01)
+    return stock(*args, **kwargs)
 
 
 def spoil_free_pages(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -45,18 +56,19 @@ def spoil_free_pages(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -
     return flushed
 
 
-def guard_removed(name: str) -> bool:
+def switch(name: str) -> str:
+    """What a switch of this server is set to; empty when it is off."""
     try:
-        return (FOLDER / "guard").read_text() == name
+        return (FOLDER / name).read_text()
     except FileNotFoundError:
-        return False
+        return ""
 
 
 def removable(name: str, without: Callable[..., Any]) -> Callable[..., Any]:
     """An AROUND hook: `without(guarded, *args)` stands in while the guard `name` is removed."""
 
     def hook(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return without(guarded, *args, **kwargs) if guard_removed(name) else guarded(*args, **kwargs)
+        return without(guarded, *args, **kwargs) if switch("guard") == name else guarded(*args, **kwargs)
 
     return hook
 
@@ -66,6 +78,9 @@ def install() -> None:
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", spoil_free_pages, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_regex", hold_grammar, HookType.AROUND
+    )
     for name, (target, without) in GUARDS.items():
         HookRegistry.register(target, removable(name, without), HookType.AROUND)
 

@@ -50,6 +50,7 @@ class Live:
 
     def load(self, seed: int, *, flush: bool = True, status: int = 200) -> Any:
         """One weight call of SGLang's own, without begin and end."""
+        self.server.loaded = self.model(seed)
         body = {"model_path": str(self.model(seed)), "flush_cache": flush}
         return self.server.post("/update_weights_from_disk", body, status=status)
 
@@ -91,16 +92,7 @@ class Live:
 
     def restore(self) -> None:
         """Undo whatever a test, or its failure, left behind."""
-        server = self.server
-        server.http.post("/continue_generation", json={"torch_empty_cache": False})
-        if "released" in server.state()["closed"]:
-            server.http.post("/resume_memory_occupation", json={"tags": None})
-        for round_id in server.state()["http"]["rounds"]:
-            server.post(f"/april/rounds/{round_id}/stop")
-        for run in server.state()["runs"]:
-            server.post("/april/drop", {"run": run})
-        if server.state()["closed"] or self.policies.get(self.version) != self.model(0):
-            self.push(0)
+        assert self.server.reset(), "the server cannot be brought back to rest"
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 

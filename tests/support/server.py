@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ class Server:
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     http: httpx.Client = field(default_factory=httpx.Client)
+    loaded: Path | None = None
+    """The last policy that a test pushed."""
+    unrest: str = ""
+    """What the last `reset` could not undo."""
+    _forwards: list[dict[str, Any]] = field(default_factory=list)
+    _read_to: int = 0
 
     @property
     def url(self) -> str:
@@ -132,9 +139,39 @@ class Server:
         """A whole push by disk, as a trainer does it; returns the new policy version."""
         named = {} if version is None else {"version": version}
         self.post("/april/push/begin", named)
+        self.loaded = model
         reply = self.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": flush})
         assert reply["success"], reply
         return int(self.post("/april/push/end", named)["policy_version"])
+
+    def reset(self) -> bool:
+        """Undo whatever a test, or its failure, left behind; False if the server has to be replaced.
+
+        Afterwards nothing is paused, released, pushed or open, no run has anything left, and the policy is the first.
+        """
+        try:
+            self._undo()
+            state = self.state()
+        except (httpx.HTTPError, AssertionError, ValueError) as error:
+            self.unrest = f"{type(error).__name__}: {error}"
+            return False
+        left = {name: state[name] for name in ("closed", "frozen", "rounds") if state[name]}
+        if sum(state["samples"].values()):
+            left["samples"] = state["samples"]
+        self.unrest = str(left) if left else ""
+        return not left
+
+    def _undo(self) -> None:
+        self._switches_off()
+        self.http.post("/continue_generation", json={"torch_empty_cache": False})
+        if released := re.search(r"memory is released \((.*?)\)", self.state()["closed"]):
+            self.post("/resume_memory_occupation", {"tags": released[1].split(", ")})
+        for round_id in self.state()["http"]["rounds"]:
+            self.post(f"/april/rounds/{round_id}/stop")
+        for run in (name for name, left in self.state()["runs"].items() if left["groups"]):
+            self.post("/april/drop", {"run": run})
+        if self.state()["closed"] or self.loaded not in (None, self.model):
+            self.push(self.model)
 
     # --- instruments (tests/support/launch.py)
 
@@ -142,7 +179,36 @@ class Server:
         """Take one guard away in the running scheduler (None: all are back)."""
         (self.folder / "guard").write_text(name or "")
 
+    @contextlib.contextmanager
+    def slowed(self, seconds: float = 0.1) -> Iterator[None]:
+        """Every forward takes at least so long: what is to be running while a test looks still runs, on any machine."""
+        with self._switched("slow", str(seconds)):
+            yield
+
+    @contextlib.contextmanager
+    def grammars_held(self) -> Iterator[None]:
+        """No regex is compiled."""
+        with self._switched("grammars", "held"):
+            yield
+
+    @contextlib.contextmanager
+    def _switched(self, name: str, value: str) -> Iterator[None]:
+        (self.folder / name).write_text(value)
+        try:
+            yield
+        finally:
+            (self.folder / name).write_text("")
+
+    def _switches_off(self) -> None:
+        for name in ("guard", "slow", "grammars"):
+            (self.folder / name).write_text("")
+
     def forwards(self) -> list[dict[str, Any]]:
         """Every forward of the model so far, as an independent wrapper on the model runner saw it."""
         path = self.folder / "forwards.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if path.exists():
+            with path.open() as lines:
+                lines.seek(self._read_to)
+                self._forwards += map(json.loads, lines.read().splitlines())
+                self._read_to = lines.tell()
+        return list(self._forwards)

@@ -1,0 +1,267 @@
+"""S2, the left column: what can happen while a round is open. Nothing is lost, and every token stays right."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.live import Live, until
+from tests.support.workload import prompt
+
+COUNT = 4
+PARAMS: dict[str, Any] = {"temperature": 0.8}
+PAUSES = ["in_place", "retract", "abort"]
+GENERATE = {"input_ids": [9, 8, 7]}
+
+
+def open_round(live: Live, run: str, **body: Any) -> Any:
+    """A round of four samples that run while the server is slowed; it ends when all have finished."""
+    prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
+    body = {"run": run, "round_id": f"{run}-r", "quota": None, **body}
+    reply = live.open(prompts=prompts, **body)
+    until(lambda: live.running() == COUNT, "all samples run")
+    return reply
+
+
+def finish(live: Live, reply: Any, *spans: tuple[int, str]) -> dict[str, Any]:
+    """The round goes on and delivers all samples, each with these spans and the tokens that they must have."""
+    done = dict(live.done(reply))
+    assert done["end_reason"] == "exhausted"
+    check(live, done["finished"], *spans)
+    return done
+
+
+def check(live: Live, groups: list[dict[str, Any]], *spans: tuple[int, str]) -> None:
+    assert sorted(g["id"] for g in groups) == [f"p{i}" for i in range(COUNT)]
+    live.check(groups, {f"p{i}": PARAMS for i in range(COUNT)})
+    for sample in (s for g in groups for s in g["samples"]):
+        assert [(s["version"], s["kv"]) for s in sample["spans"]] == list(spans)
+
+
+def standing_still(live: Live) -> None:
+    """Our samples are out of the engine, the round is open, and no forward of the model happens."""
+    samples, before = live.server.state()["samples"], len(live.server.forwards())
+    assert (samples["running"], samples["suspended"], samples["finished"]) == (0, COUNT, 0)
+    assert len(live.server.state()["rounds"]) == 1
+    assert len(live.server.forwards()) == before
+
+
+def pause(live: Live, mode: str) -> None:
+    live.server.post("/pause_generation", {"mode": mode})
+
+
+def unpause(live: Live) -> None:
+    live.server.post("/continue_generation", {"torch_empty_cache": False})
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_push(live: Live, run: str, kv: str) -> None:
+    """`push/begin` interrupts: the round stays open, weight calls do not wait for it, and it goes on afterwards."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run, kv=kv)
+        live.server.post("/april/push/begin")
+        standing_still(live)
+        assert live.load(1)["success"]
+        standing_still(live)
+        assert live.server.post("/april/push/end")["policy_version"] == v + 1
+    live.policies[v + 1] = live.model(1)
+    done = finish(live, reply, (v, "fresh"), (v + 1, "kept" if kv == "keep" else "recomputed"))
+    assert (done["policy_version"], done["stats"]["pushes"]) == (v + 1, 1)
+
+
+def test_weight_call_without_begin(live: Live, run: str) -> None:
+    """It waits for the reply, as stock does for its own requests; nothing is interrupted."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        call = live.beside(live.load, 1)
+        live.wait_decodes(5)
+        assert not call.done()
+        assert (live.version, live.running()) == (v, COUNT)
+    finish(live, reply, (v, "fresh"))
+    assert live.done(call)["success"]
+    assert live.version == v + 1
+
+
+@pytest.mark.parametrize("mode", PAUSES)
+def test_weight_call_under_a_pause(live: Live, run: str, mode: str) -> None:
+    """As `push/begin`: it does not wait, and the round goes on at the new version."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        pause(live, mode)
+        assert live.load(1)["success"]
+        standing_still(live)
+        assert live.version == v + 1
+        unpause(live)
+    live.policies[v + 1] = live.model(1)
+    finish(live, reply, (v, "fresh"), (v + 1, "kept"))
+
+
+@pytest.mark.parametrize("query", ["", "?timeout=60"])
+def test_flush(live: Live, run: str, query: str) -> None:
+    """Suspend, move out, flush, resume: pages that the flush freed are spoiled, so a token on one would show."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        live.server.post(f"/flush_cache{query}")
+        until(lambda: live.running() == COUNT, "the round goes on")
+    done = finish(live, reply, (v, "fresh"))
+    assert done["stats"]["resumed_kept"] == COUNT
+
+
+def test_flush_beside_a_stock_request(live: Live, run: str) -> None:
+    """Without a timeout it is refused, and the round goes on; with one, ours stand still until it has happened."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        body = {**GENERATE, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+        stock = live.beside(live.server.post, "/generate", body)
+        until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
+        live.server.post("/flush_cache", status=400)
+        until(lambda: live.running() == COUNT, "the round goes on")
+        flush = live.beside(live.server.post, "/flush_cache?timeout=600")
+        until(lambda: live.running() == 0, "ours step aside")
+        assert not flush.done()
+        live.wait_decodes(3)
+        assert live.running() == 0
+        assert live.server.forwards()[-1]["rows"] == 1
+    assert len(live.done(stock)["output_ids"]) == 40
+    live.done(flush)
+    finish(live, reply, (v, "fresh"))
+
+
+def test_release_is_refused(live: Live, run: str) -> None:
+    """400 with the reason: the scheduler would assert that it is idle, and die."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        refused = live.server.post("/release_memory_occupation", status=400)
+        assert "a round is open" in str(refused)
+        live.wait_decodes(2)
+    finish(live, reply, (v, "fresh"))
+
+
+@pytest.mark.parametrize("mode", PAUSES)
+def test_release_under_a_pause(live: Live, run: str, mode: str) -> None:
+    """Pages move out before the pool is unmapped; released twice or resumed twice is a 400; the round goes on."""
+    v, tags = live.version, {"tags": ["kv_cache"]}
+    with live.server.slowed():
+        reply = open_round(live, run)
+        pause(live, mode)
+        live.server.post("/release_memory_occupation", tags)
+        standing_still(live)
+        assert live.server.state()["tokens"]["device"] == 0
+        unpause(live)
+        standing_still(live)
+        assert "memory is released" in live.server.state()["closed"]
+        live.server.post("/resume_memory_occupation", tags)
+        live.server.post("/resume_memory_occupation", tags, status=400)
+    finish(live, reply, (v, "fresh"))
+
+
+@pytest.mark.parametrize("mode", PAUSES)
+def test_pause_and_continue(live: Live, run: str, mode: str) -> None:
+    """A pause of any kind freezes the round, and nothing of ours is aborted; `continue_generation` thaws it."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        pause(live, mode)
+        for _ in range(3):
+            standing_still(live)
+        assert live.server.state()["frozen"]
+        unpause(live)
+        until(lambda: live.running() == COUNT, "the round goes on")
+    finish(live, reply, (v, "fresh"))
+
+
+def test_a_pause_aborts_stock_requests_and_not_ours(live: Live, run: str) -> None:
+    """Stock implements mode `abort` as an abort of everything, which passes ours by."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        body = {**GENERATE, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+        stock = live.beside(live.server.post, "/generate", body)
+        until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
+        pause(live, "abort")
+        assert live.done(stock)["meta_info"]["finish_reason"]["type"] == "abort"
+        standing_still(live)
+        unpause(live)
+    finish(live, reply, (v, "fresh"))
+
+
+def test_abort_of_everything(live: Live, run: str) -> None:
+    """It stops every open round; the carry is untouched and continues in the next round."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        other = live.open(run=f"{run}-other", prompts=[prompt("q", 50)], quota=1)
+        live.server.post("/abort_request", {"abort_all": True})
+        for ended in (live.done(reply), live.done(other)):
+            assert (ended["end_reason"], ended["finished"]) == ("stopped", [])
+    assert len(live.server.partials(run)) == COUNT
+    check(live, live.server.drain(run), (v, "fresh"))
+    assert [len(g["samples"]) for g in live.server.drain(f"{run}-other")] == [1]
+
+
+@pytest.mark.parametrize("rid", ["april", "a"])
+def test_abort_of_a_rid_that_is_a_prefix_of_ours(live: Live, run: str, rid: str) -> None:
+    """SGLang matches by prefix: the stock request of that rid is aborted, and nothing of ours."""
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        body = {**GENERATE, "rid": rid, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+        stock = live.beside(live.server.post, "/generate", body)
+        until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
+        live.server.post("/abort_request", {"rid": rid})
+        assert live.done(stock)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert live.running() == COUNT
+        live.server.post("/abort_request", {"rid": "april.0.0"})
+        live.wait_decodes(2)
+    finish(live, reply, (v, "fresh"))
+
+
+def test_client_disconnects(live: Live, run: str) -> None:
+    """The wait ends, the round goes on, and its reply is fetched by `round_id`."""
+    v, url = live.version, f"{live.server.url}/april/rollout"
+    prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
+    with live.server.slowed():
+        body = {"run": run, "round_id": f"{run}-r", "prompts": prompts, "quota": None}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, timeout=httpx.Timeout(60, read=0.5))
+        until(lambda: live.running() == COUNT, "the round goes on")
+        assert live.server.http.get(f"/april/rounds/{run}-r").status_code == 202
+        live.wait_decodes(2)
+    reply = until(lambda: fetched(live, f"{run}-r"), "the reply is there")
+    check(live, reply["finished"], (v, "fresh"))
+    assert live.server.post("/april/rollout", body)["finished"] == reply["finished"]
+
+
+def fetched(live: Live, round_id: str) -> Any:
+    reply = live.server.http.get(f"/april/rounds/{round_id}")
+    return reply.json() if reply.status_code == 200 else None
+
+
+def test_drop_of_groups(live: Live, run: str) -> None:
+    """The only thing that deletes samples: those that it names, at once; the others never notice."""
+    with live.server.slowed():
+        reply = open_round(live, run)
+        dropped = live.server.post("/april/drop", {"run": run, "ids": ["p1", "p3", "unheard-of"]})
+        assert (sorted(dropped["groups"]), dropped["samples"]) == ([["p1", 0], ["p3", 0]], 2)
+        assert live.running() == 2
+    groups = live.done(reply)["finished"]
+    assert [g["id"] for g in groups] == ["p0", "p2"]
+    live.check(groups, {"p0": PARAMS, "p2": PARAMS})
+    assert live.server.drain(run) == []
+
+
+def test_drop_of_a_run(live: Live, run: str) -> None:
+    """The round ends with nothing left; the run may begin again, and its ids are other incarnations."""
+    with live.server.slowed():
+        reply = open_round(live, run)
+        assert live.server.post("/april/drop", {"run": run})["samples"] == COUNT
+        done = live.done(reply)
+    assert (done["end_reason"], done["finished"]) == ("exhausted", [])
+    (again,) = live.server.rollout(run=run, prompts=[prompt("p0", 5)], quota=1)["finished"]
+    assert again["incarnation"] == 1

@@ -1,0 +1,183 @@
+"""S1: a push is one policy in any number of weight calls; the version moves once, or not at all."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.buckets import buckets_of, misshapen, send
+from tests.support.live import Live, until
+from tests.support.workload import prompt, stoppers
+
+TEN = 10
+PARAMS: dict[str, Any] = {"temperature": 0.8}
+
+
+def long_ones(count: int = 2) -> list[dict[str, Any]]:
+    return [prompt(f"long-{i}", 30 + i, n=2, **PARAMS) for i in range(count)]
+
+
+def carry(live: Live, run: str) -> None:
+    """A run with four partials of this version."""
+    reply = live.server.rollout(run=run, prompts=[*stoppers([6]), *long_ones()], quota=1)
+    assert [g["id"] for g in reply["finished"]] == ["stop-6"]
+    assert len(live.server.partials(run)) == 4
+
+
+def finish(live: Live, run: str, *spans: tuple[int, str]) -> None:
+    """The partials end with these spans, and every token is of the policy that its span names."""
+    groups = live.server.drain(run)
+    assert sorted(g["id"] for g in groups) == ["long-0", "long-1"]
+    for sample in (s for g in groups for s in g["samples"]):
+        assert [(s["version"], s["kv"]) for s in sample["spans"]] == list(spans)
+    live.check(groups, dict.fromkeys(["long-0", "long-1"], PARAMS))
+
+
+def push_buckets(live: Live, seed: int, **named: int) -> int:
+    """A whole push in ten buckets, begun and ended."""
+    server = live.server
+    server.post("/april/push/begin", named)
+    before = live.version
+    for bucket in buckets_of(live.model(seed), TEN):
+        assert send(server, bucket)["success"]
+        assert (live.version, server.state()["push_open"]) == (before, True)
+    version = int(server.post("/april/push/end")["policy_version"])
+    live.policies[version] = live.model(seed)
+    return version
+
+
+def test_ten_buckets_move_the_version_once(live: Live, run: str) -> None:
+    """S1: the version moves at the end, once; partials continue under exactly the policy that has arrived."""
+    v = live.version
+    carry(live, run)
+    assert push_buckets(live, 1) == v + 1
+    finish(live, run, (v, "fresh"), (v + 1, "kept"))
+
+
+def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: Live, run: str) -> None:
+    """S1: the version moves at the first accepted call after any forward of the model, anyone's."""
+    v = live.version
+    carry(live, run)
+    half = TEN // 2
+    buckets = buckets_of(live.model(1), TEN)
+    for bucket in buckets[:half]:
+        assert send(live.server, bucket)["success"]
+        assert live.version == v + 1
+    live.server.post("/generate", {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 1}})
+    for bucket in buckets[half:]:
+        assert send(live.server, bucket)["success"]
+        assert live.version == v + 2
+    live.policies[v + 2] = live.model(1)
+    finish(live, run, (v, "fresh"), (v + 2, "kept"))
+
+
+def closed_by(live: Live, run: str, reason: str) -> None:
+    """Admission is closed: the state and every new round say why, and nothing takes a step."""
+    assert reason in live.server.state()["closed"]
+    refused = live.server.rollout(run=run, prompts=[], status=503)
+    assert reason in refused["error"]["reason"]
+    assert live.server.state()["rounds"] == []
+
+
+@pytest.mark.parametrize("fault", ["a wrong shape", "no tensors at all"])
+def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: Live, run: str, fault: str) -> None:
+    """S1: `end` is refused, the version stays, rounds get 503 with the reason, until a push succeeds."""
+    server, v = live.server, live.version
+    carry(live, run)
+    server.post("/april/push/begin")
+    first, second, *rest = buckets_of(live.model(1), TEN)
+    assert send(server, first)["success"]
+    failed = send(server, misshapen(second) if "shape" in fault else b"nothing", status=400)
+    assert not failed["success"]
+    closed_by(live, run, "weights are half pushed")
+    for bucket in rest:
+        send(server, bucket)
+    assert "failed" in server.post("/april/push/end", status=409)["error"]["reason"]
+    assert live.version == v
+    closed_by(live, run, "weights are half pushed")
+    assert push_buckets(live, 1) == v + 1
+    assert server.state()["closed"] == ""
+    finish(live, run, (v, "fresh"), (v + 1, "kept"))
+
+
+def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: Live, run: str) -> None:
+    """S1: outside of begin and end a later good bucket proves nothing; a whole update from disk does."""
+    v = live.version
+    carry(live, run)
+    first, second, *_ = buckets_of(live.model(1), TEN)
+    send(live.server, misshapen(first), status=400)
+    closed_by(live, run, "weights are half pushed")
+    assert send(live.server, second)["success"]
+    closed_by(live, run, "weights are half pushed")
+    assert live.version == v
+    assert live.load(1)["success"]
+    assert live.version == v + 1
+    live.policies[v + 1] = live.model(1)
+    finish(live, run, (v, "fresh"), (v + 1, "kept"))
+
+
+def test_a_policy_that_cannot_be_read_closes_admission(live: Live, run: str) -> None:
+    """S1: the same for an update from disk whose folder does not exist."""
+    v = live.version
+    server = live.server
+    server.post("/april/push/begin")
+    server.post("/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": False}, status=400)
+    closed_by(live, run, "weights are half pushed")
+    server.post("/april/push/end", status=409)
+    assert live.push(0) == v + 1
+    assert server.rollout(run=run, prompts=[prompt("a", 2)], quota=1)["policy_version"] == v + 1
+
+
+def test_a_push_that_never_ends_closes_admission(live: Live, run: str) -> None:
+    """S1: between begin and end nothing of ours takes a step, and rounds are refused with the reason."""
+    carry(live, run)
+    before = len(live.server.forwards())
+    live.server.post("/april/push/begin")
+    closed_by(live, run, "a push is open")
+    assert len(live.server.forwards()) == before
+    v = int(live.server.post("/april/push/end")["policy_version"])
+    live.policies[v] = live.model(0)
+    finish(live, run, (v - 1, "fresh"), (v, "kept"))
+
+
+def test_a_named_version_must_be_greater(normal: Live) -> None:
+    """S1: the version moves to the one that begin or end names; equal or below is a 409 that changes nothing."""
+    server, v = normal.server, normal.version
+
+    def refused(path: str, version: int, *, push_open: bool) -> None:
+        assert server.post(path, {"version": version}, status=409)["error"]["field"] == "version"
+        assert (normal.version, server.state()["push_open"]) == (v, push_open)
+
+    for version in (v, v - 1) if v else (v,):
+        refused("/april/push/begin", version, push_open=False)
+    server.post("/april/push/begin", {"version": v + 7})
+    refused("/april/push/end", v, push_open=True)
+    assert server.post("/april/push/end")["policy_version"] == v + 7
+    v += 7
+    server.post("/april/push/begin")
+    refused("/april/push/end", v, push_open=True)
+    assert server.post("/april/push/end", {"version": v + 2})["policy_version"] == v + 2
+    assert normal.version == v + 2
+
+
+def test_begin_starts_over_and_end_needs_a_begin(normal: Live) -> None:
+    """S1: a second begin replaces the first; `end` without `begin` is a 409."""
+    server, v = normal.server, normal.version
+    assert server.post("/april/push/end", status=409)["error"]["field"] == "push"
+    server.post("/april/push/begin", {"version": v + 9})
+    server.post("/april/push/begin")
+    assert server.post("/april/push/end")["policy_version"] == v + 1
+    assert server.post("/april/push/end", status=409)["error"]["field"] == "push"
+    assert normal.version == v + 1
+
+
+def test_ten_buckets_inside_an_open_round(live: Live, run: str) -> None:
+    """S1, S2: a push of ten buckets interrupts the round once; it goes on at the new version."""
+    v = live.version
+    with live.server.slowed():
+        reply = live.open(run=run, prompts=long_ones(), quota=None)
+        assert push_buckets(live, 1) == v + 1
+        until(lambda: live.running() == 4 or reply.done(), "the round goes on")
+    groups = live.done(reply)["finished"]
+    for sample in (s for g in groups for s in g["samples"]):
+        assert [(s["version"], s["kv"]) for s in sample["spans"]] == [(v, "fresh"), (v + 1, "kept")]
+    live.check(groups, dict.fromkeys(["long-0", "long-1"], PARAMS))
