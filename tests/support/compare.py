@@ -33,7 +33,8 @@ def assert_same(ours: dict[Key, dict[str, Any]], wanted: dict[Key, dict[str, Any
     assert ours.keys() == wanted.keys()
     for key, sample in ours.items():
         for name in ("output_ids", "logprobs", "text", "finish_reason", "seed", "top_logprobs"):
-            assert sample.get(name) == wanted[key].get(name), f"{key}: {name} differ"
+            got, expected = sample.get(name), wanted[key].get(name)
+            assert got == expected, f"{key}: {name} differ: {got} instead of {expected}"
 
 
 def assert_near(ours: dict[Key, dict[str, Any]], wanted: dict[Key, dict[str, Any]], noise: float, **how: bool) -> None:

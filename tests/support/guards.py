@@ -44,5 +44,6 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
     "in-step stop": (OURS + "scheduler.ending.Endings.end_due", _some_steps_later),
+    "penalty replay": (OURS + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
     "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }
