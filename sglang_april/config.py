@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 ENV = "SGLANG_APRIL"
@@ -37,7 +38,9 @@ class AprilConfig:
     replies: int = 2
     reply_gb: float = 4.0
     concurrency: int | None = None
-    version: int = 0
+    version: int | None = None
+    journal: str | None = None
+    journal_sync: str = "normal"
 
     @property
     def host_bytes(self) -> int:
@@ -110,6 +113,12 @@ def _concurrency(value: Any) -> int:
     return _whole(1)(value)
 
 
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be the path of a file")
+    return str(Path(value).absolute())
+
+
 def _later(what: str) -> Callable[[Any], NoReturn]:
     def parse(_: Any) -> NoReturn:
         raise ValueError(f"needs {what}, which is not part of this version, so it must be left out")
@@ -131,14 +140,24 @@ FLAGS: tuple[Flag, ...] = (
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
     Flag("concurrency", _concurrency, "N", "samples of one run that run at once (default: all slots)"),
-    Flag("version", _whole(0, 2**62), "N", "policy version at start"),
+    Flag("version", _whole(0, 2**62), "N", "policy version of the weights at start"),
+    Flag(
+        "journal",
+        _path,
+        "PATH",
+        "file of the journal, from which a killed server restarts",
+    ),
+    Flag(
+        "journal_sync",
+        _choice("normal", "full"),
+        "{normal,full}",
+        "survives the death of the process, or loss of power",
+    ),
 )
 
 LATER: tuple[Flag, ...] = (
     Flag("disk_dir", _later("the disk tier"), "DIR", "directory of the disk tier"),
     Flag("disk_gb", _later("the disk tier"), "GB", "size of the disk tier"),
-    Flag("journal", _later("the journal"), "PATH", "file of the journal"),
-    Flag("journal_sync", _later("the journal"), "{normal,full}", "how durable the journal is"),
 )
 
 _BY_FIELD = {flag.field: flag for flag in (*FLAGS, *LATER)}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.store.entry import Pages
+from sglang_april.store.saved import Chunk
 from sglang_april.wire import Prompt, Provenance, Span
 
 
@@ -73,6 +74,13 @@ class Sample:
     """In the engine's queue for a prefill of prompt and old tokens."""
     proximal: Proximal | None = None
     """From the last recompute that was asked for it."""
+    recall: Chunk | None = None
+    """After a restart, until it enters the engine again: its tokens as the journal has them."""
+    recorded: int = 0
+    """Output tokens that the journal has, or will have with the records put so far (`recorder.py`, all three)."""
+    recorded_proximal: int = -1
+    """Version of the proximal logprobs that it has."""
+    recorded_admission: bool = False
 
     def move(self, to: State) -> None:
         if to not in _ALLOWED[self.state]:

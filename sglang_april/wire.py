@@ -32,6 +32,12 @@ class Prompt(msgspec.Struct, array_like=True):
     priority: int | None = None
     metadata: bytes = b""
     """msgpack, opaque to the scheduler; empty when the caller gave none."""
+    skip_special_tokens: bool = True
+    """This and the rest are for the reply, and opaque to the scheduler too."""
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    truncates: bool = False
+    """Whether top-k, top-p or min-p cut the distribution, so that `logprobs` are not of what was drawn from (S7)."""
 
 
 class OpenRound(msgspec.Struct, tag=True):
@@ -55,6 +61,8 @@ class OpenRound(msgspec.Struct, tag=True):
     count: Count = "finished"
     defaults: bytes = b""
     """msgpack of the request's `sampling_params`, for prompts that an `extend` adds; opaque to the scheduler."""
+    fingerprint: str = ""
+    """Of the request's body: tells the same request under this `round_id` from another one, after a restart too."""
 
 
 class StopRound(msgspec.Struct, tag=True):
@@ -93,6 +101,14 @@ class Drop(msgspec.Struct, tag=True):
     ids: list[str] | None = None
 
 
+class Acknowledge(msgspec.Struct, tag=True):
+    """The caller has the reply of a round for good; of interest to the journal only."""
+
+    seq: int
+    round_id: str
+    run: str
+
+
 class PushBegin(msgspec.Struct, tag=True):
     seq: int
     version: int | None = None
@@ -128,6 +144,7 @@ Command = (
     | JudgeRound
     | ExtendRound
     | Drop
+    | Acknowledge
     | PushBegin
     | PushEnd
     | Freeze
@@ -135,6 +152,9 @@ Command = (
     | GetState
     | GetPartials
 )
+
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge
+"""Commands whose answer says that something is so for good: with a journal, they are answered once it is written."""
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -215,16 +235,34 @@ class Restored(msgspec.Struct, tag=True):
 
     groups: list[tuple[str, Prompt]]
     """(run, prompt) of every undelivered group."""
+    verdicts: list[tuple[str, str, bool]]
+    """(run, prompt id, accepted) of those that the caller has judged."""
     finished: list[FinishedSample]
+    """In the order in which they ended."""
     rounds: list[OpenRound]
     """Rounds that are open again."""
     replies: list[tuple[OpenRound, RoundEnded, list[Prompt], list[FinishedSample]]]
     """Kept replies: what was asked, what was delivered, the prompts of its groups in order, its samples."""
     gone: list[str]
+    """Ids of rounds whose replies are no longer kept."""
+    unnamed: bool
+    """Admission is closed until the policy version is named (S1)."""
     warnings: list[str]
 
 
-Event = Answer | Finished | RoundEnded
+class Named(msgspec.Struct, tag=True):
+    """After a restart, the policy version has been named: rounds that are open again go on."""
+
+    version: int
+
+
+class JournalFault(msgspec.Struct, tag=True):
+    """The journal cannot be written, and why; an empty reason: it can again."""
+
+    reason: str
+
+
+Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

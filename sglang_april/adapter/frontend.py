@@ -39,9 +39,13 @@ class Frontend:
             model=_model(manager),
         )
 
+    def listen(self) -> None:
+        """SGLang starts its loop with the first request."""
+        self._manager.auto_create_handle_loop()
+
     async def send(self, payload: bytes) -> None:
         """To the scheduler, after SGLang's loop that reads its messages has been started."""
-        self._manager.auto_create_handle_loop()
+        self.listen()
         await self._manager._async_dispatch_to_scheduler(AprilReq(payload=payload))
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:

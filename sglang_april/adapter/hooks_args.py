@@ -1,11 +1,13 @@
 """Handlers around the start: flags in, refusals out, and the report of the hooks from each process."""
 
 import argparse
+import functools
 import os
 from typing import Any
 
 from sglang_april import config
 from sglang_april.adapter import hooking, refusals
+from sglang_april.store.journal import JournalError, probe
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -31,6 +33,18 @@ def refuse_requested(server_args: Any) -> None:
 def refuse_resolved(server_args: Any) -> None:
     """BEFORE ServerArgs.check_server_args: the final arguments and the model they name."""
     refusals.stop_if(refusals.find(server_args, os.environ) or refusals.find_in_model(server_args))
+    _try_journal()
+
+
+@functools.cache
+def _try_journal() -> None:
+    """Once per process: later it is our own scheduler that has it open."""
+    settings = config.load()
+    try:
+        if settings.journal is not None:
+            probe(settings.journal)
+    except JournalError as error:
+        raise SystemExit(f"sglang-april: {error}") from error
 
 
 def report_hooks(info: dict[str, Any], _: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april import wire
 from sglang_april.adapter.envelope import AprilReq
+from sglang_april.adapter.restart import restart
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
+from sglang_april.adapter.v0_5_17.recall import advance_grammar
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
 from sglang_april.config import load
 from sglang_april.policy.push import PushClock
@@ -34,6 +37,7 @@ class Process:
     controller: Controller | None = None
     engine: SchedulerEngine | None = None
     scheduler: Scheduler | None = None
+    sending = threading.Lock()
 
 
 def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,13 +63,14 @@ def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
 def attach(_: None, s: Scheduler) -> None:
     """AFTER Scheduler.init_request_dispatcher."""
     config = load()
-    engine = SchedulerEngine(s, config.version)
+    engine = SchedulerEngine(s, 0)
     cap = config.host_bytes // max(1, engine.bytes_per_token)
-    context = Context(engine, PushClock(config.version), cap, digest=_digest_file(s))
+    context = Context(engine, PushClock(), cap, digest=_digest_file(s))
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
+    restart(s, s.april, config)
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
-    log.info("april: host tier %d tokens (%d bytes each), version %d", cap, engine.bytes_per_token, config.version)
+    log.info("april: host tier %d tokens (%d bytes each), version %d", cap, engine.bytes_per_token, engine.version)
 
 
 def _digest_file(s: Scheduler) -> Any:
@@ -178,16 +183,23 @@ def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted
         Process.engine._renew(req)
         if req.april is not None:
             req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
+            if req.april.recall is not None:
+                advance_grammar(req)
+                req.april.recall = None
     if is_retracted and req.april is not None:
         s.april.retracted(req.april)
     return orig(s, req, is_retracted)
 
 
 def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
-    """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank."""
+    """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank.
+
+    With a journal its writer sends too, and a socket is one thread's at a time.
+    """
     engine, controller = Process.engine, Process.controller
     if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
         controller.aborted(engine.samples[output.rid], reason)
         return None
-    return orig(sender, output, recv_obj)
+    with Process.sending:
+        return orig(sender, output, recv_obj)

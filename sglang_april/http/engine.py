@@ -43,6 +43,9 @@ class Engine(Protocol):
     def facts(self) -> Facts:
         """Known once the server has started."""
 
+    def listen(self) -> None:
+        """Start reading what the scheduler says, if that has not begun."""
+
     async def send(self, payload: bytes) -> None:
         """Send one encoded `wire.Command` to the scheduler; its answer comes to `April.receive`."""
 

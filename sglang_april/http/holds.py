@@ -37,6 +37,10 @@ class Holds:
             await asyncio.wait([task])
         await self._release(round_id)
 
+    def keep_off(self, reason: str) -> None:
+        """From the start on: rounds that are open again hold nothing until `retake` with this reason."""
+        self._reasons.add(reason)
+
     async def give_up(self, reason: str) -> None:
         """Release all rounds' readers because of a push or a pause."""
         self._reasons.add(reason)

@@ -59,12 +59,8 @@ class Preparation:
         if self._defaults is not None:
             self._intern(None, "")
         ids = self._token_ids(given)
-        prompts, kept = [], []
-        for i, (prompt, raw) in enumerate(zip(given, ids, strict=True)):
-            message, memory = self._prompt(prompt, raw, f"prompts[{i}]")
-            prompts.append(message)
-            kept.append(memory)
-        return Prepared(prompts, self._encoded, kept)
+        prompts = [self._prompt(p, raw, f"prompts[{i}]") for i, (p, raw) in enumerate(zip(given, ids, strict=True))]
+        return Prepared(prompts, self._encoded, [Prompt.of(self._run, prompt) for prompt in prompts])
 
     def _token_ids(self, prompts: list[PromptBody]) -> list[bytes]:
         """int32 ids of every prompt; all texts are tokenised together."""
@@ -92,14 +88,14 @@ class Preparation:
         if not self._facts.has_tokenizer:
             raise bad(field, "the server runs without a tokenizer: give input_ids")
 
-    def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> tuple[wire.Prompt, Prompt]:
+    def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> wire.Prompt:
         source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
         params = self._intern(prompt.sampling_params, at)
         self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
         if prompt.priority is not None and not self._facts.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
         metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
-        message = wire.Prompt(
+        return wire.Prompt(
             id=prompt.id,
             input_ids=raw,
             n=prompt.n,
@@ -108,19 +104,11 @@ class Preparation:
             top_logprobs_num=prompt.top_logprobs_num,
             priority=prompt.priority,
             metadata=metadata,
-        )
-        memory = Prompt(
-            run=self._run,
-            id=prompt.id,
-            n=prompt.n,
-            prompt_ids=raw,
-            metadata=metadata,
             skip_special_tokens=params.get("skip_special_tokens", True),
             spaces_between_special_tokens=params.get("spaces_between_special_tokens", True),
             no_stop_trim=params.get("no_stop_trim", False),
             truncates=_truncates(params),
         )
-        return message, memory
 
     def _check_length(self, raw: bytes, params: Params, field: str, new_field: str) -> None:
         ids = np.frombuffer(raw, "<i4")
@@ -183,7 +171,7 @@ class Preparation:
 
 
 def open_round(
-    seq: int, round_id: str, body: Rollout, config: AprilConfig, engine: Engine
+    seq: int, round_id: str, body: Rollout, config: AprilConfig, engine: Engine, fingerprint: str = ""
 ) -> tuple[wire.OpenRound, list[Prompt]]:
     """The command that opens a round, and the prompts that the vault keeps; or Refused naming the field."""
     prepared = Preparation(engine, body.run, body.sampling_params).prompts(body.prompts)
@@ -204,6 +192,7 @@ def open_round(
         keep_until_ack=body.keep_until_ack,
         count=body.count,
         defaults=b"" if body.sampling_params is None else msgspec.msgpack.encode(body.sampling_params),
+        fingerprint=fingerprint,
     )
     return command, prepared.kept
 

@@ -106,6 +106,26 @@ class Rounds:
             raise _gone(round_id)
         raise Refused(404, "round_id", f"there is no round {round_id}")
 
+    def knows(self, round_id: str | None) -> bool:
+        """Whether a round of this id is open, or its reply kept."""
+        return round_id in self._rounds
+
+    def reopened(self, round_: Round) -> None:
+        """A round that was open when the server died (S8)."""
+        self._rounds[round_.id] = self._open_of_run[round_.run] = round_
+        self.opened(round_)
+
+    def restored(self, round_: Round, reply: Reply) -> None:
+        """A reply that was kept when the server died; older ones come first."""
+        self._rounds[round_.id] = round_
+        round_.state = "ended"
+        round_.opened.set_result(None)
+        self.keep(round_, reply)
+
+    def forgotten(self, round_ids: list[str]) -> None:
+        """Rounds whose replies were no longer kept when the server died, the oldest first."""
+        self._gone |= dict.fromkeys(round_ids[-REMEMBERED:])
+
     def refuse(self, round_: Round, error: Refused) -> None:
         """A round that did not open leaves no trace."""
         del self._rounds[round_.id]

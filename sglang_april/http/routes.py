@@ -60,6 +60,7 @@ def _endpoint(handler: Handler) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         try:
+            await request.app.state.april.restart.ready()
             return await handler(request.app.state.april, request)
         except Refused as refused:
             return _refusal(request, refused)
@@ -103,7 +104,7 @@ async def stop(april: April, request: Request) -> Response:
 async def acknowledge(april: April, request: Request) -> Response:
     """The reply of a round need not be kept any longer."""
     schema.decode_nothing(await _body(request), _is_packed(request))
-    return _answer(request, april.acknowledge(_round_id(request)))
+    return _answer(request, await april.acknowledge(_round_id(request)))
 
 
 async def judge(april: April, request: Request) -> Response:

@@ -21,6 +21,7 @@ from sglang_april.http.limits import check_rollout
 from sglang_april.http.link import Link
 from sglang_april.http.prepare import extend_round, open_round, unit_of
 from sglang_april.http.reply import Reply, log_reply
+from sglang_april.http.restart import Restart
 from sglang_april.http.rounds import Round, Rounds
 from sglang_april.http.vault import MissingSampleError, Part, Prompt, Vault, visible_text
 
@@ -37,13 +38,14 @@ class April:
         self.config = config
         self.link = Link(engine.send)
         self.holds = Holds(engine.lock)
-        self.vault = Vault(self._decode)
+        self.vault = Vault(self.decode)
         self.rounds = Rounds(config.replies, config.reply_bytes)
         self.hook_report: dict[str, Any] = {}
         self.released: set[str] = set()
         """Memory tags that are released at this moment."""
         self.pausing = asyncio.Lock()
         """A pause and its end, one at a time."""
+        self.restart = Restart(self, config.journal)
         self._on_reply = on_reply
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -60,6 +62,9 @@ class April:
 
     async def open(self, body: schema.Rollout, fingerprint: str) -> Round:
         """Open the round that a request asks for, or find it; it lives on when the caller goes away."""
+        await self.restart.ready()
+        if self.restart.fault and not self.rounds.knows(body.round_id):
+            raise Refused(503, "", self.restart.fault)
         candidate = Round(
             id=body.round_id or uuid.uuid4().hex,
             run=body.run,
@@ -70,7 +75,7 @@ class April:
         )
         round_, new = self.rounds.admit(candidate)
         if new:
-            self._spawn(self._open(round_, body))
+            self.spawn(self._open(round_, body))
         await asyncio.shield(round_.opened)
         return round_
 
@@ -78,7 +83,7 @@ class April:
         """End a round now, with what has finished; idempotent."""
         round_ = self.rounds.find(round_id)
         if round_.state == "opening":
-            self._spawn(self._stop_once_open(round_, deliver))
+            self.spawn(self._stop_once_open(round_, deliver))
         elif round_.state == "open":
             try:
                 await self.link.call(wire.StopRound(self.link.number(), round_id, deliver))
@@ -115,9 +120,12 @@ class April:
         answer = await self.link.call(command, accepted=lambda _: self.vault.accept(prompts))
         return {"round_id": round_id, **answer.data}
 
-    def acknowledge(self, round_id: str) -> dict[str, Any]:
+    async def acknowledge(self, round_id: str) -> dict[str, Any]:
         """The caller has the reply for good."""
-        return {"round_id": self.rounds.acknowledge(round_id).id, "acknowledged": True}
+        round_ = self.rounds.acknowledge(round_id)
+        if self.config.journal is not None:
+            await self.link.call(wire.Acknowledge(self.link.number(), round_.id, round_.run))
+        return {"round_id": round_.id, "acknowledged": True}
 
     async def drop(self, run: str, ids: list[str] | None) -> dict[str, Any]:
         """Delete undelivered groups of a run, in the scheduler and here."""
@@ -136,7 +144,7 @@ class April:
         """The policy is complete: the version moves and open rounds go on."""
         async with self._pushing:
             answer = await self.link.call(wire.PushEnd(self.link.number(), version))
-            self._retake("push")
+            self.retake("push")
         return {"push_open": False, **answer.data}
 
     async def freeze(self) -> None:
@@ -147,7 +155,7 @@ class April:
     async def thaw(self) -> None:
         """The pause is over."""
         await self.link.call(wire.Thaw(self.link.number()))
-        self._retake("pause")
+        self.retake("pause")
 
     async def state(self) -> dict[str, Any]:
         """What the scheduler and this process know of themselves."""
@@ -161,6 +169,7 @@ class April:
             "held_locks": len(self.holds.held),
             "hooks": self.hook_report,
             "model": self.engine.facts().model,
+            "journal": self.restart.state(),
         }
         return {**answer.data, "http": http}
 
@@ -180,16 +189,19 @@ class April:
             if isinstance(message, wire.Answer):
                 self.link.answered(message)
             elif isinstance(message, wire.Finished):
-                self._finished(message)
-            else:
+                self.finished(message.samples)
+            elif isinstance(message, wire.RoundEnded):
                 self._ended(message)
+            else:
+                self.restart.receive(message)
         except Exception:
             logger.exception("a message of the scheduler could not be handled")
 
-    def _finished(self, message: wire.Finished) -> None:
+    def finished(self, samples: list[wire.FinishedSample]) -> None:
+        """Samples that have ended, in that order."""
         rung = set()
         of_id = {round_.id: round_ for round_ in self.rounds.open}
-        for sample in message.samples:
+        for sample in samples:
             group = self.vault.put(sample)
             round_ = of_id.get(sample.round_id or "")
             if group is None:
@@ -214,12 +226,12 @@ class April:
         except MissingSampleError as error:
             logger.exception("round %s has no reply", round_.id)
             self.rounds.failed(round_, fault(error))
-            self._spawn(self.holds.drop(round_.id))
+            self.spawn(self.holds.drop(round_.id))
             return
         streamed = {key for part in round_.events for key in part.keys}
         round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
         round_.ring()
-        self._spawn(self._reply(round_, message, parts))
+        self.spawn(self._reply(round_, message, parts))
 
     # What runs beside the callers
 
@@ -227,7 +239,9 @@ class April:
         """Prepare, become a reader of the weights, and ask the scheduler; or refuse and leave no trace."""
         try:
             number = self.link.number()
-            command, prompts = await self._in_thread(open_round, number, round_.id, body, self.config, self.engine)
+            command, prompts = await self._in_thread(
+                open_round, number, round_.id, body, self.config, self.engine, round_.fingerprint
+            )
             round_.defaults = command.defaults
             await self.holds.take(round_.id)
             await self.link.call(command, accepted=lambda _: self._accepted(round_, prompts))
@@ -250,6 +264,7 @@ class April:
 
     async def _reply(self, round_: Round, message: wire.RoundEnded, parts: list[Part]) -> None:
         await self.holds.drop(round_.id)
+        await self.restart.ready()  # older replies are kept first, or this one would make room for them
         try:
             reply = await Reply.build(message, parts)
         except Exception as error:
@@ -263,7 +278,7 @@ class April:
         if self._on_reply is not None:
             self._on_reply(reply)
 
-    def _decode(self, prompt: Prompt, sample: wire.FinishedSample) -> "asyncio.Future[str | None]":
+    def decode(self, prompt: Prompt, sample: wire.FinishedSample) -> "asyncio.Future[str | None]":
         return asyncio.get_running_loop().run_in_executor(self._threads, self._text, prompt, sample)
 
     def _text(self, prompt: Prompt, sample: wire.FinishedSample) -> str | None:
@@ -276,10 +291,10 @@ class April:
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    def _retake(self, reason: str) -> None:
+    def retake(self, reason: str) -> None:
         self.holds.retake(reason, [round_.id for round_ in self.rounds.open if round_.state == "open"])
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -32,6 +32,21 @@ class Prompt:
     truncates: bool = False
     """Whether top-k, top-p or min-p cut the distribution, so that `logprobs` are not of what was drawn from (S7)."""
 
+    @classmethod
+    def of(cls, run: str, prompt: wire.Prompt) -> "Prompt":
+        """What the scheduler was told of a prompt, as far as a reply needs it."""
+        return cls(
+            run,
+            prompt.id,
+            prompt.n,
+            prompt.input_ids,
+            prompt.metadata,
+            prompt.skip_special_tokens,
+            prompt.spaces_between_special_tokens,
+            prompt.no_stop_trim,
+            prompt.truncates,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Done:

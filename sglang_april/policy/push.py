@@ -20,6 +20,8 @@ class PushClock:
     open: bool = False
     failed: str = ""
     """Why the weights are not to be trusted; empty when they are."""
+    unnamed: bool = False
+    """After a restart with a journal: the weights loaded at start may be of any version until one is named."""
     _target: int | None = None
     _moved_at: int = -1
     """Forward count at the last move made by a weight call outside begin/end."""
@@ -29,7 +31,11 @@ class PushClock:
         """Why no sample may take a step, or an empty string."""
         if self.failed:
             return f"weights are half pushed: {self.failed}; push them again"
-        return "a push is open: POST /april/push/end ends it" if self.open else ""
+        if self.open:
+            return "a push is open: POST /april/push/end ends it"
+        if self.unnamed:
+            return f"the journal is at policy version {self.version}: name the version by --april-version or by a push"
+        return ""
 
     def begin(self, version: int | None) -> None:
         """Open a push, or start an open one over."""
@@ -53,7 +59,8 @@ class PushClock:
 
         Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
         forward belong to the same push. `whole` says that the call carries the complete policy (from disk), so that
-        it heals an earlier failure; a single bucket cannot.
+        it heals an earlier failure and names the version after a restart; a single bucket can do neither, for nobody
+        knows which is the last.
         """
         if not ok:
             self.failed = message or "a weight call failed"
@@ -64,12 +71,12 @@ class PushClock:
             if not whole:
                 return False
             self.failed = ""
-        elif self._moved_at == forward_count:
+        elif self._moved_at == forward_count or (self.unnamed and not whole):
             return False
         self._moved_at = forward_count
         self.version += 1
         return True
 
     def _check(self, version: int | None) -> None:
-        if version is not None and version <= self.version:
+        if version is not None and version < self.version + (not self.unnamed):
             raise Refused(409, "version", f"policy version is {self.version}; a push must name a greater one")

@@ -35,6 +35,8 @@ class Commands:
                 return self._extend(cmd)
             case wire.Drop():
                 return self._drop(cmd)
+            case wire.Acknowledge():
+                self._c.recorder.acknowledged(cmd.round_id, cmd.run)
             case wire.PushBegin():
                 self._pushes.begin(cmd.version)
             case wire.PushEnd():
@@ -43,11 +45,14 @@ class Commands:
                 self._pushes.freeze()
             case wire.Thaw():
                 self._pushes.thaw()
-            case wire.GetState():
-                return report.state(self._c)
-            case wire.GetPartials():
-                return {"partials": report.partials(self._c, cmd.run)}
+            case wire.GetState() | wire.GetPartials():
+                return self._report(cmd)
         return None
+
+    def _report(self, cmd: wire.GetState | wire.GetPartials) -> dict[str, Any]:
+        if isinstance(cmd, wire.GetState):
+            return report.state(self._c)
+        return {"partials": report.partials(self._c, cmd.run)}
 
     def _open(self, cmd: wire.OpenRound) -> dict[str, Any]:
         c = self._c
@@ -61,6 +66,7 @@ class Commands:
         rnd = Round(cmd, run, run.rounds_opened)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)
+        c.recorder.accepted(cmd, rnd.number, groups)
         rnd.mark_mandatory(c.clock.version)
         c.rounds[cmd.run] = rnd
         self._endings.look()
@@ -78,6 +84,7 @@ class Commands:
         if not rnd.judged:
             raise Refused(409, "round_id", f"round {cmd.round_id} has count: finished, and nothing to judge")
         self._c.ledger.judge(rnd.run, cmd.accept, cmd.reject)
+        self._c.recorder.judged(rnd.run.named([*cmd.accept, *cmd.reject]))
         self._endings.look()
         return {"quota": rnd.spec.quota, "counted": rnd.counted()}
 
@@ -94,6 +101,7 @@ class Commands:
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
+        c.recorder.extended(rnd.spec, groups)
         self._endings.look()
         return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
 
@@ -116,6 +124,7 @@ class Commands:
             doomed = run.named(cmd.ids)
             self._suspender.suspend([s for g in doomed for s in g.samples.values()])
         samples = c.ledger.drop(run, [g.id for g in doomed])
+        c.recorder.dropped(doomed)
         c.trace("drop", samples)
         for sample in samples:
             c.engine.forget(sample)

@@ -8,6 +8,7 @@ from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.types import Sample
 
 
@@ -17,6 +18,8 @@ class Context:
     clock: PushClock
     host_cap_tokens: int
     ledger: Ledger = field(default_factory=Ledger)
+    recorder: Unrecorded = field(init=False)
+    """What writes the journal, if this rank has one; events to the HTTP process pass through it."""
     rounds: dict[str, Round] = field(default_factory=dict)
     """Open rounds by run name, in the order in which they take turns."""
     step: int = 0
@@ -29,6 +32,9 @@ class Context:
     digest: TextIO | None = None
     """Where a line per step is written with a hash of all decisions so far (rank comparison in tests)."""
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+
+    def __post_init__(self) -> None:
+        self.recorder = Unrecorded(self.engine)
 
     def closed(self) -> str:
         """Why no round may be opened, or an empty string."""

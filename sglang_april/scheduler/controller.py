@@ -14,8 +14,10 @@ from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.ending import Endings
 from sglang_april.scheduler.pushes import Pushes
+from sglang_april.scheduler.restore import restore
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.suspend import Suspender
+from sglang_april.store.saved import Saved
 from sglang_april.types import Sample, State
 
 
@@ -39,6 +41,11 @@ class Controller:
         self.pushes = Pushes(context, self.suspender, self.endings)
         self._commands = Commands(context, self.suspender, self.endings, self.pushes)
 
+    def restore(self, saved: Saved) -> None:
+        """After a restart, before anything else: what a journal holds."""
+        restore(self.context, saved)
+        self.endings.look()
+
     # --- commands
 
     def command(self, cmd: wire.Command) -> None:
@@ -52,8 +59,9 @@ class Controller:
             answer = wire.Answer(cmd.seq, data=data or {})
         except Refused as no:
             answer = wire.Answer(cmd.seq, no.status, no.field, no.reason)
-        self.context.engine.send(answer)
+        self.context.recorder.answer(answer, lasting=isinstance(cmd, wire.Lasting))
         self.endings.end_due()
+        self.context.recorder.commit()
 
     # --- steps
 
@@ -69,6 +77,7 @@ class Controller:
             self.endings.end_due()  # a full queue may have given a sample up at once
             for rnd in c.rounds.values():
                 rnd.stats.timeline.note(rnd.run.running)
+        c.recorder.commit()
         c.write_digest()
 
     def resume(self) -> bool:
@@ -113,13 +122,14 @@ class Controller:
         result.whole = sample.group.whole
         if rnd := self.context.round_of(sample):
             result.round_id = rnd.spec.round_id
+        self.context.recorder.finished(sample, result)
         return result
 
     def _announce(self, done: list[wire.FinishedSample]) -> None:
         if not done:
             return
         self.endings.look()
-        self.context.engine.send(wire.Finished(done))
+        self.context.recorder.send(wire.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()

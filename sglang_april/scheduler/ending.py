@@ -42,6 +42,6 @@ class Endings:
         carried = report.carried(c, rnd.run)
         del c.rounds[rnd.run.name]
         stats = rnd.stats.report(carried)
-        c.engine.send(
+        c.recorder.ended(
             wire.RoundEnded(rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats)
         )

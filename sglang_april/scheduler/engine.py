@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sglang_april.store.entry import Pages
+from sglang_april.store.saved import Chunk
 from sglang_april.types import Sample
 from sglang_april.wire import Event, FinishedSample
 
@@ -83,6 +84,9 @@ class Engine(Protocol):
 
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
         """The result of a sample that has ended; `reason` where the engine itself recorded none."""
+
+    def record(self, sample: Sample, start: int) -> Chunk:
+        """Output tokens [start, length) of a sample that is not finished, with all that is said of them (rank 0)."""
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
         """Running samples with KV, the one admitted last in front."""

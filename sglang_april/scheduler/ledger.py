@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Iterator
 
 from sglang_april.policy.push import Refused
+from sglang_april.store.saved import Saved, SavedGroup
 from sglang_april.types import Group, LedgerError, Run, Sample, State, sample_seed
 from sglang_april.wire import Delivery, Prompt
 
@@ -47,6 +48,42 @@ class Ledger:
             self._shelve(group)
             groups.append(group)
         return groups
+
+    def restore(self, saved: Saved) -> None:
+        """Take over what a journal holds; the ledger is empty."""
+        self._groups_seen = saved.next_gid
+        for run_name, prompt_id, incarnation in saved.ids:
+            self.run(run_name).incarnations[prompt_id] = incarnation
+        for run_name, count in saved.rounds_opened.items():
+            self.run(run_name).rounds_opened = count
+        for known in saved.groups:
+            self._restore_group(known)
+
+    def _restore_group(self, known: SavedGroup) -> None:
+        run, prompt = self.run(known.run), known.prompt
+        group = Group(run, prompt, known.params, known.incarnation, known.gid)
+        for kept in known.samples:
+            sample = Sample(group, kept.index, sample_seed(prompt.seed, prompt.id, known.incarnation, kept.index))
+            sample.order, sample.admitted_round = kept.place, kept.number
+            sample.recorded_admission = kept.place >= 0
+            self._admissions = max(self._admissions, kept.place + 1)
+            run.rounds_opened = max(run.rounds_opened, kept.number)
+            if kept.finished is not None:
+                sample.state, sample.finish_step = State.FINISHED, kept.step
+                sample.length, sample.spans = len(kept.finished.output_ids) // 4, list(kept.finished.spans)
+                run.finished += 1
+            elif kept.chunk is not None:
+                sample.state, sample.recall = State.SUSPENDED, kept.chunk
+                sample.length = sample.recorded = kept.chunk.length
+                sample.spans = list(kept.chunk.spans)
+                run.suspended[sample] = None
+            group.samples[kept.index] = sample
+            group.counts[sample.state] += 1
+        run.groups[prompt.id] = group
+        run.whole += group.whole
+        if known.accepted is not None:
+            run.verdicts[group] = known.accepted
+        self._shelve(group)
 
     def admit(self, sample: Sample) -> None:
         """A queued or suspended sample enters the engine."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from sglang_april import wire
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.ending import Endings
 from sglang_april.scheduler.suspend import Suspender
@@ -18,6 +19,7 @@ class Pushes:
         self._endings.end_due()
         self._suspender.suspend_all()
         self._endings.end_due()
+        self._c.recorder.commit()
 
     def begin(self, version: int | None) -> None:
         self._c.clock.begin(version)
@@ -36,12 +38,17 @@ class Pushes:
 
     def _version_moved(self) -> None:
         c = self._c
+        c.recorder.version(c.clock.version)
+        if c.clock.unnamed:
+            c.clock.unnamed = False
+            c.recorder.send(wire.Named(c.clock.version))
         c.engine.version = c.clock.version
         c.engine.renew_keys()
         for rnd in c.rounds.values():
             rnd.mark_mandatory(c.clock.version)
             rnd.stats.pushes += 1
         self._endings.look()
+        c.recorder.commit()
 
     def freeze(self) -> None:
         """A pause: nothing of ours takes a step until `thaw`."""
@@ -56,3 +63,4 @@ class Pushes:
         self._endings.end_due()
         for rnd in list(self._c.rounds.values()):
             self._endings.stop(rnd, None)
+        self._c.recorder.commit()

@@ -77,6 +77,7 @@ class Resumer:
             stats.kv_fallback += sample.length > 0 and rnd.spec.kv != "recompute"
             self._c.ledger.admit(sample)
             sample.admitted_round = rnd.number
+            self._c.recorder.admitted(sample)
             sample.kv_version = version
             sample.recomputing = sample.length > 0
             sample.open_span(version, "recomputed" if sample.length else "fresh")

@@ -33,6 +33,7 @@ class Suspender:
         self._c.trace("suspend", samples)
         self._c.engine.detach(samples)
         for sample in samples:
+            self._c.recorder.suspended(sample)
             self._c.ledger.suspend(sample)
 
     # --- where pages go

@@ -1,192 +1,170 @@
 """Step 5 of 9 (store): the journal, so that a killed server restarts with every undelivered sample (S8).
 
-SQLite in WAL mode, one writer thread, one transaction per commit. With `synchronous=NORMAL` a committed transaction
-survives the death of the process; with FULL, loss of power too (SQLite documentation, "PRAGMA synchronous"). Every
-record carries a CRC-32: a damaged one costs the tokens behind it, which are drawn again, and is counted; it is never
-used.
-
-Only rank 0 writes, and only acceptance and delivery are waited for (`barrier`).
+SQLite in WAL mode, one writer thread; what is put while a transaction is written becomes the next one. With
+`synchronous=NORMAL` a committed transaction survives the death of the process; with FULL, loss of power too (SQLite
+documentation, "PRAGMA synchronous"). Every record carries a CRC-32: a damaged one costs the tokens behind it, which are
+drawn again, and is counted; it is never used.
 """
 
+import logging
+import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from sglang_april.store.saved import Saved, read_saved
+from sglang_april.store.tables import SCHEMA, TABLES, Op
 
-from sglang_april.store.saved import Chunk, Saved, read_saved, seal
-from sglang_april.wire import FinishedSample, OpenRound, Prompt, RoundEnded
+log = logging.getLogger("sglang_april")
 
-SCHEMA = 1
+RETRY_S = 0.5
+"""How long the writer waits before it tries again what could not be written."""
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS rounds(
-    seq INTEGER PRIMARY KEY, round_id TEXT UNIQUE, run TEXT, number INTEGER, spec BLOB, ended BLOB, held INTEGER);
-CREATE TABLE IF NOT EXISTS groups(
-    gid INTEGER PRIMARY KEY, run TEXT, incarnation INTEGER, n INTEGER, prompt BLOB, params BLOB);
-CREATE TABLE IF NOT EXISTS chunks(gid INTEGER, idx INTEGER, start INTEGER, body BLOB, PRIMARY KEY(gid, idx, start));
-CREATE TABLE IF NOT EXISTS finished(
-    gid INTEGER, idx INTEGER, step INTEGER, body BLOB, round_id TEXT, PRIMARY KEY(gid, idx));
-CREATE INDEX IF NOT EXISTS finished_by_round ON finished(round_id);
-"""
-
-_DROP = ("DELETE FROM groups WHERE gid=?", "DELETE FROM chunks WHERE gid=?", "DELETE FROM finished WHERE gid=?")
-
-Op = Callable[[sqlite3.Connection], Any]
+OnWritten = Callable[[int, str], None]
 
 
 class JournalError(RuntimeError):
     """The journal cannot be used; the message is one sentence."""
 
 
-class Journal:
-    """Appends are queued by the scheduler thread and written by a thread of its own."""
+def probe(path: Path | str) -> None:
+    """Open and close a journal, so that one that cannot be used ends a start before any model is loaded.
 
-    def __init__(self, path: Path, sync: str = "normal", keep_replies: int = 2) -> None:
-        """Open or create the file.
+    Raises:
+        JournalError: as for `Journal`.
+    """
+    Journal(path).close()
+
+
+class Journal:
+    """Batches of records are put by the scheduler's thread and written by one of the journal's own."""
+
+    def __init__(self, path: Path | str, sync: str = "normal") -> None:
+        """Open or create the file. It is locked: no second server can open it.
 
         Raises:
-            JournalError: it cannot be opened, written, or is of another schema.
+            JournalError: it cannot be opened or written, is in use, or is of another schema.
         """
+        self.path = str(path)
         self.error = ""
-        """Why the last commit failed; empty when all is written. What was queued is kept and tried again."""
-        self._keep_replies = keep_replies
-        self._queue: queue.SimpleQueue[Op | threading.Event | None] = queue.SimpleQueue()
+        """Why the last transaction failed; empty when all is written. What was put is kept and tried again."""
+        self._queue: queue.SimpleQueue[list[Op] | None] = queue.SimpleQueue()
+        self._put = 0
+        self._thread: threading.Thread | None = None
         try:
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
-            self._db.executescript(_TABLES)
-            found = self._db.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
-            self._db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA,))
+            self._db = self._open(sync)
         except sqlite3.Error as error:
-            raise JournalError(f"the journal {path} cannot be used: {error}") from error
-        if found is not None and found[0] != SCHEMA:
-            raise JournalError(f"the journal {path} has schema {found[0]}, and this version writes {SCHEMA}")
+            in_use = "it is in use by another server" if "locked" in str(error) else str(error)
+            raise JournalError(f"the journal {path} cannot be used: {in_use}") from error
+
+    def _open(self, sync: str) -> sqlite3.Connection:
+        for path in (Path(self.path), Path(self.path).parent):
+            # SQLite would call it a disk I/O error. It writes a second file beside the first.
+            if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
+                raise JournalError(f"the journal {self.path} cannot be used: {path} is read-only")
+        db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+        # The lock is held from the first access on; it also spares SQLite its shared memory file.
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
+        if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            row = db.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
+            if row is None or row[0] != SCHEMA:
+                found = row[0] if row else "unknown"
+                raise JournalError(f"the journal {self.path} has schema {found}, and this version writes {SCHEMA}")
+        db.execute("BEGIN IMMEDIATE")
+        for statement in TABLES.split(";"):
+            db.execute(statement)
+        db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA,))
+        db.execute("COMMIT")
+        return db
+
+    def load(self) -> Saved:
+        """Everything undelivered, the open rounds and the kept replies. Called before `start`.
+
+        What is damaged is deleted, so that new records cannot come to stand beside it.
+
+        Raises:
+            JournalError: SQLite cannot read its own file.
+        """
+        try:
+            saved = read_saved(self._db)
+            self._db.execute("BEGIN IMMEDIATE")
+            for statement, row in saved.repairs:
+                self._db.execute(statement, row)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self.path} cannot be read: {error}") from error
+        return saved
+
+    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
+        """Start the writer. After every transaction it calls `written(last batch written, error)` in its own thread."""
+        self._written = written
         self._thread = threading.Thread(target=self._write, name="april-journal", daemon=True)
         self._thread.start()
 
-    def load(self) -> Saved:
-        """Everything undelivered, the open rounds and the kept replies, as of the last committed transaction."""
-        return read_saved(self._db)
+    def put(self, batch: Sequence[Op]) -> int:
+        """Queue the records of a step, which are written together or not at all; returns the batch's number, from 1."""
+        self._put += 1
+        self._queue.put(list(batch))
+        return self._put
 
-    # --- what is written
-
-    def accepted(self, spec: OpenRound, number: int, groups: Iterable[tuple[int, int, Prompt, bytes]]) -> None:
-        """A round and its new groups: (gid, incarnation, prompt, params) each."""
-        held = int(spec.keep_until_ack)
-        row = (spec.round_id, spec.run, number, seal(msgspec.structs.replace(spec, prompts=[], params=[])), held)
-        rows = [(gid, spec.run, inc, prompt.n, seal(prompt), seal(params)) for gid, inc, prompt, params in groups]
-        ids = [(spec.run, prompt.id, inc + 1) for _, inc, prompt, _ in groups]
-        self._add(
-            lambda db: (
-                db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row),
-                db.executemany("INSERT INTO groups VALUES(?,?,?,?,?,?)", rows),
-                db.executemany("INSERT OR REPLACE INTO ids VALUES(?,?,?)", ids),
-            )
-        )
-
-    def tokens(self, gid: int, index: int, start: int, chunk: Chunk) -> None:
-        """Tokens [start, start + n) of an unfinished sample: only new ones are appended."""
-        body = seal(chunk)
-        self._add(lambda db: db.execute("INSERT OR REPLACE INTO chunks VALUES(?,?,?,?)", (gid, index, start, body)))
-
-    def finished(self, gid: int, sample: FinishedSample, step: int) -> None:
-        key, body = (gid, sample.index), seal(sample)
-        self._add(
-            lambda db: (
-                db.execute("INSERT OR REPLACE INTO finished VALUES(?,?,?,?,NULL)", (*key, step, body)),
-                db.execute("DELETE FROM chunks WHERE gid=? AND idx=?", key),
-            )
-        )
-
-    def ended(self, event: RoundEnded, delivered: Iterable[tuple[int, int]]) -> None:
-        """A round's reply is fixed; `delivered` are (gid, index)."""
-        body, rows = seal(event), [(event.round_id, gid, index) for gid, index in delivered]
-
-        def op(db: sqlite3.Connection) -> None:
-            db.execute("UPDATE rounds SET ended=? WHERE round_id=?", (body, event.round_id))
-            db.executemany("UPDATE finished SET round_id=? WHERE gid=? AND idx=?", rows)
-            self._prune(db, event.run)
-
-        self._add(op)
-
-    def acknowledged(self, round_id: str, run: str) -> None:
-        def op(db: sqlite3.Connection) -> None:
-            db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
-            self._prune(db, run)
-
-        self._add(op)
-
-    def dropped(self, gids: Iterable[int]) -> None:
-        rows = [(gid,) for gid in gids]
-        self._add(lambda db: [db.executemany(statement, rows) for statement in _DROP])
-
-    def version(self, version: int) -> None:
-        self._add(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (version,)))
-
-    def _prune(self, db: sqlite3.Connection, run: str) -> None:
-        """Replies beyond the last few of a run go, with the groups that only they still named."""
-        rows = db.execute(
-            "SELECT round_id, held FROM rounds WHERE run=? AND length(ended) > 0 ORDER BY seq DESC", (run,)
-        ).fetchall()
-        for round_id, held in rows[self._keep_replies :]:
-            if not held:
-                db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE round_id=?", (round_id,))
-                db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
-        db.execute(
-            "DELETE FROM groups WHERE run=? AND n = "
-            "(SELECT count(*) FROM finished f WHERE f.gid = groups.gid AND length(f.body) = 0)",
-            (run,),
-        )
-        db.execute("DELETE FROM finished WHERE length(body) = 0 AND gid NOT IN (SELECT gid FROM groups)")
+    def close(self) -> None:
+        """Write what can be written, and let the file go."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        self._db.close()
 
     # --- the writer
 
-    def _add(self, op: Op) -> None:
-        self._queue.put(op)
-
-    def commit(self) -> None:
-        """End of a step: what was added since the last one becomes one transaction, in the background."""
-        self._queue.put(threading.Event())
-
-    def barrier(self) -> str:
-        """Wait until all that was added is committed; returns `error`."""
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
-        return self.error
-
-    def close(self) -> None:
-        self.barrier()
-        self._queue.put(None)
-        self._thread.join()
-        self._db.close()
-
     def _write(self) -> None:
         pending: list[Op] = []
-        while (item := self._queue.get()) is not None:
-            if not isinstance(item, threading.Event):
-                pending.append(item)
-                continue
-            if pending:
-                self.error = self._transaction(pending)
-                if not self.error:
-                    pending = []
-            item.set()
+        taken, ending = 0, False
+        while not ending:
+            batches = self._take()
+            ending = None in batches
+            fresh = [batch for batch in batches if batch is not None]
+            taken += len(fresh)
+            pending += [op for batch in fresh for op in batch]
+            error = self._transaction(pending) if pending else ""
+            if not error:
+                pending = []
+            self._tell(taken, error)
+
+    def _take(self) -> list[list[Op] | None]:
+        """All batches that are there; waits for the first, but not for ever when something waits to be written."""
+        try:
+            batches = [self._queue.get(timeout=RETRY_S if self.error else None)]
+        except queue.Empty:
+            return []
+        while not self._queue.empty():
+            batches.append(self._queue.get())
+        return batches
+
+    def _tell(self, taken: int, error: str) -> None:
+        if error and error != self.error:
+            log.error("%s; it is tried again, and replies wait until then", error)
+        elif self.error and not error:
+            log.info("the journal can be written again")
+        self.error = error
+        try:
+            self._written(0 if error else taken, error)
+        except Exception:
+            log.exception("what waited for the journal could not be sent")
 
     def _transaction(self, ops: list[Op]) -> str:
+        """Run all operations, or none; returns why it failed."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for op in ops:
                 op(self._db)
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
+            if not isinstance(error, sqlite3.Error):
+                log.exception("a journal record could not be made")
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             return f"the journal cannot be written: {error}"

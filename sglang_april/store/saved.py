@@ -2,7 +2,6 @@
 
 import sqlite3
 import zlib
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,18 +18,28 @@ class Chunk(msgspec.Struct, array_like=True):
     """float32 [tokens]."""
     spans: list[Span]
     """All spans of the sample up to the end of this chunk."""
-    order: int
-    """Admission order of the sample."""
     top_logprobs: list[list[tuple[float, int]]] | None = None
+    proximal: tuple[int, list[tuple[int, bytes]]] | None = None
+    """What a recompute gave since the chunk before: version, and (first output token, float32 [tokens]) each (S7)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.output_ids) // 4
 
 
 class SavedSample(msgspec.Struct, array_like=True):
     """A sample of an undelivered group: finished, or with the tokens it had at its last record."""
 
     index: int
+    place: int = -1
+    """In admission order; -1 if it never entered the engine."""
+    number: int = -1
+    """Round of its run in which it first did."""
     chunk: Chunk | None = None
     finished: FinishedSample | None = None
     step: int = 0
+    """In which it finished."""
 
 
 class SavedGroup(msgspec.Struct, array_like=True):
@@ -41,6 +50,13 @@ class SavedGroup(msgspec.Struct, array_like=True):
     params: bytes
     samples: list[SavedSample]
     """The undelivered ones."""
+    accepted: bool | None = None
+    """The caller's verdict on it."""
+
+    @property
+    def whole(self) -> bool:
+        """Every undelivered sample has finished."""
+        return all(s.finished is not None for s in self.samples)
 
 
 class SavedRound(msgspec.Struct, array_like=True):
@@ -60,19 +76,24 @@ class SavedReply(msgspec.Struct, array_like=True):
     samples: list[FinishedSample]
 
 
-@dataclass(eq=False)
-class Saved:
+class Saved(msgspec.Struct):
+    """All of it. msgpack can carry it from rank 0 to the others."""
+
     version: int | None = None
-    groups: list[SavedGroup] = field(default_factory=list)
-    rounds: list[SavedRound] = field(default_factory=list)
-    replies: list[SavedReply] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
+    next_gid: int = 0
+    groups: list[SavedGroup] = []
+    """In arrival order."""
+    rounds: list[SavedRound] = []
+    replies: list[SavedReply] = []
+    gone: list[str] = []
     """Ids of rounds whose replies are no longer kept."""
-    ids: list[tuple[str, str, int]] = field(default_factory=list)
+    ids: list[tuple[str, str, int]] = []
     """(run, prompt id, next incarnation)."""
-    rounds_opened: dict[str, int] = field(default_factory=dict)
+    rounds_opened: dict[str, int] = {}
     corrupt: int = 0
     """Records that did not verify; their tokens are drawn again."""
+    repairs: list[tuple[str, tuple[Any, ...]]] = []
+    """Statements that delete them."""
 
 
 class CorruptRecordError(ValueError):
@@ -103,40 +124,46 @@ def unseal(blob: bytes, kind: Any) -> Any:
 def read_saved(db: sqlite3.Connection) -> Saved:
     """Read a journal back. A damaged record costs what it held, never more, and is counted in `corrupt`."""
     saved = Saved()
-    row = db.execute("SELECT value FROM meta WHERE key='version'").fetchone()
-    saved.version = row[0] if row else None
+    meta = dict(db.execute("SELECT key, value FROM meta"))
+    saved.version, saved.next_gid = meta.get("version"), meta.get("next_gid", 0)
     saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
-    rows = db.execute("SELECT gid, run, incarnation, n, prompt, params FROM groups ORDER BY gid").fetchall()
-    for gid, run, incarnation, n, prompt_blob, params_blob in rows:
+    query = "SELECT gid, run, incarnation, n, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
+    for gid, run, incarnation, n, prompt_blob, params_blob, accepted in db.execute(query).fetchall():
         try:
             prompt, params = unseal(prompt_blob, Prompt), unseal(params_blob, bytes)
         except CorruptRecordError:
             saved.corrupt += 1
+            saved.repairs.append(("DELETE FROM groups WHERE gid=?", (gid,)))
             continue
-        samples = _undelivered(db, saved, gid, n)
-        if samples:
-            saved.groups.append(SavedGroup(gid, run, incarnation, prompt, params, samples))
+        if samples := _undelivered(db, saved, gid, n):
+            group = SavedGroup(gid, run, incarnation, prompt, params, samples)
+            if accepted is not None and group.whole:  # damage may have made it unfinished again
+                group.accepted = bool(accepted)
+            saved.groups.append(group)
     _read_rounds(db, saved)
     return saved
 
 
 def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list[SavedSample]:
-    rows = {i: (step, body, r) for i, step, body, r in db.execute(
-        "SELECT idx, step, body, round_id FROM finished WHERE gid=?", (gid,))}  # fmt: skip
+    rows = {i: rest for i, *rest in db.execute(
+        "SELECT idx, start, step, body, round_id FROM finished WHERE gid=?", (gid,))}  # fmt: skip
+    first = {i: rest for i, *rest in db.execute("SELECT idx, place, number FROM admitted WHERE gid=?", (gid,))}
     samples = []
     for index in range(n):
-        step, body, round_id = rows.get(index, (0, None, None))
+        start, step, body, round_id = rows.get(index, (0, 0, None, None))
         if round_id is not None:
             continue
-        sample = SavedSample(index, step=step)
+        place, number = first.get(index, (-1, -1))
+        sample = SavedSample(index, place, number, step=step)
+        sample.chunk = _tokens(db, saved, gid, index)
         if body is not None:
             try:
-                sample.finished = unseal(body, FinishedSample)
+                sample.finished = _whole(unseal(body, FinishedSample), start, sample.chunk)
+                sample.chunk = None
             except CorruptRecordError:
                 saved.corrupt += 1
-        if sample.finished is None:
-            sample.chunk = _tokens(db, saved, gid, index)
+                saved.repairs.append(("DELETE FROM finished WHERE gid=? AND idx=?", (gid, index)))
         samples.append(sample)
     return samples
 
@@ -148,19 +175,41 @@ def _tokens(db: sqlite3.Connection, saved: Saved, gid: int, index: int) -> Chunk
     for start, body in db.execute(query, (gid, index)):
         try:
             chunk = unseal(body, Chunk)
+            if start != (whole.length if whole else 0):
+                raise CorruptRecordError
         except CorruptRecordError:
             saved.corrupt += 1
+            behind = "DELETE FROM chunks WHERE gid=? AND idx=? AND start>=?"
+            saved.repairs.append((behind, (gid, index, start)))
             break
-        if start != (len(whole.output_ids) // 4 if whole else 0):
-            saved.corrupt += 1
-            break
-        if whole is not None:
-            chunk.output_ids = whole.output_ids + chunk.output_ids
-            chunk.logprobs = whole.logprobs + chunk.logprobs
-            if chunk.top_logprobs is not None:
-                chunk.top_logprobs = [*(whole.top_logprobs or ()), *chunk.top_logprobs]
-        whole = chunk
+        whole = chunk if whole is None else _joined(whole, chunk)
     return whole
+
+
+def _joined(whole: Chunk, more: Chunk) -> Chunk:
+    top = None if more.top_logprobs is None else [*(whole.top_logprobs or ()), *more.top_logprobs]
+    return Chunk(
+        whole.output_ids + more.output_ids,
+        whole.logprobs + more.logprobs,
+        more.spans,
+        top,
+        more.proximal or whole.proximal,
+    )
+
+
+def _whole(tail: FinishedSample, start: int, chunk: Chunk | None) -> FinishedSample:
+    """A finished sample from its chunks and what it drew after the last of them."""
+    if start == 0:
+        return tail
+    if chunk is None or chunk.length < start:
+        raise CorruptRecordError
+    top = None if tail.top_logprobs is None else [*(chunk.top_logprobs or ())[:start], *tail.top_logprobs]
+    return msgspec.structs.replace(
+        tail,
+        output_ids=chunk.output_ids[: 4 * start] + tail.output_ids,
+        logprobs=chunk.logprobs[: 4 * start] + tail.logprobs,
+        top_logprobs=top,
+    )
 
 
 def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
@@ -175,37 +224,56 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
             if ended_blob is None:
                 saved.rounds.append(SavedRound(spec, number))
             else:
-                saved.replies.append(_reply(db, spec, unseal(ended_blob, RoundEnded)))
+                saved.replies.append(_reply(db, saved, spec, unseal(ended_blob, RoundEnded)))
         except CorruptRecordError:
             saved.corrupt += 1
             saved.gone.append(round_id)
+            saved.repairs.append(("UPDATE rounds SET spec=x'', ended=x'' WHERE round_id=?", (round_id,)))
 
 
-def _reply(db: sqlite3.Connection, spec: OpenRound, ended: RoundEnded) -> SavedReply:
+def _reply(db: sqlite3.Connection, saved: Saved, spec: OpenRound, ended: RoundEnded) -> SavedReply:
     rows = db.execute(
-        "SELECT f.body, g.prompt, g.incarnation FROM finished f JOIN groups g USING(gid) WHERE f.round_id=?",
+        "SELECT gid, idx, f.start, f.body, g.prompt, g.incarnation FROM finished f JOIN groups g USING(gid) "
+        "WHERE f.round_id=?",
         (spec.round_id,),
     ).fetchall()
-    samples = [unseal(row[0], FinishedSample) for row in rows]
+    samples = []
     by_id: dict[tuple[str, int], Prompt] = {}
-    for _, prompt_blob, incarnation in rows:
+    for gid, index, start, body, prompt_blob, incarnation in rows:
+        tail = unseal(body, FinishedSample)
+        samples.append(_whole(tail, start, _tokens(db, saved, gid, index) if start else None))
         prompt = unseal(prompt_blob, Prompt)
         by_id[prompt.id, incarnation] = prompt
+    there = {(s.id, s.incarnation, s.index) for s in samples}
     try:
         prompts = [by_id[d.id, d.incarnation] for d in ended.deliver]
     except KeyError as error:
         raise CorruptRecordError from error
+    if any((d.id, d.incarnation, i) not in there for d in ended.deliver for i in d.indices):
+        raise CorruptRecordError
     return SavedReply(spec, ended, prompts, samples)
 
 
-def restored_event(saved: Saved) -> Restored:
-    """What the HTTP process has to know again."""
+def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
+    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named (S1)."""
     warnings = [f"{saved.corrupt} journal records were damaged; their tokens are drawn again"] if saved.corrupt else []
+    done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(
         groups=[(g.run, g.prompt) for g in saved.groups],
-        finished=[s.finished for g in saved.groups for s in g.samples if s.finished is not None],
+        verdicts=[(g.run, g.prompt.id, g.accepted) for g in saved.groups if g.accepted is not None],
+        finished=[sample for _, sample in done],
         rounds=[r.spec for r in saved.rounds],
         replies=[(r.spec, r.ended, r.prompts, r.samples) for r in saved.replies],
         gone=saved.gone,
+        unnamed=unnamed,
         warnings=warnings,
     )
+
+
+def _finished(group: SavedGroup) -> list[tuple[int, FinishedSample]]:
+    """(step, sample) of a group as they ended; the last one completes it, unless damage has undone another."""
+    done = [(s.step, msgspec.structs.replace(s.finished, whole=False)) for s in group.samples if s.finished is not None]
+    done.sort(key=lambda row: row[0])
+    if group.whole:
+        done[-1][1].whole = True
+    return done

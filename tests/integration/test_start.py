@@ -54,7 +54,8 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "wrong_quota": (["--april-quota", "none"], {}, "--april-quota must be a whole number"),
     "unknown_flag": (["--april-qouta", "4"], {}, "--april-qouta is not a flag"),
     "disk_tier": (["--april-disk-dir", "/d"], {}, "--april-disk-dir needs the disk tier"),
-    "journal": (["--april-journal", "/j"], {}, "--april-journal needs the journal"),
+    "journal": (["--april-journal", "/no/such/folder/j"], {}, "the journal /no/such/folder/j cannot be used"),
+    "journal_sync": (["--april-journal-sync", "never"], {}, "--april-journal-sync must be one of"),
     "auto_concurrency": (["--april-concurrency", "auto"], {}, "--april-concurrency must be a number"),
 }
 

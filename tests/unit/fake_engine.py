@@ -11,8 +11,22 @@ from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.store.entry import Pages
+from sglang_april.store.saved import Chunk
 from sglang_april.types import Sample
 from tests.unit.fake_loop import FakeLoop, Request
+
+
+def build(sample: Sample) -> Request:
+    """A request for a sample; one that a restart found suspended gets its tokens."""
+    group = sample.group
+    prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
+    name = f"{group.order}.{sample.index}"
+    request = sample.request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
+    if sample.recall is not None:
+        request.output = np.frombuffer(sample.recall.output_ids, "<i4").tolist()
+        request.drawn_under = [(s.version, s.kv) for s in sample.recall.spans for _ in range(s.start, s.end)]
+        sample.recall = None
+    return request
 
 
 class FakeEngine(FakeLoop):
@@ -33,6 +47,7 @@ class FakeEngine(FakeLoop):
         super().__init__(slots, pool, chunk, overlap, queue_limit)
         self.first_start: dict[str, int] = {}
         """Requests by name, numbered when they first came."""
+        self.starts = 0
         self.ended: dict[tuple[str, str, int, int], Request] = {}
         """Requests of finished samples, for whoever checks them."""
         self.on_event: Callable[[wire.Event], None] = lambda event: None
@@ -89,13 +104,10 @@ class FakeEngine(FakeLoop):
     # --- samples
 
     def start(self, sample: Sample, *, proximal: bool) -> None:
-        request: Request | None = sample.request
-        if request is None:
-            group = sample.group
-            name = f"{group.order}.{sample.index}"
-            prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
-            sample.request = request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
-            self.first_start.setdefault(name, len(self.first_start))
+        request: Request = sample.request or build(sample)
+        if request.name not in self.first_start:
+            self.first_start[request.name] = self.starts
+            self.starts += 1
         request.recomputed = bool(request.output)
         self.queue(request)
 
@@ -146,6 +158,12 @@ class FakeEngine(FakeLoop):
         )
         self.forget(sample)
         return result
+
+    def record(self, sample: Sample, start: int) -> Chunk:
+        tokens = sample.request.output[start:]
+        assert start + len(tokens) == sample.length
+        logprobs = np.full(len(tokens), -1, "<f4").tobytes()
+        return Chunk(np.array(tokens, "<i4").tobytes(), logprobs, sample.closed_spans())
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
         return sorted((s for s in samples if s.request is not None and s.request.slots), key=lambda s: -s.order)

@@ -47,6 +47,9 @@ class ScriptedEngine:
     def facts(self) -> Facts:
         return self._facts
 
+    def listen(self) -> None:
+        pass
+
     async def send(self, payload: bytes) -> None:
         command = wire.decode_command(payload)
         self.commands.append(command)

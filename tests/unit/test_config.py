@@ -15,7 +15,7 @@ def read(*argv: str, env: str = "") -> config.AprilConfig:
 def test_defaults_are_those_of_the_design() -> None:
     settings = read()
     assert (settings.quota, settings.quota_unit, settings.kv, settings.max_staleness) == (None, "group", "keep", 5)
-    assert (settings.replies, settings.reply_gb, settings.concurrency, settings.version) == (2, 4.0, None, 0)
+    assert (settings.replies, settings.reply_gb, settings.concurrency, settings.version) == (2, 4.0, None, None)
     assert 0 < settings.host_gb <= 64
 
 
@@ -58,8 +58,8 @@ def test_concurrency_takes_a_number() -> None:
         (["--april-concurrency", "0"], "--april-concurrency must be a whole number"),
         (["--april-disk-dir", "/d"], "--april-disk-dir needs the disk tier"),
         (["--april-disk-gb", "1"], "--april-disk-gb needs the disk tier"),
-        (["--april-journal", "/j"], "--april-journal needs the journal"),
-        (["--april-journal-sync", "full"], "--april-journal-sync needs the journal"),
+        (["--april-journal", ""], "--april-journal must be the path of a file"),
+        (["--april-journal-sync", "never"], "--april-journal-sync must be one of normal, full"),
         (["--april-qouta", "4"], "--april-qouta is not a flag of sglang-april"),
         (["--april-quot", "4"], "--april-quot is not a flag of sglang-april"),
     ],
@@ -86,7 +86,7 @@ def test_an_environment_that_is_no_object_is_refused(text: str) -> None:
         ({"host_gb": []}, "--april-host-gb must"),
         ({"kv": 1}, "--april-kv must"),
         ({"quotas": 1}, "SGLANG_APRIL has no setting 'quotas'"),
-        ({"journal": "/j"}, "--april-journal needs the journal"),
+        ({"journal": 1}, "--april-journal must be the path of a file"),
     ],
 )
 def test_the_environment_is_checked_like_the_flags(values: dict[str, object], reason: str) -> None:

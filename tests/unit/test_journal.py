@@ -1,14 +1,24 @@
 """The journal on its own (S8): what is written comes back, and nothing else does."""
 
+import os
 import sqlite3
+import stat
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from sglang_april.store.journal import Journal, JournalError
-from sglang_april.store.saved import Chunk
+from sglang_april.store import tables
+from sglang_april.store.journal import Journal, JournalError, probe
+from sglang_april.store.saved import Chunk, Saved
 from sglang_april.wire import Delivery, FinishedSample, OpenRound, Prompt, RoundEnded, Span
+from tests.unit.crash import PromptJournal
 
 
 def ids(*values: int) -> bytes:
@@ -22,49 +32,90 @@ def spec(round_id: str, *prompts: str, held: bool = False) -> OpenRound:
 
 def chunk(*values: int, start: int = 0) -> Chunk:
     end = start + len(values)
-    return Chunk(ids(*values), np.zeros(len(values), "<f4").tobytes(), [Span(0, end, 0, "fresh")], 3)
+    tops = [[(-0.5, value)] for value in values]
+    return Chunk(ids(*values), np.arange(start, end, dtype="<f4").tobytes(), [Span(0, end, 0, "fresh")], tops)
 
 
 def sample(prompt: str, index: int, *values: int) -> FinishedSample:
-    return FinishedSample("run", prompt, 0, index, ids(*values), b"", [], {"type": "stop"}, 9)
+    logprobs = np.zeros(len(values), "<f4").tobytes()
+    tops = [[(-0.5, value)] for value in values]
+    return FinishedSample("run", prompt, 0, index, ids(*values), logprobs, [], {"type": "stop"}, 9, tops)
 
 
 def ended(round_id: str, *prompts: str) -> RoundEnded:
     return RoundEnded(round_id, "run", 0, "quota", [Delivery(p, 0, [0, 1], True) for p in prompts], {}, {})
 
 
-def accept(journal: Journal, first_gid: int, what: OpenRound) -> None:
-    journal.accepted(what, 1, [(first_gid + i, 0, p, b"params") for i, p in enumerate(what.prompts)])
+def accept(first_gid: int, what: OpenRound) -> tables.Op:
+    return tables.accepted(what, 1, [(first_gid + i, 0, p, b"params") for i, p in enumerate(what.prompts)])
+
+
+def finish_both(gid: int, name: str) -> list[tables.Op]:
+    return [tables.finished(gid, 0, 8, sample(name, index, 5, 1)) for index in (0, 1)]
+
+
+def written(path: Path, *records: tables.Op) -> Path:
+    journal = PromptJournal(path)
+    journal.start()
+    journal.put(list(records))
+    journal.close()
+    return path
+
+
+def read(path: Path) -> Saved:
+    journal = Journal(path)
+    saved = journal.load()
+    journal.close()
+    return saved
+
+
+def query(path: Path, statement: str, *row: object) -> tuple[Any, ...]:
+    """One statement on the file of no server; its first row."""
+    with closing(sqlite3.connect(path)) as db, db:
+        return db.execute(statement, row).fetchone()
 
 
 def test_tokens_come_back_in_one_piece(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    accept(journal, 0, spec("a", "p", "q"))
-    journal.tokens(0, 1, 0, chunk(5, 6))
-    journal.tokens(0, 1, 2, chunk(7, start=2))
-    journal.version(4)
-    journal.close()
-    saved = Journal(tmp_path / "j").load()
+    more = msgspec.structs.replace(chunk(7, start=2), proximal=(3, [(0, ids(1))]))
+    path = written(
+        tmp_path / "j",
+        accept(0, spec("a", "p", "q")),
+        tables.admitted(0, 1, 12, 4),
+        tables.tokens(0, 1, 0, chunk(5, 6)),
+        tables.tokens(0, 1, 2, more),
+        tables.version(4),
+    )
+    saved = read(path)
     assert (saved.version, [r.spec.round_id for r in saved.rounds], saved.corrupt) == (4, ["a"], 0)
     first, second = saved.groups
-    assert [s.index for s in first.samples] == [0, 1]
-    assert first.samples[0].chunk is None
-    assert first.samples[1].chunk is not None
-    assert first.samples[1].chunk.output_ids == ids(5, 6, 7)
-    assert first.samples[1].chunk.spans[-1].end == 3
+    queued, partial = first.samples
+    assert (queued.index, queued.chunk, queued.place) == (0, None, -1)
+    assert (partial.place, partial.number) == (12, 4)
+    assert partial.chunk == msgspec.structs.replace(chunk(5, 6, 7), proximal=(3, [(0, ids(1))]))
     assert second.prompt.id == "q"
-    assert saved.ids == [("run", "p", 1), ("run", "q", 1)]
+    assert (saved.ids, saved.next_gid) == ([("run", "p", 1), ("run", "q", 1)], 2)
 
 
-def test_finished_samples_replace_their_tokens_and_leave_with_the_reply(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    accept(journal, 0, spec("a", "p", "q"))
-    journal.tokens(0, 0, 0, chunk(5))
-    for index in (0, 1):
-        journal.finished(0, sample("p", index, 5, 1), step=8)
-    journal.ended(ended("a", "p"), [(0, 0), (0, 1)])
-    journal.close()
-    saved = Journal(tmp_path / "j").load()
+def test_a_finished_sample_appends_only_what_is_new(tmp_path: Path) -> None:
+    whole = sample("p", 0, 5, 6, 7, 1)
+    tail = msgspec.structs.replace(
+        whole, output_ids=ids(7, 1), logprobs=whole.logprobs[8:], top_logprobs=whole.top_logprobs[2:]
+    )
+    path = written(
+        tmp_path / "j",
+        accept(0, spec("a", "p")),
+        tables.tokens(0, 0, 0, msgspec.structs.replace(chunk(5, 6), logprobs=whole.logprobs[:8])),
+        tables.finished(0, 2, 9, tail),
+    )
+    (group,) = read(path).groups
+    assert (group.samples[0].finished, group.samples[0].chunk, group.samples[0].step) == (whole, None, 9)
+
+
+def test_what_is_delivered_leaves_with_its_reply(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "j", accept(0, spec("a", "p", "q")), *finish_both(0, "p"), tables.ended(ended("a", "p"), keep=2)
+    )
+    saved = read(path)
     assert [g.prompt.id for g in saved.groups] == ["q"]
     (reply,) = saved.replies
     assert [s.output_ids for s in reply.samples] == [ids(5, 1)] * 2
@@ -73,83 +124,197 @@ def test_finished_samples_replace_their_tokens_and_leave_with_the_reply(tmp_path
 
 
 def test_only_the_last_replies_and_the_unacknowledged_are_kept(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j", keep_replies=1)
+    records = []
     for gid, (name, held) in enumerate([("a", False), ("b", True), ("c", False)]):
-        accept(journal, gid, spec(name, f"p{gid}", held=held))
-        for index in (0, 1):
-            journal.finished(gid, sample(f"p{gid}", index, 5), step=1)
-        journal.ended(ended(name, f"p{gid}"), [(gid, 0), (gid, 1)])
-    journal.barrier()
-    saved = journal.load()
+        p = f"p{gid}"
+        records += [accept(gid, spec(name, p, held=held)), *finish_both(gid, p), tables.ended(ended(name, p), keep=1)]
+    saved = read(written(tmp_path / "j", *records))
     assert [r.spec.round_id for r in saved.replies] == ["b", "c"]
     assert saved.gone == ["a"]
-    journal.acknowledged("b", "run")
-    journal.close()
-    reopened = Journal(tmp_path / "j").load()
-    assert [r.spec.round_id for r in reopened.replies] == ["c"]
-    assert reopened.groups == []
+    path = written(tmp_path / "j", tables.acknowledged("b", "run", keep=1))
+    saved = read(path)
+    assert ([r.spec.round_id for r in saved.replies], saved.gone, saved.groups) == (["c"], ["a", "b"], [])
+    left = [query(path, f"SELECT count(*) FROM {t}")[0] for t in ("groups", "finished", "chunks")]
+    assert left == [1, 2, 0], "only the kept reply's group is there"
 
 
 def test_dropped_groups_do_not_come_back(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    accept(journal, 0, spec("a", "p", "q"))
-    journal.tokens(0, 0, 0, chunk(5))
-    journal.dropped([0])
-    journal.close()
-    saved = Journal(tmp_path / "j").load()
+    records = [accept(0, spec("a", "p", "q")), tables.tokens(0, 0, 0, chunk(5)), tables.dropped([0])]
+    saved = read(written(tmp_path / "j", *records))
     assert [g.prompt.id for g in saved.groups] == ["q"]
     assert ("run", "p", 1) in saved.ids, "a dropped id still counts its incarnations"
 
 
-def test_a_damaged_chunk_costs_the_tokens_behind_it(tmp_path: Path) -> None:
-    path = tmp_path / "j"
-    journal = Journal(path)
-    accept(journal, 0, spec("a", "p"))
-    for start in range(4):
-        journal.tokens(0, 0, start, chunk(10 + start, start=start))
-    journal.close()
-    with sqlite3.connect(path) as db:
-        (body,) = db.execute("SELECT body FROM chunks WHERE start=2").fetchone()
-        db.execute("UPDATE chunks SET body=? WHERE start=2", (body[:-1] + bytes([body[-1] ^ 1]),))
-    saved = Journal(path).load()
+def test_a_group_that_is_dropped_after_a_part_of_it_was_delivered(tmp_path: Path) -> None:
+    part = RoundEnded("a", "run", 0, "quota", [Delivery("p", 0, [1], False)], {}, {})
+    delivered = tables.finished(0, 0, 3, sample("p", 1, 5))
+    path = written(
+        tmp_path / "j", accept(0, spec("a", "p")), delivered, tables.ended(part, keep=1), tables.dropped([0])
+    )
+    saved = read(path)
+    assert (saved.groups, [s.index for s in saved.replies[0].samples]) == ([], [1])
+    after = [accept(1, spec("b")), tables.ended(ended("b"), keep=1)]
+    read(written(path, *after))
+    assert query(path, "SELECT count(*) FROM groups") == (0,)
+
+
+def test_the_ids_of_the_oldest_rounds_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "REMEMBERED", 3)
+    records = []
+    for i in range(8):
+        records += [accept(i, spec(f"r{i}")), tables.ended(ended(f"r{i}"), keep=1)]
+    saved = read(written(tmp_path / "j", *records))
+    assert ([r.spec.round_id for r in saved.replies], saved.gone) == (["r7"], ["r5", "r6"])
+
+
+# --- damage
+
+
+def flipped(path: Path, table: str, where: str) -> None:
+    """Flip the last bit of a record."""
+    (body,) = query(path, f"SELECT body FROM {table} WHERE {where}")
+    query(path, f"UPDATE {table} SET body=? WHERE {where}", body[:-1] + bytes([body[-1] ^ 1]))
+
+
+def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_path: Path) -> None:
+    pieces = [tables.tokens(0, 0, start, chunk(10 + start, start=start)) for start in range(4)]
+    path = written(tmp_path / "j", accept(0, spec("a", "p")), *pieces)
+    flipped(path, "chunks", "start=2")
+    saved = read(path)
     kept = saved.groups[0].samples[0].chunk
     assert kept is not None
     assert (kept.output_ids, saved.corrupt) == (ids(10, 11), 1)
+    # The sample draws token 2 again. The old chunk of token 3 must not join it.
+    again = read(written(path, tables.tokens(0, 0, 2, chunk(99, start=2))))
+    assert again.groups[0].samples[0].chunk.output_ids == ids(10, 11, 99)
+    assert again.corrupt == 0
 
 
-def test_an_uncommitted_step_is_lost_whole(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    accept(journal, 0, spec("a", "p"))
-    journal.barrier()
-    journal.finished(0, sample("p", 0, 5), step=1)
-    saved = Journal(tmp_path / "j").load()
-    assert saved.groups[0].samples[0].finished is None
-    journal.close()
+@pytest.mark.parametrize("where", ["chunks", "finished"])
+def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
+    records = [accept(0, spec("a", "p")), tables.tokens(0, 0, 0, chunk(5)), tables.finished(0, 1, 4, sample("p", 0, 6))]
+    path = written(tmp_path / "j", *records)
+    flipped(path, where, "idx=0")
+    saved = read(path)
+    kept = saved.groups[0].samples[0]
+    assert kept.finished is None
+    assert (kept.chunk.output_ids if kept.chunk else None) == (ids(5) if where == "finished" else None)
+    assert saved.corrupt >= 1
+    assert read(path).corrupt == 0
+
+
+def test_a_damaged_reply_is_gone_and_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", accept(0, spec("a", "p")), *finish_both(0, "p"), tables.ended(ended("a", "p"), 2))
+    flipped(path, "finished", "idx=1")
+    saved = read(path)
+    assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
+
+
+def test_a_damaged_round_or_prompt_costs_itself_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", accept(0, spec("a", "p", "q")))
+    query(path, "UPDATE rounds SET spec=x'00112233'")
+    query(path, "UPDATE groups SET prompt=x'00112233' WHERE id='p'")
+    saved = read(path)
+    assert ([g.prompt.id for g in saved.groups], saved.rounds, saved.gone, saved.corrupt) == (["q"], [], ["a"], 2)
+    assert read(path).corrupt == 0
+
+
+# --- files that cannot be used
 
 
 @pytest.mark.parametrize("path", ["missing/folder/j", "."])
 def test_an_unusable_path_is_one_sentence(tmp_path: Path, path: str) -> None:
-    with pytest.raises(JournalError, match="cannot be used"):
-        Journal(tmp_path / path)
+    with pytest.raises(JournalError, match=r"the journal .* cannot be used: unable to open database file"):
+        probe(tmp_path / path)
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text("precious " * 1000)
+    with pytest.raises(JournalError, match="not a database"):
+        probe(tmp_path / "j")
+    assert (tmp_path / "j").read_text() == "precious " * 1000
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
-    Journal(tmp_path / "j").close()
-    with sqlite3.connect(tmp_path / "j") as db:
-        db.execute("UPDATE meta SET value=99 WHERE key='schema'")
-    with pytest.raises(JournalError, match="schema 99"):
-        Journal(tmp_path / "j")
+    path = written(tmp_path / "j")
+    query(path, "UPDATE meta SET value=99 WHERE key='schema'")
+    with pytest.raises(JournalError, match="schema 99, and this version writes 1"):
+        probe(path)
 
 
-def test_a_failed_commit_is_told_and_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "j"
-    journal = Journal(path)
-    with sqlite3.connect(path) as other:
-        other.execute("ALTER TABLE groups RENAME TO hidden")
-    accept(journal, 0, spec("a", "p"))
-    assert "cannot be written" in journal.barrier()
-    with sqlite3.connect(path) as other:
-        other.execute("ALTER TABLE hidden RENAME TO groups")
-    assert journal.barrier() == ""
-    assert [g.prompt.id for g in journal.load().groups] == ["p"]
+def test_two_servers_on_one_journal_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Journal(tmp_path / "j")
+    plain = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: plain(*args, **kwargs, timeout=0.1))
+    with pytest.raises(JournalError, match="in use by another server"):
+        probe(tmp_path / "j")
+    first.close()
+    probe(tmp_path / "j")
+
+
+def as_nobody(act: Callable[[], None]) -> int:
+    """Exit status of `act` in a process without the rights of root, for whom no file is read-only."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            if os.geteuid() == 0:
+                os.seteuid(65534)
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_read_only_journal_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder) / "j")
+        Path(folder).chmod(0o755)
+        path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
+
+        def refused() -> None:
+            with pytest.raises(JournalError, match="is read-only"):
+                probe(path)
+
+        assert as_nobody(refused) == 0
+
+
+# --- the writer
+
+
+def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    told: list[tuple[int, str]] = []
+    again = threading.Event()
+    limit = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={limit}")
+    full = Chunk(bytes(10**6), b"", [])
+
+    def hear(last: int, error: str) -> None:
+        told.append((last, error))
+        if len(told) == 2:  # in the writer's thread: somebody makes room
+            journal._db.execute("PRAGMA max_page_count=1000000")
+        if not error:
+            again.set()
+
+    journal.start(hear)
+    assert journal.put([accept(0, spec("a", "p")), tables.tokens(0, 0, 0, full)]) == 1
+    assert journal.put([tables.version(3)]) == 2
+    assert again.wait(60)
     journal.close()
+    assert told[:2] == [(0, "the journal cannot be written: database or disk is full")] * 2
+    assert told[-1] == (2, "")
+    saved = read(tmp_path / "j")
+    assert (saved.version, saved.groups[0].samples[0].chunk) == (3, full)
+
+
+def test_a_step_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    journal = PromptJournal(tmp_path / "j")
+
+    def fails(db: sqlite3.Connection) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    assert "disk I/O error" in journal._transaction([accept(0, spec("a", "p")), fails])
+    journal.close()
+    assert read(tmp_path / "j").groups == []

@@ -16,8 +16,10 @@ from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.accounting import pool_tokens
 from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
+from sglang_april.adapter.v0_5_17.recall import chunk_of, recall
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.store.entry import Pages
+from sglang_april.store.saved import Chunk
 from sglang_april.types import Proximal, Sample
 from sglang_april.wire import Event, FinishedSample, encode
 
@@ -44,8 +46,11 @@ class SchedulerEngine:
         req.april_base_key = req.extra_key
         req.extra_key = versioned_key(req.extra_key, self.version)
         req.april = self.samples.get(req.rid)
-        if req.april is not None:
-            req.april.request = req
+        sample = req.april
+        if sample is not None:
+            sample.request = req
+            if sample.recall is not None:
+                recall(req, sample, sample.recall)
 
     def send(self, event: Event) -> None:
         self._s.ipc_channels.send_to_tokenizer.send_output(AprilOutput(payload=encode(event)))
@@ -173,7 +178,7 @@ class SchedulerEngine:
             batch.filter_batch(keep_indices=[i for i, r in enumerate(batch.reqs) if r not in gone and not r.finished()])
         batch.batch_is_full = False
         for req, sample in mine.items():
-            if not req.output_ids:
+            if not req.output_ids or sample.recall is not None:
                 self.forget(sample)
 
     def _drop_chunked(self, req: Req) -> None:
@@ -196,6 +201,9 @@ class SchedulerEngine:
         result = result_of(sample, sample.request, reason)
         self.forget(sample)
         return result
+
+    def record(self, sample: Sample, start: int) -> Chunk:
+        return chunk_of(sample, start)
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
         return sorted((x for x in samples if x.request is not None and x.request.kv), key=lambda x: -x.order)

@@ -71,14 +71,15 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
         spans=sample.closed_spans(),
         finish_reason=reason,
         seed=sample.seed,
-        top_logprobs=_top_logprobs(req, len(ids)) if group.prompt.top_logprobs_num else None,
+        top_logprobs=top_logprobs(req, 0, len(ids)) if group.prompt.top_logprobs_num else None,
         proximal_logprobs=proximal[0] if proximal else None,
         proximal_version=proximal[1] if proximal else None,
     )
 
 
-def _top_logprobs(req: Req | None, length: int) -> list[list[tuple[float, int]]]:
+def top_logprobs(req: Req | None, start: int, end: int) -> list[list[tuple[float, int]]]:
+    """Of output tokens [start, end): pairs (logprob, token id) each."""
     if req is None or not req.logprob.output_top_logprobs_val:
         return []
-    values, ids = req.logprob.output_top_logprobs_val[:length], req.logprob.output_top_logprobs_idx[:length]
+    values, ids = req.logprob.output_top_logprobs_val[start:end], req.logprob.output_top_logprobs_idx[start:end]
     return [list(zip(v, i, strict=True)) for v, i in zip(values, ids, strict=True)]

@@ -1,0 +1,150 @@
+"""Step 5 of 9 (store): what the journal is told, and when. On ranks other than 0, and without a journal: nothing.
+
+Records of one step or message are gathered and put to the journal together (`commit`). Nothing that is decided depends
+on the journal: the ranks without one decide the same (S9).
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from sglang_april.scheduler.engine import Engine
+from sglang_april.scheduler.outbox import Outbox
+from sglang_april.store import tables
+from sglang_april.store.journal import Journal
+from sglang_april.types import Group, Sample
+from sglang_april.wire import Answer, Event, FinishedSample, JournalFault, OpenRound, RoundEnded
+
+
+class Unrecorded:
+    """Without a journal: events go out at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def send(self, event: Event) -> None:
+        """To the HTTP process."""
+        self._engine.send(event)
+
+    def answer(self, answer: Answer, *, lasting: bool) -> None:  # noqa: ARG002
+        """To the HTTP process; a `lasting` one, with a journal, once what the command changed is written."""
+        self._engine.send(answer)
+
+    def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None: ...
+
+    def extended(self, spec: OpenRound, groups: Iterable[Group]) -> None:
+        """An open round has another quota, or more groups."""
+
+    def judged(self, groups: Iterable[Group]) -> None:
+        """The caller has given his verdict on them."""
+
+    def admitted(self, sample: Sample) -> None:
+        """It enters the engine; of interest the first time only."""
+
+    def suspended(self, sample: Sample) -> None: ...
+
+    def finished(self, sample: Sample, result: FinishedSample) -> None: ...
+
+    def ended(self, event: RoundEnded) -> None:
+        """The reply is fixed; it leaves once it is written."""
+        self._engine.send(event)
+
+    def acknowledged(self, round_id: str, run: str) -> None: ...
+
+    def dropped(self, groups: Iterable[Group]) -> None: ...
+
+    def version(self, number: int) -> None: ...
+
+    def commit(self) -> None:
+        """End of a step or a message."""
+
+
+class Recorder(Unrecorded):
+    def __init__(self, engine: Engine, journal: Journal, keep_replies: int) -> None:
+        super().__init__(engine)
+        self._journal = journal
+        self._keep = keep_replies
+        self._outbox = Outbox(engine.send)
+        self._records: list[tables.Op] = []
+        self._batches = 0
+        self._fault = ""
+        journal.start(self._written)
+
+    def _written(self, batch: int, error: str) -> None:
+        """In the writer's thread."""
+        self._outbox.release(batch)
+        if error != self._fault:
+            self._fault = error
+            self._outbox.send(JournalFault(error))
+
+    # --- messages
+
+    def send(self, event: Event) -> None:
+        self._outbox.send(event)
+
+    def answer(self, answer: Answer, *, lasting: bool) -> None:
+        self._outbox.send(answer, self._batches + 1 if lasting and self._records else 0)
+
+    def ended(self, event: RoundEnded) -> None:
+        self._records.append(tables.ended(event, self._keep))
+        self._outbox.send(event, self._batches + 1)
+
+    # --- records
+
+    def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+        self._records.append(tables.accepted(spec, number, map(_new, groups)))
+
+    def extended(self, spec: OpenRound, groups: Iterable[Group]) -> None:
+        self._records.append(tables.extended(spec, map(_new, groups)))
+
+    def judged(self, groups: Iterable[Group]) -> None:
+        self._records.append(tables.judged([(bool(g.accepted), g.order) for g in groups]))
+
+    def admitted(self, sample: Sample) -> None:
+        if not sample.recorded_admission:
+            sample.recorded_admission = True
+            record = tables.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
+            self._records.append(record)
+
+    def suspended(self, sample: Sample) -> None:
+        """Only tokens that are new."""
+        start = sample.recorded
+        if sample.length > start:
+            chunk = self._engine.record(sample, start)
+            if chunk.proximal is not None:
+                sample.recorded_proximal = chunk.proximal[0]
+            self._records.append(tables.tokens(sample.group.order, sample.index, start, chunk))
+            sample.recorded = sample.length
+
+    def finished(self, sample: Sample, result: FinishedSample) -> None:
+        tokens = len(result.output_ids) // 4
+        start = sample.recorded if sample.recorded <= tokens else 0
+        top = None if result.top_logprobs is None else result.top_logprobs[start:]
+        tail = msgspec.structs.replace(
+            result, output_ids=result.output_ids[4 * start :], logprobs=result.logprobs[4 * start :], top_logprobs=top
+        )
+        self._records.append(tables.finished(sample.group.order, start, sample.finish_step, tail))
+
+    def acknowledged(self, round_id: str, run: str) -> None:
+        self._records.append(tables.acknowledged(round_id, run, self._keep))
+
+    def dropped(self, groups: Iterable[Group]) -> None:
+        if gids := [g.order for g in groups]:
+            self._records.append(tables.dropped(gids))
+
+    def version(self, number: int) -> None:
+        self._records.append(tables.version(number))
+
+    def commit(self) -> None:
+        if self._records:
+            self._batches = self._journal.put(self._records)
+            self._records = []
+
+    def close(self) -> None:
+        """Write what is there (tests; a server that is killed needs no such thing)."""
+        self.commit()
+        self._journal.close()
+
+
+def _new(group: Group) -> tables.NewGroup:
+    return group.order, group.incarnation, group.prompt, group.params

@@ -1,0 +1,43 @@
+"""Step 2 of 9 after a restart: the ledger, the open rounds and the policy version as a journal has them (S1, S8).
+
+Pure, and called on every rank with the same `Saved`.
+"""
+
+import msgspec
+
+from sglang_april.scheduler import report
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.quota import Round
+from sglang_april.store.saved import Saved, SavedRound
+
+RESTARTED = "the server was restarted in this round: the figures count from then on"
+
+
+def starting_version(given: int | None, saved: int | None) -> tuple[int, bool]:
+    """The policy version to start with, and whether it has yet to be named before anything may step (S1).
+
+    Raises:
+        ValueError: the version given is older than the journal's.
+    """
+    if given is None:
+        return saved or 0, bool(saved)
+    if saved is not None and given < saved:
+        raise ValueError(f"--april-version {given} is below {saved}, the policy version of the journal")
+    return given, False
+
+
+def restore(c: Context, saved: Saved) -> None:
+    """Fill an empty ledger. Samples restart from their last record, without KV."""
+    c.ledger.restore(saved)
+    c.step = max((s.step for g in saved.groups for s in g.samples), default=0)
+    for known in saved.rounds:
+        _reopen(c, known)
+
+
+def _reopen(c: Context, known: SavedRound) -> None:
+    run = c.ledger.run(known.spec.run)
+    rnd = Round(msgspec.structs.replace(known.spec, prompts=[], params=[]), run, known.number)
+    rnd.stats.carried_in = report.sizes(run)
+    rnd.stats.warnings.append(RESTARTED)
+    rnd.mark_mandatory(c.clock.version)
+    c.rounds[run.name] = rnd
