@@ -9,6 +9,7 @@ import contextlib
 import json
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -68,7 +69,9 @@ class Story:
     def ask(self, run: str, number: int, **body: Any) -> None:
         """A round, and its reply for good."""
         round_id = f"{run}-{number}"
-        response = self.call("POST", "/april/rollout", {"run": run, "round_id": round_id, **body})
+        asked = {"run": run, "round_id": round_id, **body}
+        while (response := self.call("POST", "/april/rollout", asked)).status_code == 503:
+            time.sleep(0.05)  # a push is open
         assert response.status_code == 200, f"{round_id}: {response.status_code} {response.text[:500]}"
         reply = response.json()
         assert reply["round_id"] == round_id

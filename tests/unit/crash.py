@@ -53,7 +53,7 @@ class Crashing(World):
             context.clock.version = e.version = version
             context.clock.unnamed = unnamed
             e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), Saved))
-            _recall(e)
+            recall_all(e)
         self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, KEPT)
 
     @staticmethod
@@ -127,7 +127,7 @@ def _name(sample: Sample) -> tuple[str, str, int, int]:
     return sample.group.run.name, sample.group.id, sample.group.incarnation, sample.index
 
 
-def _recall(engine: FakeEngine) -> None:
+def recall_all(engine: FakeEngine) -> None:
     """What the engine makes of restored samples when it first needs them."""
     ledger = engine.controller.context.ledger
     for sample in samples_of(ledger):
