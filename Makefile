@@ -1,4 +1,4 @@
-# make demo · make test · make check · make bench · make clean
+# make demo · make test · make check · make bench · make soak · make clean
 # Needs Python 3.11+ and make; everything else goes into .venv, once.
 
 PYTHON ?= python3
@@ -7,8 +7,9 @@ READY := .venv/.ready
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench soak clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
@@ -21,6 +22,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: $(READY)
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m bench.rollout $(BENCH_ARGS)

@@ -1,0 +1,97 @@
+"""Loss of power (S8): with `full` what was promised is there, with `normal` the journal is at least of one piece."""
+
+import ctypes
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_april.store import tables
+from sglang_april.store.journal import Journal, JournalError
+from sglang_april.store.saved import Chunk
+from sglang_april.wire import OpenRound, Prompt, Span
+from tests.unit.crash import PromptJournal
+from tests.unit.power import Act, after_power_loss, library, recorded
+
+BATCHES = 60
+LOSSES = 150
+TOKENS = 300
+"""In a batch; the journal is moved into its main file several times on the way."""
+
+
+def batch(number: int) -> list[tables.Op]:
+    """Batch 1 opens a round; each has the next tokens of one sample, and says its number as the version."""
+    start = (number - 1) * TOKENS
+    ids = np.arange(start, start + TOKENS, dtype="<i4").tobytes()
+    chunk = Chunk(ids, ids, [Span(0, start + TOKENS, 0, "fresh")])
+    records = [tables.tokens(0, 0, start, chunk), tables.version(number)]
+    if number == 1:
+        prompt = Prompt("p", b"\1\0\0\0", 1, 0, 0)
+        spec = OpenRound(0, "round", "run", [prompt], [b""], 1, "group", "keep", None)
+        records.insert(0, tables.accepted(spec, 1, [(0, 0, prompt, b"")]))
+    return records
+
+
+def recording_of(folder: Path, lib: ctypes.CDLL, sync: str) -> list[Act]:
+    """A journal's whole life, up to the moment before it is closed."""
+    with recorded(lib) as recording:
+        journal = PromptJournal(folder / "journal", "full" if sync == "full" else "normal")
+        journal.start(lambda last, error: recording.mark(last))
+        journal._db.execute("PRAGMA wal_autocheckpoint=8")
+        if sync == "off":
+            journal._db.execute("PRAGMA synchronous=OFF")
+        for number in range(1, BATCHES + 1):
+            journal.put(batch(number))
+        acts = list(recording.acts)
+        journal.close()
+    assert sum(act.kind == "sync" and act.file == "journal" for act in acts) > 3 or sync == "off"
+    return acts
+
+
+def lost_promises(acts: list[Act], folder: Path) -> int:
+    """How often, of many losses of power, less was there than had been promised. What is there must be of one piece."""
+    lost = 0
+    first = next(i for i, act in enumerate(acts) if act.kind == "mark")
+    for i in range(LOSSES):
+        rng = random.Random(i)
+        after = folder / f"loss-{i}"
+        after.mkdir()
+        promised = after_power_loss(acts[: rng.randint(first, len(acts))], after, rng)
+        journal = Journal(after / "journal")
+        saved = journal.load()
+        journal.close()
+        there = saved.version or 0
+        assert saved.corrupt == 0
+        assert len(saved.groups) == (there > 0)
+        if there:
+            chunk = saved.groups[0].samples[0].chunk
+            assert chunk is not None
+            assert np.frombuffer(chunk.output_ids, "<i4").tolist() == list(range(there * TOKENS))
+        lost += there < promised
+    return lost
+
+
+@pytest.fixture(scope="module")
+def lib() -> ctypes.CDLL:
+    lib = library()
+    if lib is None:
+        pytest.skip("this Python keeps the symbols of its SQLite to itself")
+    return lib
+
+
+def test_full_keeps_every_promise(tmp_path: Path, lib: ctypes.CDLL) -> None:
+    assert lost_promises(recording_of(tmp_path, lib, "full"), tmp_path) == 0
+
+
+def test_normal_may_lose_the_last_steps_and_nothing_else(tmp_path: Path, lib: ctypes.CDLL) -> None:
+    lost_promises(recording_of(tmp_path, lib, "normal"), tmp_path)
+
+
+def test_this_disk_does_forget(tmp_path: Path, lib: ctypes.CDLL) -> None:
+    """The control: a journal that never syncs loses what it promised, or cannot be read at all."""
+    try:
+        lost = lost_promises(recording_of(tmp_path, lib, "off"), tmp_path)
+    except (AssertionError, JournalError):
+        return
+    assert lost > 0
