@@ -1,7 +1,7 @@
 """What the journal costs: delivered tokens per second with it and without it, in turns on two servers alike.
 
-    python -m bench.journal                 five runs each, their medians and the ratio: a row of bench/results/journal.json
-    python -m bench.journal --sync full     safe against loss of power too
+    python -m bench.journal               five runs each and the ratio of their medians, as a row of the results
+    python -m bench.journal --sync full   safe against loss of power too
 
 Both servers live all the time, and the one whose turn it is not sleeps. A run is a number of rounds of one workload:
 the same prompts, lengths and seeds for both. The clock runs from the first request to the last reply; warm-up rounds

@@ -10,8 +10,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Story:
         self.up = threading.Event()
         self.up.set()
         self.ending = threading.Event()
+        self.over = threading.Event()
+        """The server does not come back any more."""
 
     # --- what a trainer does
 
@@ -63,8 +65,11 @@ class Story:
         """A request until it is answered, however often the server dies meanwhile."""
         while True:
             assert self.up.wait(PATIENCE_S), "the server does not come back"
-            with contextlib.suppress(httpx.TransportError):
+            try:
                 return httpx.request(method, self.server.url + path, json=body, timeout=PATIENCE_S)
+            except httpx.TransportError:
+                if self.over.is_set():
+                    raise
 
     def ask(self, run: str, number: int, **body: Any) -> None:
         """A round, and its reply for good."""
@@ -119,11 +124,7 @@ class Story:
         until(lambda: self.steps() >= start + wait or self.trouble(), f"{wait} forwards")
         if self.trouble():
             return
-        self.up.clear()
-        self.server.stop()
-        self.kills += 1
-        self.server.spawn()
-        self.server.wait()
+        self.restart()
         state = self.server.state()
         self.warnings += len(state["http"]["journal"]["warnings"])
         for answered in list(self.rounds.values()):
@@ -136,11 +137,31 @@ class Story:
             self.load(state["policy_version"])
         self.up.set()
 
+    def restart(self) -> None:
+        """The end of one server and the start of the next. Trainers wait for `up`."""
+        self.up.clear()
+        self.server.stop()
+        self.kills += 1
+        self.server.spawn()
+        self.server.wait()
+
     def steps(self) -> int:
         return len(self.server.forwards())
 
     def trouble(self) -> bool:
         return any(trainer.done() for trainer in self.trainers)
+
+    @contextlib.contextmanager
+    def beside(self, call: Callable[[], httpx.Response]) -> "Iterator[Future[httpx.Response]]":
+        """A request in a thread of its own, which does not outlive the test."""
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            try:
+                yield threads.submit(call)
+            except BaseException:
+                self.over.set()
+                raise
+            finally:
+                self.up.set()
 
     def tell(self, kills: int) -> None:
         """The whole story; what goes wrong in a trainer's thread is raised here."""
@@ -152,6 +173,9 @@ class Story:
             try:
                 for _ in range(kills):
                     self.kill()
+            except BaseException:
+                self.over.set()
+                raise
             finally:
                 self.ending.set()
                 self.up.set()
