@@ -15,6 +15,9 @@ from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 from tests.support.server import Server
 from tests.support.workload import prompt
 
+pytestmark = pytest.mark.timeout(1800)
+"""Four starts of a server, which on a busy machine take their time."""
+
 RANDOM_KILLS = 2
 """Beside the one at a known moment; `make soak` has more."""
 
