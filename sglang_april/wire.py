@@ -32,6 +32,8 @@ class Prompt(msgspec.Struct, array_like=True):
     priority: int | None = None
     metadata: bytes = b""
     """msgpack, opaque to the scheduler; empty when the caller gave none."""
+    max_new_tokens: list[int] | None = None
+    """One for each sample; None where `params` hold the same for all."""
     skip_special_tokens: bool = True
     """This and the rest are for the reply, and opaque to the scheduler too."""
     spaces_between_special_tokens: bool = True

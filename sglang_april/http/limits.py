@@ -84,7 +84,7 @@ def _check_prompt(prompt: PromptBody, at: str, packed: bool) -> None:
     if prompt.messages is not None:
         _check_messages(prompt.messages, f"{at}.messages")
     if prompt.sampling_params is not None:
-        _check_sampling(prompt.sampling_params, f"{at}.sampling_params")
+        _check_sampling(prompt.sampling_params, f"{at}.sampling_params", prompt.n)
     if prompt.metadata is not None:
         _check_plain(prompt.metadata, f"{at}.metadata")
 
@@ -114,7 +114,9 @@ def _check_messages(messages: list[dict[str, Any]], field: str) -> None:
         _check_plain(message, f"{field}[{i}]")
 
 
-def _check_sampling(params: Sampling, at: str) -> None:
+def _check_sampling(params: Sampling, at: str, n: int | None = None) -> None:
+    """`n`: samples of the prompt whose parameters these are; None for those of a round."""
+    _check_lengths(params, f"{at}.max_new_tokens", n)
     if params.top_k == 0:
         raise bad(f"{at}.top_k", "must be -1 (off) or at least 1")
     grammars = [name for name in GRAMMARS if getattr(params, name)]
@@ -123,6 +125,16 @@ def _check_sampling(params: Sampling, at: str) -> None:
     for token in params.logit_bias or {}:
         if not token.isascii() or not token.isdecimal() or len(token) > 10:
             raise bad(f"{at}.logit_bias", f"keys must be token ids, not {token!r}")
+
+
+def _check_lengths(params: Sampling, field: str, n: int | None) -> None:
+    lengths = params.max_new_tokens
+    if not isinstance(lengths, list):
+        return
+    if n is None:
+        raise bad(field, "may be a list only on a prompt, whose n samples it is for")
+    if len(lengths) != n:
+        raise bad(field, f"has {len(lengths)} numbers for {n} samples")
 
 
 def _check_plain(value: Any, field: str, depth: int = 0) -> None:

@@ -91,6 +91,9 @@ class Preparation:
     def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> wire.Prompt:
         source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
         params = self._intern(prompt.sampling_params, at)
+        lengths = _lengths(prompt.sampling_params)
+        if lengths and min(lengths) < (least := params.get("min_new_tokens", 0)):
+            raise bad(f"{at}.sampling_params.max_new_tokens", f"{min(lengths)} is less than min_new_tokens, {least}")
         self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
         if prompt.priority is not None and not self._facts.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
@@ -104,6 +107,7 @@ class Preparation:
             top_logprobs_num=prompt.top_logprobs_num,
             priority=prompt.priority,
             metadata=metadata,
+            max_new_tokens=lengths,
             skip_special_tokens=params.get("skip_special_tokens", True),
             spaces_between_special_tokens=params.get("spaces_between_special_tokens", True),
             no_stop_trim=params.get("no_stop_trim", False),
@@ -133,6 +137,8 @@ class Preparation:
             if level is not None:
                 merged |= level.given()
         merged.pop("sampling_seed", None)
+        if lengths := _lengths(own):
+            merged["max_new_tokens"] = max(lengths)
         key = msgspec.msgpack.encode(merged, order="sorted")
         known = self._params.get(key)
         if known is not None:
@@ -209,6 +215,12 @@ def extend_round(
 def unit_of(body: Rollout, config: AprilConfig) -> wire.Unit:
     """What the quota of a request counts."""
     return _given(body.quota_unit, config.quota_unit)
+
+
+def _lengths(params: Sampling | None) -> list[int] | None:
+    """`max_new_tokens` of each sample, where the prompt gives a list."""
+    lengths = None if params is None else params.max_new_tokens
+    return lengths if isinstance(lengths, list) else None
 
 
 def _given(value: Any, otherwise: Any) -> Any:

@@ -33,7 +33,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Sampling(Body):
     """SGLang's own sampling parameters; null stands for SGLang's default, absent for the round's."""
 
-    max_new_tokens: Count | UnsetType | None = UNSET
+    max_new_tokens: Count | list[Count] | UnsetType | None = UNSET
+    """On a prompt also a list of `n`, one for each sample."""
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | UnsetType | None = UNSET
     stop: Text | list[Text] | UnsetType | None = UNSET
     stop_token_ids: list[TokenId] | UnsetType | None = UNSET

@@ -133,3 +133,5 @@ class Controller:
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()
+            elif rnd.spec.quota is not None and rnd.counted() >= rnd.spec.quota:
+                rnd.stats.prolonged = True

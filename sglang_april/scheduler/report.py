@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang_april.policy.staleness import staleness
 from sglang_april.scheduler.context import Context
-from sglang_april.types import Run, Sample
+from sglang_april.types import Run, Sample, State
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:
@@ -22,11 +22,12 @@ def carried(c: Context, run: Run) -> dict[str, Any]:
 
 
 def sizes(run: Run) -> dict[str, int]:
-    """Undelivered groups and samples of a run, and the output tokens of its unfinished samples."""
+    """Undelivered groups and samples of a run, and the output tokens of its unfinished and of its finished samples."""
     return {
         "groups": len(run.groups),
         "samples": sum(len(g.samples) for g in run.groups.values()),
         "tokens": sum(s.length for s in run.suspended),
+        "finished_tokens": sum(s.length for s in run.samples(State.FINISHED)),
     }
 
 

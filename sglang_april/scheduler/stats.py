@@ -54,6 +54,8 @@ class RoundStats:
     suspended_for_memory: int = 0
     kv_fallback: int = 0
     over_bound: int = 0
+    prolonged: bool = False
+    """The quota was reached, and groups that must finish (S4) were not whole yet."""
     pushes: int = 0
     warnings: list[str] = field(default_factory=list)
 
@@ -81,6 +83,7 @@ class RoundStats:
             "suspended_for_memory": self.suspended_for_memory,
             "kv_fallback": self.kv_fallback,
             "over_bound": self.over_bound,
+            "prolonged": self.prolonged,
             "pushes": self.pushes,
             "mean_running": self.timeline.mean(),
             "timeline": [[round(t, 6), n] for t, n in self.timeline.points],

@@ -74,7 +74,7 @@ PROMPT = [
     ("metadata", [2**64, -(2**63) - 1, {"a": [2**70]}]),
 ]
 PARAMS = [
-    ("max_new_tokens", [0, -1, 100, 2**31, 1.5, "9"]),
+    ("max_new_tokens", [0, -1, 100, 2**31, 1.5, "9", [], [0], [4, 4], [1.5]]),
     ("min_new_tokens", [-1, "1", 2**31]),
     ("stop", ["", [""], 1, [1], {}]),
     ("stop_token_ids", [[-1], [256], ["1"], 1, [2**31]]),
@@ -228,6 +228,17 @@ def test_the_context_bounds_prompt_and_output_together() -> None:
         refuse({**one(input_ids=ids), "sampling_params": {"max_new_tokens": 21}}).field
         == "sampling_params.max_new_tokens"
     )
+
+
+def test_each_sample_may_have_a_length_of_its_own() -> None:
+    assert accept(one(n=3, sampling_params={"max_new_tokens": [5, 9, 7]})).prompts[0].max_new_tokens == [5, 9, 7]
+    assert accept(one(sampling_params={"max_new_tokens": 5})).prompts[0].max_new_tokens is None
+    at = "prompts[0].sampling_params.max_new_tokens"
+    assert refuse(one(n=3, sampling_params={"max_new_tokens": [5, 9]})).field == at
+    assert refuse(one(n=2, input_ids=[1] * 80, sampling_params={"max_new_tokens": [5, 21]})).field == at
+    body = {**one(n=2, sampling_params={"max_new_tokens": [5, 9]}), "sampling_params": {"min_new_tokens": 6}}
+    assert refuse(body).field == at
+    assert refuse({**one(), "sampling_params": {"max_new_tokens": [5]}}).field == "sampling_params.max_new_tokens"
 
 
 def test_parameters_that_contradict_each_other() -> None:

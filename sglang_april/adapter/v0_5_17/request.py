@@ -29,6 +29,8 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
     """A request for a sample that has no token yet."""
     group = sample.group
     params = msgspec.structs.replace(_params_of(group), sampling_seed=sample.seed)
+    if group.prompt.max_new_tokens is not None:
+        params.max_new_tokens = group.prompt.max_new_tokens[sample.index]
     return TokenizedGenerateReqInput(
         rid=rid_of(sample),
         input_text="",
