@@ -1,0 +1,130 @@
+"""Command line: ``python -m bench.rollout --help``. Rows are appended as they are measured, and a run goes on."""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+
+from bench import record
+from bench.rollout.engine import Engine, EngineError
+from bench.rollout.presets import PRESETS, Cell, Preset
+from bench.rollout.run import KINDS, Bed, Runner
+from bench.rollout.servers import ServerError, Size, both
+from examples.tiny_model import make
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.rollout",
+        description="Rounds of rollouts with real pushes between them, every way side by side, in the steady state.",
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
+    parser.add_argument("--budget-minutes", type=float, default=60.0, help="servers' start included (%(default)s)")
+    parser.add_argument("--run-id", help="go on with this run: what it has rows for is not measured again")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "rollout.json")
+    parser.add_argument("--variants", nargs="+", choices=tuple(KINDS), help="only these")
+    parser.add_argument("--distribution", help="instead of the preset's cells: this one, e.g. trace:lengths.json")
+    parser.add_argument("--repetitions", type=int, help="of the main table")
+    parser.add_argument("--over-sampling", type=float, help="factor of the clients outside")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
+    parser.add_argument("--server", metavar="URL", help="a running server of ours, used for all variants")
+    parser.add_argument("--stock-server", metavar="URL", help="with --server: a stock one for SGLang's own ways")
+    parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")
+    return parser.parse_args(given)
+
+
+def preset_of(args: argparse.Namespace) -> Preset:
+    """The preset with the options' changes."""
+    from dataclasses import replace
+
+    preset = PRESETS[args.preset]
+    if args.repetitions:
+        preset = replace(preset, repetitions=args.repetitions)
+    elif args.budget_minutes < 30:
+        preset = replace(preset, repetitions=min(3, preset.repetitions))
+    if args.over_sampling:
+        preset = replace(preset, plan=replace(preset.plan, over_sampling=args.over_sampling))
+    return preset
+
+
+def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -> list[Cell]:
+    """What is left to do."""
+    cells = list(preset.cells())
+    if args.distribution:
+        cells = [Cell(args.distribution, v, r) for r in range(preset.repetitions) for v in args.variants or KINDS]
+    if args.variants:
+        cells = [cell for cell in cells if cell.variant in args.variants]
+    have = {(row["distribution"], row["variant"], row["ablation"], row["repetition"]) for row in done}
+    return [cell for cell in cells if (cell.distribution, cell.variant, cell.ablation, cell.repetition) not in have]
+
+
+def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tuple[Path, Path]:
+    """Two policies that alternate."""
+    if args.checkpoints:
+        return args.checkpoints[0], args.checkpoints[1]
+    if preset.shape != "tiny":
+        raise SystemExit(f"preset {preset.name} needs --checkpoints A B: two checkpoints of a {preset.shape} shape")
+    return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
+
+
+def line(row: record.Row) -> str:
+    """A row on the terminal."""
+    marks = ("" if row["steady"] else " not-steady") + (" biased" if row["biased"] else "")
+    name = f"{row['distribution']:<12} {row['variant']:<16} {row['ablation'] or '':<20} rep {row['repetition']}"
+    return (
+        f"{name} {row['delivered_tokens_per_s']:9.0f} tokens/s {row['delivered_groups_per_s']:7.2f} groups/s "
+        f"{row['share_of_limit']:.3f} of the limit, carry {row['carry_end']}, KS {row['ks_distance']:.3f}{marks}"
+    )
+
+
+async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str], folder: Path, until: float) -> int:
+    """Runs what fits; returns how many cells were left out."""
+    done = [row for row in record.read_rows(args.out) if row.get("run_id") == args.run_id]
+    cells = cells_of(args, preset, done)
+
+    def keep(row: record.Row) -> None:
+        record.append_rows(args.out, [row])
+        print(line(row), flush=True)
+
+    async with Engine(urls[0], patched=urls[0] == urls[1]) as stock, Engine(urls[1], patched=True) as april:
+        bed = Bed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
+        return await Runner(bed, record.facts(), args.run_id, keep).run(cells, until)
+
+
+def main(given: list[str] | None = None) -> int:
+    """0 if all went well, whether or not the budget held everything."""
+    args = arguments(given)
+    until = time.monotonic() + 60 * args.budget_minutes
+    preset = preset_of(args)
+    args.run_id = args.run_id or f"{preset.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-")))
+        try:
+            if args.server:
+                urls = args.stock_server or args.server, args.server
+            else:
+                model, _ = checkpoints_of(args, preset, folder)
+                plan = preset.plan
+                pool = max(8 * plan.slots * int(preset.mean), 3 * plan.slots * preset.context)
+                extra = tuple(args.server_options.split())
+                size = Size(model, plan.slots, preset.context, pool, extra)
+                urls = stack.enter_context(both(size, Path("out") / "bench"))
+            left = asyncio.run(measure(args, preset, urls, folder, until))
+        except (ServerError, EngineError, httpx.HTTPError) as problem:
+            print(problem or type(problem).__name__, file=sys.stderr)
+            return 1
+    print(f"rows of run {args.run_id}: {args.out}")
+    if left:
+        print(f"the budget was too small for {left} cells; go on with --run-id {args.run_id}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Ours: one request per round; the engine counts, stops, keeps and resumes."""
+
+import uuid
+from bisect import bisect_right
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.rollout.engine import Engine
+from bench.rollout.variant import Group, Plan, Round
+from bench.rollout.workload import Prompt, Stream
+from sglang_april import replies
+
+READY = 3.0
+"""Demand-driven admission: so many quotas of prompts lie in the engine. They cost nothing until a slot is free."""
+
+
+class April:
+    """A run of its own on our server. Versions are the numbers of its own pushes: several runs share the engine."""
+
+    name = ""
+    kv = "keep"
+    after_quota = "suspend"
+    ready: float | None = READY
+    """None: the factor of the plan, as the clients outside have it."""
+
+    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+        self.engine, self.plan, self.stream = engine, plan, stream
+        self.delivered: Counter[str] = Counter()
+        self._run = f"bench-{uuid.uuid4().hex[:8]}"
+        self._open: dict[str, Prompt] = {}
+        self._pushed: list[int] = []
+        """The engine's version after each push of ours."""
+
+    @property
+    def handed_over(self) -> int:
+        """Prompts taken from the stream."""
+        return self.stream.taken
+
+    async def push(self, checkpoint: Path) -> None:
+        """Needs no flush: the version is in every request's cache key."""
+        await self.engine.post("/april/push/begin", {})
+        await self.engine.load_weights(checkpoint, flush=False)
+        self._pushed.append((await self.engine.post("/april/push/end", {}))["policy_version"])
+
+    async def round(self) -> Round:
+        """New prompts in place of the delivered ones, and a quota."""
+        ready = self.ready if self.ready is not None else self.plan.over_sampling
+        new = self.stream.take(round(ready * self.plan.groups) - len(self._open))
+        quota = self.plan.samples if self.plan.unit == "sample" else self.plan.groups
+        return await self._rollout(new, quota)
+
+    async def drain(self) -> Round:
+        """A round without a quota ends when everything has finished."""
+        return await self._rollout([], None)
+
+    async def rest(self) -> None:
+        """Nothing runs between rounds."""
+
+    def _body(self, new: list[Prompt], quota: int | None, after_quota: str) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "run": self._run,
+            "prompts": [
+                {
+                    "id": prompt.id,
+                    "input_ids": prompt.input_ids,
+                    "n": len(prompt.lengths),
+                    "sampling_params": {"max_new_tokens": prompt.lengths},
+                }
+                for prompt in new
+            ],
+            "sampling_params": {"temperature": 1.0, "ignore_eos": True},
+            "quota": quota,
+            "quota_unit": self.plan.unit,
+            "kv": self.kv,
+            "max_staleness": self._bound(),
+        }
+        if self.plan.concurrency is not None:
+            body["concurrency"] = self.plan.concurrency
+        if self.plan.quota_mode != "first":
+            body["quota_mode"] = self.plan.quota_mode
+        if after_quota != "suspend" and quota is not None:
+            body["after_quota"] = after_quota
+        return body
+
+    def _bound(self) -> int | None:
+        """The bound in versions of the engine, which the pushes of other runs move too."""
+        bound = self.plan.max_staleness
+        if bound is None or bound == 0:
+            return bound
+        older = self._pushed[-1 - bound] if len(self._pushed) > bound else 0
+        return max(bound, self._pushed[-1] - older) if self._pushed else bound
+
+    async def _rollout(self, new: list[Prompt], quota: int | None, after_quota: str | None = None) -> Round:
+        self._open |= {prompt.id: prompt for prompt in new}
+        body = self._body(new, quota, after_quota or self.after_quota)
+        if self.plan.filtered and quota is not None:
+            return await self._judged(body)
+        reply = await self.engine.rollout(body)
+        return self._round(reply.policy_version, reply.finished, reply.carried, reply.stats)
+
+    async def _judged(self, body: dict[str, Any]) -> Round:
+        """The quota counts accepted groups, and each is judged as soon as it has finished."""
+        body |= {"count": "accepted", "round_id": uuid.uuid4().hex}
+        groups: dict[tuple[str, int], replies.Group] = {}
+        async for event in self.engine.stream(body):
+            if isinstance(event, replies.Summary):
+                told = [groups[one["id"], one["incarnation"]] for one in event.delivered]
+                return self._round(event.policy_version, told, event.carried, event.stats)
+            groups[event.id, event.incarnation] = event
+            verdict = "reject" if self._open[event.id].rejected else "accept"
+            await self.engine.post(f"/april/rounds/{body['round_id']}/judge", {verdict: [event.id]})
+        raise RuntimeError("the stream ended without a summary")
+
+    def _round(
+        self, version: int, finished: list[replies.Group], carried: dict[str, Any], stats: dict[str, Any]
+    ) -> Round:
+        groups = [self._group(group, version) for group in finished]
+        return Round(
+            self._own(version),
+            groups,
+            generated=stats["tokens_generated"],
+            wasted=sum(sum(group.lengths) for group in groups if group.rejected),
+            carry=carried["tokens"] + carried["finished_tokens"],
+            reprefilled=stats["reprefilled_tokens"],
+            after_end=stats["tokens_after_quota"],
+            legs=stats["started"] + stats["resumed_recomputed"],
+            prolonged=stats["prolonged"],
+            bytes_by_tier=carried["bytes"],
+        )
+
+    def _group(self, group: replies.Group, version: int) -> Group:
+        prompt = self._open[group.id]
+        self.delivered.update(f"{group.id}/{sample.index}" for sample in group.samples)
+        if group.complete:
+            del self._open[group.id]
+        spans = [span for sample in group.samples for span in sample.spans]
+        return Group(
+            group.id,
+            [len(sample.output_ids) for sample in group.samples],
+            rejected=self.plan.filtered and prompt.rejected,
+            oldest_version=self._own(min((span.version for span in spans), default=version)),
+            off_policy=sum(span.end - span.start for span in spans if span.version < version),
+            hybrid=sum(span.end - span.start for span in spans if span.version == version and span.kv == "kept"),
+        )
+
+    def _own(self, version: int) -> int:
+        return bisect_right(self._pushed, version)
+
+
+class Keep(April):
+    """Partials go on on the KV that they have."""
+
+    name = "april-keep"
+
+
+class Recompute(April):
+    """Partials are prefilled again under the new weights."""
+
+    name = "april-recompute"
+    kv = "recompute"
+
+
+class Auto(April):
+    """Each partial as it costs less."""
+
+    name = "april-auto"
+    kv = "auto"
+
+
+class Factor(April):
+    """Keep, with a fixed factor of over-sampling instead of prompts without end (ablation)."""
+
+    name = "april-factor"
+    ready = None
+
+
+class Continue(April):
+    """The engine generates ahead while the trainer works."""
+
+    name = "april-continue"
+    after_quota = "continue"
+
+    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+        super().__init__(engine, plan, stream)
+        self._held: Round | None = None
+
+    async def rest(self) -> None:
+        """A round of one group suspends what runs ahead; that group is delivered with the next round."""
+        self._held = await self._rollout([], 1, after_quota="suspend")
+
+    async def round(self) -> Round:
+        """As the others'."""
+        done = await super().round()
+        held, self._held = self._held, None
+        if held is not None:
+            done.groups = held.groups + done.groups
+        return done

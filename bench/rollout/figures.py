@@ -1,0 +1,123 @@
+"""Rounds to rows. Every figure is counted; None where the variant cannot know it."""
+
+from collections import Counter
+from dataclasses import dataclass
+from statistics import mean, quantiles
+from typing import Any
+
+from bench.rollout.engine import Counters
+from bench.rollout.lengths import BIASED_ABOVE, Lengths
+from bench.rollout.variant import Plan, Round, versions
+
+
+class IdentityError(AssertionError):
+    """generated = delivered + Δcarry + wasted does not hold: tokens were lost, or counted twice."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round and its surroundings: seconds from the start of the push to the reply (with a trainer, to the end of
+    its step), and what the scheduler did in that time."""
+
+    round: Round
+    seconds: float
+    decoded: int
+    steps: int
+    prefilled: int
+    after_end: int
+
+
+def between(before: Counters, after: Counters, done: Round, seconds: float) -> Measured:
+    """A measured round from the counters around it."""
+    return Measured(
+        done,
+        seconds,
+        decoded=after.decoded - before.decoded,
+        steps=after.steps - before.steps,
+        prefilled=after.prefilled - before.prefilled,
+        after_end=done.after_end if done.decoded_at_end is None else max(0, after.decoded - done.decoded_at_end),
+    )
+
+
+def check_identity(rounds: list[Measured], carry_before: int) -> bool | None:
+    """Over the measured rounds; None for variants that do not know what their requests in flight have."""
+    if any(measured.round.generated is None for measured in rounds):
+        return None
+    generated = sum(measured.round.generated or 0 for measured in rounds)
+    delivered = sum(measured.round.tokens for measured in rounds)
+    wasted = sum(measured.round.wasted for measured in rounds)
+    grown = (rounds[-1].round.carry or 0) - carry_before
+    if generated != delivered + grown + wasted:
+        told = f"{generated} generated, {delivered} delivered, carry grown by {grown}, {wasted} wasted"
+        raise IdentityError(told)
+    return True
+
+
+def figures(rounds: list[Measured], carry_before: int, plan: Plan, lengths: Lengths, limit: float) -> dict[str, Any]:
+    """The measured part of a row. `limit`: the engine's own full-batch decode rate in tokens/s; `carry_before`: carried
+    tokens when the first of the rounds began."""
+    seconds = sum(measured.seconds for measured in rounds)
+    tokens = sum(measured.round.tokens for measured in rounds)
+    groups = [group for measured in rounds for group in measured.round.groups if not group.rejected]
+    delivered = [length for group in groups for length in group.lengths]
+    distance = lengths.distance(delivered)
+    decoded, steps = sum(measured.decoded for measured in rounds), sum(measured.steps for measured in rounds)
+    generated = [measured.round.generated for measured in rounds]
+    total = None if None in generated else sum(count or 0 for count in generated)
+    took = sorted(measured.seconds for measured in rounds)
+    return {
+        "rounds": len(rounds),
+        "seconds": round(seconds, 4),
+        "delivered_tokens": tokens,
+        "delivered_samples": len(delivered),
+        "delivered_tokens_per_s": tokens / seconds,
+        "delivered_groups_per_s": len(delivered) / plan.n / seconds,
+        "generated_tokens": total,
+        "generated_tokens_per_s": (decoded if total is None else total) / seconds,
+        "wasted_tokens": sum(measured.round.wasted for measured in rounds),
+        "carry_start": carry_before,
+        "carry_end": rounds[-1].round.carry,
+        "identity": check_identity(rounds, carry_before),
+        "ks_distance": round(distance, 4),
+        "biased": distance > BIASED_ABOVE,
+        "length_mean": mean(delivered) if delivered else None,
+        "round_s_p50": took[len(took) // 2],
+        "round_s_p95": quantiles(took, n=20)[-1] if len(took) > 1 else took[0],
+        "tokens_after_end": sum(measured.after_end for measured in rounds),
+        "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
+        "decoded_tokens": decoded,
+        "decode_steps": steps,
+        "prefilled_tokens": sum(measured.prefilled for measured in rounds),
+        "mean_running": decoded / steps if steps else None,
+        "full_batch_tokens_per_s": limit,
+        "share_of_limit": tokens / seconds / limit,
+        "off_policy_share": _share([group.off_policy for group in groups], tokens),
+        "hybrid_share": _share([group.hybrid for group in groups], tokens),
+        "staleness": _ages(rounds),
+        "rounds_prolonged": sum(measured.round.prolonged for measured in rounds),
+        "peak_bytes": _peak(rounds),
+    }
+
+
+def ratios(row: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
+    """A row against another: `headline` is the smaller of the token and the group ratio."""
+    tokens = row["delivered_tokens_per_s"] / base["delivered_tokens_per_s"]
+    groups = row["delivered_groups_per_s"] / base["delivered_groups_per_s"]
+    return {"tokens": tokens, "groups": groups, "headline": min(tokens, groups)}
+
+
+def _share(counts: list[int | None], tokens: int) -> float | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) / tokens if tokens and len(known) == len(counts) else None
+
+
+def _ages(rounds: list[Measured]) -> dict[str, int]:
+    ages: Counter[str] = Counter()
+    for measured in rounds:
+        ages.update(versions(measured.round.groups, measured.round.version))
+    return dict(sorted(ages.items()))
+
+
+def _peak(rounds: list[Measured]) -> dict[str, int]:
+    tiers = {tier for measured in rounds for tier in measured.round.bytes_by_tier}
+    return {tier: max(m.round.bytes_by_tier.get(tier, 0) for m in rounds) for tier in sorted(tiers)}

@@ -1,0 +1,149 @@
+"""What is run: sizes, and the cells in the order of their worth, so that a budget cuts from the end.
+
+A cell is one row to come: a distribution, an ablation (None in the main tables), a variant, a repetition.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bench.rollout.variant import Plan
+
+MAIN = ("synchronous", "outside", "april-keep", "april-recompute", "april-auto")
+OTHERS = ("outside-retry3s", "stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
+FEW = ("synchronous", "outside", "april-keep")
+DISTRIBUTIONS = ("constant", "pareto", "uniform")
+TRAINER = (0.0, 0.5, 1.0)
+"""Trainer time per round as a share of a synchronous rollout, for what generates while the trainer works."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row to come."""
+
+    distribution: str
+    variant: str
+    repetition: int = 0
+    ablation: str | None = None
+    plan: Plan | None = None
+    """Where it differs from the preset's."""
+    trainer: float = 0.0
+    drain: bool = False
+    """The second figure: a fixed set of prompts from empty to empty."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of one benchmark, and how much of it is run."""
+
+    name: str
+    plan: Plan
+    mean: float
+    longest: int
+    prompt_tokens: int
+    repetitions: int
+    shape: str = "tiny"
+    """`tiny`: made by a script. Otherwise two checkpoints must be named (`--checkpoints`)."""
+    warm_limit: int = 15
+    """Rounds after which measuring begins even if the carry still moves (the row is marked)."""
+    measured: int = 8
+    distributions: tuple[str, ...] = DISTRIBUTIONS
+    extreme: int = 100
+    """`extreme`: 5 % of the responses are so many times as long as the others."""
+    everything: bool = True
+    """Whether ablations are run."""
+
+    @property
+    def context(self) -> int:
+        """The server's context length."""
+        return self.prompt_tokens + self.longest + 8
+
+    def eighth(self) -> "Preset":
+        """Lengths ÷ 8: all variants in one call of a few minutes on a GPU."""
+        return replace(
+            self,
+            name=f"{self.name}/8",
+            mean=self.mean / 8,
+            longest=self.longest // 8,
+            repetitions=1,
+            measured=4,
+            warm_limit=6,
+            everything=False,
+        )
+
+    def cells(self) -> Iterator[Cell]:
+        """All rows of the preset, the main table first."""
+        for repetition in range(self.repetitions):
+            yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
+        yield from (Cell("constant", variant) for variant in MAIN)
+        yield from (Cell("lognormal", variant) for variant in OTHERS[:4])
+        yield from self._ahead()
+        for distribution in self.distributions[1:]:
+            yield from (Cell(distribution, variant) for variant in FEW)
+        if not self.everything:
+            return
+        yield from (Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW)
+        yield from self._ablations()
+        for distribution in self.distributions:
+            yield from (Cell(distribution, variant, 1) for variant in FEW)
+
+    def _ahead(self) -> Iterator[Cell]:
+        for trainer in TRAINER if self.everything else TRAINER[:1]:
+            for variant in OTHERS[4:]:
+                yield Cell("lognormal", variant, ablation=f"trainer {trainer:g}" if trainer else None, trainer=trainer)
+
+    def _ablations(self) -> Iterator[Cell]:
+        plan = self.plan
+        for factor in (1.0, 1.25, 1.5, 2.0, 3.0):
+            changed = replace(plan, over_sampling=factor)
+            yield Cell("lognormal", "outside", ablation=f"over-sampling {factor:g}", plan=changed)
+            yield Cell("lognormal", "april-factor", ablation=f"over-sampling {factor:g}", plan=changed)
+        for bound in (5, None):
+            changed = replace(plan, max_staleness=bound)
+            name = f"max_staleness {'unlimited' if bound is None else bound}"
+            for variant in FEW:
+                yield Cell(f"extreme:{self.extreme}", variant, ablation=name, plan=changed)
+        for share in (0.5, 0.75):
+            changed = replace(plan, concurrency=round(plan.slots * share))
+            yield Cell("lognormal", "april-keep", ablation=f"concurrency {changed.concurrency}", plan=changed)
+        changed = replace(plan, unit="sample")
+        yield Cell("lognormal", "april-keep", ablation="quota by sample", plan=changed)
+        for n in (1, 8):
+            changed = replace(plan, n=n, groups=plan.samples // n)
+            yield from (Cell("lognormal", variant, ablation=f"n {n}", plan=changed) for variant in FEW)
+        for name, changed in (
+            ("concurrency auto", replace(plan, concurrency="auto")),
+            ("cohort", replace(plan, quota_mode="cohort")),
+        ):
+            yield Cell("lognormal", "april-keep", ablation=name, plan=changed)
+
+
+class Short(Preset):
+    """One table of the main variants, and nothing else."""
+
+    def cells(self) -> Iterator[Cell]:
+        for repetition in range(self.repetitions):
+            yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
+
+
+class Tiny(Preset):
+    """Every variant once, a filter, a drain: CI's smoke test. Its figures mean nothing."""
+
+    def cells(self) -> Iterator[Cell]:
+        yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))
+        yield Cell("lognormal", "april-keep", ablation="drain", drain=True)
+        changed = replace(self.plan, filtered=True)
+        yield from (Cell("lognormal", variant, ablation="filter", plan=changed) for variant in FEW)
+
+
+_CPU = Plan(slots=64, groups=24, n=4, over_sampling=1.5)
+_APRIL = Plan(slots=256, groups=32, n=8, over_sampling=2.0)
+_PRESETS: tuple[Preset, ...] = (
+    Tiny("tiny", Plan(slots=16, groups=3, n=2), 8, 40, 6, 1, warm_limit=1, measured=2),
+    Preset("cpu", _CPU, 64, 1024, 16, 5),
+    Preset("april", _APRIL, 4096, 16384, 256, 2, shape="qwen3-4b", extreme=500),
+    Short("long", replace(_APRIL, slots=128), 16384, 49152, 512, 1, shape="qwen3-4b"),
+    Short("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),
+    Short("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),
+)
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in _PRESETS}
+PRESETS |= {f"{name}/8": PRESETS[name].eighth() for name in ("april", "long", "short-rounds", "dapo")}

@@ -1,0 +1,207 @@
+"""Cells to rows: repetitions in turn, the budget, and what a variant needs before it may be measured."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.record import Row
+from bench.rollout import april, inflight, stock
+from bench.rollout.engine import Engine
+from bench.rollout.figures import Measured, between, figures
+from bench.rollout.lengths import Lengths, named
+from bench.rollout.limit import decode_rate
+from bench.rollout.presets import Cell, Preset
+from bench.rollout.steady import is_steady
+from bench.rollout.variant import Plan, Variant, lost
+from bench.rollout.workload import Stream
+
+KINDS: dict[str, type[Variant]] = {
+    kind.name: kind
+    for kind in (
+        *(stock.Synchronous, stock.Outside, stock.OutsideRetry, stock.StaleReuse),
+        *(inflight.PauseRetract, inflight.PauseInPlace, inflight.Asynchronous),
+        *(april.Keep, april.Recompute, april.Auto, april.Continue, april.Factor),
+    )
+}
+STEP_BATCHES = (1, 8, 32)
+
+
+@dataclass
+class Bed:
+    """Where cells run: two servers, two checkpoints, and what was measured of the machine."""
+
+    stock: Engine
+    april: Engine
+    checkpoints: tuple[Path, Path]
+    preset: Preset
+    seed: int = 0
+    limits: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Full-batch rate in tokens/s by repetition and distribution."""
+    steps_ms: dict[str, float] = field(default_factory=dict)
+    synchronous_s: float | None = None
+    """Mean seconds of a synchronous round: what a trainer's time is a share of."""
+
+    def engine(self, variant: str) -> Engine:
+        """Ours for our variants, the stock one for the others."""
+        return self.april if variant.startswith("april") else self.stock
+
+    def lengths(self, distribution: str) -> Lengths:
+        """A distribution at the preset's size."""
+        return named(distribution, self.preset.mean, self.preset.longest)
+
+    async def limit(self, cell: Cell) -> float:
+        """Measured anew in each repetition: machines change."""
+        key = (cell.repetition, cell.distribution)
+        if key not in self.limits:
+            length = round(self.lengths(cell.distribution).running_mean)
+            length = min(self.preset.longest, max(40, length))
+            tokens = self.preset.prompt_tokens
+            self.limits[key], step = await decode_rate(self.stock, self.preset.plan.slots, length, tokens)
+            if not self.steps_ms:
+                for batch in STEP_BATCHES:
+                    if batch < self.preset.plan.slots:
+                        _, took = await decode_rate(self.stock, batch, max(40, length), tokens)
+                        self.steps_ms[str(batch)] = round(1e3 * took, 3)
+                self.steps_ms[str(self.preset.plan.slots)] = round(1e3 * step, 3)
+        return self.limits[key]
+
+
+class Track:
+    """One variant with its stream and its carry: it rests while others run, and goes on where it was."""
+
+    def __init__(self, bed: Bed, cell: Cell) -> None:
+        self.bed, self.cell = bed, cell
+        self.plan: Plan = cell.plan or bed.preset.plan
+        self.engine = bed.engine(cell.variant)
+        self.lengths = bed.lengths(cell.distribution)
+        stream = Stream(bed.seed, self.lengths, self.plan.n, bed.preset.prompt_tokens)
+        self.variant: Variant = KINDS[cell.variant](self.engine, self.plan, stream)
+        self.carried: list[int] = []
+        self._checkpoints = itertools.cycle(bed.checkpoints)
+        self._drawn = 0
+        """Decoded tokens of this variant less the delivered ones: the carry of who cannot know it."""
+
+    async def round(self, trainer_s: float = 0.0) -> Measured:
+        """A push, a round, and what a trainer does with it. The clock stands while the counters settle, except for
+        what never stops."""
+        ahead = isinstance(self.variant, (inflight.Asynchronous, april.Continue))
+        before = await (self.engine.counters() if ahead else self.engine.settled())
+        start = time.perf_counter()
+        await self.variant.push(next(self._checkpoints))
+        done = await self.variant.round()
+        if trainer_s:
+            await asyncio.sleep(trainer_s)
+        seconds = time.perf_counter() - start
+        after = await (self.engine.counters() if ahead else self.engine.settled())
+        measured = between(before, after, done, seconds)
+        self._note(measured)
+        return measured
+
+    def _note(self, measured: Measured) -> None:
+        done = measured.round
+        delivered = sum(sum(group.lengths) - len(group.lengths) for group in done.groups)
+        self._drawn += measured.decoded + (done.legs if done.generated is None else 0) - delivered
+        if done.carry is None:
+            done.carry = max(0, self._drawn)
+        self.carried.append(done.carry)
+
+    async def warm(self) -> bool:
+        """Rounds until the carry is steady; False if the limit came first. Once steady, one round after a rest."""
+        if self.carried:
+            await self.round()
+            return True
+        while len(self.carried) < self.bed.preset.warm_limit:
+            await self.round(self.trainer_s)
+            if is_steady(self.carried):
+                return True
+        return False
+
+    @property
+    def trainer_s(self) -> float:
+        """Seconds that a trainer takes in each round."""
+        return self.cell.trainer * (self.bed.synchronous_s or 0.0)
+
+    async def repetition(self) -> tuple[bool, int, list[Measured]]:
+        """Whether the carry was steady, the carry before, and the measured rounds."""
+        steady = await self.warm()
+        carry = self.carried[-1]
+        rounds = [await self.round(self.trainer_s) for _ in range(self.bed.preset.measured)]
+        await self.variant.rest()
+        return steady, carry, rounds
+
+    async def emptied(self) -> tuple[bool, int, list[Measured]]:
+        """A fixed set of prompts from empty to empty, as one measured piece."""
+        rounds = [await self.round() for _ in range(self.bed.preset.measured)]
+        before = await self.engine.settled()
+        start = time.perf_counter()
+        last = await self.variant.drain()
+        seconds = time.perf_counter() - start
+        rounds.append(between(before, await self.engine.settled(), last, seconds))
+        last.carry = 0
+        return True, 0, rounds
+
+
+class Runner:
+    """Runs cells one after the other; tracks live as long as a later cell of theirs is to come."""
+
+    def __init__(self, bed: Bed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
+        self._bed, self._facts, self._run_id, self._keep = bed, facts, run_id, keep
+        self._tracks: dict[tuple[str, str, str | None], Track] = {}
+
+    async def run(self, cells: list[Cell], until: float) -> int:
+        """Rows of the cells, as many as fit before the monotonic clock's `until`; returns how many were left out."""
+        slowest = 0.0
+        for number, cell in enumerate(cells):
+            if time.monotonic() + slowest > until:
+                return len(cells) - number
+            start = time.monotonic()
+            more = any(_key(later) == _key(cell) for later in cells[number + 1 :])
+            await self._cell(cell, last=not more)
+            slowest = max(0.8 * slowest, time.monotonic() - start)
+        return 0
+
+    async def _cell(self, cell: Cell, *, last: bool) -> None:
+        limit = await self._bed.limit(cell)
+        if cell.trainer and self._bed.synchronous_s is None:
+            self._bed.synchronous_s = await self._synchronous(cell)
+        track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
+        steady, carry, rounds = await (track.emptied() if cell.drain else track.repetition())
+        row = {
+            "bench": "rollout",
+            "run_id": self._run_id,
+            "preset": self._bed.preset.name,
+            **self._facts,
+            "distribution": cell.distribution,
+            "variant": cell.variant,
+            "ablation": cell.ablation,
+            "repetition": cell.repetition,
+            "steady": steady,
+            "server": "april" if track.engine.patched else "stock",
+            "plan": asdict(track.plan),
+            "trainer_s": track.trainer_s,
+            "step_ms_by_batch": self._bed.steps_ms,
+            **figures(rounds, carry, track.plan, track.lengths, limit),
+            "carry_source": "counter" if rounds[0].round.generated is None else "client",
+            "samples_lost": None,
+            "samples_twice": None,
+        }
+        if cell.variant == "synchronous" and cell.ablation is None:
+            self._bed.synchronous_s = row["seconds"] / row["rounds"]
+        if last:
+            # Only now can it be said of every sample where it went.
+            if not cell.drain:
+                await track.variant.drain()
+            row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)
+            del self._tracks[_key(cell)]
+        self._keep(row)
+
+    async def _synchronous(self, cell: Cell) -> float:
+        track = Track(self._bed, Cell(cell.distribution, "synchronous"))
+        return sum([(await track.round()).seconds for _ in range(3)]) / 3
+
+
+def _key(cell: Cell) -> tuple[str, str, str | None]:
+    return cell.distribution, cell.variant, cell.ablation

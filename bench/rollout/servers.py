@@ -1,0 +1,101 @@
+"""The two servers: SGLang as it is, and ours, same model and flags. The idle one takes no time of the other."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from bench.record import ROOT
+from examples.april_demo.server import free_port, has_gpu, last_line
+
+START_LIMIT_S = 600.0
+
+
+class ServerError(RuntimeError):
+    """A server did not come up; the message says where its log is."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What both servers are started with."""
+
+    model: Path
+    slots: int
+    context: int
+    pool_tokens: int
+    """KV pool of each server. Ours holds the partials of several runs that take turns."""
+    extra: tuple[str, ...] = ()
+
+
+def command(size: Size, port: int, patched: bool, gpu: bool) -> list[str]:
+    """The launch command. Load snapshots are published at every step: they are the ruler of all variants."""
+    # fmt: off
+    flags = [
+        "--model-path", str(size.model), "--host", "127.0.0.1", "--port", str(port),
+        "--max-running-requests", str(size.slots), "--context-length", str(size.context),
+        "--load-snapshot-publish-interval", "1", "--grammar-backend", "none", "--skip-server-warmup",
+        "--log-level", "warning",
+    ]
+    flags += ["--mem-fraction-static", "0.42"] if gpu else [
+        "--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.6",
+        "--max-total-tokens", str(size.pool_tokens), "--disable-overlap-schedule", "--sleep-on-idle",
+    ]
+    # fmt: on
+    start = ["sglang_april.launch_server", "--april-quota", "1"] if patched else ["sglang.launch_server"]
+    return [sys.executable, "-m", *start, *flags, *size.extra]
+
+
+@contextlib.contextmanager
+def both(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of the stock server and of ours; both end with the context. They start together."""
+    gpu = has_gpu()
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(_running(size, folder, patched, gpu)) for patched in (False, True)]
+        for process, url, log in started:
+            _wait(process, url, log)
+        yield started[0][1], started[1][1]
+
+
+@contextlib.contextmanager
+def _running(size: Size, folder: Path, patched: bool, gpu: bool) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    port, log = free_port(), folder / f"{'april' if patched else 'stock'}.log"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if not gpu:
+        # The portable CPU platform is the engine of both; one thread each, or they wait for one another.
+        environment |= {"SGLANG_APRIL_CPU": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command(size, port, patched, gpu),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process, f"http://127.0.0.1:{port}", log
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerError(f"a server ended at its start: {last_line(log)}\nits log: {log}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
+                return
+        time.sleep(0.5)
+    raise ServerError(f"a server was not up after {START_LIMIT_S:.0f} s; its log: {log}")

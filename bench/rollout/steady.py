@@ -1,0 +1,19 @@
+"""When measuring may begin.
+
+From empty, first-finished looks fast by building up carry. Measured rounds begin when the carried tokens' mean over
+three rounds is within 10 % of the mean over the three before, or after a limit, which is then marked.
+"""
+
+from collections.abc import Sequence
+
+WINDOW = 3
+WITHIN = 0.10
+
+
+def is_steady(carried: Sequence[int]) -> bool:
+    """Whether the tokens carried out of the rounds so far have stopped growing (or shrinking)."""
+    if len(carried) < 2 * WINDOW:
+        return False
+    before = sum(carried[-2 * WINDOW : -WINDOW]) / WINDOW
+    now = sum(carried[-WINDOW:]) / WINDOW
+    return abs(now - before) <= WITHIN * before

@@ -1,0 +1,50 @@
+"""The stream of prompts: random token ids and a length for each response, the same for every variant and run."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.rollout.lengths import Lengths
+
+FIRST_TOKEN, VOCAB = 8, 512
+"""Prompt tokens are drawn from [FIRST_TOKEN, VOCAB): the tiny model's ids above its special tokens."""
+REJECTED_SHARE = 0.4
+"""`dapo`: this share of the groups has no signal and is rejected (all right or all wrong)."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and how long each response to it gets (`ignore_eos`, `max_new_tokens`)."""
+
+    id: str
+    input_ids: list[int]
+    lengths: list[int]
+
+    @property
+    def rejected(self) -> bool:
+        """What a filter says of the group: the same decision in every variant."""
+        digest = hashlib.blake2b(self.id.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") / 2**64 < REJECTED_SHARE
+
+
+class Stream:
+    """Endless prompts in a fixed order; `taken` counts them."""
+
+    def __init__(self, seed: int, lengths: Lengths, n: int, prompt_tokens: int) -> None:
+        self.taken = 0
+        self._prompts = self._generate(random.Random(f"rollout-{seed}"), lengths, n, prompt_tokens)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts."""
+        count = max(0, count)
+        self.taken += count
+        return [next(self._prompts) for _ in range(count)]
+
+    @staticmethod
+    def _generate(rng: random.Random, lengths: Lengths, n: int, prompt_tokens: int) -> Iterator[Prompt]:
+        number = 0
+        while True:
+            ids = [rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(prompt_tokens)]
+            yield Prompt(f"p{number}", ids, [lengths.draw(rng) for _ in range(n)])
+            number += 1
