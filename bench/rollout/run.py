@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.record import Row
 from bench.rollout import april, inflight, stock
-from bench.rollout.engine import Engine
+from bench.rollout.engine import Engine, EngineError
 from bench.rollout.figures import Measured, between, figures
 from bench.rollout.lengths import Lengths, named
 from bench.rollout.limit import decode_rate
@@ -159,7 +159,12 @@ class Runner:
                 return len(cells) - number
             start = time.monotonic()
             more = any(_key(later) == _key(cell) for later in cells[number + 1 :])
-            await self._cell(cell, last=not more)
+            try:
+                await self._cell(cell, last=not more)
+            except EngineError as refusal:
+                # A field that this version of the server does not have: the other rows are still worth having.
+                print(f"{cell.distribution} {cell.variant} {cell.ablation or ''} was not run: {refusal}", flush=True)
+                self._tracks.pop(_key(cell), None)
             slowest = max(0.8 * slowest, time.monotonic() - start)
         return 0
 

@@ -1,0 +1,199 @@
+"""bench.rollout's arithmetic: lengths, the steady state, the identity, rows, cells."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.rollout.engine import Counters
+from bench.rollout.figures import IdentityError, Measured, between, check_identity, figures, ratios
+from bench.rollout.lengths import SIGMA, named
+from bench.rollout.limit import of_snapshots
+from bench.rollout.presets import MAIN, PRESETS
+from bench.rollout.run import KINDS
+from bench.rollout.steady import is_steady
+from bench.rollout.stock import Leg, Open, Outside
+from bench.rollout.variant import Group, Plan, Round
+from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
+
+PLAN = Plan(slots=4, groups=1, n=2)
+
+
+@pytest.mark.parametrize("name", ["lognormal", "pareto", "uniform", "constant"])
+def test_a_distribution_has_the_mean_that_was_asked_for(name: str) -> None:
+    lengths = named(name, 64, 1024)
+    assert lengths.mean == pytest.approx(64, rel=0.03)
+    assert 1 <= lengths.grid[0] <= lengths.grid[-1] <= 1024
+    rng = random.Random(1)
+    sample = [lengths.draw(rng) for _ in range(4000)]
+    assert lengths.distance(sample) < 0.04
+    assert lengths.distance([length * 2 for length in sample]) > 0.2
+
+
+def test_the_lognormal_has_the_published_quantiles() -> None:
+    lengths = named("lognormal", 500, 10**6)
+    at = lengths.grid
+    assert at[int(0.99 * len(at))] / at[len(at) // 2] == pytest.approx(10, rel=0.02)
+    assert pytest.approx(0.99, abs=0.01) == SIGMA
+
+
+def test_extreme_and_trace(tmp_path: Path) -> None:
+    extreme = named("extreme:100", 20, 4000)
+    assert Counter(extreme.grid) == {20: 19_000, 2000: 1000}
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([5, 1, 9]))
+    assert set(named(f"trace:{path}", 0, 100).grid) == {1, 5, 9}
+
+
+def test_the_running_samples_are_the_long_ones() -> None:
+    assert named("constant", 64, 1024).running_mean == 64
+    assert named("lognormal", 64, 10**5).running_mean > 2 * 64
+
+
+def test_steady_state() -> None:
+    assert not is_steady([100] * 5)
+    assert is_steady([0, 50, 100, 100, 100, 105, 103, 104])
+    assert not is_steady([10, 20, 30, 40, 50, 60])
+    assert is_steady([0] * 6)  # nothing is ever carried
+
+
+def test_every_variant_sees_the_same_prompts() -> None:
+    lengths = named("lognormal", 8, 40)
+    one, other = Stream(3, lengths, 2, 5), Stream(3, lengths, 2, 5)
+    assert one.take(4) == other.take(1) + other.take(3)
+    assert (one.taken, other.taken) == (4, 4)
+    rejected = [prompt.rejected for prompt in one.take(2000)]
+    assert sum(rejected) / len(rejected) == pytest.approx(REJECTED_SHARE, abs=0.04)
+
+
+def measured(done: Round, seconds: float = 1.0, **counts: int) -> Measured:
+    return Measured(done, seconds, **{"decoded": 0, "steps": 0, "prefilled": 0, "after_end": 0, **counts})
+
+
+def round_of(*lengths: int, generated: int | None, carry: int, **rest: Any) -> Round:
+    group = Group("a", list(lengths), oldest_version=3, off_policy=2, hybrid=1)
+    return Round(5, [group], generated=generated, carry=carry, **rest)
+
+
+def test_the_identity_catches_a_lost_token() -> None:
+    good = [
+        measured(round_of(10, 20, generated=45, carry=20)),
+        measured(round_of(5, 5, generated=8, carry=16, wasted=2)),
+    ]
+    assert check_identity(good, carry_before=5) is True
+    good[0].round.generated = 46
+    with pytest.raises(IdentityError, match="54 generated, 40 delivered, carry grown by 11, 2 wasted"):
+        check_identity(good, carry_before=5)
+    good[0].round.generated = None
+    assert check_identity(good, carry_before=5) is None
+
+
+def test_a_row() -> None:
+    lengths = named("uniform", 10, 40)
+    rounds = [
+        measured(round_of(10, 20, generated=30, carry=0, bytes_by_tier={"host": 7}), 1.0, decoded=28, steps=14),
+        measured(round_of(4, 6, generated=10, carry=0, prolonged=True, bytes_by_tier={"host": 3}), 3.0, after_end=9),
+    ]
+    row = figures(rounds, 0, PLAN, lengths, limit=20.0)
+    assert (row["delivered_tokens_per_s"], row["delivered_groups_per_s"], row["share_of_limit"]) == (10, 0.5, 0.5)
+    assert (row["off_policy_share"], row["hybrid_share"]) == (4 / 40, 2 / 40)
+    assert row["staleness"] == {"2": 2}
+    assert (row["tokens_after_end"], row["rounds_prolonged"], row["peak_bytes"]) == (9, 1, {"host": 7})
+    assert (row["mean_running"], row["identity"], row["biased"]) == (2.0, True, True)
+    other = {**row, "delivered_groups_per_s": 0.25, "delivered_tokens_per_s": 4.0}
+    assert ratios(row, other) == {"tokens": 2.5, "groups": 2.0, "headline": 2.0}
+
+
+def test_rejected_groups_are_not_delivered_tokens() -> None:
+    done = round_of(3, 4, generated=18, carry=0, wasted=11)
+    done.groups.append(Group("b", [5, 6], rejected=True))
+    assert (done.tokens, done.trained_groups) == (7, 1)
+    assert check_identity([measured(done)], 0)
+
+
+def counters(time: float, running: int, steps: int, decoded: int, waiting: int = 0) -> Counters:
+    return Counters(time, running, waiting, steps, decoded, 0)
+
+
+def test_tokens_after_the_end_are_counted_from_the_clients_look() -> None:
+    done = round_of(1, 1, generated=0, carry=0, decoded_at_end=130)
+    assert between(counters(0, 0, 0, 100), counters(1, 0, 9, 150), done, 1.0).after_end == 20
+
+
+def test_the_limit_is_taken_while_the_batch_is_full() -> None:
+    seen = [counters(0, 4, 0, 0, 2), counters(1, 8, 10, 80), counters(3, 8, 30, 240), counters(4, 5, 40, 300)]
+    assert of_snapshots(seen, 8) == (80.0, 0.1)
+    with pytest.raises(RuntimeError, match="never seen full twice"):
+        of_snapshots(seen[:2], 8)
+
+
+def test_hybrid_are_tokens_of_this_version_on_older_kv() -> None:
+    group = Open(Prompt("a", [1], [6, 3]))
+    group.output_ids = [[1] * 6, [1] * 3]
+    group.legs = [[Leg(1, 2), Leg(2, 4)], [Leg(2, 3)]]
+    done = group.delivered(2, hybrid=True)
+    assert (done.lengths, done.oldest_version, done.off_policy, done.hybrid) == ([6, 3], 1, 2, 4)
+    assert group.delivered(2, hybrid=False).hybrid == 0
+
+
+class OneAtATime:
+    """An engine in which the third request hangs until it is aborted, with one token; the others finish."""
+
+    patched = False
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Event] = []
+        self.aborted = False
+
+    async def post(self, route: str, body: dict[str, Any]) -> Any:
+        event = asyncio.Event()
+        self.waiting.append(event)
+        if len(self.waiting) != 3:
+            event.set()
+        await event.wait()
+        answers = []
+        for params in body["sampling_params"]:
+            count = 1 if self.aborted else params["max_new_tokens"]
+            meta = {"prompt_tokens": 3, "cached_tokens": 0}
+            answers.append({"output_ids": [7] * count, "meta_info": meta})
+        return answers
+
+    async def abort_all(self) -> None:
+        self.aborted = True
+        for event in self.waiting:
+            event.set()
+
+    async def counters(self) -> Counters:
+        return counters(0, 0, 0, 0)
+
+
+def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
+    async def scene() -> tuple[Round, Round, Outside]:
+        stream = Stream(0, named("constant", 5, 9), 2, 3)
+        variant = Outside(OneAtATime(), replace(PLAN, over_sampling=3.0), stream)  # type: ignore[arg-type]
+        first = await variant.round()
+        variant.engine.aborted = False  # type: ignore[attr-defined]
+        return first, await variant.drain(), variant
+
+    first, last, variant = asyncio.run(scene())
+    assert [group.lengths for group in first.groups] == [[5, 5]]
+    assert (first.generated, first.carry) == (10 + 10 + 2, 10 + 2)  # the second to finish is surplus, the third cut
+    assert check_identity([measured(first), measured(last)], 0)
+    assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
+    assert last.reprefilled == 6
+
+
+def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> None:
+    for preset in PRESETS.values():
+        cells = list(preset.cells())
+        assert {cell.variant for cell in cells} <= set(KINDS)
+        assert [cell.variant for cell in cells[: len(MAIN)]] == list(MAIN)
+        keys = [(c.distribution, c.variant, c.ablation, c.repetition) for c in cells]
+        assert len(keys) == len(set(keys))
+    assert {cell.variant for cell in PRESETS["tiny"].cells()} == set(KINDS) - {"april-factor"}
+    assert PRESETS["april/8"].longest == 2048
