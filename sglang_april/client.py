@@ -108,7 +108,7 @@ class AprilClient(Calls):
         return self._run(self._call("GET", "/april/state"))
 
     def partials(self, run: str | None = None) -> dict[str, Any]:
-        """The suspended samples of a run, or of all."""
+        """The suspended samples of a run, or of all, and its groups that have not begun."""
         return self._run(self._call("GET", "/april/partials", run=run))
 
     def drop(self, run: str, ids: list[str] | None = None) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class AsyncAprilClient(Calls):
         return await self._run(self._call("GET", "/april/state"))
 
     async def partials(self, run: str | None = None) -> dict[str, Any]:
-        """The suspended samples of a run, or of all."""
+        """The suspended samples of a run, or of all, and its groups that have not begun."""
         return await self._run(self._call("GET", "/april/partials", run=run))
 
     async def drop(self, run: str, ids: list[str] | None = None) -> dict[str, Any]:

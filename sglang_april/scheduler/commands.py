@@ -52,7 +52,7 @@ class Commands:
     def _report(self, cmd: wire.GetState | wire.GetPartials) -> dict[str, Any]:
         if isinstance(cmd, wire.GetState):
             return report.state(self._c)
-        return {"partials": report.partials(self._c, cmd.run)}
+        return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
 
     def _open(self, cmd: wire.OpenRound) -> dict[str, Any]:
         c = self._c

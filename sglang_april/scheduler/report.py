@@ -85,3 +85,14 @@ def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
         for r in runs
         for s in r.suspended
     ]
+
+
+def unstarted(c: Context, run: str | None) -> list[dict[str, Any]]:
+    """Groups of which no sample has been admitted yet: what a caller can drop without losing a token."""
+    runs = [r for r in c.ledger.runs.values() if run is None or r.name == run]
+    return [
+        {"run": r.name, "id": g.id, "incarnation": g.incarnation}
+        for r in runs
+        for g in r.groups.values()
+        if not g.begun
+    ]

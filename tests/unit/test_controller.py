@@ -228,6 +228,20 @@ def test_strict_on_policy_with_more_partials_than_the_quota(world: Build) -> Non
     assert (reply.stats["started"], w.sample("run", "new").state) == (0, State.QUEUED)
 
 
+def test_groups_that_have_not_begun_are_named(world: Build) -> None:
+    """`GET /april/partials`: what a caller may drop without losing a token, and nothing else."""
+    w = world()
+    w.open("run", {f"p{i}": (3, 2, 1 + 8 * i) for i in range(8)}, quota=1)
+    w.reply()
+    listed = w.command(wire.GetPartials, run="run").data
+    begun = {partial["id"] for partial in listed["partials"]}
+    unstarted = {group["id"] for group in listed["unstarted"]}
+    assert begun
+    assert unstarted
+    assert begun | unstarted == {f"p{i}" for i in range(1, 8)}
+    assert not begun & unstarted
+
+
 # --- S5: ids
 
 
