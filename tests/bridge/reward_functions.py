@@ -1,0 +1,69 @@
+"""Rewards for tests: what users write, good and bad. Imported in the reward's processes."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer_bridge.prompt import Prompt
+from trainer_bridge.rewards import RewardSample
+
+
+def length(sample: RewardSample, prompt: Prompt) -> float:
+    return float(len(sample.output_ids))
+
+
+def even_ids(sample: RewardSample, prompt: Prompt) -> float:
+    """Differs between the samples of nearly every group."""
+    return sum(token % 2 == 0 for token in sample.output_ids) / max(1, len(sample.output_ids))
+
+
+def constant_for_some(sample: RewardSample, prompt: Prompt) -> float:
+    """No variance in two groups of five: DAPO rejects them."""
+    return 1.0 if int(prompt.label) % 5 < 2 else even_ids(sample, prompt)
+
+
+def odd_index_fails(sample: RewardSample, prompt: Prompt) -> float:
+    if sample.index % 2:
+        raise ValueError("no opinion")
+    return 1.0
+
+
+def fails_for_some(sample: RewardSample, prompt: Prompt) -> float:
+    """Every sample of one group in three has no reward."""
+    if int(prompt.label) % 3 == 0:
+        raise ValueError("unreadable")
+    return even_ids(sample, prompt)
+
+
+def hangs(sample: RewardSample, prompt: Prompt) -> float:
+    if sample.index == 1:
+        time.sleep(3600)
+    return 1.0
+
+
+def dies(sample: RewardSample, prompt: Prompt) -> float:
+    if sample.index == 0:
+        os._exit(3)
+    return 2.0
+
+
+def second_try(sample: RewardSample, prompt: Prompt) -> float:
+    """Fails the first time that it is asked; `metadata` is a file that remembers."""
+    asked = Path(prompt.metadata)
+    if not asked.exists():
+        asked.touch()
+        raise RuntimeError("not yet")
+    return 3.0
+
+
+def not_a_number(sample: RewardSample, prompt: Prompt) -> Any:
+    return {0: "many", 1: float("nan"), 2: None, 3: "0.5"}[sample.index]
+
+
+def ranks(samples: list[RewardSample], prompt: Prompt) -> list[float]:
+    return [float(place) for place, _ in enumerate(samples)]
+
+
+def too_few(samples: list[RewardSample], prompt: Prompt) -> list[float]:
+    return [1.0]

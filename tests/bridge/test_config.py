@@ -1,0 +1,131 @@
+"""Configuration: YAML and flags, slime's spellings, what is refused and with which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer_bridge.checks import check, dry_run, modified_sampling
+from trainer_bridge.cli import main
+from trainer_bridge.config import Config, ConfigError
+from trainer_bridge.flags import load, parser
+
+NEEDED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
+
+
+def config(**fields: Any) -> Config:
+    return load(None, {**NEEDED, **fields})
+
+
+def from_flags(*words: str) -> Config:
+    return load(None, vars(parser().parse_args(["--hf-checkpoint", "model", "--prompt-data", "data.jsonl", *words])))
+
+
+def test_slimes_flags_are_taken_as_spelt() -> None:
+    made = from_flags(
+        *("--partial-rollout", "--rollout-batch-size", "32", "--over-sampling-batch-size", "64"),
+        *("--n-samples-per-prompt", "8", "--rollout-max-response-len", "16384", "--rollout-temperature", "0.8"),
+        *(
+            "--global-batch-size",
+            "256",
+            "--advantage-estimator",
+            "gspo",
+            "--eps-clip",
+            "0.2",
+            "--eps-clip-high",
+            "0.28",
+        ),
+        *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
+        *("--num-rollout", "3000", "--lr", "1e-6", "--tensor-model-parallel-size", "1", "--eval-interval", "20"),
+    )
+    assert (made.partial_rollout, made.rollout_batch_size, made.pool, made.lr) == (True, 32, 64, 1e-6)
+    assert made.loss.clip_range == (0.2, 0.28)
+
+
+def test_underscores_none_lists_and_no() -> None:
+    made = from_flags("--label_key", "none", "--no-partial-rollout", "--rollout-stop-token-ids", "2", "7")
+    assert (made.label_key, made.partial_rollout, made.rollout_stop_token_ids) == (None, False, [2, 7])
+    assert made.staleness_bound == 0
+
+
+def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("hf_checkpoint: m\nprompt_data: d\nlr: 1.0e-5\nrollout_batch_size: 8\n")
+    made = load(tmp_path / "c.yaml", {"lr": "2e-5"})
+    assert (made.lr, made.rollout_batch_size) == (2e-5, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hf_checkpoint: m\nprompt_data: d\nrollout_batchsize: 8", "rollout_batchsize"),
+        ("hf_checkpoint: m", "prompt_data"),
+        ("hf_checkpoint: m\nprompt_data: d\nlr: fast", "lr"),
+        ("hf_checkpoint: m\nprompt_data: d\nlr: -1", "lr"),
+        ("hf_checkpoint: m\nprompt_data: d\nkv: cherish", "kv"),
+        ("- 1", "fields by name"),
+        ("a: [", "c.yaml"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path / "c.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quota_unit": "sample"}, "quota_unit"),
+        ({"n_samples_per_prompt": 1}, "n_samples_per_prompt"),
+        ({"over_sampling_batch_size": 4, "rollout_batch_size": 8}, "over_sampling_batch_size"),
+        ({"rollout_top_p": 0.9}, "top_p"),
+        ({"rollout_top_k": 20}, "top_k"),
+        ({"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+        ({"sampling_params": {"regex": "a*"}}, "regex"),
+        ({"eval_interval": 5}, "eval_prompt_data"),
+        ({"correction": "tis"}, "proximal"),
+        ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
+        ({"strict_on_policy": True, "after_quota": "continue"}, "after_quota"),
+        ({"strict_on_policy": True, "global_batch_size": 64}, "global_batch_size"),
+        ({"trainer_processes": 3, "tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
+        ({"overlong_buffer_len": 1024}, "overlong_buffer_len"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(config(**fields))
+
+
+def test_modified_sampling_is_named_and_may_be_allowed() -> None:
+    made = config(rollout_top_p=0.9, sampling_params={"min_p": 0.0}, allow_modified_sampling=True)
+    check(made)
+    assert modified_sampling(made) == ["top_p"]
+
+
+def test_what_one_reads_is_what_one_may_write(tmp_path: Path) -> None:
+    made = config(rollout_stop=["\n"], label_key=None)
+    (tmp_path / "c.yaml").write_text(made.as_yaml())
+    assert load(tmp_path / "c.yaml", {}) == made
+
+
+def test_the_key_is_not_printed() -> None:
+    assert "hush" not in config(api_key="hush").as_yaml()
+
+
+def test_dry_run_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--hf-checkpoint", "nowhere", "--prompt-data", "nothing.jsonl", "--dry-run"]
+    assert main(flags) == 0
+    told = capsys.readouterr().out
+    assert "prompt_data: not on this machine" in told
+    assert "over_sampling_batch_size: null" in told
+    assert "trainer_bridge.rewards:math_answer" in told
+
+
+def test_a_refused_run_ends_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hf-checkpoint", "m", "--prompt-data", "d", "--quota-unit", "sample"]) == 2
+    assert "quota_unit: sample" in capsys.readouterr().err
+
+
+def test_a_reward_must_name_a_function() -> None:
+    with pytest.raises(ConfigError, match="reward"):
+        dry_run(config(reward="mine"))

@@ -1,0 +1,87 @@
+"""Prompt data: JSONL, parquet or a dataset folder, in epochs, with a position that a checkpoint can hold."""
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer_bridge.config import Config, ConfigError
+from trainer_bridge.prompt import Prompt
+
+
+class PromptData:
+    """Rows in epochs; `position` counts the prompts taken so far and is all that a checkpoint needs."""
+
+    def __init__(self, rows: list[Mapping[str, Any]], config: Config, *, shuffle: bool | None = None) -> None:
+        if not rows:
+            raise ConfigError("prompt_data: holds no rows")
+        self._rows, self._config = rows, config
+        self._shuffle = config.rollout_shuffle if shuffle is None else shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        return len(self._rows)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts."""
+        taken = [self._at(self.position + i) for i in range(count)]
+        self.position += count
+        return taken
+
+    def find(self, prompt_id: str) -> Prompt:
+        """The prompt that once had this id."""
+        epoch, row = prompt_id.removeprefix("e").split("-")
+        return self._prompt(int(epoch), int(row))
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self._rows))
+        if self._order[0] != epoch:
+            order = list(range(len(self._rows)))
+            if self._shuffle:
+                random.Random(f"{self._config.seed}-{epoch}").shuffle(order)  # noqa: S311 - not a secret
+            self._order = (epoch, order)
+        return self._prompt(epoch, self._order[1][place])
+
+    def _prompt(self, epoch: int, row: int) -> Prompt:
+        fields, config = self._rows[row], self._config
+        content = _column(fields, config.input_key, row)
+        if config.apply_chat_template and isinstance(content, str):
+            content = [{"role": "user", "content": content}]
+        label = None if config.label_key is None else _column(fields, config.label_key, row)
+        metadata = None if config.metadata_key is None else _column(fields, config.metadata_key, row)
+        return Prompt(f"e{epoch}-{row}", content, label, metadata)
+
+
+def read_rows(path: str | Path) -> list[Mapping[str, Any]]:
+    """All rows of a `.jsonl` or `.parquet` file, of a folder of such files, or of a dataset that was saved to disk."""
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet"))
+        if files:
+            return [row for file in files for row in read_rows(file)]
+        from datasets import load_from_disk
+
+        return list(load_from_disk(str(path)))
+    if not path.exists():
+        raise ConfigError(f"prompt_data: {path} does not exist")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    if path.suffix == ".jsonl":
+        with path.open() as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    raise ConfigError(f"prompt_data: {path} is neither .jsonl nor .parquet nor a folder of them")
+
+
+def _column(fields: Mapping[str, Any], key: str, row: int) -> Any:
+    """A column by name, or by dotted path into one (`reward_model.ground_truth`)."""
+    value: Any = fields
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigError(f"prompt_data: row {row} has no {key!r}; it has {', '.join(fields)}")
+        value = value[part]
+    return value

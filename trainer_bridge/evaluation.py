@@ -1,0 +1,63 @@
+"""Evaluation: a run of its own at the engine (`<run>/eval`), all groups, one version, its own sampling parameters."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from sglang_april.client import AprilClient
+from sglang_april.replies import Group
+from trainer_bridge.config import Config
+from trainer_bridge.data import PromptData
+from trainer_bridge.rewards import Rewards, RewardSample, Score
+
+
+def evaluate(
+    client: AprilClient, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
+) -> dict[str, float]:
+    """Mean reward over all held-out prompts, its standard error over prompts, and lengths.
+
+    Samples without a reward are left out and counted. Between rounds of training nothing of theirs changes by it: noise
+    depends on prompt ids alone (S5).
+    """
+    data.position = 0
+    prompts = {prompt.id: prompt for prompt in data.take(len(data))}
+    params: dict[str, Any] = {
+        "temperature": config.eval_temperature,
+        "max_new_tokens": config.eval_max_response_len or config.rollout_max_response_len,
+        "sampling_seed": config.rollout_seed,
+    }
+    if config.eval_top_p < 1:
+        params["top_p"] = config.eval_top_p
+    if config.rollout_stop:
+        params["stop"] = config.rollout_stop
+    if config.rollout_stop_token_ids:
+        params["stop_token_ids"] = config.rollout_stop_token_ids
+    waiting: list[Future[list[Score]]] = []
+    lengths: list[int] = []
+    for event in client.stream(
+        run=f"{run}/eval",
+        round_id=f"{run}.eval-{step}",
+        prompts=[prompt.body(config.n_samples_per_eval_prompt) for prompt in prompts.values()],
+        sampling_params=params,
+        quota=None,
+        quota_unit="group",
+    ):
+        if isinstance(event, Group):
+            told = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]
+            waiting.append(rewards.submit(told, prompts[event.id]))
+            lengths += [len(sample.output_ids) for sample in event.samples]
+    return _figures([future.result() for future in waiting], lengths)
+
+
+def _figures(scores: list[list[Score]], lengths: list[int]) -> dict[str, float]:
+    rewards = [[score.reward for score in group if score.reward is not None] for group in scores]
+    means = np.array([np.mean(group) for group in rewards if group])
+    return {
+        "reward": float(means.mean()) if len(means) else float("nan"),
+        "reward_se": float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan"),
+        "prompts": len(means),
+        "unscored": sum(len(group) for group in scores) - sum(map(len, rewards)),
+        "length_mean": float(np.mean(lengths)),
+        "length_max": float(max(lengths)),
+    }

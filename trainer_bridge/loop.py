@@ -1,0 +1,263 @@
+"""The loop of a run: rollout → rewards → batches → loss → step → push → next round, checkpoints and evaluation.
+
+Steps 1 to 6 happen in the engine (`rollout.py`), step 7 in the trainer (`samples.py`, `losses.py`), step 8 is the push,
+step 9 the next round. A lost server is waited for (or started again) and given this step's weights; a lost trainer goes
+on from its last checkpoint. Rounds are asked for by id, so that neither loses nor repeats a sample.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from sglang_april.client import AprilError
+from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.checks import check, modified_sampling
+from trainer_bridge.config import Config
+from trainer_bridge.data import PromptData, read_rows
+from trainer_bridge.engine import Engine
+from trainer_bridge.evaluation import evaluate
+from trainer_bridge.figures import step_row
+from trainer_bridge.link import Link
+from trainer_bridge.progress import Progress
+from trainer_bridge.rewards import Rewards
+from trainer_bridge.rollout import Rollout, Rollouts
+from trainer_bridge.samples import Cut, Response, known_proximal, micro_batches, responses, updates
+from trainer_bridge.trainer import StepReport, Trainer, make_trainer
+
+MOST_ROUNDS = 10
+"""A step that needs more than this has a reward that always fails, or never differs."""
+T = TypeVar("T")
+
+
+class Loop:
+    """One run, from its last checkpoint or its first step to its end. `close` ends what it started."""
+
+    def __init__(self, config: Config, trainer: Trainer | None = None, progress: Progress | None = None) -> None:
+        check(config)
+        self.config = config
+        folder = Path(config.save)
+        self.store = Checkpoints(folder, config.keep_checkpoints)
+        self.run_name = self.store.run_name(config.run)
+        self.progress = progress or Progress(folder)
+        self._data = PromptData(read_rows(config.prompt_data), config)
+        self._eval_data: PromptData | None = None
+        if config.eval_interval is not None and config.eval_prompt_data is not None:
+            self._eval_data = PromptData(read_rows(config.eval_prompt_data), config, shuffle=False)
+        place = config.group_reward or config.reward
+        self.rewards = Rewards(
+            place, config.reward_workers, config.reward_timeout, of_groups=config.group_reward is not None
+        )
+        self.engine = Engine(config, folder)
+        self.trainer = trainer or make_trainer(config.trainer)
+        self.rollouts = Rollouts(self.engine.client, self.run_name, self._data, self.rewards, config, self.store)
+        self.link = Link(self.engine, self.trainer, self.rollouts, self.store, self.run_name, config)
+        self.state = State()
+        self._unacknowledged: list[str] = []
+        self._spent: dict[str, float] = {}
+
+    def close(self) -> None:
+        """End trainer, reward processes and a server of ours; the run can go on later from its checkpoints."""
+        self.rewards.close()
+        self.trainer.close()
+        self.engine.close()
+        self.progress.close()
+
+    def run(self) -> State:
+        """All steps that are left, and the end."""
+        self._restore()
+        self._evaluate()
+        while self.state.step < self.config.num_rollout:
+            self._step(self.config.rollout_batch_size)
+        if self.state.step == self.config.num_rollout:
+            self._end()
+        return self.state
+
+    # One step
+
+    def _step(self, quota: int | None) -> None:
+        started, number = time.monotonic(), self.state.step + 1
+        rounds = self._rounds(f"{self.run_name}.{number}", quota)
+        version = self._trained_version(rounds)
+        made = responses([group for rollout in rounds for group in rollout.groups], self.config)
+        with self._part("colocate_release"):
+            if self.config.colocate:
+                self._with_engine(self.engine.release)
+        reports, cuts = self._train(made, version)
+        self.state.step = self.link.step = number
+        self.state.position = self._data.position
+        self.state.pending = list(self.rollouts.pending)
+        self.state.samples += len(made)
+        self._push()
+        self.state.seconds += time.monotonic() - started
+        row = step_row(self.state, version, rounds, made, reports, cuts)
+        # The row before the checkpoint, which would end the step without it; the time of saving is in the next row.
+        self.progress.step(row | {"drain": quota is None, "seconds": self._spent})
+        self._spent = {}
+        self._save(rounds)
+        self._evaluate()
+
+    def _rounds(self, round_id: str, quota: int | None) -> list[Rollout]:
+        """The round of this step; and another for groups that could not be replaced before it ended."""
+        done = [self._with_engine(lambda: self.rollouts.round(round_id, quota, full=quota is not None))]
+        while quota is not None and self.config.quota_unit == "group":
+            left = quota - sum(len(rollout.groups) for rollout in done)
+            if left <= 0:
+                break
+            if len(done) == MOST_ROUNDS:
+                problems = "; ".join(done[-1].problems[:3])
+                raise RuntimeError(f"{left} groups short after {len(done)} rounds: none fit to train on. {problems}")
+            done.append(self._with_engine(partial(self.rollouts.round, f"{round_id}-{len(done)}", left)))
+        for rollout in done:
+            self._spend("rollout", rollout.generate_s)
+            self._spend("reward_wait", rollout.reward_wait_s)
+        return done
+
+    def _trained_version(self, rounds: list[Rollout]) -> int:
+        """The policy version of the trainer's weights, which must be the one that the engine ended the round with."""
+        version = self.link.version
+        seen = rounds[-1].summary.policy_version
+        if seen != version:
+            raise RuntimeError(
+                f"the engine answers with policy version {seen}, the trainer is at {version}: who pushes?"
+            )
+        return version
+
+    def _train(self, made: list[Response], version: int) -> tuple[list[StepReport], list[tuple[list[Response], Cut]]]:
+        config = self.config
+        parts = updates(made, config.global_batch_size)
+        with self._part("proximal"):
+            if config.proximal in ("trainer", "engine"):
+                self._fill_proximal([response for part in parts for response in part], version)
+        reports: list[StepReport] = []
+        cuts: list[tuple[list[Response], Cut]] = []
+        with self._part("train"):
+            for part in parts:
+                batches = micro_batches(part, version, config)
+                reports.append(self.trainer.step([cut.batch for cut in batches], config.loss))
+                cuts += [(part, cut) for cut in batches]
+        if config.strict_on_policy:
+            self._check_on_policy(reports)
+        return reports, cuts
+
+    def _fill_proximal(self, made: list[Response], version: int) -> None:
+        """π_old of every response: from the engine where it knows it, else by a forward of the trainer."""
+        unknown = []
+        for response in made:
+            if self.config.proximal == "engine":
+                response.proximal = known_proximal(response, version)
+            if self.config.proximal == "trainer" or np.isnan(response.proximal).any():
+                unknown.append(response)
+        cuts = micro_batches(unknown, version, self.config)
+        for cut, logprobs in zip(cuts, self.trainer.logprobs([c.batch.sequences for c in cuts]), strict=True):
+            flat, at = logprobs.numpy(), 0
+            for response in (unknown[i] for i in cut.members):
+                own = flat[at : at + len(response.output_ids)]
+                at += len(own)
+                if self.config.proximal == "engine":
+                    own = np.where(np.isnan(response.proximal), own, response.proximal)
+                response.proximal = own.astype(np.float32)
+
+    @staticmethod
+    def _check_on_policy(reports: list[StepReport]) -> None:
+        for report in reports:
+            row = report.stats.row()
+            if row and (row["off_policy_share"] or row["hybrid_share"]):
+                raise RuntimeError(f"strict_on_policy: {row['off_policy_share']:.2%} of the tokens are off-policy")
+
+    # Engine and trainer agree
+
+    def _push(self) -> None:
+        """Step 8; colocated, the engine first takes its weights' memory back, and its KV pool after the push."""
+        with self._part("colocate_weights"):
+            if self.config.colocate:
+                self._with_engine(lambda: self.engine.resume("weights"))
+        with self._part("push"):
+            self._with_engine(self.link.align)
+        with self._part("colocate_kv"):
+            if self.config.colocate:
+                self._with_engine(lambda: self.engine.resume("kv_cache", "cuda_graph"))
+
+    def _restore(self) -> None:
+        """The last checkpoint, and an engine that has its weights."""
+        found = self.store.newest()
+        if found is not None:
+            self.state, folder = found
+            self.trainer.load(folder)
+            self._data.position = self.state.position
+            self.rollouts.restore(self.state.pending)
+        self.progress.resume(self.state.step)
+        self.link.step = self.state.step
+        self.link.call(self.link.align, self.progress.warn, at_once=False)
+        if self.state.acknowledged is not None:
+            self._acknowledge(self.state.acknowledged)
+        for name in modified_sampling(self.config):
+            self.progress.warn(f"{name} changes the distribution that tokens are drawn from: ratios are approximate")
+
+    # Around the steps
+
+    def _save(self, rounds: list[Rollout]) -> None:
+        """A checkpoint when it is due; then its rounds are acknowledged."""
+        self._unacknowledged += [rollout.summary.round_id for rollout in rounds]
+        if self.state.step % self.config.save_interval and self.state.step < self.config.num_rollout:
+            return
+        with self._part("save"):
+            self.state.acknowledged = self._unacknowledged[-1]
+            self.store.save(self.state, self.trainer.save)
+            while self._unacknowledged:
+                self._with_engine(lambda: self._acknowledge(self._unacknowledged[0]))
+                self._unacknowledged.pop(0)
+
+    def _acknowledge(self, round_id: str) -> None:
+        try:
+            self.engine.client.ack(round_id)
+        except AprilError as error:
+            if error.status not in (404, 410):  # another engine by now, or no longer kept: both are well
+                raise
+
+    def _evaluate(self) -> None:
+        """The held-out prompts under this step's weights, where that is due and not done."""
+        data, step, interval = self._eval_data, self.state.step, self.config.eval_interval
+        if data is None or interval is None or step in self.progress.evaluated_steps:
+            return
+        if step % interval and step != self.config.num_rollout:
+            return
+        figures = self._with_engine(
+            lambda: evaluate(self.engine.client, self.run_name, step, data, self.rewards, self.config)
+        )
+        self.progress.evaluated(self.state, figures)
+
+    def _end(self) -> None:
+        """`drain`: what has begun is finished and learned from, in one more step; `drop`: it is deleted."""
+        client, run = self.engine.client, self.run_name
+        if self.config.on_end == "drop":
+            client.drop(run)
+            return
+        unstarted = [group["id"] for group in client.partials(run)["unstarted"]]
+        if unstarted:
+            client.drop(run, unstarted)
+        for prompt_id in unstarted:
+            self.rollouts.pending.pop(prompt_id, None)
+        if self.rollouts.pending:
+            self._step(None)
+
+    def _with_engine(self, call: Callable[[], T]) -> T:
+        return self.link.call(call, self.progress.warn)
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Count what happens inside to a part of the step's time."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spend(name, time.monotonic() - started)
+
+    def _spend(self, name: str, seconds: float) -> None:
+        if name.startswith("colocate") and not self.config.colocate:
+            return
+        self._spent[name] = self._spent.get(name, 0.0) + seconds

@@ -1,0 +1,105 @@
+"""What one sees of a run: a line per step, a JSONL row per step, TensorBoard events, the evaluations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from trainer_bridge.checkpoints import State
+
+CHARTS = (
+    "reward",
+    "loss",
+    "grad_norm",
+    "off_policy_share",
+    "hybrid_share",
+    "staleness",
+    "delivered_tokens_per_s",
+    "mean_running",
+    "masked",
+    "rejected",
+    "unscored",
+)
+
+
+class Progress:
+    """Rows of `steps.jsonl` and `evaluations.jsonl` in a run's folder. Steps done again replace their rows."""
+
+    def __init__(self, folder: Path, console: Console | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._steps, self._evaluations = folder / "steps.jsonl", folder / "evaluations.jsonl"
+        self._console = console or Console()
+        self._events = SummaryWriter(str(folder / "events"))
+        self.evaluated_steps: set[int] = set()
+        """Steps whose evaluation is written."""
+
+    def resume(self, step: int) -> None:
+        """Rows after this step are of work that was lost with its checkpoint; they will be written again."""
+        for path in (self._steps, self._evaluations):
+            kept = [row for row in read_rows(path) if row["step"] <= step]
+            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.evaluated_steps = {row["step"] for row in read_rows(self._evaluations)}
+        if step:
+            self._console.print(f"going on after step {step}")
+
+    def step(self, row: dict[str, Any]) -> None:
+        """One step is done."""
+        _append(self._steps, row)
+        for name in CHARTS:
+            if row.get(name) is not None:
+                self._events.add_scalar(name, row[name], row["step"])
+        for name, seconds in row["seconds"].items():
+            self._events.add_scalar(f"seconds/{name}", seconds, row["step"])
+        if row["lengths"]:
+            self._events.add_scalar("length/mean", sum(row["lengths"]) / len(row["lengths"]), row["step"])
+        self._console.print(line(row), highlight=False)
+        for warning in row.get("warnings", []):
+            self.warn(warning)
+        for problem in row["problems"][:1]:
+            self.warn(f"no reward: {problem}")
+
+    def evaluated(self, state: State, figures: dict[str, float]) -> None:
+        """An evaluation after this step."""
+        row = {"step": state.step, "samples_so_far": state.samples, "seconds_so_far": state.seconds, **figures}
+        _append(self._evaluations, row)
+        self.evaluated_steps.add(state.step)
+        self._events.add_scalar("eval/reward", figures["reward"], state.step)
+        self._console.print(
+            f"step {state.step:4d}  held-out reward {figures['reward']:.4f} ± {figures['reward_se']:.4f} "
+            f"({figures['prompts']:g} prompts)",
+            highlight=False,
+        )
+
+    def warn(self, text: str) -> None:
+        """Something that somebody should look at."""
+        self._console.print(f"[yellow]  {text}")
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._events.close()
+
+
+def line(row: dict[str, Any]) -> str:
+    """A step in one line."""
+    lengths = sorted(row["lengths"]) or [0]
+    reward = "  none" if row["reward"] is None else f"{row['reward']:6.3f}"
+    spent = " ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds"].items() if seconds >= 0.05)
+    return (
+        f"step {row['step']:4d}  reward {reward}  length {lengths[len(lengths) // 2]}/{lengths[-1]}  "
+        f"{row['delivered_tokens_per_s']:7,.0f} tok/s  stale {row['off_policy_share']:4.0%} (≤ {row['staleness']})  "
+        f"batch {row['mean_running']:.0f}  s: {spent}"
+    )
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file; a last line that a kill cut off is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(text) for text in path.read_text().splitlines(keepends=True) if text.endswith("\n")]
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as out:
+        out.write(json.dumps(row) + "\n")

@@ -1,0 +1,228 @@
+"""Steps 1 and 6 from the trainer's side: a round asked for, its groups scored from the stream while others generate.
+
+The pool of prompts in the engine is kept full; a group is scored as it finishes. With dynamic sampling it is then
+judged (S3): accepted if its rewards differ. A group with fewer than two scored members is replaced by another one.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang_april.client import AprilClient, AprilError
+from sglang_april.replies import Group, Summary
+from trainer_bridge.checkpoints import Checkpoints
+from trainer_bridge.config import Config
+from trainer_bridge.data import PromptData
+from trainer_bridge.prompt import Prompt
+from trainer_bridge.rewards import Rewards, RewardSample, Score
+from trainer_bridge.samples import ScoredGroup
+
+SCORABLE = 2
+"""A baseline needs so many scored members."""
+
+Key = tuple[str, int, int]
+"""Prompt id, incarnation, index of the sample."""
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """What a round brought."""
+
+    summary: Summary
+    groups: list[ScoredGroup] = field(default_factory=list)
+    """To train on, in the order of delivery."""
+    rejected: int = 0
+    """Groups that were judged unfit; delivered, and not trained on."""
+    unscored: int = 0
+    """Groups with fewer than two scored members; not trained on."""
+    replaced: int = 0
+    """Of these and the rejected, how many the round was extended for."""
+    generate_s: float = 0.0
+    reward_wait_s: float = 0.0
+    """From the end of the round to the last reward."""
+    problems: list[str] = field(default_factory=list)
+    """Why samples have no reward, a few."""
+
+
+@dataclass(slots=True, eq=False)
+class _Streamed:
+    """A sample as it came, with the scores of the part that it came in."""
+
+    group: Group
+    at: int
+    scores: "Future[list[Score]]"
+
+
+class Rollouts:
+    """The rounds of one run. `pending` are the prompts handed over and not wholly delivered."""
+
+    def __init__(
+        self, client: AprilClient, run: str, data: PromptData, rewards: Rewards, config: Config, store: Checkpoints
+    ) -> None:
+        self._client, self._run, self._data, self._rewards = client, run, data, rewards
+        self._config, self._store = config, store
+        self.pending: dict[str, Prompt] = {}
+        self.held = False
+        """Whether the engine has what is pending; a new engine without a journal has not."""
+        self._lock = threading.Lock()
+
+    def restore(self, ids: Sequence[str]) -> None:
+        """After a restart: what a checkpoint says is pending."""
+        self.pending = {prompt_id: self._data.find(prompt_id) for prompt_id in ids}
+
+    def round(self, round_id: str, quota: int | None, *, full: bool = True) -> Rollout:
+        """One round to its end. `full`: the pool is filled up first. A failure changes nothing here.
+
+        Asked for again under its `round_id` it brings what it brought before and generates nothing (S8).
+        """
+        before, position = dict(self.pending), self._data.position
+        try:
+            return _Round(self, round_id, quota, full).run()
+        except BaseException:
+            self.pending, self._data.position = before, position
+            raise
+
+    def _take(self, count: int) -> list[Prompt]:
+        with self._lock:
+            taken = self._data.take(count)
+            self.pending |= {prompt.id: prompt for prompt in taken}
+            return taken
+
+    def body(self, round_id: str, prompts: list[Prompt], quota: int | None) -> dict[str, Any]:
+        """The request. It follows from checkpoint and configuration alone, so that it can be asked again."""
+        config = self._config
+        return {
+            "run": self._run,
+            "round_id": round_id,
+            "prompts": [prompt.body(config.n_samples_per_prompt) for prompt in prompts],
+            "sampling_params": config.rollout_params,
+            "quota": quota,
+            "quota_unit": config.quota_unit,
+            "count": "accepted" if config.dynamic_sampling and quota is not None else "finished",
+            "kv": config.kv,
+            "max_staleness": config.staleness_bound,
+            "after_quota": config.after_quota,
+            "quota_mode": config.quota_mode,
+            "cohort_rounds": config.cohort_rounds,
+            "concurrency": config.rollout_concurrency,
+            "proximal": config.proximal == "engine",
+            "keep_until_ack": True,
+        }
+
+
+class _Round:
+    """One round while it is open: scores and verdicts arrive on threads of their own."""
+
+    def __init__(self, rollouts: Rollouts, round_id: str, quota: int | None, full: bool) -> None:
+        self._all, self._id, self._quota, self._full = rollouts, round_id, quota, full
+        self._config, self._client = rollouts._config, rollouts._client
+        self._streamed: dict[Key, _Streamed] = {}
+        self._judge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
+        self._verdicts: dict[tuple[str, int], Future[None]] = {}
+        self._extended = rollouts._store.extended(round_id)
+        self._replaced = 0
+        self._judges = self._config.dynamic_sampling and quota is not None
+
+    def run(self) -> Rollout:
+        config, rollouts = self._config, self._all
+        missing = max(0, config.pool - len(rollouts.pending)) if self._full else 0
+        new = rollouts._take(missing)
+        prompts = new if rollouts.held else list(rollouts.pending.values())
+        if rollouts.held and self._extended:
+            rollouts._take(len(self._extended))
+        self._extended = self._extended if rollouts.held else []
+        started = time.monotonic()
+        with self._judge:
+            summary = self._stream(rollouts.body(self._id, prompts, self._quota))
+            ended = time.monotonic()
+            made = self._deliver(summary)
+        rollouts.held = True
+        made.generate_s, made.reward_wait_s = ended - started, time.monotonic() - ended
+        made.replaced = self._replaced
+        return made
+
+    def _stream(self, body: dict[str, Any]) -> Summary:
+        for event in self._client.stream(**body):
+            if isinstance(event, Summary):
+                return event
+            self._score(event)
+        raise AprilError(500, "stream", f"round {self._id} ended without its summary")
+
+    def _score(self, group: Group) -> None:
+        """Rewards of the samples of one event; then the verdict, if this group is judged."""
+        told = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in group.samples]
+        prompt = self._all.pending.get(group.id) or self._all._data.find(group.id)
+        scores = self._all._rewards.submit(told, prompt)
+        for at, sample in enumerate(group.samples):
+            self._streamed[group.id, group.incarnation, sample.index] = _Streamed(group, at, scores)
+        if group.complete and self._config.quota_unit == "group" and self._quota is not None:
+            verdict = self._judge.submit(self._decide, group, scores)
+            self._verdicts[group.id, group.incarnation] = verdict
+
+    def _decide(self, group: Group, scores: "Future[list[Score]]") -> None:
+        """On the judge's thread, in the order of finishing."""
+        rewards = [score.reward for score in scores.result() if score.reward is not None]
+        fit = len(rewards) >= min(SCORABLE, len(group.samples))
+        if self._judges:
+            fit = fit and max(rewards) > min(rewards)
+        # Extended before it is judged: a verdict may end the round.
+        if not fit and self._extend(quota_add=0 if self._judges else 1):
+            self._replaced += 1
+        if self._judges:
+            self._tell(self._client.judge, accept=[group.id] if fit else [], reject=[] if fit else [group.id])
+
+    def _extend(self, quota_add: int) -> bool:
+        """One more prompt, and unless the verdict already holds the round open, one more group in the quota."""
+        with self._all._lock:
+            position = self._all._data.position
+            prompt = self._all._data.take(1)[0]
+        self._extended.append(prompt.id)
+        self._all._store.note_extended(self._id, self._extended)
+        if self._tell(
+            self._client.extend, quota_add=quota_add, prompts=[prompt.body(self._config.n_samples_per_prompt)]
+        ):
+            self._all.pending[prompt.id] = prompt
+            return True
+        self._extended.pop()
+        self._all._store.note_extended(self._id, self._extended)
+        self._all._data.position = position
+        return False
+
+    def _tell(self, call: Any, **body: Any) -> bool:
+        """False where the round has ended meanwhile: then nothing was changed."""
+        try:
+            call(self._id, **body)
+        except AprilError as error:
+            if error.status == 409:
+                return False
+            raise
+        return True
+
+    def _deliver(self, summary: Summary) -> Rollout:
+        made = Rollout(summary)
+        for named in summary.delivered:
+            parts = [self._streamed[named["id"], named["incarnation"], index] for index in named["indices"]]
+            scored = _assemble(parts, named)
+            verdict = self._verdicts.get((named["id"], named["incarnation"]))
+            if verdict is not None:
+                verdict.result()
+            made.problems += [score.problem for score in scored.scores if score.problem]
+            if named["accepted"] is False:
+                made.rejected += 1
+            elif scored.scored < min(SCORABLE, self._config.n_samples_per_prompt) and scored.group.complete:
+                made.unscored += 1
+            else:
+                made.groups.append(scored)
+            if named["complete"]:
+                self._all.pending.pop(named["id"], None)
+        return made
+
+
+def _assemble(parts: list[_Streamed], named: dict[str, Any]) -> ScoredGroup:
+    """The samples that were delivered together, with their scores; waits for these."""
+    samples = [part.group.samples[part.at] for part in parts]
+    group = replace(parts[0].group, samples=samples, complete=named["complete"], accepted=named["accepted"])
+    return ScoredGroup(group, [part.scores.result()[part.at] for part in parts])
