@@ -1,0 +1,88 @@
+"""Which engines a trainer lets itself be connected to; each refusal is one sentence that names the reason."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from examples.tiny_model import config
+from sglang_april import __version__
+from trainer_bridge.handshake import EngineFacts, HandshakeError, check_engine, shake_hands
+from trainer_bridge.megatron.shapes import ModelShape
+
+SHAPE = ModelShape.of(config("qwen3"))
+MODEL = {
+    "architecture": "Qwen3ForCausalLM",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tp_size": 2,
+}
+
+
+def state(hooks: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
+    known = {"april": __version__, "sglang": "0.5.17", "hooks": ["…"]}
+    return {"policy_version": 3, "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}}}
+
+
+def test_the_right_engine_is_let_in() -> None:
+    assert check_engine("http://e", state(), SHAPE) == EngineFacts("http://e", 2, 3, "0.5.17")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (state({}), "without sglang-april's hooks"),
+        (state({"april": "0.0.1", "sglang": "0.5.17"}), "has sglang-april 0.0.1, the trainer"),
+        (state(architecture="LlamaForCausalLM"), "architecture LlamaForCausalLM, the trainer's model has Qwen3"),
+        (state(hidden_size=256), "hidden_size 256, the trainer's model has 128"),
+        (state(num_key_value_heads=4), "num_key_value_heads 4"),
+        (state(vocab_size=1024), "vocab_size 1024"),
+        ({"policy_version": 0, "http": {"hooks": {"april": __version__, "sglang": "0"}}}, "architecture None"),
+    ],
+)
+def test_any_other_engine_is_refused_with_the_reason(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(HandshakeError, match=words) as refused:
+        check_engine("http://e", said, SHAPE)
+    assert "http://e" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class Stock(BaseHTTPRequestHandler):
+    """SGLang without the plugin knows no /april/state."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"detail": "Not Found"}).encode()
+        self.send_response(404)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def stock() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stock)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_engine_that_is_not_patched_is_refused(stock: str) -> None:
+    with pytest.raises(HandshakeError, match="SGLang runs there without sglang-april"):
+        shake_hands(stock, SHAPE)
+
+
+def test_where_nobody_answers_the_address_is_named() -> None:
+    with pytest.raises(HandshakeError, match=r"no engine answers at http://127\.0\.0\.1:9"):
+        shake_hands("http://127.0.0.1:9", SHAPE)
