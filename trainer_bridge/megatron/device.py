@@ -11,14 +11,20 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
-def pick(wanted: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device; `RuntimeError` where CUDA is asked for and not there."""
+def pick(wanted: str, rank: int) -> torch.device:
+    """`auto`, `cpu` or `cuda` as this rank's device; `RuntimeError` where CUDA is asked for and not there.
+
+    Ranks of one machine take its GPUs in turn.
+    """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise RuntimeError("device: cuda, and no CUDA device is visible")
     if wanted == "cpu" and available:
         raise RuntimeError("device: cpu needs CUDA_VISIBLE_DEVICES='': Megatron-core uses a GPU that it sees")
-    return torch.device("cuda", torch.cuda.current_device()) if available else CPU
+    if not available:
+        return CPU
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def prepare(device: torch.device, seed: int) -> None:

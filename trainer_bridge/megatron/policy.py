@@ -60,7 +60,7 @@ class Policy:
 
     def __init__(self, settings: TrainerSettings, rank: int = 0, init_method: str | None = None) -> None:
         self.settings, self.shape = settings, ModelShape.read(settings.hf_checkpoint)
-        self.device = devices.pick(settings.device)
+        self.device = devices.pick(settings.device, rank)
         join(self.device, rank, settings, init_method)
         dtype = getattr(torch, settings.dtype)
         self.model = models.build(self.shape, dtype, on_cpu=self.device.type == "cpu").to(self.device)

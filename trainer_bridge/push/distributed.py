@@ -42,6 +42,7 @@ class Distributed:
         """Make the group, the first time and after a failure."""
         if self._group is not None:
             return
+        self._end_on_engines()
         self._name = f"april-{os.getpid()}-{next(_groups)}"
         size = 1 + sum(engine.facts.tp_size for engine in self._engines)
         store = dist.TCPStore(self._address, 0, size, is_master=True, timeout=LIMIT, wait_for_workers=False)
@@ -99,14 +100,16 @@ class Distributed:
 
     def close(self) -> None:
         """End the group on both sides."""
-        if self._group is not None:
-            calls = [
-                self._threads.submit(e.weight_call, "/destroy_weights_update_group", {"group_name": self._name})
-                for e in self._engines
-            ]
-            wait(calls)
-            self.broke()
+        self._end_on_engines()
+        self.broke()
         self._threads.shutdown(wait=False)
+
+    def _end_on_engines(self) -> None:
+        """Let engines forget the last group; one that has lost it, or has died, says so in vain."""
+        if self._name:
+            body = {"group_name": self._name}
+            wait([self._threads.submit(e.weight_call, "/destroy_weights_update_group", body) for e in self._engines])
+            self._name = ""
 
 
 def reachable_address(engines: Sequence[PushEngine]) -> str:
