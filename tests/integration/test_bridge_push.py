@@ -66,6 +66,8 @@ def with_wrong_shape(seed: int) -> Batches:
 
 
 def push(pusher: Pusher, seed: int, *lives: Live) -> int:
+    for live in lives:
+        live.server.loaded = live.model(seed)
     version = pusher.push(policy(seed)).version
     for live in lives:
         assert live.version == version
