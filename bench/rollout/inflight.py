@@ -32,8 +32,10 @@ class InFlight(Stock):
         self._resting = True
         await self._thaw()
         while self.tasks:
+            ending = list(self.tasks)
             await self.engine.abort_all()
-            await asyncio.wait(self.tasks, timeout=0.05)
+            await asyncio.wait(ending, timeout=0.05)
+            await asyncio.sleep(0)
         self._resting = False
 
     async def drain(self) -> Round:
@@ -43,7 +45,7 @@ class InFlight(Stock):
         for group in self._unpark():
             self._start(group)
         while self.tasks:
-            await asyncio.wait(self.tasks)
+            await asyncio.wait(list(self.tasks))
             await asyncio.sleep(0)
         return self._deliver(len(self.pile))
 

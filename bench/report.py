@@ -1,0 +1,248 @@
+"""Tables and plots from rows only: one HTML page, and the tables that README copies.
+
+    python -m bench.report                    # out/bench/report.html from bench/results/*.json
+    python -m bench.report --readme           # writes README's tables between their markers
+    python -m bench.report --readme --check   # fails when README says anything else than the rows
+
+A marker in README is ``<!-- bench:PRESET DISTRIBUTION -->``, its end ``<!-- /bench -->``; between them stands the main
+table of the newest run of that preset.
+"""
+
+import argparse
+import base64
+import html
+import io
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean, median
+
+from bench import record
+from bench.record import Row
+
+MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+OUTSIDE = ("outside", "outside-retry3s")
+
+
+def newest(rows: Iterable[Row], preset: str) -> list[Row]:
+    """The rows of the newest run of a preset (a run may have gone on for days)."""
+    mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
+    last = max(mine, key=lambda row: row["time"], default=None)
+    return [row for row in mine if last is not None and row["run_id"] == last["run_id"]]
+
+
+def by_variant(rows: Iterable[Row], distribution: str, ablation: str | None = None) -> dict[str, list[Row]]:
+    """Rows of one table, by variant, in the order in which they were measured."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if (row["distribution"], row["ablation"]) == (distribution, ablation):
+            found.setdefault(row["variant"], []).append(row)
+    return found
+
+
+def headline(variant: list[Row], base: list[Row]) -> float | None:
+    """Median over the repetitions that both have of the smaller of token and group ratio."""
+    other = {row["repetition"]: row for row in base}
+    ratios = [
+        min(
+            row[field] / other[row["repetition"]][field]
+            for field in ("delivered_tokens_per_s", "delivered_groups_per_s")
+        )
+        for row in variant
+        if row["repetition"] in other
+    ]
+    return median(ratios) if ratios else None
+
+
+def better_outside(table: dict[str, list[Row]]) -> list[Row]:
+    """The faster of the ways from outside."""
+    there = [table[name] for name in OUTSIDE if name in table]
+    return max(there, key=lambda rows: mean(row["delivered_tokens_per_s"] for row in rows), default=[])
+
+
+def _number(key: str, form: str) -> Callable[[list[Row]], str]:
+    def shown(rows: list[Row]) -> str:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return format(mean(values), form) if values else "–"
+
+    return shown
+
+
+def _spread(rows: list[Row]) -> str:
+    rates = [row["delivered_tokens_per_s"] for row in rows]
+    return f"{mean(rates):,.0f}" + (f" ({min(rates):,.0f}–{max(rates):,.0f})" if len(rates) > 1 else "")
+
+
+def _lost(rows: list[Row]) -> str:
+    known = [row["samples_lost"] for row in rows if row["samples_lost"] is not None]
+    return str(sum(known)) if known else "–"
+
+
+def _marks(rows: list[Row]) -> str:
+    marks = [("not steady", any(not row["steady"] for row in rows)), ("biased", any(row["biased"] for row in rows))]
+    return ", ".join(name for name, there in marks if there)
+
+
+COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "delivered tokens/s": _spread,
+    "groups/s": _number("delivered_groups_per_s", ".2f"),
+    "of the limit": _number("share_of_limit", ".2f"),
+    "mean batch": _number("mean_running", ".1f"),
+    "round p50 s": _number("round_s_p50", ".2f"),
+    "after the end": _number("tokens_after_end", ",.0f"),
+    "re-prefilled": _number("reprefilled_tokens", ",.0f"),
+    "off-policy": _number("off_policy_share", ".1%"),
+    "hybrid": _number("hybrid_share", ".1%"),
+    "lost": _lost,
+    "marks": _marks,
+}
+
+
+def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
+    """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside."""
+    lines = [["variant", "× synchronous", "× outside", *COLUMNS]]
+    outside = better_outside(table)
+    for name, rows in table.items():
+        ratios = [headline(rows, table.get("synchronous", [])), headline(rows, outside)]
+        shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
+        lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
+    return lines
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table for README."""
+    head, *body = lines
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body)) + "\n"
+
+
+def said(rows: list[Row]) -> str:
+    """One sentence on where and when the rows come from."""
+    first = rows[0]
+    machine, count = first["machine"], max(row["repetition"] for row in rows) + 1
+    where = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
+    load = max(row.get("load", 0.0) for row in rows)
+    return (
+        f"{where}; SGLang {first['versions'].get('sglang')}; commit {first['commit'][:8]}; run {first['run_id']}, "
+        f"{count} interleaved repetition{'s' * (count > 1)}, load average at the start {load:.1f}"
+    )
+
+
+def readme(text: str, rows: list[Row]) -> str:
+    """README with the tables that the rows give; markers without rows lose their table."""
+
+    def fill(found: re.Match[str]) -> str:
+        run = newest(rows, found[2])
+        table = by_variant(run, found[3])
+        body = f"{said(run)}.\n\n{markdown(table_of(table))}" if table else "No rows yet.\n"
+        return f"{found[1]}{body}{found[4]}"
+
+    return MARKER.sub(fill, text)
+
+
+def plot(table: dict[str, list[Row]], title: str) -> str:
+    """Delivered tokens/s as a share of the full-batch rate, a dot for each repetition; an SVG as a data URL."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.45 * len(table) + 1.2))
+    names = list(reversed(table))
+    for at, name in enumerate(names):
+        shares = [row["share_of_limit"] for row in table[name]]
+        axes.barh(at, mean(shares), color="#1f6fb4" if name.startswith("april") else "#9a9a9a", height=0.6)
+        axes.plot(shares, [at] * len(shares), "k.", markersize=5)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("delivered tokens/s ÷ the engine's full-batch decode rate")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    sink = io.StringIO()
+    figure.tight_layout()
+    figure.savefig(sink, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return "data:image/svg+xml;base64," + base64.b64encode(sink.getvalue().encode()).decode()
+
+
+def _html_table(lines: list[list[str]]) -> str:
+    def cells(line: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
+
+    return "<table>" + cells(lines[0], "th") + "".join(cells(line, "td") for line in lines[1:]) + "</table>"
+
+
+def _rollout_sections(rows: list[Row]) -> Iterable[str]:
+    for preset in dict.fromkeys(row["preset"] for row in rows if row.get("bench") == "rollout"):
+        run = newest(rows, preset)
+        yield f"<h2>Preset {html.escape(preset)}</h2><p>{html.escape(said(run))}</p>"
+        for distribution, ablation in dict.fromkeys((row["distribution"], row["ablation"]) for row in run):
+            table = by_variant(run, distribution, ablation)
+            title = distribution + (f", {ablation}" if ablation else "")
+            yield f"<h3>{html.escape(title)}</h3>{_html_table(table_of(table))}"
+            if ablation is None:
+                yield f'<img src="{plot(table, f"{preset}: {title}")}">'
+
+
+def _plain_sections(rows: list[Row]) -> Iterable[str]:
+    """Other benchmarks' rows as they are: the fields that differ between the rows of the newest run."""
+    kinds = dict.fromkeys(str(row.get("bench")) for row in rows)
+    for kind in (kind for kind in kinds if kind != "rollout"):
+        mine = [row for row in rows if str(row.get("bench")) == kind]
+        last = max(mine, key=lambda row: row.get("time", ""))
+        run = [row for row in mine if row.get("run_id") == last.get("run_id")]
+        plain = [key for key in run[-1] if not isinstance(run[-1][key], dict | list) and key not in ("bench", "commit")]
+        yield f"<h2>{html.escape(kind)}</h2>"
+        yield _html_table([plain, *([_cell(row.get(key)) for key in plain] for row in run)])
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+STYLE = "body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:2px 8px;text-align:right}"
+NOTE = (
+    "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
+    "group ratio, the median over interleaved repetitions. The limit is a decode rate without any prefill. Rows marked "
+    "biased deliver other lengths than their source has."
+)
+
+
+def page(rows: list[Row]) -> str:
+    """The whole report."""
+    body = "".join([*_rollout_sections(rows), *_plain_sections(rows)]) or "<p>No rows.</p>"
+    return f"<!doctype html><meta charset=utf-8><title>Benchmarks</title><style>{STYLE}</style><p>{NOTE}</p>{body}"
+
+
+def all_rows(folder: Path) -> list[Row]:
+    """The rows of every file."""
+    return [row for path in sorted(folder.glob("*.json")) for row in record.read_rows(path)]
+
+
+def main(given: list[str] | None = None) -> int:
+    """0; 1 if `--check` finds a difference."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=record.ROOT / "out" / "bench" / "report.html")
+    parser.add_argument("--readme", nargs="?", type=Path, const=record.ROOT / "README.md", help="fill README's tables")
+    parser.add_argument("--check", action="store_true", help="with --readme: change nothing, fail on a difference")
+    args = parser.parse_args(given)
+    rows = all_rows(args.results)
+    if args.readme is None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(page(rows))
+        print(args.out)
+        return 0
+    old = args.readme.read_text()
+    new = readme(old, rows)
+    if args.check:
+        if old != new:
+            print(f"{args.readme} differs from the rows: python -m bench.report --readme", file=sys.stderr)
+        return int(old != new)
+    args.readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""A discrete-event model of one engine and of rounds on it, for bench/simulate.py.
+
+An engine takes steps. A step is a prefill of what joins, which costs `prefill_s + tokens × prefill_token_s`, or a
+decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. A round begins with a push and a
+gap; the variants differ in what they start, when they stop, and what a continued sample costs. Everything is counted in
+engine steps; nothing is drawn at random but the lengths.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from bench.rollout.variant import Plan
+from bench.rollout.workload import Prompt, Stream
+
+WARM, MEASURED = 12, 20
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds. `step_s`, `row_s`, `kv_token_s`: a decode step, each row, each KV token read; `prefill_s`,
+    `prefill_token_s`: a prefill forward and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the
+    first step of the next round, beside the push; `abort_s`: the same for a client that aborts and sends again;
+    `join_s`: a kept sample that joins the batch."""
+
+    step_s: float
+    row_s: float
+    kv_token_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_token_s: float = 0.0
+    push_s: float = 0.0
+    gap_s: float = 0.0
+    abort_s: float = 0.0
+    join_s: float = 0.0
+
+    def decode(self, rows: int, tokens: int) -> float:
+        """One decode step of so many rows that read so many KV tokens in all."""
+        return self.step_s + rows * self.row_s + tokens * self.kv_token_s
+
+    def full_rate(self, slots: int, context: float) -> float:
+        """Tokens/s of a full batch at a mean context: the limit."""
+        return slots / self.decode(slots, round(slots * context))
+
+
+@dataclass(eq=False)
+class Sample:
+    """A response on its way."""
+
+    group: "Group"
+    target: int
+    done: int = 0
+    kept: bool = False
+    """Its KV is in the engine: it joins without a prefill."""
+
+
+@dataclass(eq=False)
+class Group:
+    """The responses to one prompt."""
+
+    prompt: Prompt
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """All have finished."""
+        return all(sample.done >= sample.target for sample in self.samples)
+
+
+@dataclass
+class Outcome:
+    """Measured rounds: seconds and delivered tokens, and where the seconds went."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    between_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Delivered tokens/s."""
+        return self.tokens / self.seconds
+
+
+class Simulation:
+    """Rounds of one variant. `wait_for`: admission waits for so many free slots before it prefills new prompts."""
+
+    def __init__(self, variant: str, plan: Plan, stream: Stream, costs: Costs, wait_for: int = 1) -> None:
+        self._variant, self._plan, self._stream, self._costs = variant, plan, stream, costs
+        self._wait_for = wait_for
+        self._queue: deque[Sample] = deque()
+        self._running: list[Sample] = []
+        self._pile: list[Group] = []
+        self._kv = 0
+        self.outcome = Outcome()
+
+    def run(self, warm: int = WARM, measured: int = MEASURED) -> Outcome:
+        """The steady state's figures."""
+        for number in range(warm + measured):
+            if number == warm:
+                self.outcome = Outcome()
+            self._round()
+        return self.outcome
+
+    def _round(self) -> None:
+        costs, out = self._costs, self.outcome
+        gap = costs.push_s + (costs.abort_s if self._variant == "outside" else costs.gap_s)
+        out.seconds += gap
+        out.between_s += gap
+        if self._variant == "outside":
+            needed = round(self._plan.over_sampling * self._plan.groups) - len(self._open_groups()) - len(self._pile)
+            self._start(needed)
+        elif self._variant == "synchronous":
+            self._start(self._plan.groups)
+        everything = self._variant == "synchronous"
+        while len(self._pile) < self._plan.groups or (everything and (self._running or self._queue)):
+            self._step()
+        delivered, self._pile = self._pile[: self._plan.groups], self._pile[self._plan.groups :]
+        out.tokens += sum(sum(group.prompt.lengths) for group in delivered)
+        self._suspend()
+
+    def _open_groups(self) -> set[Group]:
+        return {sample.group for sample in (*self._running, *self._queue)}
+
+    def _start(self, groups: int) -> None:
+        for prompt in self._stream.take(groups):
+            group = Group(prompt)
+            group.samples = [Sample(group, target) for target in prompt.lengths]
+            self._queue.extend(group.samples)
+
+    def _suspend(self) -> None:
+        keep = self._variant == "april-keep"
+        for sample in self._running:
+            sample.kept = keep
+        # First in, first out: partials before what never ran.
+        self._queue.extendleft(reversed(self._running))
+        self._running, self._kv = [], 0
+
+    def _step(self) -> None:
+        """A prefill if somebody may join, else a decode step."""
+        free = self._plan.slots - len(self._running)
+        if self._variant.startswith("april"):
+            while len(self._queue) < free:
+                self._start(1)
+        if free and self._queue and (free >= self._wait_for or not self._running):
+            self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
+        else:
+            self._decode()
+
+    def _join(self, samples: list[Sample]) -> None:
+        costs = self._costs
+        fresh = [sample for sample in samples if not sample.kept]
+        took = costs.join_s * (len(samples) - len(fresh))
+        if fresh:
+            tokens = sum(len(sample.group.prompt.input_ids) + sample.done for sample in fresh)
+            took += costs.prefill_s + tokens * costs.prefill_token_s
+        self.outcome.seconds += took
+        self.outcome.prefill_s += took
+        for sample in samples:
+            sample.done += not sample.kept  # a prefill gives a token
+            sample.kept = False
+            self._kv += len(sample.group.prompt.input_ids) + sample.done
+        self._running += samples
+        self._finish()
+
+    def _decode(self) -> None:
+        took = self._costs.decode(len(self._running), self._kv)
+        self.outcome.seconds += took
+        self.outcome.decode_s += took
+        self._kv += len(self._running)
+        for sample in self._running:
+            sample.done += 1
+        self._finish()
+
+    def _finish(self) -> None:
+        ended = [sample for sample in self._running if sample.done >= sample.target]
+        if not ended:
+            return
+        self._running = [sample for sample in self._running if sample.done < sample.target]
+        self._kv -= sum(len(sample.group.prompt.input_ids) + sample.done for sample in ended)
+        for group in dict.fromkeys(sample.group for sample in ended):
+            if group.whole:
+                self._pile.append(group)

@@ -1,0 +1,146 @@
+"""A discrete-event model of one engine and of rounds on it: what should be, and what is reachable.
+
+    python -m bench.simulate measure              # step costs of this machine -> out/bench/costs.json (a quiet machine)
+    python -m bench.simulate validate             # against the newest rows of bench.rollout: within 10 % or not
+    python -m bench.simulate reach                # where the time goes, and batched admission
+    python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k contexts
+
+The model is bench/round_model.py. It needs this machine's step costs, or given ones.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean
+
+from bench import record
+from bench.costs import measured_costs
+from bench.report import by_variant, newest
+from bench.rollout.lengths import named
+from bench.rollout.presets import PRESETS, Preset
+from bench.rollout.variant import Plan
+from bench.rollout.workload import Stream
+from bench.round_model import Costs, Outcome, Simulation
+
+COSTS = record.ROOT / "out" / "bench" / "costs.json"
+WITHIN = 0.10
+SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
+
+
+def simulated(preset: Preset, plan: Plan, variant: str, costs: Costs, wait_for: int = 1) -> Outcome:
+    """One variant on a preset's log-normal workload."""
+    lengths = named("lognormal", preset.mean, preset.longest)
+    stream = Stream(0, lengths, plan.n, preset.prompt_tokens)
+    return Simulation(variant, plan, stream, costs, wait_for).run()
+
+
+def context_of(preset: Preset) -> float:
+    """Mean KV tokens of a running sample: the prompt and half its length-biased length."""
+    return preset.prompt_tokens + named("lognormal", preset.mean, preset.longest).running_mean / 2
+
+
+def validate(preset: Preset, costs: Costs, rows: list[record.Row]) -> list[record.Row]:
+    """Model against measurement, variant by variant."""
+    table = by_variant(newest(rows, preset.name), "lognormal")
+    made = []
+    for variant in (name for name in SIMULATED if name in table):
+        measured = mean(row["delivered_tokens_per_s"] for row in table[variant])
+        model = simulated(preset, Plan(**table[variant][0]["plan"]), variant, costs).rate
+        ratio = model / measured
+        made.append({"variant": variant, "measured": measured, "model": model, "ratio": ratio, "within": _near(ratio)})
+    return made
+
+
+def _near(ratio: float) -> bool:
+    return abs(ratio - 1) <= WITHIN
+
+
+def reach(preset: Preset, costs: Costs) -> list[record.Row]:
+    """Where a round's time goes, and what changes would give, as shares of the full-batch rate."""
+    limit = costs.full_rate(preset.plan.slots, context_of(preset))
+    cases = [(variant, costs, 1, "as it is") for variant in SIMULATED]
+    cases += [("april-keep", costs, wait, f"admission waits for {wait} free slots") for wait in (2, 4, 8, 16)]
+    cases.append(("april-keep", replace(costs, prefill_s=0.0, prefill_token_s=0.0), 1, "if prefills were free"))
+    cases.append(("april-keep", replace(costs, push_s=0.0, gap_s=0.0), 1, "if rounds had no gap"))
+    made = []
+    for variant, changed, wait, what in cases:
+        out = simulated(preset, preset.plan, variant, changed, wait)
+        parts = {"decode": out.decode_s, "prefill": out.prefill_s, "between": out.between_s}
+        shares = {name: seconds / out.seconds for name, seconds in parts.items()}
+        made.append({"variant": variant, "what": what, "share_of_limit": out.rate / limit, **shares})
+    return made
+
+
+H100_4B = Costs(
+    step_s=5e-3, row_s=8e-6, kv_token_s=4.8e-8, prefill_s=5e-3, prefill_token_s=2e-5, push_s=3.0, gap_s=0.05,
+    abort_s=0.5, join_s=1e-5,
+)  # fmt: skip
+"""Assumed, not measured: Qwen3-4B in bf16 on one H100. A decode step reads 8 GB of weights at 2.5 TB/s and launches its
+kernels (5 ms), and 144 KiB of KV a token at 3 TB/s (4.8e-8 s); a prefill runs at 50k tokens/s; a push takes 3 s; a
+client outside needs half a second to abort, gather and send again."""
+
+
+def project(costs: Costs) -> list[record.Row]:
+    """The limits of what can be hoped for, under the assumptions of `costs`; each GPU is an engine of its own with its
+    share of the groups, so many engines behave as one does."""
+    april = PRESETS["april"]
+    cases: list[tuple[str, Preset]] = [("APRIL: 8 GPUs, 32 groups × 8, 16k", _share(april, 8))]
+    for gpus, context in ((64, 32), (64, 128), (1024, 32), (1024, 128)):
+        groups = gpus * 8
+        wide = replace(april, mean=context * 256.0, longest=context * 1024, plan=replace(april.plan, groups=groups))
+        cases.append((f"{gpus} GPUs, {groups} groups × 8, {context}k", _share(wide, gpus)))
+    made = []
+    for what, preset in cases:
+        rates = {variant: simulated(preset, preset.plan, variant, costs).rate for variant in SIMULATED}
+        base, outside = rates["synchronous"], rates["outside"]
+        ours = max(rates["april-keep"], rates["april-recompute"])
+        limit = costs.full_rate(preset.plan.slots, context_of(preset))
+        made.append(
+            {"what": what, "over_synchronous": ours / base, "over_outside": ours / outside, "share": ours / limit}
+        )
+    return made
+
+
+def _share(preset: Preset, gpus: int) -> Preset:
+    """One engine's part: its groups, and slots for all their samples."""
+    groups = max(1, preset.plan.groups // gpus)
+    return replace(preset, plan=replace(preset.plan, groups=groups, slots=groups * preset.plan.n))
+
+
+def main(given: list[str] | None = None) -> int:
+    """0; `validate` fails without rows."""
+    parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("measure", "validate", "reach", "project"))
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
+    parser.add_argument("--costs", type=Path, default=COSTS, help="seconds as `measure` writes them")
+    parser.add_argument("--server", metavar="URL", help="measure: a running stock server with the preset's slots")
+    parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
+    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json")
+    args = parser.parse_args(given)
+    preset = PRESETS[args.preset]
+    if args.what == "measure":
+        if not args.server or not args.checkpoint:
+            parser.error("measure needs --server and --checkpoint")
+        costs = asyncio.run(measured_costs(args.server, args.checkpoint, preset))
+        args.costs.parent.mkdir(parents=True, exist_ok=True)
+        args.costs.write_text(json.dumps(asdict(costs), indent=2) + "\n")
+        print(args.costs.read_text())
+        return 0
+    costs = H100_4B if args.what == "project" else Costs(**json.loads(args.costs.read_text()))
+    if args.what == "validate":
+        made = validate(preset, costs, record.read_rows(args.rows))
+    else:
+        made = reach(preset, costs) if args.what == "reach" else project(costs)
+    facts = {"bench": f"simulate {args.what}", "run_id": f"{args.what}-{record.facts()['time']}", **record.facts()}
+    for row in made:
+        print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+    record.append_rows(args.out, [{**facts, "costs": asdict(costs), **row} for row in made])
+    return int(not made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

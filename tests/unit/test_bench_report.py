@@ -1,0 +1,91 @@
+"""bench.report: ratios, tables and README's copied numbers, from made-up rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.report import better_outside, by_variant, headline, main, newest, table_of
+
+
+def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest: Any) -> dict[str, Any]:
+    facts = {"machine": {"cpu": "some", "cores": 2, "gpu": None}, "versions": {"sglang": "0.5.17"}, "commit": "c" * 40}
+    return {
+        "bench": "rollout",
+        "preset": "cpu",
+        "run_id": "r",
+        "time": "2026-01-01",
+        **facts,
+        "distribution": "lognormal",
+        "ablation": None,
+        "variant": variant,
+        "repetition": repetition,
+        "delivered_tokens_per_s": tokens,
+        "delivered_groups_per_s": groups,
+        "share_of_limit": tokens / 1000,
+        "steady": True,
+        "biased": False,
+        "samples_lost": 0,
+        **rest,
+    }
+
+
+ROWS = [
+    *(row("synchronous", 100, 10), row("synchronous", 200, 20, 1)),
+    *(row("outside", 150, 12), row("outside-retry3s", 160, 14)),
+    *(row("april-keep", 180, 15), row("april-keep", 300, 40, 1, biased=True)),
+    row("april-keep", 900, 90, ablation="n 8"),
+    row("april-keep", 1, 1, run_id="old", time="2025-01-01"),
+]
+
+
+def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_number() -> None:
+    table = by_variant(newest(ROWS, "cpu"), "lognormal")
+    # 180/100 and 15/10; 300/200 and 40/20: the smaller of each is 1.5.
+    assert headline(table["april-keep"], table["synchronous"]) == 1.5
+    assert headline(table["april-keep"], []) is None
+    assert better_outside(table) == table["outside-retry3s"]
+    lines = {line[0]: line for line in table_of(table)}
+    assert lines["april-keep"][1:4] == ["1.50", "1.07", "240 (180–300)"]
+    assert lines["april-keep"][-2:] == ["0", "biased"]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "rollout.json").write_text(json.dumps(ROWS))
+    (folder / "other.json").write_text(json.dumps([{"bench": "other", "run_id": "x", "time": "1", "value": 1.5}]))
+    return folder
+
+
+def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
+    text = tmp_path / "README.md"
+    command = ["--results", str(results), "--readme", str(text)]
+    text.write_text("before\n<!-- bench:cpu lognormal -->\nold\n<!-- /bench -->\nafter\n")
+    assert main([*command, "--check"]) == 1
+    assert main(command) == 0
+    assert main([*command, "--check"]) == 0
+    filled = text.read_text()
+    assert filled.startswith("before\n")
+    assert filled.endswith("<!-- /bench -->\nafter\n")
+    assert "| april-keep | 1.50 | 1.07 |" in filled
+    text.write_text(filled.replace("| 1.50 |", "| 1.51 |"))
+    assert main([*command, "--check"]) == 1
+
+
+def test_a_readme_without_markers_passes(results: Path, tmp_path: Path) -> None:
+    text = tmp_path / "README.md"
+    text.write_text("nothing measured\n")
+    assert main(["--results", str(results), "--readme", str(text), "--check"]) == 0
+
+
+def test_the_page_has_every_table_and_stands_alone(results: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert main(["--results", str(results), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page.count('<img src="data:image/svg+xml;base64,') == 1
+    assert "<h3>lognormal, n 8</h3>" in page
+    assert "<h2>other</h2>" in page
+    assert "http" not in page.replace("http-equiv", "")

@@ -1,0 +1,75 @@
+"""bench.simulate: the model against what can be said without it."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.costs import decode_fit
+from bench.rollout.lengths import named
+from bench.rollout.presets import PRESETS
+from bench.rollout.variant import Plan
+from bench.rollout.workload import Stream
+from bench.round_model import Costs, Outcome, Simulation
+from bench.simulate import H100_4B, reach, simulated, validate
+
+FLAT = Costs(step_s=1.0, row_s=0.0)
+PLAN = Plan(slots=8, groups=4, n=2)
+
+
+def run(variant: str, distribution: str = "lognormal", costs: Costs = FLAT, wait_for: int = 1) -> Outcome:
+    stream = Stream(0, named(distribution, 20, 200), PLAN.n, 4)
+    return Simulation(variant, PLAN, stream, costs, wait_for).run()
+
+
+def test_a_round_of_equal_lengths_takes_exactly_its_steps() -> None:
+    # A free prefill gives the first of 20 tokens, 19 decode steps of a second the rest, for 8 samples in 8 slots.
+    out = run("synchronous", "constant")
+    assert out.rate == pytest.approx(8 * 20 / 19)
+    assert (out.prefill_s, out.between_s) == (0, 0)
+
+
+def test_the_order_of_the_variants_on_a_long_tail() -> None:
+    rates = {name: run(name).rate for name in ("synchronous", "outside", "april-recompute", "april-keep")}
+    assert rates["synchronous"] < rates["outside"] <= rates["april-keep"] * 1.001
+    costly = replace(FLAT, prefill_s=1.0, prefill_token_s=0.1)
+    assert run("april-recompute", costs=costly).rate < run("april-keep", costs=costly).rate
+
+
+def test_ours_reaches_the_full_batch_rate_when_nothing_but_decoding_costs() -> None:
+    assert run("april-keep").rate == pytest.approx(FLAT.full_rate(8, 0), rel=0.12)
+
+
+def test_admission_that_waits_saves_prefills_and_costs_slots() -> None:
+    costs = replace(FLAT, prefill_s=1.0)
+    one, four = run("april-keep", costs=costs), run("april-keep", costs=costs, wait_for=4)
+    assert four.prefill_s < 0.6 * one.prefill_s
+    assert four.rate > one.rate
+    assert run("april-keep", wait_for=4).rate < run("april-keep").rate
+
+
+def test_a_gap_between_rounds_is_counted_once_a_round() -> None:
+    assert run("april-keep", costs=replace(FLAT, push_s=3.0, gap_s=2.0)).between_s == pytest.approx(20 * 5.0)
+
+
+def test_decode_fit_finds_the_costs_and_none_below_zero() -> None:
+    points = [(rows, kv, 0.01 + 2e-4 * rows + 1e-6 * kv) for rows in (1, 16, 64) for kv in (100, 5000, 40_000)]
+    assert decode_fit(points) == pytest.approx((0.01, 2e-4, 1e-6), rel=1e-6)
+    assert decode_fit([(rows, kv, 0.01 - 1e-7 * kv) for rows, kv, _ in points])[2] == 0.0
+
+
+def test_validate_says_which_variants_are_within_ten_per_cent() -> None:
+    preset = replace(PRESETS["tiny"], name="p")
+    rate = simulated(preset, preset.plan, "april-keep", H100_4B).rate
+    row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
+    plan = {"slots": 16, "groups": 3, "n": 2}
+    rows = [
+        {**row, "plan": plan, "variant": "april-keep", "delivered_tokens_per_s": rate * 1.05},
+        {**row, "plan": plan, "variant": "synchronous", "delivered_tokens_per_s": rate * 99},
+    ]
+    told = {line["variant"]: line["within"] for line in validate(preset, H100_4B, rows)}
+    assert told == {"synchronous": False, "april-keep": True}
+
+
+def test_reach_accounts_for_all_the_time() -> None:
+    for line in reach(PRESETS["tiny"], H100_4B):
+        assert line["decode"] + line["prefill"] + line["between"] == pytest.approx(1.0)
