@@ -21,14 +21,22 @@ ALIVE = 3
 
 NORMAL = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]
+SHARED = {"server", "overlap", "normal", "live", "either", "guarded"}
+"""Fixtures that use the server of the normal loop or that of the overlap loop."""
+SMALL = ["--max-total-tokens=400", "--max-running-requests=12", "--april-host-gb=0.0003"]
+"""400 tokens on the device and 292 on the host, of 1,024 bytes each."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live tests get a second try, and those that end a shared server come last."""
+    """Live tests get a second try. Servers of few tests come first, then the shared two; what ends them is last."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.flaky(reruns=1))
-    items.sort(key=lambda item: item.get_closest_marker("ends_server") is not None)
+    items.sort(key=lambda item: (item.get_closest_marker("ends_server") is not None, bool(SHARED & _fixtures(item))))
+
+
+def _fixtures(item: pytest.Item) -> set[str]:
+    return set(getattr(item, "fixturenames", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -127,6 +135,20 @@ def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> 
     name, family = ("server", "qwen3") if request.param == "normal" else ("overlap", "llama")
     server: Server = request.getfixturevalue(name)
     with living(server, lambda seed: models(family, seed)) as live:
+        yield live
+
+
+@pytest.fixture
+def tp2(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """Two ranks, overlap loop, Llama shape, random retracts; each rank writes a digest of its decisions (S9)."""
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_APRIL_DIGEST": str(tmp_path_factory.mktemp("digests"))}
+    return pool.get("tp2", ["--tp-size=2", "--max-total-tokens=4000"], "llama", env)
+
+
+@pytest.fixture
+def small(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+    """Overlap loop, with little memory on the device and on the host."""
+    with living(pool.get("small", SMALL, "llama"), lambda seed: models("llama", seed)) as live:
         yield live
 
 

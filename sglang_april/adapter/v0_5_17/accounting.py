@@ -24,7 +24,8 @@ def check_accounting(s: Scheduler, held: Iterable[Pages]) -> dict[str, int]:
     allocator, tree = s.token_to_kv_pool_allocator, s.tree_cache
     page, total = allocator.page_size, s.max_total_num_tokens
     free = torch.cat([allocator.free_pages, allocator.release_pages])
-    in_tree = tree.all_values_flatten() if tree.total_size() else torch.empty(0, dtype=torch.int64)
+    empty = tree.is_chunk_cache() or not tree.total_size()
+    in_tree = torch.empty(0, dtype=torch.int64) if empty else tree.all_values_flatten()
     held = list(held)
     held_slots = [p.slots[p.protected :] for p in held if p.slots is not None]
     requests = list(_with_kv(s))

@@ -88,11 +88,13 @@ class PagePool:
         """
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
+        # Without a tree (--disable-radix-cache) a request stands on no node.
+        root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
         for req, page, old in zip(reqs, pages, on_old_kv, strict=True):
             self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots.to(torch.int32))
             req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
             req.kv_committed_len = page.length
-            req.cache_protected_len, req.last_node = page.protected, page.node or s.tree_cache.root_node
+            req.cache_protected_len, req.last_node = page.protected, page.node or root
             req.prefix_indices = page.slots[: page.protected]
             req.extra_key = page.extra_key
             req.skip_radix_cache_insert = old

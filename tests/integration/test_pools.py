@@ -1,0 +1,69 @@
+"""A resume on the two other shapes of SGLang's pool: without a radix tree, and with pages of sixteen tokens."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import NORMAL, OVERLAP, Pool
+from tests.support.compare import assert_same
+from tests.support.live import Live, living, until
+from tests.support.workload import in_one_round, in_rounds, prompt, stoppers, token_ids
+
+SHAPES = {
+    "treeless": ([*NORMAL, "--disable-radix-cache"], "qwen3"),
+    "paged": ([*OVERLAP, "--page-size=16"], "llama"),
+}
+STOPS = [5, 11, 16, 22]
+PARAMS: dict[str, Any] = {"temperature": 0.8}
+
+
+@pytest.fixture(params=SHAPES)
+def shaped(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+    flags, family = SHAPES[request.param]
+    with living(pool.get(request.param, flags, family), lambda seed: models(family, seed)) as live:
+        yield live
+
+
+def workload() -> list[dict[str, Any]]:
+    """Prompts that end inside a page, at its end, and in another chunk; members of a group share whole pages."""
+    lengths = {"inside": 21, "whole": 32, "chunked": 100}
+    groups = [prompt(name, 40, ids=token_ids(n, n), n=2, **PARAMS) for name, n in lengths.items()]
+    return [*stoppers(STOPS), *groups]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_resume_bit_for_bit(shaped: Live, run: str, tier: str) -> None:
+    """Rule 2: as on the usual pool; admission stays open, and all memory comes back."""
+    server = shaped.server
+    wanted = in_one_round(server, f"{run}-unbroken", workload())
+    samples, replies = in_rounds(server, run, workload(), len(STOPS), tier=tier)
+    assert sum(r["stats"]["resumed_kept"] for r in replies) == 9 + 8 + 7 + 6
+    assert sum(r["stats"]["reprefilled_tokens"] for r in replies) == 0
+    assert_same(samples, wanted)
+    at_rest(shaped)
+
+
+def test_pushes_flushes_and_recomputes(shaped: Live, run: str) -> None:
+    """S6, S7: kept KV under a new policy, through a flush, then a recompute: every token is what it must be."""
+    server, v = shaped.server, shaped.version
+    groups = server.rollout(run=run, prompts=workload(), quota=1)["finished"]
+    shaped.push(1, flush=False)
+    groups += server.rollout(run=run, prompts=[], quota=1, kv="keep")["finished"]
+    server.post("/flush_cache")
+    groups += server.rollout(run=run, prompts=[], quota=1, kv="keep")["finished"]
+    shaped.push(0, flush=True)
+    groups += server.drain(run, kv="recompute")
+    shaped.check(groups, {g["id"]: PARAMS if not g["id"].startswith("stop") else {} for g in groups})
+    spans = [[(s["version"], s["kv"]) for s in x["spans"]] for g in groups if g["id"] == "inside" for x in g["samples"]]
+    assert spans == [[(v, "fresh"), (v + 1, "kept"), (v + 2, "recomputed")]] * 2
+    at_rest(shaped)
+
+
+def at_rest(live: Live) -> None:
+    """Nothing of ours is left, and every token of the pool is free or in the tree."""
+    state = live.server.state()
+    assert (state["closed"], sum(state["samples"].values()), state["tokens"]["device"]) == ("", 0, 0)
+    pool = until(lambda: (p := live.server.state()["pool"])["running"] == 0 and p, "nothing runs")
+    assert pool["available"] + pool["evictable"] + pool["protected"] == pool["total"]
