@@ -101,7 +101,7 @@ class Commands:
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
-        c.recorder.extended(rnd.spec, groups)
+        c.recorder.extended(rnd.spec, rnd.number, groups)
         self._endings.look()
         return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
 

@@ -32,7 +32,7 @@ class Unrecorded:
 
     def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None: ...
 
-    def extended(self, spec: OpenRound, groups: Iterable[Group]) -> None:
+    def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
         """An open round has another quota, or more groups."""
 
     def judged(self, groups: Iterable[Group]) -> None:
@@ -94,8 +94,8 @@ class Recorder(Unrecorded):
     def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
         self._records.append(tables.accepted(spec, number, map(_new, groups)))
 
-    def extended(self, spec: OpenRound, groups: Iterable[Group]) -> None:
-        self._records.append(tables.extended(spec, map(_new, groups)))
+    def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+        self._records.append(tables.extended(spec, number, map(_new, groups)))
 
     def judged(self, groups: Iterable[Group]) -> None:
         self._records.append(tables.judged([(bool(g.accepted), g.order) for g in groups]))

@@ -13,15 +13,15 @@ from sglang_april.store.saved import Saved, SavedRound
 RESTARTED = "the server was restarted in this round: the figures count from then on"
 
 
-def starting_version(given: int | None, saved: int | None) -> tuple[int, bool]:
+def starting_version(given: int | None, saved: int) -> tuple[int, bool]:
     """The policy version to start with, and whether it has yet to be named before anything may step (S1).
 
     Raises:
         ValueError: the version given is older than the journal's.
     """
     if given is None:
-        return saved or 0, bool(saved)
-    if saved is not None and given < saved:
+        return saved, saved > 0
+    if given < saved:
         raise ValueError(f"--april-version {given} is below {saved}, the policy version of the journal")
     return given, False
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sglang_april.store.saved import Saved, read_saved
+from sglang_april.store.saved import Saved, read_saved, seal
 from sglang_april.store.tables import SCHEMA, TABLES, Op
 
 log = logging.getLogger("sglang_april")
@@ -55,7 +55,7 @@ class Journal:
         self._thread: threading.Thread | None = None
         try:
             self._db = self._open(sync)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # a damaged schema is quoted as it is
             in_use = "it is in use by another server" if "locked" in str(error) else str(error)
             raise JournalError(f"the journal {path} cannot be used: {in_use}") from error
 
@@ -69,7 +69,8 @@ class Journal:
         db.execute("PRAGMA locking_mode=EXCLUSIVE")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
-        if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        fresh = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not fresh:
             row = db.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
             if row is None or row[0] != SCHEMA:
                 found = row[0] if row else "unknown"
@@ -77,7 +78,8 @@ class Journal:
         db.execute("BEGIN IMMEDIATE")
         for statement in TABLES.split(";"):
             db.execute(statement)
-        db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA,))
+        if fresh:
+            db.execute("INSERT INTO meta VALUES('schema', ?), ('version', ?)", (SCHEMA, seal(0, "version")))
         db.execute("COMMIT")
         return db
 
@@ -87,15 +89,17 @@ class Journal:
         What is damaged is deleted, so that new records cannot come to stand beside it.
 
         Raises:
-            JournalError: SQLite cannot read its own file.
+            JournalError: the file itself is damaged, so that records may be missing.
         """
         try:
+            if (said := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(said)
             saved = read_saved(self._db)
             self._db.execute("BEGIN IMMEDIATE")
             for statement, row in saved.repairs:
                 self._db.execute(statement, row)
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, TypeError) as error:
             raise JournalError(f"the journal {self.path} cannot be read: {error}") from error
         return saved
 

@@ -79,7 +79,7 @@ class SavedReply(msgspec.Struct, array_like=True):
 class Saved(msgspec.Struct):
     """All of it. msgpack can carry it from rank 0 to the others."""
 
-    version: int | None = None
+    version: int = 0
     next_gid: int = 0
     groups: list[SavedGroup] = []
     """In arrival order."""
@@ -100,20 +100,19 @@ class CorruptRecordError(ValueError):
     """A record whose checksum does not match."""
 
 
-def seal(value: Any) -> bytes:
-    """msgpack behind its CRC-32."""
+def seal(value: Any, *key: Any) -> bytes:
+    """msgpack behind a CRC-32 of it and of the columns that say whose it is."""
     body = msgspec.msgpack.encode(value)
-    return zlib.crc32(body).to_bytes(4, "little") + body
+    return _crc(body, key) + body
 
 
-def unseal(blob: bytes, kind: Any) -> Any:
+def unseal(blob: Any, kind: Any, *key: Any) -> Any:
     """What `seal` was given.
 
     Raises:
-        CorruptRecordError: the blob is not what was written.
+        CorruptRecordError: the record is not what was written, or not where.
     """
-    body = blob[4:]
-    if len(blob) < 4 or zlib.crc32(body) != int.from_bytes(blob[:4], "little"):
+    if not isinstance(blob, bytes) or len(blob) < 4 or blob[:4] != _crc(body := blob[4:], key):
         raise CorruptRecordError
     try:
         return msgspec.msgpack.decode(body, type=kind)
@@ -121,28 +120,45 @@ def unseal(blob: bytes, kind: Any) -> Any:
         raise CorruptRecordError from error
 
 
+def _crc(body: bytes, key: tuple[Any, ...]) -> bytes:
+    return zlib.crc32(body, zlib.crc32(msgspec.msgpack.encode(key))).to_bytes(4, "little")
+
+
 def read_saved(db: sqlite3.Connection) -> Saved:
     """Read a journal back. A damaged record costs what it held, never more, and is counted in `corrupt`."""
     saved = Saved()
     meta = dict(db.execute("SELECT key, value FROM meta"))
-    saved.version, saved.next_gid = meta.get("version"), meta.get("next_gid", 0)
+    saved.next_gid = meta.get("next_gid", 0)
     saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
-    query = "SELECT gid, run, incarnation, n, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
-    for gid, run, incarnation, n, prompt_blob, params_blob, accepted in db.execute(query).fetchall():
+    query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
+    for gid, run, incarnation, prompt_blob, params_blob, accepted in db.execute(query).fetchall():
         try:
-            prompt, params = unseal(prompt_blob, Prompt), unseal(params_blob, bytes)
+            prompt = unseal(prompt_blob, Prompt, gid, run, incarnation)
+            params = unseal(params_blob, bytes, gid)
         except CorruptRecordError:
             saved.corrupt += 1
             saved.repairs.append(("DELETE FROM groups WHERE gid=?", (gid,)))
             continue
-        if samples := _undelivered(db, saved, gid, n):
+        if samples := _undelivered(db, saved, gid, prompt.n):
             group = SavedGroup(gid, run, incarnation, prompt, params, samples)
             if accepted is not None and group.whole:  # damage may have made it unfinished again
                 group.accepted = bool(accepted)
             saved.groups.append(group)
     _read_rounds(db, saved)
+    saved.version = _version(saved, meta.get("version"))
     return saved
+
+
+def _version(saved: Saved, record: Any) -> int:
+    """The policy version; if its record is damaged, at least the newest that anything was written under."""
+    try:
+        return unseal(record, int, "version")
+    except CorruptRecordError:
+        saved.corrupt += 1
+    samples = [s for g in saved.groups for s in g.samples]
+    spans = [span for s in samples for part in (s.chunk, s.finished) if part is not None for span in part.spans]
+    return max([span.version for span in spans] + [r.ended.policy_version for r in saved.replies], default=0)
 
 
 def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list[SavedSample]:
@@ -159,7 +175,7 @@ def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list
         sample.chunk = _tokens(db, saved, gid, index)
         if body is not None:
             try:
-                sample.finished = _whole(unseal(body, FinishedSample), start, sample.chunk)
+                sample.finished = _whole(unseal(body, FinishedSample, gid, index, start, step), start, sample.chunk)
                 sample.chunk = None
             except CorruptRecordError:
                 saved.corrupt += 1
@@ -174,7 +190,7 @@ def _tokens(db: sqlite3.Connection, saved: Saved, gid: int, index: int) -> Chunk
     query = "SELECT start, body FROM chunks WHERE gid=? AND idx=? ORDER BY start"
     for start, body in db.execute(query, (gid, index)):
         try:
-            chunk = unseal(body, Chunk)
+            chunk = unseal(body, Chunk, gid, index, start)
             if start != (whole.length if whole else 0):
                 raise CorruptRecordError
         except CorruptRecordError:
@@ -220,11 +236,12 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
             saved.gone.append(round_id)
             continue
         try:
-            spec = unseal(spec_blob, OpenRound)
+            spec = unseal(spec_blob, OpenRound, round_id, number)
             if ended_blob is None:
                 saved.rounds.append(SavedRound(spec, number))
             else:
-                saved.replies.append(_reply(db, saved, spec, unseal(ended_blob, RoundEnded)))
+                ended = unseal(ended_blob, RoundEnded, round_id)
+                saved.replies.append(_reply(db, saved, spec, ended))
         except CorruptRecordError:
             saved.corrupt += 1
             saved.gone.append(round_id)
@@ -233,16 +250,17 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
 
 def _reply(db: sqlite3.Connection, saved: Saved, spec: OpenRound, ended: RoundEnded) -> SavedReply:
     rows = db.execute(
-        "SELECT gid, idx, f.start, f.body, g.prompt, g.incarnation FROM finished f JOIN groups g USING(gid) "
+        "SELECT gid, idx, f.start, f.step, f.body, g.run, g.incarnation, g.prompt "
+        "FROM finished f JOIN groups g USING(gid) "
         "WHERE f.round_id=?",
         (spec.round_id,),
     ).fetchall()
     samples = []
     by_id: dict[tuple[str, int], Prompt] = {}
-    for gid, index, start, body, prompt_blob, incarnation in rows:
-        tail = unseal(body, FinishedSample)
+    for gid, index, start, step, body, run, incarnation, prompt_blob in rows:
+        tail = unseal(body, FinishedSample, gid, index, start, step)
         samples.append(_whole(tail, start, _tokens(db, saved, gid, index) if start else None))
-        prompt = unseal(prompt_blob, Prompt)
+        prompt = unseal(prompt_blob, Prompt, gid, run, incarnation)
         by_id[prompt.id, incarnation] = prompt
     there = {(s.id, s.incarnation, s.index) for s in samples}
     try:

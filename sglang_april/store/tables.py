@@ -47,19 +47,19 @@ def accepted(spec: OpenRound, number: int, groups: Iterable[NewGroup]) -> Op:
     new, spec = list(groups), _stripped(spec)
 
     def op(db: sqlite3.Connection) -> None:
-        row = (spec.round_id, spec.run, number, seal(spec), int(spec.keep_until_ack))
+        row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
         db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row)
         _insert_groups(db, spec.run, new)
 
     return op
 
 
-def extended(spec: OpenRound, groups: Iterable[NewGroup]) -> Op:
-    """An open round has changed (its quota), or has more groups."""
+def extended(spec: OpenRound, number: int, groups: Iterable[NewGroup]) -> Op:
+    """An open round, the `number`th of its run, has changed (its quota), or has more groups."""
     new, spec = list(groups), _stripped(spec)
 
     def op(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE rounds SET spec=? WHERE round_id=?", (seal(spec), spec.round_id))
+        db.execute("UPDATE rounds SET spec=? WHERE round_id=?", (seal(spec, spec.round_id, number), spec.round_id))
         _insert_groups(db, spec.run, new)
 
     return op
@@ -77,7 +77,7 @@ def judged(verdicts: Iterable[tuple[bool, int]]) -> Op:
 
 
 def _insert_groups(db: sqlite3.Connection, run: str, groups: list[NewGroup]) -> None:
-    rows = [(gid, run, p.id, inc, p.n, seal(p), seal(params)) for gid, inc, p, params in groups]
+    rows = [(gid, run, p.id, inc, p.n, seal(p, gid, run, inc), seal(params, gid)) for gid, inc, p, params in groups]
     db.executemany("INSERT INTO groups VALUES(?,?,?,?,?,?,?,NULL,0)", rows)
     db.executemany("INSERT OR REPLACE INTO ids VALUES(?,?,?)", [(run, p.id, inc + 1) for _, inc, p, _ in groups])
     if groups:
@@ -91,13 +91,15 @@ def admitted(gid: int, index: int, place: int, number: int) -> Op:
 
 def tokens(gid: int, index: int, start: int, chunk: Chunk) -> Op:
     """Tokens [start, start + n) of an unfinished sample: only new ones are appended."""
-    return lambda db: db.execute("INSERT OR REPLACE INTO chunks VALUES(?,?,?,?)", (gid, index, start, seal(chunk)))
+    key = gid, index, start
+    return lambda db: db.execute("INSERT OR REPLACE INTO chunks VALUES(?,?,?,?)", (*key, seal(chunk, *key)))
 
 
 def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
     """A sample has ended; `tail` has its tokens from `start` on, and all else of it."""
     statement = "INSERT OR REPLACE INTO finished VALUES(?,?,?,?,?,NULL)"
-    return lambda db: db.execute(statement, (gid, tail.index, start, step, seal(tail)))
+    key = gid, tail.index, start, step
+    return lambda db: db.execute(statement, (*key, seal(tail, *key)))
 
 
 def ended(event: RoundEnded, keep: int) -> Op:
@@ -105,7 +107,7 @@ def ended(event: RoundEnded, keep: int) -> Op:
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE rounds SET ended=? WHERE round_id=?", (seal(event), event.round_id))
+        db.execute("UPDATE rounds SET ended=? WHERE round_id=?", (seal(event, event.round_id), event.round_id))
         db.executemany(
             "UPDATE finished SET round_id=? WHERE gid="
             "(SELECT gid FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
@@ -141,7 +143,8 @@ def dropped(gids: Iterable[int]) -> Op:
 
 
 def version(number: int) -> Op:
-    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (number,))
+    record = seal(number, "version")
+    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (record,))
 
 
 def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:

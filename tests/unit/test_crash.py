@@ -77,10 +77,10 @@ def test_a_push_without_a_version_counts_one_on(world: Crashing) -> None:
 
 @pytest.mark.parametrize(
     ("given", "saved", "starts_at"),
-    [(None, None, (0, False)), (None, 0, (0, False)), (None, 3, (3, True)), (3, 3, (3, False)), (5, 3, (5, False)),
-     (4, None, (4, False))],
+    [(None, 0, (0, False)), (None, 3, (3, True)), (3, 3, (3, False)), (5, 3, (5, False)),
+     (4, 0, (4, False))],
 )  # fmt: skip
-def test_the_version_of_a_start(given: int | None, saved: int | None, starts_at: tuple[int, bool]) -> None:
+def test_the_version_of_a_start(given: int | None, saved: int, starts_at: tuple[int, bool]) -> None:
     assert starting_version(given, saved) == starts_at
 
 

@@ -1,6 +1,7 @@
 """The journal on its own (S8): what is written comes back, and nothing else does."""
 
 import os
+import random
 import sqlite3
 import stat
 import tempfile
@@ -217,6 +218,44 @@ def test_a_damaged_round_or_prompt_costs_itself_alone(tmp_path: Path) -> None:
     saved = read(path)
     assert ([g.prompt.id for g in saved.groups], saved.rounds, saved.gone, saved.corrupt) == (["q"], [], ["a"], 2)
     assert read(path).corrupt == 0
+
+
+def test_no_damage_makes_a_wrong_token(tmp_path: Path) -> None:
+    """Any byte of the file, any number of them: what is read is true, or counted, or the journal is refused."""
+    records = [tables.version(3)]
+    for gid in range(6):
+        name = f"p{gid}"
+        records += [accept(gid, spec(f"r{gid}", name))]
+        records += [tables.tokens(gid, 0, s, chunk(*range(s, s + 10), start=s)) for s in (0, 10, 20)]
+        records += finish_both(gid, name)[1:] if gid % 2 else []
+        records += [*finish_both(gid, name), tables.ended(ended(f"r{gid}", name), keep=2)] if gid < 3 else []
+    whole = written(tmp_path / "whole", *records).read_bytes()
+    outcomes = [_read_damaged(tmp_path / f"{seed}", whole, random.Random(seed)) for seed in range(400)]
+    assert set(outcomes) == {"true", "counted", "refused"}
+
+
+def _read_damaged(path: Path, whole: bytes, rng: random.Random) -> str:
+    data = bytearray(whole)
+    for _ in range(rng.choice((1, 1, 3, 50))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    try:
+        saved = read(path)
+    except JournalError:
+        return "refused"
+    for group in saved.groups:
+        assert [group.prompt] == spec("", f"p{group.gid}").prompts
+        for known in group.samples:
+            if known.chunk is not None:
+                got = np.frombuffer(known.chunk.output_ids, "<i4").tolist()
+                assert got == list(range(len(got)))
+                assert np.frombuffer(known.chunk.logprobs, "<f4").tolist() == got
+            if known.finished is not None:
+                assert known.finished == sample(f"p{group.gid}", known.index, 5, 1)
+    for reply in saved.replies:
+        assert {s.index: s for s in reply.samples} == {i: sample(reply.prompts[0].id, i, 5, 1) for i in (0, 1)}
+    assert saved.version == 3 or saved.corrupt
+    return "counted" if saved.corrupt else "true"
 
 
 # --- files that cannot be used

@@ -61,7 +61,7 @@ def lost_promises(acts: list[Act], folder: Path) -> int:
         journal = Journal(after / "journal")
         saved = journal.load()
         journal.close()
-        there = saved.version or 0
+        there = saved.version
         assert saved.corrupt == 0
         assert len(saved.groups) == (there > 0)
         if there:
