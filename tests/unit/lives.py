@@ -1,5 +1,6 @@
 """A scheduler without a model in a process of its own, whose journal outlives it, and the client who remembers (S8)."""
 
+import fcntl
 import os
 import random
 import signal
@@ -25,6 +26,8 @@ from tests.unit.fake_loop import token
 RUNS = ("a", "b", "c")
 COMMAND, EVENT = 0, 1
 HEAD = struct.Struct("<BI")
+PIPE_BYTES = 4096
+"""So little that a life is never far ahead of what has been heard of it."""
 
 Word = wire.Command | wire.Event
 
@@ -227,7 +230,8 @@ class Client:
 
 
 def _content(ended: wire.RoundEnded, samples: list[wire.FinishedSample]) -> bytes:
-    in_order = sorted(samples, key=lambda s: (s.id, s.index))
+    # Which of two that ended in one step completed their group is nothing that a reply says.
+    in_order = sorted((msgspec.structs.replace(s, whole=False) for s in samples), key=lambda s: (s.id, s.index))
     return wire.encode(ended) + msgspec.msgpack.encode(in_order)
 
 
@@ -250,6 +254,7 @@ def words(pipe: int) -> Iterator[Word]:
 def one_life(path: Path, client: Client, seed: int, last_word: int | None) -> int:
     """Fork a life, listen to so many words (None: to its good end), kill it; returns how many words were heard."""
     read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     child = os.fork()
     if child == 0:
         os.close(read)
