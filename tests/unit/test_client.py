@@ -148,7 +148,9 @@ def test_a_client_that_hangs_up_leaves_the_round_open(client: AprilClient, url: 
     asyncio.run(asyncio.wait_for(hang_up(), 60))
     assert client.state()["http"]["rounds"]["left"]["state"] == "open"
     client.stop("left")
-    reply = client.get_round("left")
+    deadline = time.monotonic() + 60
+    while (reply := client.get_round("left")) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert reply is not None
     assert reply.end_reason == "stopped"
 
