@@ -35,6 +35,8 @@ class AprilConfig:
     kv: str = "keep"
     max_staleness: int = 5
     host_gb: float = 0.0
+    disk_dir: str | None = None
+    disk_gb: float = 0.0
     replies: int = 2
     reply_gb: float = 4.0
     concurrency: int | None = None
@@ -46,6 +48,11 @@ class AprilConfig:
     def host_bytes(self) -> int:
         """The cap of the host tier in bytes."""
         return int(self.host_gb * BYTES_PER_GB)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The cap of the disk tier in bytes."""
+        return int(self.disk_gb * BYTES_PER_GB)
 
     @property
     def reply_bytes(self) -> int:
@@ -98,6 +105,12 @@ def _gigabytes(value: Any) -> float:
     return number
 
 
+def _directory(value: Any) -> str:
+    if not isinstance(value, str) or not Path(value).is_dir() or not os.access(value, os.W_OK | os.X_OK):
+        raise ValueError("must be a directory that exists and can be written")
+    return str(Path(value).resolve())
+
+
 def _choice(*allowed: str, meaning: Mapping[str, str] | None = None) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in allowed:
@@ -119,13 +132,6 @@ def _path(value: Any) -> str:
     return str(Path(value).absolute())
 
 
-def _later(what: str) -> Callable[[Any], NoReturn]:
-    def parse(_: Any) -> NoReturn:
-        raise ValueError(f"needs {what}, which is not part of this version, so it must be left out")
-
-    return parse
-
-
 FLAGS: tuple[Flag, ...] = (
     Flag("quota", _whole(1), "N", "groups (or samples) that end a round which names no quota of its own"),
     Flag("quota_unit", _choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
@@ -137,6 +143,8 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("max_staleness", _whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
     Flag("host_gb", _gigabytes, "GB", "host memory for KV of partials (the smaller of 64 GB and a quarter of it all)"),
+    Flag("disk_dir", _directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"),
+    Flag("disk_gb", _gigabytes, "GB", "size of the disk tier"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
     Flag("concurrency", _concurrency, "N", "samples of one run that run at once (default: all slots)"),
@@ -155,12 +163,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )
 
-LATER: tuple[Flag, ...] = (
-    Flag("disk_dir", _later("the disk tier"), "DIR", "directory of the disk tier"),
-    Flag("disk_gb", _later("the disk tier"), "GB", "size of the disk tier"),
-)
-
-_BY_FIELD = {flag.field: flag for flag in (*FLAGS, *LATER)}
+_BY_FIELD = {flag.field: flag for flag in FLAGS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +183,7 @@ def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None =
 def from_argv(argv: Sequence[str]) -> dict[str, str]:
     """Our flags among SGLang's, as they were typed."""
     parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for flag in (*FLAGS, *LATER):
+    for flag in FLAGS:
         parser.add_argument(flag.option, dest=flag.field)
     known, rest = parser.parse_known_args(list(argv))
     for arg in rest:
@@ -211,6 +214,8 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
             raise ConfigError(f"{ENV} has no setting {field!r}")
         if value is not None:
             checked[field] = _BY_FIELD[field].read(value)
+    if (checked.get("disk_dir") is None) != (not checked.get("disk_gb")):
+        raise ConfigError("--april-disk-dir and --april-disk-gb make a disk tier together, and one of them is missing")
     return AprilConfig(**checked)
 
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april.store.entry import Pages
+from sglang_april.store.entry import Pages, Prefix
 from sglang_april.store.saved import Chunk
 from sglang_april.wire import Prompt, Provenance, Span
 
@@ -64,6 +64,8 @@ class Sample:
     """Position in admission order; kept over suspensions, so a resumed batch has its old order."""
     pages: Pages | None = None
     """KV of a suspended sample; None = tokens only."""
+    prefix: Prefix | None = None
+    """What its first tokens are stored under on the host; kept while it runs on the same KV."""
     kv_version: int = 0
     """Oldest policy version that wrote a page beneath this sample; meaningless without KV."""
     request: Any = None
@@ -123,6 +125,8 @@ class Group:
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
     shelf: str = ""
     """Where admission finds its queued members: "new", "begun", or "" when it has none (`Ledger` keeps it)."""
+    prefix: Prefix | None = None
+    """Under which the prompt was last stored on the host."""
     engine_params: Any = None
     """Decoded sampling parameters, shared by the group (adapter's business)."""
 

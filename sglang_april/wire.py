@@ -133,12 +133,24 @@ class Thaw(msgspec.Struct, tag=True):
 
 class GetState(msgspec.Struct, tag=True):
     seq: int
+    check: bool = False
+    """Verify every stored page on every rank; only the outcome is answered, when it is known."""
 
 
 class GetPartials(msgspec.Struct, tag=True):
     seq: int
     run: str | None = None
 
+
+class Moved(msgspec.Struct, tag=True):
+    """S9: copies of KV pages that all ranks have completed, by number, and those that some rank could not, and why."""
+
+    done: list[int]
+    failed: dict[int, str] = {}
+
+
+Fact = Moved
+"""What only some rank can see, outside of a step; rank 0 broadcasts it, and nothing answers it."""
 
 Command = (
     OpenRound
@@ -267,16 +279,17 @@ class JournalFault(msgspec.Struct, tag=True):
 Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault
 
 _encoder = msgspec.msgpack.Encoder()
-_commands = msgspec.msgpack.Decoder(Command)
+_messages = msgspec.msgpack.Decoder(Command | Fact)
 _events = msgspec.msgpack.Decoder(Event)
 
 
-def encode(message: Command | Event) -> bytes:
+def encode(message: Command | Fact | Event) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_command(data: bytes) -> Command:
-    return _commands.decode(data)
+def decode_message(data: bytes) -> Command | Fact:
+    """What a scheduler is told."""
+    return _messages.decode(data)
 
 
 def decode_event(data: bytes) -> Event:

@@ -63,14 +63,14 @@ def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
 def attach(_: None, s: Scheduler) -> None:
     """AFTER Scheduler.init_request_dispatcher."""
     config = load()
-    engine = SchedulerEngine(s, 0)
-    cap = config.host_bytes // max(1, engine.bytes_per_token)
-    context = Context(engine, PushClock(), cap, digest=_digest_file(s))
+    engine = SchedulerEngine(s, config)
+    caps = engine.caps
+    context = Context(engine, PushClock(), caps.host, caps.disk, caps.page_tokens, digest=_digest_file(s))
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
     restart(s, s.april, config)
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
-    log.info("april: host tier %d tokens (%d bytes each), version %d", cap, engine.bytes_per_token, engine.version)
+    log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, engine.version)
 
 
 def _digest_file(s: Scheduler) -> Any:
@@ -79,7 +79,16 @@ def _digest_file(s: Scheduler) -> Any:
 
 
 def _command(controller: Controller, message: AprilReq) -> None:
-    _run_command(controller, wire.decode_command(message.payload))
+    told = wire.decode_message(message.payload)
+    if isinstance(told, wire.Fact):
+        _observe(controller, told)
+    else:
+        _run_command(controller, told)
+
+
+@guarded
+def _observe(controller: Controller, fact: wire.Fact) -> None:
+    controller.observe(fact)
 
 
 @guarded

@@ -65,7 +65,6 @@ def _refuse_what_comes_later(body: Rollout) -> None:
         "quota_mode": (body.quota_mode == "cohort", "cohort comes with the benchmarks"),
         "cohort_rounds": (body.cohort_rounds != 1, "comes with the benchmarks, as quota_mode: cohort does"),
         "concurrency": (body.concurrency == "auto", "auto comes with the benchmarks"),
-        "tier": (body.tier == "disk", "disk comes with the page store"),
     }
     for field, (asked, reason) in later.items():
         if asked:

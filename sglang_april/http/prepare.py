@@ -180,6 +180,8 @@ def open_round(
     seq: int, round_id: str, body: Rollout, config: AprilConfig, engine: Engine, fingerprint: str = ""
 ) -> tuple[wire.OpenRound, list[Prompt]]:
     """The command that opens a round, and the prompts that the vault keeps; or Refused naming the field."""
+    if body.tier == "disk" and config.disk_dir is None:
+        raise bad("tier", "disk needs a server with --april-disk-dir")
     prepared = Preparation(engine, body.run, body.sampling_params).prompts(body.prompts)
     command = wire.OpenRound(
         seq=seq,

@@ -146,11 +146,11 @@ async def drop(april: April, request: Request) -> Response:
 
 
 async def state(april: April, request: Request) -> Response:
-    """What the server holds and how it runs."""
-    query = _query(request, "check")
-    if "check" in query:
-        raise bad("check", "comes with the page store")
-    return _answer(request, await april.state())
+    """What the server holds and how it runs; with `check=1` also whether all of it is sound."""
+    check = _query(request, "check").get("check", "0")
+    if check not in ("0", "1"):
+        raise bad("check", "must be 0 or 1")
+    return _answer(request, await april.state(check=check == "1"))
 
 
 async def partials(april: April, request: Request) -> Response:

@@ -157,9 +157,12 @@ class April:
         await self.link.call(wire.Thaw(self.link.number()))
         self.retake("pause")
 
-    async def state(self) -> dict[str, Any]:
-        """What the scheduler and this process know of themselves."""
+    async def state(self, *, check: bool = False) -> dict[str, Any]:
+        """What the scheduler and this process know of themselves; `check`: and whether every stored page is sound."""
         answer = await self.link.call(wire.GetState(self.link.number()))
+        if check:
+            found = await self.link.call(wire.GetState(self.link.number(), check=True))
+            answer.data["check"] = found.data
         http = {
             "rounds": {round_.id: {"run": round_.run, "state": round_.state} for round_ in self.rounds.open},
             "kept_replies": self.rounds.kept,

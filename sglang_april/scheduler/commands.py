@@ -10,20 +10,22 @@ from sglang_april.scheduler.ending import Endings
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.suspend import Suspender
+from sglang_april.scheduler.tiers import Tiers
 from sglang_april.types import State
 
 MAX_QUOTA = 2**31 - 1
 
 
 class Commands:
-    def __init__(self, context: Context, suspender: Suspender, endings: Endings, pushes: Pushes) -> None:
+    def __init__(self, context: Context, suspender: Suspender, endings: Endings, pushes: Pushes, tiers: Tiers) -> None:
         self._c = context
         self._suspender = suspender
         self._endings = endings
         self._pushes = pushes
+        self._tiers = tiers
 
     def carry_out(self, cmd: wire.Command) -> dict[str, Any] | None:
-        """Returns the data of the answer; raises Refused."""
+        """Returns the data of the answer, None if it comes later; raises Refused."""
         match cmd:
             case wire.OpenRound():
                 return self._open(cmd)
@@ -47,11 +49,14 @@ class Commands:
                 self._pushes.thaw()
             case wire.GetState() | wire.GetPartials():
                 return self._report(cmd)
-        return None
+        return {}
 
-    def _report(self, cmd: wire.GetState | wire.GetPartials) -> dict[str, Any]:
+    def _report(self, cmd: wire.GetState | wire.GetPartials) -> dict[str, Any] | None:
         if isinstance(cmd, wire.GetState):
-            return report.state(self._c)
+            if cmd.check:
+                self._tiers.check(cmd.seq)
+                return None
+            return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
 
     def _open(self, cmd: wire.OpenRound) -> dict[str, Any]:
@@ -127,6 +132,7 @@ class Commands:
         c.recorder.dropped(doomed)
         c.trace("drop", samples)
         for sample in samples:
+            self._tiers.release(sample)
             c.engine.forget(sample)
         self._endings.look()
         return {"groups": [[g.id, g.incarnation] for g in doomed], "samples": len(samples)}

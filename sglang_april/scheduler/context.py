@@ -17,6 +17,9 @@ class Context:
     engine: Engine
     clock: PushClock
     host_cap_tokens: int
+    disk_cap_tokens: int = 0
+    store_page: int = 1
+    """Tokens of a page of the store."""
     ledger: Ledger = field(default_factory=Ledger)
     recorder: Unrecorded = field(init=False)
     """What writes the journal, if this rank has one; events to the HTTP process pass through it."""

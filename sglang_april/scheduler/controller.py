@@ -17,6 +17,7 @@ from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.restore import restore
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.suspend import Suspender
+from sglang_april.scheduler.tiers import Tiers
 from sglang_april.store.saved import Saved
 from sglang_april.types import Sample, State
 
@@ -35,11 +36,12 @@ class Progress(NamedTuple):
 class Controller:
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.suspender = Suspender(context)
-        self.resumer = Resumer(context, self.suspender)
-        self.endings = Endings(context, self.suspender)
+        self.tiers = Tiers(context)
+        self.suspender = Suspender(context, self.tiers)
+        self.resumer = Resumer(context, self.tiers)
+        self.endings = Endings(context, self.suspender, self.tiers)
         self.pushes = Pushes(context, self.suspender, self.endings)
-        self._commands = Commands(context, self.suspender, self.endings, self.pushes)
+        self._commands = Commands(context, self.suspender, self.endings, self.pushes, self.tiers)
 
     def restore(self, saved: Saved) -> None:
         """After a restart, before anything else: what a journal holds."""
@@ -56,12 +58,19 @@ class Controller:
         self.endings.end_due()
         try:
             data = self._commands.carry_out(cmd)
-            answer = wire.Answer(cmd.seq, data=data or {})
+            answer = wire.Answer(cmd.seq, data=data) if data is not None else None
         except Refused as no:
             answer = wire.Answer(cmd.seq, no.status, no.field, no.reason)
-        self.context.recorder.answer(answer, lasting=isinstance(cmd, wire.Lasting))
+        if answer is not None:
+            self.context.recorder.answer(answer, lasting=isinstance(cmd, wire.Lasting))
         self.endings.end_due()
         self.context.recorder.commit()
+
+    def observe(self, fact: wire.Fact) -> None:
+        """What some rank has seen outside of a step, broadcast, so that it takes effect on all alike (S9)."""
+        match fact:
+            case wire.Moved():
+                self.tiers.moved(fact)
 
     # --- steps
 
@@ -70,6 +79,8 @@ class Controller:
         c = self.context
         c.step += 1
         self.endings.end_due()
+        if not c.rounds or not c.may_step():
+            self.tiers.expected = []
         if c.ledger.runs:
             self.suspender.relieve()
         if c.rounds and c.may_step():
@@ -111,12 +122,14 @@ class Controller:
     def retracted(self, sample: Sample) -> None:
         """SGLang took the sample's KV and queues it for another prefill."""
         version = self.context.clock.version
+        self.tiers.left(sample)
         sample.kv_version, sample.recomputing = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
         if rnd := self.context.round_of(sample):
             rnd.stats.retracted += 1
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> wire.FinishedSample:
+        self.tiers.left(sample)
         result = self.context.engine.finished(sample, reason)
         self.context.ledger.finish(sample, self.context.step)
         result.whole = sample.group.whole

@@ -5,12 +5,14 @@ from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.suspend import Suspender
+from sglang_april.scheduler.tiers import Tiers
 
 
 class Endings:
-    def __init__(self, context: Context, suspender: Suspender) -> None:
+    def __init__(self, context: Context, suspender: Suspender, tiers: Tiers) -> None:
         self.context = context
         self._suspender = suspender
+        self._tiers = tiers
         self._dirty = False
 
     def look(self) -> None:
@@ -41,6 +43,8 @@ class Endings:
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
         carried = report.carried(c, rnd.run)
         del c.rounds[rnd.run.name]
+        self._tiers.round_ended()
+        rnd.stats.kv_lost = self._tiers.lost.pop(rnd.run.name, 0)
         stats = rnd.stats.report(carried)
         c.recorder.ended(
             wire.RoundEnded(rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats)

@@ -93,13 +93,33 @@ class Engine(Protocol):
 
     # --- pages
 
-    def to_host(self, pages: Pages) -> None: ...
+    def copy_out(self, sample: Sample, order: int) -> None:
+        """Begin to copy `sample.pages` to where its `copy` says; the slots stay as they are. Returns at once.
 
-    def to_device(self, pages: Pages) -> bool:
-        """Allocate and load; False when there is no room (nothing changed)."""
+        This and what else has an order is carried out by each rank in the order in which it was asked for, and ends
+        with a `wire.Moved` that names it.
+        """
+
+    def load(self, sample: Sample, order: int) -> bool:
+        """Allocate slots and begin to load the sample's copy; False when there is no room (nothing changed)."""
+
+    def spill(self, sample: Sample, order: int) -> None:
+        """Begin to move a copy from the host to the disk."""
+
+    def verify(self, order: int, stored: Sequence[Pages]) -> None:
+        """Recount the pool (S10) with what is `stored`, and begin to check every copy; the order fails with why."""
+
+    def wait(self, order: int) -> None:
+        """Until this rank, not all, has carried the order out."""
+
+    def free_pages(self, pages: Pages) -> None:
+        """Give the device slots back, and the lock on the tree with them; a copy remains."""
+
+    def discard(self, number: int) -> None:
+        """Let a copy or a prefix go, after whatever was asked for before."""
 
     def release(self, sample: Sample) -> None:
-        """Give the sample's pages back; only its tokens remain."""
+        """Give the sample's device pages back, if it has any; only its tokens remain."""
 
     def held_tokens(self, pages: Pages) -> int:
         """Pool tokens, in whole pages, that device pages hold outside of the tree."""

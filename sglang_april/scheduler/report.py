@@ -33,7 +33,7 @@ def sizes(run: Run) -> dict[str, int]:
 
 def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[str, int]]:
     """KV tokens and bytes by tier; `none` counts output tokens whose KV is gone."""
-    tokens = {"device": 0, "host": 0, "none": 0}
+    tokens = {"device": 0, "host": 0, "disk": 0, "none": 0}
     for sample in samples:
         if sample.pages is None:
             tokens["none"] += sample.length

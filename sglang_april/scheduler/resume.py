@@ -7,15 +7,23 @@ pages, or whose round wants fresh KV, is prefilled again through SGLang's own wa
 from sglang_april.scheduler.admission import pick
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.suspend import Suspender
+from sglang_april.scheduler.tiers import Tiers
 from sglang_april.types import Sample
+
+AHEAD = 4
+"""Partials at most that are loaded before there is a slot for them."""
+AHEAD_EVERY = 8
+"""Steps between two looks for such partials."""
 
 
 class Resumer:
-    def __init__(self, context: Context, suspender: Suspender) -> None:
+    def __init__(self, context: Context, tiers: Tiers) -> None:
         self._c = context
-        self._suspender = suspender
+        self._tiers = tiers
         self._resumable: list[Sample] = []
+        self._hold = False
+        """A sample that has a slot waits for its pages or for room: the next turn is not taken before it has joined, or
+        two runs could load in each other's room for ever."""
         self._turn = False
 
     def admit(self) -> None:
@@ -26,9 +34,12 @@ class Resumer:
             return
         slots = self._slots()
         if slots <= 0:
+            self._load_ahead(rounds)
             return
         chosen = pick(rounds, slots)
-        self._take_turns()
+        if not self._hold:
+            self._take_turns()
+        self._hold = False
         self._resumable = [s for s in chosen if self._keeps_pages(s)]
         if not self._resumable:
             self._start(chosen)
@@ -55,11 +66,13 @@ class Resumer:
         """Whether the sample resumes on its pages; those that its round does not want are released (S6)."""
         if sample.pages is None:
             return False
-        rnd = self._round(sample)
-        if rnd.spec.kv == "recompute" and sample.kv_version < self._c.clock.version:
-            self._c.engine.release(sample)
-            return False
-        return True
+        if self._wants_pages(sample):
+            return True
+        self._tiers.release(sample)
+        return False
+
+    def _wants_pages(self, sample: Sample) -> bool:
+        return self._round(sample).spec.kv != "recompute" or sample.kv_version >= self._c.clock.version
 
     def _round(self, sample: Sample) -> Round:
         return self._c.rounds[sample.group.run.name]
@@ -88,7 +101,10 @@ class Resumer:
     def resume(self) -> bool:
         """At the point of the step where a prefill could be launched; True if samples joined the batch instead."""
         engine = self._c.engine
+        if not self._resumable:
+            self._tiers.expected = []
         if not self._resumable or engine.mid_prefill():
+            # What loads takes room, and the next chunk of a prompt has none set aside.
             return False
         # A round may have ended since `admit`: a full queue can give a sample up at once.
         wanted = [s for s in self._resumable if self._c.round_of(s) is not None]
@@ -106,39 +122,73 @@ class Resumer:
             sample.admitted_round = rnd.number
             if sample.kv_version < version:
                 sample.open_span(version, "kept")
+            self._tiers.resumed(sample)
         engine.attach(taken)
         return True
 
     def _fit(self, samples: list[Sample]) -> list[Sample]:
-        """The first of `samples` that fit SGLang's prefill budget; one at least when nothing else runs.
+        """The first of `samples` that fit SGLang's prefill budget and are on the device; others begin to load.
 
-        That budget counts on a part of what running samples may still write; the decode of this very step is certain.
+        One at least fits when nothing else runs; then all that are loading are waited for, and join together. The
+        budget counts on a part of what running samples may still write; the decode of this very step is certain.
         """
         engine = self._c.engine
         taken: list[Sample] = []
+        loading: list[Sample] = []
+        before, self._tiers.expected = self._tiers.expected, loading
         budget = min(engine.prefill_budget(), engine.tokens_free() - engine.tokens_for_next_decode())
         for sample in samples:
             need = self._need(sample)
             if need >= budget:
-                if taken or not engine.idle():
+                if taken or loading or not engine.idle():
                     break
-                self._clear_the_way(sample, need)
-            if sample.pages is None or (sample.pages.tier == "host" and not engine.to_device(sample.pages)):
+                if not self._clear_the_way(sample, need):
+                    self._hold = True
+                    break
+            if sample.pages is None or sample.pages.ready:
+                taken.append(sample)
+            elif sample.pages.loading or self._tiers.load(sample):
+                loading.append(sample)
+            else:
                 break
-            taken.append(sample)
             budget -= need
+        self._hold |= bool(loading)
+        if loading and engine.idle():
+            taken = []
+        loading += [s for s in before if s in samples and s not in taken and s not in loading]
         return taken
 
     def _need(self, sample: Sample) -> int:
         need = self._c.engine.remaining_estimate(sample)
-        if sample.pages is not None and sample.pages.tier == "host":
+        if sample.pages is not None and sample.pages.slots is None:
             need += sample.pages.length + self._c.engine.page_size
         return need
 
-    def _clear_the_way(self, sample: Sample, need: int) -> None:
-        """Nothing runs and the first partial does not fit: the other partials' pages give way."""
-        for other in self._suspender.on_device():
-            if self._c.engine.prefill_budget() > need:
+    def _clear_the_way(self, sample: Sample, need: int) -> bool:
+        """Nothing runs and the first partial does not fit: the other partials' pages give way.
+
+        Returns whether the sample may go on; while slots are on their way out, it waits for them.
+        """
+        while self._c.engine.prefill_budget() <= need:
+            if self._c.engine.prefill_budget() + self._tiers.leaving_tokens(other_than=sample) > need:
+                return False
+            other = self._tiers.first_on_device(besides=(sample,)) or self._tiers.last_loading(other_than=sample)
+            if other is None:
+                return self._tiers.leaving_tokens(other_than=sample) == 0
+            self._tiers.demote(other)
+        return True
+
+    # --- ahead of a slot
+
+    def _load_ahead(self, rounds: list[Round]) -> None:
+        """While all slots decode, the partials that are next come to the device, if there is room to spare."""
+        engine = self._c.engine
+        if self._c.step % AHEAD_EVERY or engine.mid_prefill() or engine.first_waiting_need():
+            return
+        budget = engine.prefill_budget() - engine.tokens_for_next_decode()
+        for sample in pick(rounds, AHEAD):
+            if sample.pages is None or sample.pages.slots is not None or not self._wants_pages(sample):
+                continue
+            budget -= self._need(sample)
+            if budget <= 0 or not self._tiers.load(sample):
                 return
-            if other is not sample:
-                self._suspender.demote(other)

@@ -53,6 +53,8 @@ class RoundStats:
     retracted: int = 0
     suspended_for_memory: int = 0
     kv_fallback: int = 0
+    kv_lost: int = 0
+    """Partials whose stored KV could not be written or did not verify, since the run's last round."""
     over_bound: int = 0
     prolonged: bool = False
     """The quota was reached, and groups that must finish (S4) were not whole yet."""
@@ -62,6 +64,10 @@ class RoundStats:
     def quota_met(self) -> None:
         if self.t_quota_met is None:
             self.t_quota_met = time.time()
+
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def report(self, carried_out: dict[str, Any]) -> dict[str, Any]:
         self.timeline.note(0)
@@ -82,6 +88,7 @@ class RoundStats:
             "retracted": self.retracted,
             "suspended_for_memory": self.suspended_for_memory,
             "kv_fallback": self.kv_fallback,
+            "kv_lost": self.kv_lost,
             "over_bound": self.over_bound,
             "prolonged": self.prolonged,
             "pushes": self.pushes,

@@ -1,16 +1,20 @@
 """Step 4 of 9 (suspend): running samples leave the engine, and their pages go where there is room (step 5)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 from sglang_april.scheduler.context import Context
-from sglang_april.store.placement import by_worth, room_on_host
+from sglang_april.scheduler.tiers import Tiers
 from sglang_april.types import Run, Sample, State
 from sglang_april.wire import Tier
 
+AHEAD_STEPS = 4
+"""Room for so many decode steps is kept free by copies that nobody waits for."""
+
 
 class Suspender:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, tiers: Tiers) -> None:
         self._c = context
+        self._tiers = tiers
 
     def suspend_all(self) -> None:
         """Before anything that needs our samples out of the engine: a push, a flush, a pause, a release (S2)."""
@@ -19,12 +23,12 @@ class Suspender:
             self.suspend(list(self._c.ledger.samples(State.RUNNING)))
 
     def suspend_run(self, run: Run, tier: Tier) -> None:
-        """At the end of a round; the step in flight has been settled."""
+        """At the end of a round; the step in flight has been settled. Copies are ordered, not waited for."""
         samples = run.samples(State.RUNNING)
         self.suspend(samples)
-        if tier in ("host", "none"):
-            for sample in (s for s in samples if s.pages is not None):
-                self.demote(sample, tokens_only=tier == "none")
+        if tier != "auto":
+            for sample in samples:
+                self._tiers.demote(sample, tier)
 
     def suspend(self, samples: list[Sample]) -> None:
         samples = sorted((s for s in samples if s.state is State.RUNNING), key=lambda s: s.order)
@@ -35,67 +39,46 @@ class Suspender:
         for sample in samples:
             self._c.recorder.suspended(sample)
             self._c.ledger.suspend(sample)
-
-    # --- where pages go
-
-    def demote(self, sample: Sample, *, tokens_only: bool = False) -> None:
-        """Device pages to the host tier, or, where that is full, to tokens only."""
-        engine, pages = self._c.engine, sample.pages
-        if pages is None:
-            return
-        if not tokens_only and pages.tier == "device" and self._make_host_room(sample):
-            self._c.trace("host", [sample])
-            engine.to_host(pages)
-        else:
-            self._c.trace("none", [sample])
-            engine.release(sample)
-
-    def _make_host_room(self, newcomer: Sample) -> bool:
-        stored = [s for s in self._stored() if s.pages and s.pages.tier == "host"]
-        used = sum(s.pages.length for s in stored if s.pages)
-        order = by_worth([*stored, newcomer], self._c.must_finish)
-        cheaper = order[: order.index(newcomer)]
-        evicted = room_on_host(newcomer, cheaper, used, self._c.host_cap_tokens)
-        if evicted is None:
-            return False
-        for sample in evicted:
-            self._c.trace("evict", [sample])
-            self._c.engine.release(sample)
-        return True
-
-    def _stored(self) -> Iterable[Sample]:
-        return (s for run in self._c.ledger.runs.values() for s in run.suspended if s.pages is not None)
-
-    def on_device(self) -> list[Sample]:
-        """Suspended samples that hold device pages, the one that gives way first in front."""
-        return by_worth((s for s in self._stored() if s.pages and s.pages.tier == "device"), self._c.must_finish)
-
-    def evacuate(self) -> None:
-        """Before the pools are cleared or unmapped: no device page stays."""
-        for sample in reversed(self.on_device()):
-            self.demote(sample)
+        self._tiers.arrived(samples)
 
     # --- memory pressure
+
+    def evacuate(self) -> None:
+        """Before the pools are cleared or unmapped: no device page stays. The most worthy find room first."""
+        tiers = self._tiers
+        for sample in reversed(tiers.all_on_device()):
+            tiers.demote(sample)
+        while (leaving := tiers.next_leaving()) is not None:
+            tiers.free_now(leaving)
 
     def relieve(self) -> None:
         """Partials give way to running work: demote what is suspended, then suspend what is ours (newest first)."""
         engine = self._c.engine
-        self._free_device(engine.tokens_for_next_decode())
-        if engine.tokens_for_next_decode() > engine.tokens_free():
+        need = engine.tokens_for_next_decode()
+        self._free_device(need)
+        if need > engine.tokens_free():
             self._suspend_newest()
-        if need := engine.first_waiting_need():
-            for sample in self.on_device():
-                if engine.prefill_budget() > need:
-                    break
-                self.demote(sample)
+        self._lower_until(lambda leaving: engine.tokens_free() + leaving >= AHEAD_STEPS * need)
+        if wanted := engine.first_waiting_need():
+            self._lower_until(lambda leaving: engine.prefill_budget() + leaving > wanted, besides=self._tiers.expected)
+
+    def _lower_until(self, enough: Callable[[int], bool], besides: Collection[Sample] = ()) -> None:
+        """Order copies, the least worthy first; their slots come free when they are complete."""
+        while not enough(self._tiers.leaving_tokens()):
+            sample = self._tiers.first_on_device(besides)
+            if sample is None:
+                return
+            self._tiers.demote(sample)
 
     def _free_device(self, wanted: int) -> None:
-        """Demote suspended samples until `wanted` pool tokens are free."""
-        if wanted <= self._c.engine.tokens_free():
-            return
-        for sample in self.on_device():
-            self.demote(sample)
-            if wanted <= self._c.engine.tokens_free():
+        """Until `wanted` pool tokens are free, whatever has to be waited for: the next step writes to them."""
+        tiers = self._tiers
+        while wanted > self._c.engine.tokens_free():
+            if (sample := tiers.next_leaving()) is not None:
+                tiers.free_now(sample)
+            elif (sample := tiers.first_on_device() or tiers.last_loading()) is not None:
+                tiers.demote(sample)
+            else:
                 return
 
     def _suspend_newest(self) -> None:
@@ -109,4 +92,4 @@ class Suspender:
             self.suspend([sample])
             if rnd := self._c.round_of(sample):
                 rnd.stats.suspended_for_memory += 1
-            self.demote(sample)
+            self._free_device(engine.tokens_for_next_decode())

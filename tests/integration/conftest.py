@@ -92,7 +92,10 @@ class Pool:
         if server is None or not server.alive:
             while len(self._live) >= ALIVE:
                 self._live.popitem(last=False)[1].stop()
-            server = Server(name, self._models(family, 0), flags, self._folder / name, env or {})
+            folder = self._folder / name
+            (folder / "disk").mkdir(parents=True, exist_ok=True)
+            tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
+            server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})
             server.spawn()
             server.wait()
         self._live[name] = server

@@ -47,7 +47,7 @@ def workload() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_eight_stops_change_nothing_bit_for_bit(
     either: Server, unbroken: Unbroken, run: str, tier: str, sampling: str
 ) -> None:
@@ -59,6 +59,7 @@ def test_eight_stops_change_nothing_bit_for_bit(
         assert sum(reply["carried"]["tokens_by_tier"].values()) == reply["carried"]["tokens_by_tier"][tier]
     assert [r["stats"]["resumed_kept"] for r in replies[1:]] == [23 - i for i in range(8)]
     assert sum(r["stats"]["reprefilled_tokens"] for r in replies) == 0
+    assert all(reply["stats"]["kv_lost"] == 0 for reply in replies)
     assert_same(samples, wanted)
     assert all(len(s["spans"]) == 1 and s["spans"][0]["kv"] == "fresh" for s in samples.values())
 
@@ -85,7 +86,7 @@ def test_other_samples_in_the_batch_only_add_stock_noise(
     wanted = unbroken.get(either, run, sampling)
     body = {"run": run, "sampling_params": SAMPLING[sampling]}
     groups = either.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
-    for i, tier in enumerate(["host", "none", "device"]):
+    for i, tier in enumerate(["host", "none", "disk", "device"]):
         groups += either.rollout(prompts=[prompt(f"new-{i}", 30, n=5)], quota=1, tier=tier, **body)["finished"]
     groups += either.drain(run)
     samples = {key: sample for key, sample in by_key(groups).items() if not key[0].startswith("new")}

@@ -53,7 +53,7 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "running_timeout": (["--tp-size", "2"], {"SGLANG_REQ_RUNNING_TIMEOUT": "5"}, "SGLANG_REQ_RUNNING_TIMEOUT with"),
     "wrong_quota": (["--april-quota", "none"], {}, "--april-quota must be a whole number"),
     "unknown_flag": (["--april-qouta", "4"], {}, "--april-qouta is not a flag"),
-    "disk_tier": (["--april-disk-dir", "/d"], {}, "--april-disk-dir needs the disk tier"),
+    "disk_tier": (["--april-disk-dir", "/no/such/folder"], {}, "--april-disk-dir must be a directory"),
     "journal": (["--april-journal", "/no/such/folder/j"], {}, "the journal /no/such/folder/j cannot be used"),
     "journal_sync": (["--april-journal-sync", "never"], {}, "--april-journal-sync must be one of"),
     "auto_concurrency": (["--april-concurrency", "auto"], {}, "--april-concurrency must be a number"),

@@ -13,6 +13,7 @@ from sglang_april.scheduler.controller import Controller
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
 from sglang_april.types import Sample
+from tests.unit.fake_copies import Copies
 from tests.unit.fake_loop import FakeLoop, Request
 
 
@@ -41,6 +42,9 @@ class FakeEngine(FakeLoop):
         chunk: int = 16,
         overlap: bool = False,
         host_cap: int = 1000,
+        disk_cap: int = 0,
+        copy_delay: int = 0,
+        fail_every: int = 0,
         queue_limit: int = 10**6,
         digest: Any = None,
     ) -> None:
@@ -51,7 +55,9 @@ class FakeEngine(FakeLoop):
         self.ended: dict[tuple[str, str, int, int], Request] = {}
         """Requests of finished samples, for whoever checks them."""
         self.on_event: Callable[[wire.Event], None] = lambda event: None
-        self.controller = Controller(Context(self, PushClock(), host_cap, digest=digest))
+        self.copies = Copies(copy_delay, fail_every)
+        self.copies.engine = self
+        self.controller = Controller(Context(self, PushClock(), host_cap, disk_cap, digest=digest))
 
     def send(self, event: wire.Event) -> None:
         self.on_event(event)
@@ -114,7 +120,7 @@ class FakeEngine(FakeLoop):
     def attach(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             request, pages = sample.request, sample.pages
-            assert pages.tier == "device"
+            assert pages.ready
             assert pages.length == request.prompt + len(request.output) - 1
             request.slots, request.drawn, sample.pages = pages.slots, len(request.output), None
             self.running.append(request)
@@ -170,24 +176,42 @@ class FakeEngine(FakeLoop):
 
     # --- pages
 
-    def to_host(self, pages: Pages) -> None:
-        pages.host = [self.cells[slot] for slot in pages.slots]
-        self.free += pages.slots
-        pages.slots = None
+    def copy_out(self, sample: Sample, order: int) -> None:
+        self.copies.put(order, sample.pages)
 
-    def to_device(self, pages: Pages) -> bool:
+    def load(self, sample: Sample, order: int) -> bool:
+        pages = sample.pages
         if len(self.free) < pages.length:
             return False
         pages.slots = [self.free.pop() for _ in range(pages.length)]
-        for slot, cell in zip(pages.slots, pages.host, strict=True):
-            self.cells[slot] = cell
-        pages.host = None
+        for slot in pages.slots:
+            self.cells[slot] = None
+        self.copies.get(order, pages)
         return True
 
+    def spill(self, sample: Sample, order: int) -> None:
+        self.copies.spill(order, sample.pages)
+
+    def verify(self, order: int, stored: Sequence[Pages]) -> None:
+        assert all(pages.slots is not None or pages.copy is not None for pages in stored)
+        self.copies.report(order)
+
+    def wait(self, order: int) -> None:
+        self.copies.carry_out(order)
+
+    def free_pages(self, pages: Pages) -> None:
+        assert not pages.loading or self.copies.is_carried_out(pages.move), "slots that a copy still writes to"
+        if pages.slots is not None:
+            self.free += pages.slots
+            pages.slots = None
+
+    def discard(self, number: int) -> None:
+        self.copies.discard(number)
+
     def release(self, sample: Sample) -> None:
-        if sample.pages.slots is not None:
-            self.free += sample.pages.slots
-        sample.pages = None
+        if sample.pages is not None:
+            self.free_pages(sample.pages)
+            sample.pages = None
 
     def held_tokens(self, pages: Pages) -> int:
         return len(pages.slots) if pages.slots is not None else 0

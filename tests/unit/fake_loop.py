@@ -13,6 +13,7 @@ from typing import Any
 from sglang_april.scheduler.controller import Controller, Progress
 from sglang_april.types import Sample, State
 from sglang_april.wire import Provenance
+from tests.unit.fake_copies import Copies
 
 
 def token(seed: int, position: int) -> int:
@@ -64,6 +65,7 @@ class Row:
 
 class FakeLoop:
     controller: Controller
+    copies: Copies
 
     def __init__(self, slots: int, pool: int, chunk: int, overlap: bool, queue_limit: int) -> None:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
@@ -94,6 +96,8 @@ class FakeLoop:
     def step(self) -> bool:
         """One turn of the scheduler's loop; whether a forward was launched."""
         self.late_abort = False
+        if (moved := self.copies.end_of_step()) is not None:
+            self.controller.observe(moved)
         self.check_pending_flush()
         self.controller.context.flushing = self.flush_pending
         self.controller.before_step()

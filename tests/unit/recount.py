@@ -1,8 +1,10 @@
 """Counters and places of every sample, recounted from scratch (design rule 1, S10)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from sglang_april.scheduler.ledger import Ledger
+from sglang_april.store.entry import Pages
 from sglang_april.types import Run, Sample, State
 from sglang_april.wire import Span
 from tests.unit.fake_engine import FakeEngine
@@ -86,10 +88,31 @@ def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -
     assert request.slots is None
     if sample.pages is not None:
         assert sample.pages.length == request.prompt + sample.length - 1
-        assert (sample.pages.slots is None) != (sample.pages.host is None)
-        cells = sample.pages.host or [engine.cells[slot] for slot in sample.pages.slots]
+        if (cells := _cells(engine, sample.pages)) is None:
+            return
         assert all(c[0] == request.name and c[1] == p for p, c in enumerate(cells))
         assert sample.kv_version == min(c[2] for c in cells)
+
+
+def _cells(engine: FakeEngine, pages: Pages) -> list[Any] | None:
+    """The KV itself; None of a copy that failed a moment ago, which nobody knows yet."""
+    assert pages.slots is not None or pages.copy is not None
+    if pages.ready:
+        return [engine.cells[slot] for slot in pages.slots]
+    assert pages.copy is not None
+    cells = engine.copies.held.get(pages.copy.number)
+    assert cells is not None or pages.move is not None, "a copy that is not there, and no slots to be read from"
+    return cells
+
+
+def _recount_store(engine: FakeEngine, pages: list[Pages]) -> None:
+    """Budgets are what the copies cost, and are kept."""
+    context, used = engine.controller.context, engine.controller.tiers.used
+    for tier, cap in (("host", context.host_cap_tokens), ("disk", context.disk_cap_tokens)):
+        costs = [p.copy.cost for p in pages if p.copy is not None and p.copy.tier == tier]
+        assert used[tier] == sum(costs) <= cap
+    numbers = {p.copy.number for p in pages if p.copy is not None}
+    assert not set(engine.copies.left()) - numbers, "copies that nobody discards"
 
 
 def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Request]) -> None:
@@ -101,5 +124,5 @@ def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Re
     for p in pages:
         owned += p.slots or []
     assert len(owned) == len(set(owned)) == engine.pool, "a slot is lost or owned twice"
-    assert sum(p.length for p in pages if p.tier == "host") <= engine.controller.context.host_cap_tokens
+    _recount_store(engine, pages)
     assert len(in_batches) <= engine.slots

@@ -51,7 +51,7 @@ class ScriptedEngine:
         pass
 
     async def send(self, payload: bytes) -> None:
-        command = wire.decode_command(payload)
+        command = wire.decode_message(payload)
         self.commands.append(command)
         if type(command) not in self.silent:
             self.tell(self._answer(command))

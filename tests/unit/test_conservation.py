@@ -24,6 +24,9 @@ ENGINES = {
     "chunk": (3, 16),
     "overlap": (False, True),
     "host_cap": (0, 20, 1000),
+    "disk_cap": (0, 30, 1000),
+    "copy_delay": (0, 1, 4),
+    "fail_every": (0, 0, 3),
     "queue_limit": (10**6, 10**6, 6),
 }
 SPECS: dict[str, tuple[Any, ...]] = {
@@ -34,7 +37,7 @@ SPECS: dict[str, tuple[Any, ...]] = {
     "count": ("finished", "finished", "accepted"),
     "surplus": ("carry", "return"),
     "concurrency": (None, None, 1, 3),
-    "tier": ("auto", "auto", "device", "host", "none"),
+    "tier": ("auto", "auto", "device", "host", "disk", "none"),
 }
 
 

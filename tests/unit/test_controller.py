@@ -18,7 +18,7 @@ def test_the_round_ends_in_the_step_that_meets_the_quota(world: Build) -> None:
     drained = int(w.engine.overlap)
     assert [w.sample("run", name).length for name in ("p2", "p3")] == [4 + drained] * 2
     assert (reply.carried["groups"], reply.carried["samples"], reply.carried["tokens"]) == (2, 2, 2 * (4 + drained))
-    assert reply.carried["tokens_by_tier"] == {"device": 2 * (3 + 3 + drained), "host": 0, "none": 0}
+    assert reply.carried["tokens_by_tier"] == {"device": 2 * (3 + 3 + drained), "host": 0, "disk": 0, "none": 0}
     assert reply.stats["tokens_after_quota"] == 2 * drained
     forwards = w.engine.forwards
     w.step(5)

@@ -67,8 +67,8 @@ def test_groups_that_must_finish_give_way_last(world: Build) -> None:
 
 
 def test_partials_give_way_to_running_work(world: Build) -> None:
-    """S6: as many as the next decode needs room for; nothing that runs is suspended."""
-    w = world(pool=60, chunk=64)
+    """S6: as many as the next decodes need room for; nothing that runs is suspended."""
+    w = world(pool=68, chunk=64)
     leave_partials(w, {"a": 8, "b": 12})
     for run in ("run", "other"):
         w.open(run, {"p": (4, 1, -20)}, quota=1)
@@ -126,7 +126,7 @@ def test_when_nothing_runs_the_first_partial_pushes_the_others_out(world: Build)
 
 def test_a_resume_leaves_room_for_the_next_decode_of_all() -> None:
     """S6: SGLang's estimate is a fraction of what running requests may write; a resume must not cause a retract."""
-    w = World(pool=51, chunk=64)
+    w = World(pool=48, chunk=64)
     w.open("run", {"a": (3, 1, -2)}, quota=None)
     w.step()
     w.stop("run")
@@ -158,7 +158,7 @@ def test_a_round_forces_the_tier_of_what_it_suspends(world: Build, tier: str) ->
     assert set(tiers(w, "run").values()) == {"device" if tier == "auto" else tier}
     held = {t: n for t, n in reply.carried["tokens_by_tier"].items() if n}
     assert held.keys() == set(tiers(w, "run").values())
-    assert reply.carried["bytes"] == {t: 10 * held.get(t, 0) for t in ("device", "host")}
+    assert reply.carried["bytes"] == {t: 10 * held.get(t, 0) for t in ("device", "host", "disk")}
     w.open("run", {}, quota=None)
     stats = w.reply().stats
     again = 2 * (tier == "none")

@@ -310,7 +310,7 @@ REFUSALS = [
     ("POST", "/april/rounds/r/extend", b'{"prompts": [{"id": "a"}]}', "prompts[0].input_ids", 400),
     ("GET", "/april/rounds/a%20b", b"", "round_id", 400),
     ("GET", "/april/rounds/r", b"", "round_id", 404),
-    ("GET", "/april/state?check=1", b"", "check", 400),
+    ("GET", "/april/state?check=2", b"", "check", 400),
     ("GET", "/april/partials?runs=1", b"", "runs", 400),
     ("GET", "/april/partials?run=", b"", "run", 400),
     ("GET", "/april/rollout", b"", "path", 404),

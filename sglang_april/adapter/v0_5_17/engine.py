@@ -13,11 +13,14 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.envelope import AprilOutput
-from sglang_april.adapter.v0_5_17.accounting import pool_tokens
+from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting, pool_tokens
+from sglang_april.adapter.v0_5_17.facts import Facts
 from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.adapter.v0_5_17.recall import chunk_of, recall
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
+from sglang_april.adapter.v0_5_17.store import build_store, caps, key_of
+from sglang_april.config import AprilConfig
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
 from sglang_april.types import Proximal, Sample
@@ -27,15 +30,18 @@ from sglang_april.wire import Event, FinishedSample, encode
 class SchedulerEngine:
     """`sglang_april.scheduler.engine.Engine` for SGLang 0.5.17."""
 
-    def __init__(self, scheduler: Scheduler, version: int) -> None:
+    def __init__(self, scheduler: Scheduler, config: AprilConfig) -> None:
         self._s = scheduler
         self.pages = PagePool(scheduler)
-        self.version = version
+        self.version = 0
         self.overlap: bool = scheduler.enable_overlap
         self.page_size = self.pages.page_size
         size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
         kv_bytes = sum(size) if isinstance(size, tuple) else size
         self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
+        self.facts = Facts(scheduler)
+        self.caps = caps(config, self.bytes_per_token)
+        self.store = build_store(scheduler, config, self.caps, self.facts)
         self.samples: dict[str, Sample] = {}
         """Our samples that have a request, by its rid."""
 
@@ -210,12 +216,51 @@ class SchedulerEngine:
 
     # --- pages
 
-    def to_host(self, pages: Pages) -> None:
-        self.pages.to_host(pages)
+    def copy_out(self, sample: Sample, order: int) -> None:
+        pages = sample.pages
+        assert pages is not None
+        copy = pages.copy
+        assert copy is not None
+        self.pages.after_forward()
+        if copy.tier == "disk":
+            self.store.put_on_disk(order, copy.number, pages.slots, key_of(sample), sample.kv_version)
+        else:
+            prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix is not None else None
+            self.store.put(order, copy.number, pages.slots, prefix)
+
+    def load(self, sample: Sample, order: int) -> bool:
+        pages = sample.pages
+        assert pages is not None
+        assert pages.copy is not None
+        if not self.pages.give_slots(pages):
+            return False
+        self.pages.after_forward()
+        self.store.get(order, pages.copy.number, pages.slots)
+        return True
+
+    def spill(self, sample: Sample, order: int) -> None:
+        pages = sample.pages
+        assert pages is not None
+        assert pages.copy is not None
+        self.store.spill(order, pages.copy.number, key_of(sample), pages.length, sample.kv_version)
+
+    def verify(self, order: int, stored: Sequence[Pages]) -> None:
+        try:
+            check_accounting(self._s, stored)
+        except AccountingError as error:
+            self.facts.report(order, str(error))
+        else:
+            self.store.verify(order)
+
+    def wait(self, order: int) -> None:
+        self.store.wait(order)
+
+    def free_pages(self, pages: Pages) -> None:
+        self.pages.free_slots(pages)
         self._made_room()
 
-    def to_device(self, pages: Pages) -> bool:
-        return self.pages.to_device(pages)
+    def discard(self, number: int) -> None:
+        self.store.discard(number)
 
     def release(self, sample: Sample) -> None:
         if sample.pages is not None:

@@ -15,7 +15,7 @@ from sglang_april.store.entry import Pages
 
 
 class PagePool:
-    """Moves pages between requests, the device pool and host copies."""
+    """Moves pages between requests and partials; their copies are made by `store/pages.py`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._s = scheduler
@@ -42,40 +42,32 @@ class PagePool:
         req.reset_for_retract()
 
     def free(self, pages: Pages, req: Req) -> None:
-        """Release stored pages, wherever they are; `req` keeps its tokens only."""
-        if pages.slots is not None:
-            self._free_slots(pages)
-        pages.host = None
+        """Release stored pages; `req` keeps its tokens only."""
+        self.free_slots(pages)
         req.kv_committed_len = 0
         req.last_node = None
         req.reset_for_retract()
 
-    def _free_slots(self, pages: Pages) -> None:
+    def free_slots(self, pages: Pages) -> None:
+        if pages.slots is None:
+            return
         self._allocator.free(pages.slots[pages.protected :])
         if pages.node is not None:
             self._s.tree_cache.dec_lock_ref(pages.node)
         pages.slots, pages.node, pages.protected = None, None, 0
 
-    def to_host(self, pages: Pages) -> None:
-        """Copy out and free the slots; the copy owns everything, the shared prefix included."""
-        self._after_forward()
-        pages.host = self._allocator.get_cpu_copy(pages.slots)
-        self._free_slots(pages)
-
-    def to_device(self, pages: Pages) -> bool:
+    def give_slots(self, pages: Pages) -> bool:
+        """New slots for all tokens, the sample's own; False when there is no room."""
         need = self.round_up(pages.length)
         evict_from_tree_cache(self._s.tree_cache, need)
         slots = self._allocator.alloc(need)
         if slots is None:
             return False
-        self._after_forward()
         pages.slots = slots[: pages.length].to(torch.int64)
-        self._allocator.load_cpu_copy(pages.host, pages.slots)
-        pages.host = None
         return True
 
-    def _after_forward(self) -> None:
-        """Freed slots may still be written by the forward in flight: order our copies behind it."""
+    def after_forward(self) -> None:
+        """Slots may still be written by the forward in flight: what follows on this stream comes after it."""
         if self._s.enable_overlap and self._s.device != "cpu":
             self._s.schedule_stream.wait_stream(self._s.forward_stream)
 

@@ -1,0 +1,120 @@
+"""What the store's bookkeeping costs per sample with 100,000 partials: suspend, look-up, placement.
+
+    python -m bench.bookkeeping [--samples 100000] [--repeat 5] [--record]
+
+The real ledger, tiers and shelves, on an engine that does nothing: no tensors, no copies. Aim: each under 20 µs.
+`suspend`: running samples become partials on the device shelf. `lookup`: the next 64 partials of a round, as admission
+asks for them. `place`: every partial is demoted under a host budget of half of them and a disk budget of a quarter, so
+that most newcomers push somebody out and are pushed out.
+"""
+
+import argparse
+import json
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from bench.record import RESULTS, append_rows, facts
+from sglang_april.policy.push import PushClock
+from sglang_april.scheduler.admission import pick
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.tiers import Tiers
+from sglang_april.store.entry import Pages
+from sglang_april.types import Sample
+from sglang_april.wire import OpenRound, Prompt
+
+PAGE = 16
+BATCH = 64
+"""Samples that are suspended together."""
+
+
+class NoEngine:
+    """Every copy succeeds at once, and nothing is held."""
+
+    def copy_out(self, sample: Sample, order: int) -> None: ...
+    def spill(self, sample: Sample, order: int) -> None: ...
+    def discard(self, number: int) -> None: ...
+    def free_pages(self, pages: Pages) -> None:
+        pages.slots = None
+
+    def release(self, sample: Sample) -> None:
+        sample.pages = None
+
+
+def lengths(count: int) -> list[int]:
+    """Log-normal, median 2,000 tokens, at most 32,768."""
+    rng = random.Random(0)
+    return [min(32768, int(rng.lognormvariate(7.6, 1.0)) + 1) for _ in range(count)]
+
+
+def running(count: int) -> tuple[Context, list[Sample]]:
+    sizes = lengths(count)
+    budget = sum(sizes)
+    engine: Any = NoEngine()
+    context = Context(engine, PushClock(), budget // 2, budget // 4, PAGE)
+    prompts = [Prompt(str(i), b"\0" * 16, 8, 0, 0) for i in range(count // 8)]
+    groups = context.ledger.accept("run", prompts, [b""])
+    samples = [s for g in groups for s in g.samples.values()]
+    for sample, size in zip(samples, sizes, strict=False):
+        context.ledger.admit(sample)
+        sample.open_span(0, "fresh")
+        sample.length = size
+    return context, samples
+
+
+def per_sample(act: Any, count: int) -> float:
+    """Microseconds."""
+    start = time.thread_time()
+    act()
+    return (time.thread_time() - start) * 1e6 / count
+
+
+def measure(count: int) -> dict[str, float]:
+    context, samples = running(count)
+    tiers = Tiers(context)
+
+    def suspend() -> None:
+        for first in range(0, len(samples), BATCH):
+            batch = samples[first : first + BATCH]
+            for sample in batch:
+                sample.pages = Pages(sample.length, 0, True, None, None)
+                context.ledger.suspend(sample)
+            tiers.arrived(batch)
+
+    def place() -> None:
+        for first in range(0, len(samples), BATCH):
+            for sample in samples[first : first + BATCH]:
+                tiers.demote(sample)
+            moved: Any = SimpleNamespace(done=list(tiers._moves), failed={})
+            tiers.moved(moved)
+
+    run = context.ledger.runs["run"]
+    spec = OpenRound(
+        seq=0, round_id="r", run="run", prompts=[], params=[], quota=1, unit="group", kv="keep", max_staleness=5
+    )
+    rounds = [Round(spec, run, 1)]
+    found = {
+        "suspend_us": per_sample(suspend, len(samples)),
+        "lookup_us": per_sample(lambda: pick(rounds, BATCH), BATCH),
+    }
+    return {**found, "place_us": per_sample(place, len(samples))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--record", action="store_true", help="append the row to bench/results/bookkeeping.json")
+    args = parser.parse_args()
+    runs = [measure(args.samples) for _ in range(args.repeat)]
+    middle = {name: round(sorted(r[name] for r in runs)[len(runs) // 2], 2) for name in runs[0]}
+    row = {**facts(), "bench": "bookkeeping", "samples": args.samples, "repeat": args.repeat, **middle}
+    print(json.dumps(row, indent=1))
+    if args.record:
+        append_rows(RESULTS / "bookkeeping.json", [row])
+
+
+if __name__ == "__main__":
+    main()

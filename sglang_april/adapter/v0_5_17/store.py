@@ -1,0 +1,69 @@
+"""Step 5 of 9 (store): one rank's page store on SGLang's KV pool, MHA or MLA."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
+
+from april_kernels.kv_pages import PlaneTable
+from sglang_april.adapter.v0_5_17.facts import Facts
+from sglang_april.config import AprilConfig
+from sglang_april.store.device import copier_for
+from sglang_april.store.disk import Disk, DiskError, Key
+from sglang_april.store.host import Arena
+from sglang_april.store.pages import PageStore
+from sglang_april.types import Sample
+
+PAGE_TOKENS = 16
+"""Of a page of the store, whatever the pool's page size is: at most 15 tokens of room are lost per partial."""
+
+
+class Caps(NamedTuple):
+    """Budgets in tokens, in whole pages of the store."""
+
+    host: int
+    disk: int
+    page_tokens: int
+
+
+def caps(config: AprilConfig, bytes_per_token: int) -> Caps:
+    page = PAGE_TOKENS * max(1, bytes_per_token)
+    return Caps(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
+
+
+def key_of(sample: Sample) -> Key:
+    group = sample.group
+    return Key(group.run.name, group.id, group.incarnation, sample.index)
+
+
+def build_store(s: Scheduler, config: AprilConfig, limits: Caps, facts: Facts) -> PageStore:
+    """Ends the start with one sentence if the pool's layout or the disk tier's directory cannot be used."""
+    try:
+        table = plane_table(s.token_to_kv_pool_allocator.get_kvcache())
+        copier = copier_for(table, limits.page_tokens)
+        disk = None
+        if config.disk_dir is not None:
+            rank, layout = s.ps.tp_rank, _layout(s, table)
+            disk = Disk(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
+            disk.sweep()
+    except (ValueError, DiskError) as error:
+        raise SystemExit(f"sglang-april: {error}.") from error
+    pinned = table.device.type != "cpu"
+    return PageStore(
+        copier, Arena(limits.host // limits.page_tokens, copier.page_words, pinned=pinned), disk, facts.report
+    )
+
+
+def plane_table(pool: KVCache) -> PlaneTable:
+    """ValueError for a layout that the kernels do not move (head-major, page-major)."""
+    if isinstance(pool, MLATokenToKVPool):
+        return PlaneTable.mla(pool.kv_buffer)
+    return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
+
+
+def _layout(s: Scheduler, table: PlaneTable) -> str:
+    rows = [(str(b.dtype), *b.shape[1:]) for b in table.buffers]
+    text = f"{Path(s.server_args.model_path).resolve()} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

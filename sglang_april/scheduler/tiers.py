@@ -1,0 +1,367 @@
+"""Step 5 of 9 (store), the deciding half: which tier a partial's pages are in, the same on every rank.
+
+Budgets are counted here when something is decided, in tokens and whole pages of the store. The copying itself is each
+rank's own business (`store/pages.py`, behind `Engine`), in the order in which it was decided here. Its end is a message
+(S9): until then the slots of a copy stay held, and what is loaded joins no batch.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from sglang_april import wire
+from sglang_april.scheduler.context import Context
+from sglang_april.store.entry import Copy, CopyTier, Pages, Prefix
+from sglang_april.store.placement import Shelf, give_way
+from sglang_april.types import Sample
+
+
+class Move(NamedTuple):
+    """A transfer that has been ordered and whose end has not been broadcast."""
+
+    sample: Sample
+    copy: Copy
+    pages: Pages
+
+
+class Tiers:
+    def __init__(self, context: Context) -> None:
+        self._c = context
+        self._moves: dict[int, Move] = {}
+        self._checks: dict[int, int] = {}
+        """Orders to verify everything, and the messages that asked for it."""
+        self._numbers = 0
+        self.expected: list[Sample] = []
+        """Have a slot and are being loaded, or have just been: they do not give way to what waits, or a sample and a
+        prompt could push each other out for ever."""
+        self.used: dict[CopyTier, int] = {"host": 0, "disk": 0}
+        self.lost: Counter[str] = Counter()
+        """Partials whose pages had to be given up because a copy failed, by run."""
+        self.lost_in_all, self.last_failure = 0, ""
+        self._shelves = {
+            "device": Shelf(lambda s: s.pages is not None and s.pages.tier == "device", context.must_finish),
+            "host": Shelf(lambda s: _rests_in(s, "host"), context.must_finish),
+            "disk": Shelf(lambda s: _rests_in(s, "disk"), context.must_finish),
+        }
+
+    # --- samples come and go
+
+    def arrived(self, samples: Iterable[Sample]) -> None:
+        """Suspended just now, with their pages on the device."""
+        for sample in samples:
+            if sample.pages is not None:
+                self._shelves["device"].push(sample)
+
+    def resumed(self, sample: Sample) -> None:
+        """Its device pages go back to the engine; a copy of them is worth nothing from the next token on."""
+        pages = sample.pages
+        if pages is not None and pages.copy is not None:
+            if pages.copy.prefix is not None:
+                self._stand_on(sample, pages.copy.prefix)
+            self._forget_copy(pages)
+
+    def release(self, sample: Sample) -> None:
+        """Only its tokens remain."""
+        if sample.pages is not None:
+            self._let_copy_go(sample)
+            self._c.engine.release(sample)
+        self.left(sample)
+
+    def left(self, sample: Sample) -> None:
+        """It stands on no stored prefix any more: its KV is gone, or whole in one place."""
+        if sample.prefix is not None:
+            self._put_down(sample.prefix)
+            sample.prefix = None
+
+    def round_ended(self) -> None:
+        for shelf in self._shelves.values():
+            shelf.bounds_changed()
+
+    # --- to lower tiers
+
+    def first_on_device(self, besides: Collection[Sample] = ()) -> Sample | None:
+        """The partial whose device pages give way first, `besides` some."""
+        shelf, passed = self._shelves["device"], []
+        while (first := shelf.first()) is not None and first in besides:
+            passed.append(first)
+            shelf.pop()
+        for sample in passed:
+            shelf.push(sample)
+        return first
+
+    def all_on_device(self) -> list[Sample]:
+        """Whoever holds slots and is not leaving, in the order in which they give way. They have left the shelf."""
+        loading = [m.sample for m in self._in_flight(leaving=False)]
+        return [*loading, *iter(self._shelves["device"].pop, None)]
+
+    def demote(self, sample: Sample, to: wire.Tier = "auto") -> None:
+        """Device pages go to the host, else to the disk, else only tokens remain. Slots stay held while they leave."""
+        pages = sample.pages
+        if pages is None or to == "device":
+            return
+        if to == "none":
+            self._c.trace("none", [sample])
+            self.release(sample)
+        elif pages.loading:
+            self._stop_loading(pages)
+            self._shelves[pages.tier].push(sample)
+        elif pages.slots is None or pages.move is not None:
+            return
+        elif pages.copy is not None:
+            self._c.engine.free_pages(pages)
+            self._shelves[pages.tier].push(sample)
+        else:
+            self._copy_out(sample, pages, to)
+
+    def _copy_out(self, sample: Sample, pages: Pages, to: wire.Tier) -> None:
+        tier = self._place(sample, pages, to)
+        if tier is None:
+            self.demote(sample, "none")
+            return
+        self._c.trace(tier, [sample])
+        prefix = self._prefix_for(sample, pages) if tier == "host" else None
+        if tier == "disk":
+            self.left(sample)
+        pages.copy = self._new_copy(tier, pages.length - (prefix.length if prefix else 0), prefix)
+        pages.move, pages.leaving = pages.copy.number, True
+        self._moves[pages.move] = Move(sample, pages.copy, pages)
+        self._shelves[tier].push(sample)
+        self._c.engine.copy_out(sample, pages.move)
+
+    def _place(self, sample: Sample, pages: Pages, to: wire.Tier) -> CopyTier | None:
+        if to != "disk" and self._make_room("host", sample, pages):
+            return "host"
+        return "disk" if self._make_room("disk", sample, pages) else None
+
+    def _make_room(self, tier: CopyTier, newcomer: Sample, pages: Pages) -> bool:
+        need, cap = self._round_up(pages.length), self._cap(tier)
+        if need > cap:
+            return False
+        short = self.used[tier] + need - cap
+        leaving = give_way(self._shelves[tier], newcomer, self._c.must_finish, _cost, short)
+        for sample in leaving or ():
+            self._evict(sample, tier)
+        return leaving is not None
+
+    def _evict(self, sample: Sample, tier: CopyTier) -> None:
+        pages = sample.pages
+        assert pages is not None
+        assert pages.copy is not None
+        if tier == "host" and self._make_room("disk", sample, pages):
+            self._c.trace("spill", [sample])
+            self._spill(sample, pages)
+        else:
+            self._c.trace("evict", [sample])
+            self.release(sample)
+
+    def _spill(self, sample: Sample, pages: Pages) -> None:
+        """Host to disk. Its room on the host is free for orders that come after this one."""
+        copy = pages.copy
+        assert copy is not None
+        self.used["host"] -= copy.cost
+        copy.tier, copy.cost = "disk", self._round_up(pages.length)
+        self.used["disk"] += copy.cost
+        order = self._number()
+        self._moves[order] = Move(sample, copy, pages)
+        self._c.engine.spill(sample, order)
+        if copy.prefix is not None:
+            self._put_down(copy.prefix)
+            copy.prefix = None
+        self.left(sample)
+        self._shelves["disk"].push(sample)
+
+    def leaving_tokens(self, other_than: Sample | None = None) -> int:
+        """Pool tokens that copies in flight will set free."""
+        moves = self._in_flight(leaving=True)
+        return sum(self._c.engine.held_tokens(m.pages) for m in moves if m.sample is not other_than)
+
+    def _in_flight(self, *, leaving: bool) -> Iterator[Move]:
+        """Transfers that hold slots, in the order in which they were ordered."""
+        for order, move in self._moves.items():
+            pages = move.pages
+            if pages.move == order and pages.leaving == leaving and pages.slots is not None:
+                yield move
+
+    def free_now(self, sample: Sample) -> None:
+        """Wait for this rank's part of the copy, and free the slots. Every rank does so in the same place."""
+        pages = sample.pages
+        if pages is not None and pages.slots is not None and pages.leaving and pages.move is not None:
+            self._c.engine.wait(pages.move)
+            self._c.engine.free_pages(pages)
+
+    def next_leaving(self) -> Sample | None:
+        """The partial whose slots a copy in flight sets free first."""
+        return next((m.sample for m in self._in_flight(leaving=True)), None)
+
+    def last_loading(self, other_than: Sample | None = None) -> Sample | None:
+        loading = [m.sample for m in self._in_flight(leaving=False) if m.sample is not other_than]
+        return loading[-1] if loading else None
+
+    # --- back to the device
+
+    def load(self, sample: Sample) -> bool:
+        """Begin to load pages into new slots; False when there is no room (nothing changed)."""
+        pages = sample.pages
+        assert pages is not None
+        order = self._number()
+        if not self._c.engine.load(sample, order):
+            return False
+        self._c.trace("load", [sample])
+        assert pages.copy is not None
+        pages.move, pages.leaving = order, False
+        self._moves[order] = Move(sample, pages.copy, pages)
+        return True
+
+    def _stop_loading(self, pages: Pages) -> None:
+        assert pages.move is not None
+        self._c.engine.wait(pages.move)
+        self._moves.pop(pages.move, None)
+        self._c.engine.free_pages(pages)
+        pages.move = None
+
+    # --- what the ranks have observed
+
+    def moved(self, fact: wire.Moved) -> None:
+        for order in fact.done:
+            self._done(order)
+        for order, why in fact.failed.items():
+            self._failed(order, why)
+
+    def _done(self, order: int) -> None:
+        move = self._moves.pop(order, None)
+        if move is None:
+            self._checked(order, "")
+            return
+        pages = move.pages
+        if pages.move != order:
+            return
+        pages.move = None
+        if pages.leaving:
+            if pages.slots is not None:
+                self._c.engine.free_pages(pages)
+        else:
+            self._shelves["device"].push(move.sample)
+
+    def _failed(self, order: int, why: str) -> None:
+        """A copy that one rank could not make, or not verify, is worth nothing on any: its tokens remain."""
+        move = self._moves.pop(order, None)
+        if move is None:
+            self._checked(order, why)
+            return
+        if move.sample.pages is move.pages and move.pages.copy is move.copy:
+            self._c.trace("lost", [move.sample])
+            self.lost_in_all += 1
+            self.last_failure = why
+            self.lost[move.sample.group.run.name] += 1
+            if rnd := self._c.round_of(move.sample):
+                rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
+            self.release(move.sample)
+
+    def report(self) -> dict[str, Any]:
+        """For `/april/state`: tokens by tier against the budgets, and what went wrong."""
+        return {
+            "used_tokens": dict(self.used),
+            "cap_tokens": {"host": self._c.host_cap_tokens, "disk": self._c.disk_cap_tokens},
+            "page_tokens": self._c.store_page,
+            "in_flight": len(self._moves),
+            "lost": self.lost_in_all,
+            "last_failure": self.last_failure,
+        }
+
+    # --- integrity on demand
+
+    def check(self, seq: int) -> None:
+        """Verify every copy and the accounts (S10) on every rank; the message is answered when all have."""
+        order = self._number()
+        self._checks[order] = seq
+        runs = self._c.ledger.runs.values()
+        self._c.engine.verify(order, [s.pages for run in runs for s in run.suspended if s.pages is not None])
+
+    def _checked(self, order: int, why: str) -> None:
+        seq = self._checks.pop(order, None)
+        if seq is not None:
+            self._c.engine.send(wire.Answer(seq, data={"ok": not why, "problem": why}))
+
+    # --- copies and prefixes
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _cap(self, tier: CopyTier) -> int:
+        return self._c.host_cap_tokens if tier == "host" else self._c.disk_cap_tokens
+
+    def _round_up(self, tokens: int) -> int:
+        page = self._c.store_page
+        return -(-tokens // page) * page
+
+    def _new_copy(self, tier: CopyTier, length: int, prefix: Prefix | None) -> Copy:
+        cost = self._round_up(length)
+        self.used[tier] += cost
+        return Copy(self._number(), tier, cost, prefix)
+
+    def _prefix_for(self, sample: Sample, pages: Pages) -> Prefix | None:
+        """What the sample's first tokens are, or will be, stored under; picked up once for this copy."""
+        length = pages.protected // self._c.store_page * self._c.store_page
+        prefix, group = sample.prefix, sample.group
+        if prefix is None and length and pages.node is not None:
+            prefix = group.prefix
+            if prefix is None or prefix.node is not pages.node or prefix.length != length:
+                prefix = group.prefix = Prefix(self._number(), length, pages.node)
+        if prefix is not None:
+            self._pick_up(prefix)
+        return prefix
+
+    def _stand_on(self, sample: Sample, prefix: Prefix) -> None:
+        if sample.prefix is None:
+            self._pick_up(prefix)
+            sample.prefix = prefix
+
+    def _pick_up(self, prefix: Prefix) -> None:
+        if not prefix.users:
+            self.used["host"] += prefix.length
+        prefix.users += 1
+
+    def _put_down(self, prefix: Prefix) -> None:
+        prefix.users -= 1
+        if not prefix.users:
+            self.used["host"] -= prefix.length
+            # Whoever comes later stores it again: the node may hold other pages by then.
+            prefix.node = None
+            self._c.engine.discard(prefix.number)
+
+    def _let_copy_go(self, sample: Sample) -> None:
+        pages = sample.pages
+        if pages is None or pages.copy is None:
+            return
+        if pages.loading:
+            self._stop_loading(pages)
+        self._forget_copy(pages)
+
+    def _forget_copy(self, pages: Pages) -> None:
+        """The copy is given up; an order that still writes it is carried out before the one that discards it."""
+        copy = pages.copy
+        assert copy is not None
+        if copy.prefix is not None and pages.move is not None and pages.leaving:
+            # This very order may be reading the prefix, for others too, from slots that somebody writes to next.
+            self._c.engine.wait(pages.move)
+        self.used[copy.tier] -= copy.cost
+        if copy.prefix is not None:
+            self._put_down(copy.prefix)
+        self._c.engine.discard(copy.number)
+        if pages.move is not None:
+            self._moves.pop(pages.move, None)
+        pages.copy = pages.move = None
+
+
+def _rests_in(sample: Sample, tier: CopyTier) -> bool:
+    """Its pages are there, and nowhere else but on their way there."""
+    pages = sample.pages
+    if pages is None or pages.copy is None or pages.copy.tier != tier:
+        return False
+    return pages.slots is None or (pages.move is not None and pages.leaving)
+
+
+def _cost(sample: Sample) -> int:
+    """Without a prefix, which others may stand on: so never too much."""
+    return sample.pages.copy.cost if sample.pages is not None and sample.pages.copy is not None else 0

@@ -1,0 +1,117 @@
+"""What a rank's page store is to the controller, in memory: copies that take steps, and fail where a test says so."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_april import wire
+from sglang_april.store.entry import Pages
+
+Cells = list[tuple[str, int, int] | None]
+
+
+@dataclass(eq=False, slots=True)
+class Order:
+    number: int
+    act: Callable[[], str]
+    """Returns why it failed, or an empty string."""
+    due: int
+    failure: str | None = None
+    """None: not carried out yet."""
+
+
+class Copies:
+    """Orders are carried out in turn, each so many steps after it was given; every so many-th fails (0: none)."""
+
+    def __init__(self, delay: int = 0, fail_every: int = 0) -> None:
+        self.engine: Any = None
+        self.held: dict[int, Cells] = {}
+        self.on_disk: set[int] = set()
+        self._delay, self._fail_every = delay, fail_every
+        self._orders: list[Order] = []
+        self._step = 0
+        self._discarded: set[int] = set()
+
+    def put(self, order: int, pages: Pages) -> None:
+        number, tier, slots = pages.copy.number, pages.copy.tier, list(pages.slots)
+
+        def act() -> str:
+            # Read now, not when it was ordered: a slot that was handed on meanwhile would show.
+            self.held[number] = [self.engine.cells[slot] for slot in slots]
+            if tier == "disk":
+                self.on_disk.add(number)
+            return ""
+
+        self._give(order, act)
+
+    def get(self, order: int, pages: Pages) -> None:
+        number, slots = pages.copy.number, list(pages.slots)
+
+        def act() -> str:
+            if number not in self.held:
+                return "lost"
+            for slot, cell in zip(slots, self.held[number], strict=True):
+                self.engine.cells[slot] = cell
+            return ""
+
+        self._give(order, act)
+
+    def spill(self, order: int, pages: Pages) -> None:
+        number = pages.copy.number
+
+        def act() -> str:
+            if number not in self.held:
+                return "lost"
+            self.on_disk.add(number)
+            return ""
+
+        self._give(order, act)
+
+    def report(self, order: int) -> None:
+        self._give(order, lambda: "")
+
+    def discard(self, number: int) -> None:
+        def act() -> str:
+            self.held.pop(number, None)
+            self.on_disk.discard(number)
+            return ""
+
+        self._discarded.add(number)
+        self._give(-1, act)
+
+    def carry_out(self, number: int) -> None:
+        """All up to this one."""
+        if any(o.number == number for o in self._orders):
+            for order in self._orders:
+                self._act(order)
+                if order.number == number:
+                    return
+
+    def is_carried_out(self, number: int) -> bool:
+        return all(o.failure is not None for o in self._orders if o.number == number)
+
+    def left(self) -> set[int]:
+        """Copies that remain once everything has been carried out."""
+        return self.held.keys() - self._discarded
+
+    def end_of_step(self) -> wire.Moved | None:
+        """What rank 0 broadcasts before the next step."""
+        self._step += 1
+        done, failed = [], {}
+        while self._orders and self._orders[0].due <= self._step:
+            order = self._orders.pop(0)
+            self._act(order)
+            if order.number >= 0:
+                if order.failure:
+                    failed[order.number] = order.failure
+                else:
+                    done.append(order.number)
+        return wire.Moved(done, failed) if done or failed else None
+
+    def _give(self, number: int, act: Callable[[], str]) -> None:
+        self._orders.append(Order(number, act, self._step + 1 + self._delay))
+
+    def _act(self, order: Order) -> None:
+        if order.failure is None:
+            fails = self._fail_every and order.number >= 0 and order.number % self._fail_every == 0
+            order.failure = "injected" if fails else order.act()
