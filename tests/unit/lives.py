@@ -244,7 +244,7 @@ def words(pipe: int) -> Iterator[Word]:
             if len(data) < HEAD.size + size:
                 break
             body, data = data[HEAD.size : HEAD.size + size], data[HEAD.size + size :]
-            yield wire.decode_event(body) if kind == EVENT else wire.decode_command(body)
+            yield wire.decode_event(body) if kind == EVENT else wire.decode_message(body)
         more = os.read(pipe, 1 << 16)
         if not more:
             return
