@@ -6,7 +6,8 @@ delivered or dropped. Design words are used as in the README's glossary.
 
 import enum
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,6 +160,26 @@ class Group:
         return min(versions, default=None)
 
 
+class Partials(dict[Sample, None]):
+    """The suspended samples of a run: a set, and their old batch order, sorted anew only after somebody has joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: deque[Sample] | None = None
+
+    def __setitem__(self, sample: Sample, value: None) -> None:
+        super().__setitem__(sample, value)
+        self._queue = None
+
+    def in_order(self) -> Iterator[Sample]:
+        """In admission order; whoever has left is passed over."""
+        if self._queue is None:
+            self._queue = deque(sorted(self, key=lambda s: s.order))
+        while self._queue and self._queue[0] not in self:
+            self._queue.popleft()
+        return (s for s in self._queue if s in self)
+
+
 @dataclass(eq=False, slots=True)
 class Run:
     """One training run: the owner of its prompts and partials."""
@@ -177,8 +198,7 @@ class Run:
     """Samples in the engine."""
     verdicts: "dict[Group, bool]" = field(default_factory=dict)
     """Undelivered groups that the caller has judged (`count: accepted`)."""
-    suspended: dict[Sample, None] = field(default_factory=dict)
-    """Suspended samples, as a set that keeps its order."""
+    suspended: Partials = field(default_factory=Partials)
     begun: dict[Group, None] = field(default_factory=dict)
     """Groups already begun that have queued members."""
     new: list[Group] = field(default_factory=list)

@@ -18,11 +18,20 @@ def candidates(rnd: Round) -> Iterator[Sample]:
     (near-complete groups first), then new groups as they arrived; mandatory groups lead each class.
     """
     run = rnd.run
-    yield from sorted(run.suspended, key=lambda s: (not rnd.must_finish(s.group), s.order))
+    leading = _mandatory_partials(rnd)
+    yield from leading
+    yield from (s for s in run.suspended.in_order() if s not in leading)
     for group in sorted(run.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.order)):
         yield from _queued(group)
     for group in islice(run.new, rnd.starts_left()):
         yield from _queued(group)
+
+
+def _mandatory_partials(rnd: Round) -> dict[Sample, None]:
+    """In old batch order. A strict on-policy round must finish them all, so none leads."""
+    groups = [] if rnd.on_policy else rnd.mandatory
+    partials = [s for g in groups for s in g.samples.values() if s in rnd.run.suspended]
+    return dict.fromkeys(sorted(partials, key=lambda s: s.order))
 
 
 def _unfinished(group: Group) -> int:

@@ -39,9 +39,9 @@ class Tiers:
         """Partials whose pages had to be given up because a copy failed, by run."""
         self.lost_in_all, self.last_failure = 0, ""
         self._shelves = {
-            "device": Shelf(lambda s: s.pages is not None and s.pages.tier == "device", context.must_finish),
-            "host": Shelf(lambda s: _rests_in(s, "host"), context.must_finish),
-            "disk": Shelf(lambda s: _rests_in(s, "disk"), context.must_finish),
+            "device": Shelf(lambda pages: pages.tier == "device", context.must_finish),
+            "host": Shelf(lambda pages: _rests_in(pages, "host"), context.must_finish),
+            "disk": Shelf(lambda pages: _rests_in(pages, "disk"), context.must_finish),
         }
 
     # --- samples come and go
@@ -138,7 +138,10 @@ class Tiers:
         if need > cap:
             return False
         short = self.used[tier] + need - cap
-        leaving = give_way(self._shelves[tier], newcomer, self._c.must_finish, _cost, short)
+        if short <= 0:
+            return True
+        mandatory = self._c.must_finish(newcomer)
+        leaving = give_way(self._shelves[tier], newcomer, mandatory=mandatory, gain=_cost, short=short)
         for sample in leaving or ():
             self._evict(sample, tier)
         return leaving is not None
@@ -354,10 +357,9 @@ class Tiers:
         pages.copy = pages.move = None
 
 
-def _rests_in(sample: Sample, tier: CopyTier) -> bool:
+def _rests_in(pages: Pages, tier: CopyTier) -> bool:
     """Its pages are there, and nowhere else but on their way there."""
-    pages = sample.pages
-    if pages is None or pages.copy is None or pages.copy.tier != tier:
+    if pages.copy is None or pages.copy.tier != tier:
         return False
     return pages.slots is None or (pages.move is not None and pages.leaving)
 

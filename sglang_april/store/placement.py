@@ -8,10 +8,11 @@ with T), so under a byte budget the longest samples are kept first.
 import heapq
 from collections.abc import Callable
 
+from sglang_april.store.entry import Pages
 from sglang_april.types import Sample
 
 Key = tuple[int, int, int]
-_Entry = tuple[int, int, int, Sample]
+_Entry = tuple[int, int, int, int, Sample, Pages]
 _SMALL = 64
 
 
@@ -31,39 +32,57 @@ class Shelf:
     left as are there, so that each costs O(log n) in all.
     """
 
-    def __init__(self, there: Callable[[Sample], bool], must_finish: Callable[[Sample], bool]) -> None:
-        """`there`: whether the sample is still in this tier and may be moved."""
+    def __init__(self, there: Callable[[Pages], bool], must_finish: Callable[[Sample], bool]) -> None:
+        """`there`: whether pages are still in this tier and may be moved."""
         self._there, self._must_finish = there, must_finish
         self._heap: list[_Entry] = []
         self._mandatory: list[_Entry] = []
         """Passed over so far."""
         self._limit = _SMALL
+        self._pushes = 0
+        """So that two entries of one sample never compare further."""
 
     def push(self, sample: Sample) -> None:
-        heapq.heappush(self._heap, (*worth(sample), sample))
+        pages = sample.pages
+        assert pages is not None
+        self._pushes += 1
+        heapq.heappush(self._heap, (*worth(sample), self._pushes, sample, pages))
         if len(self._heap) > self._limit:
-            # A sample that left and came back is here twice, with the same key if it is the same partial.
-            self._heap = sorted({e[2]: e for e in self._heap if self._valid(e)}.values(), key=_key)
+            # Pages that left and came back are here twice.
+            self._heap = list({id(e[5]): e for e in self._heap if self._valid(e)}.values())
+            heapq.heapify(self._heap)
             self._limit = max(_SMALL, 2 * len(self._heap))
 
     def first(self) -> Sample | None:
         """Who gives way first; stays on the shelf."""
-        while self._heap:
-            if not self._valid(self._heap[0]):
-                heapq.heappop(self._heap)
-            elif self._must_finish(self._heap[0][3]):
-                heapq.heappush(self._mandatory, heapq.heappop(self._heap))
+        heap, must_finish = self._heap, self._must_finish
+        while heap:
+            entry = heap[0]
+            if not self._valid(entry):
+                heapq.heappop(heap)
+            elif must_finish(entry[4]):
+                heapq.heappush(self._mandatory, heapq.heappop(heap))
             else:
-                return self._heap[0][3]
+                return entry[4]
         while self._mandatory and not self._valid(self._mandatory[0]):
             heapq.heappop(self._mandatory)
-        return self._mandatory[0][3] if self._mandatory else None
+        return self._mandatory[0][4] if self._mandatory else None
 
     def pop(self) -> Sample | None:
         sample = self.first()
         if sample is not None:
             heapq.heappop(self._heap or self._mandatory)
         return sample
+
+    def pop_below(self, bound: tuple[bool, Key]) -> Sample | None:
+        """Who gives way first, if it is worth less than (mandatory, worth)."""
+        if self.first() is None:
+            return None
+        # Whoever leads the second heap is mandatory: the first is empty then.
+        heap = self._heap or self._mandatory
+        if (heap is self._mandatory, heap[0][:3]) > bound:
+            return None
+        return heapq.heappop(heap)[4]
 
     def bounds_changed(self) -> None:
         """A round has ended: what was mandatory in it may give way as others do."""
@@ -72,26 +91,17 @@ class Shelf:
         self._mandatory = []
 
     def _valid(self, entry: _Entry) -> bool:
-        sample = entry[3]
-        return self._there(sample) and worth(sample) == entry[:3]
-
-
-def _key(entry: _Entry) -> Key:
-    return entry[:3]
+        return entry[4].pages is entry[5] and self._there(entry[5])
 
 
 def give_way(
-    shelf: Shelf,
-    newcomer: Sample,
-    must_finish: Callable[[Sample], bool],
-    gain: Callable[[Sample], int],
-    short: int,
+    shelf: Shelf, newcomer: Sample, *, mandatory: bool, gain: Callable[[Sample], int], short: int
 ) -> list[Sample] | None:
     """Who has to leave a tier so that `newcomer` fits.
 
     Args:
         shelf: the samples of the tier; those returned have left it.
-        newcomer: a sample with pages.
+        newcomer: a sample with pages; `mandatory` says whether its group is.
         gain: tokens of the tier's budget that a sample sets free.
         short: tokens that are missing; none leaves when it is not positive.
 
@@ -99,14 +109,13 @@ def give_way(
         As few as needed, each worth less than the newcomer; None, and nobody leaves, when the newcomer has to give way.
     """
     leaving: list[Sample] = []
-    own = (must_finish(newcomer), worth(newcomer))
+    own = (mandatory, worth(newcomer))
     while short > 0:
-        sample = shelf.first()
-        if sample is None or (must_finish(sample), worth(sample)) > own:
+        sample = shelf.pop_below(own)
+        if sample is None:
             for stays in leaving:
                 shelf.push(stays)
             return None
-        shelf.pop()
         leaving.append(sample)
         short -= gain(sample)
     return leaving

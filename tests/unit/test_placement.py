@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_april.store.entry import Pages
 from sglang_april.store.placement import Shelf, give_way, worth
 from sglang_april.types import Sample
 from tests.unit.pure import Hand, names
@@ -25,7 +26,7 @@ def never(sample: Sample) -> bool:
 
 
 def shelf_of(samples: list[Sample], must_finish: object = never) -> Shelf:
-    shelf = Shelf(lambda s: s.pages is not None, must_finish)  # type: ignore[arg-type]
+    shelf = Shelf(lambda pages: True, must_finish)  # type: ignore[arg-type]
     for sample in samples:
         shelf.push(sample)
     return shelf
@@ -69,7 +70,7 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
     """Design rule 5: a byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
     *there, newcomer = stored(10, 20, 30)
     shelf = shelf_of(there)
-    gone = give_way(shelf, newcomer, never, length, short=30 + 30 - cap)
+    gone = give_way(shelf, newcomer, mandatory=False, gain=length, short=30 + 30 - cap)
     assert gone == evicted if gone is None else names(gone) == evicted
     assert in_order(shelf) == [n for n in ("g0.0", "g1.0") if n not in (evicted or [])]
 
@@ -77,9 +78,20 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
 def test_a_newcomer_never_pushes_out_what_is_worth_more_or_must_finish() -> None:
     """Design section 7, S4: it falls back to its tokens itself."""
     long, short, newcomer = stored(30, 10, 20)
-    assert give_way(shelf_of([long]), newcomer, never, length, short=1) is None
-    assert give_way(shelf_of([short], lambda s: s is short), newcomer, lambda s: s is short, length, short=1) is None
-    assert give_way(shelf_of([short]), newcomer, never, length, short=1) == [short]
+    assert give_way(shelf_of([long]), newcomer, mandatory=False, gain=length, short=1) is None
+    must = shelf_of([short], lambda s: s is short)
+    assert give_way(must, newcomer, mandatory=False, gain=length, short=1) is None
+    assert give_way(must, newcomer, mandatory=True, gain=length, short=1) == [short]
+    assert give_way(shelf_of([short]), newcomer, mandatory=False, gain=length, short=1) == [short]
+
+
+def test_a_sample_that_comes_again_as_long_as_before() -> None:
+    """Suspended, resumed and suspended in one step: other pages, the same worth."""
+    samples = stored(5, 4)
+    shelf = shelf_of(samples)
+    samples[0].pages = Pages(5, 0, [0] * 5, None, None)
+    shelf.push(samples[0])
+    assert in_order(shelf) == ["g1.0", "g0.0"]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=40))
@@ -88,7 +100,7 @@ def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool
     samples = stored(*(size for size, _, _ in items))
     gone = {s for s, (_, left, _) in zip(samples, items, strict=True) if left}
     must = {s for s, (_, _, must) in zip(samples, items, strict=True) if must}
-    shelf = Shelf(lambda s: s not in gone, must.__contains__)
+    shelf = Shelf(lambda pages: pages not in {s.pages for s in gone}, must.__contains__)
     for sample in samples * 3:
         shelf.push(sample)
         shelf.first()
