@@ -11,6 +11,7 @@ from bench.rollout.variant import Group, Plan, Round
 from bench.rollout.workload import Prompt, Stream
 from sglang_april import replies
 
+LEGS = ("started", "resumed_recomputed")
 READY = 3.0
 """Demand-driven admission: so many quotas of prompts lie in the engine. They cost nothing until a slot is free."""
 
@@ -116,15 +117,16 @@ class April:
         self, version: int, finished: list[replies.Group], carried: dict[str, Any], stats: dict[str, Any]
     ) -> Round:
         groups = [self._group(group, version) for group in finished]
+        ahead = stats.get("ahead") or dict.fromkeys(("tokens_generated", "reprefilled_tokens", *LEGS), 0)
         return Round(
             self._own(version),
             groups,
-            generated=stats["tokens_generated"],
+            generated=stats["tokens_generated"] + ahead["tokens_generated"],
             wasted=sum(sum(group.lengths) for group in groups if group.rejected),
             carry=carried["tokens"] + carried["finished_tokens"],
-            reprefilled=stats["reprefilled_tokens"],
+            reprefilled=stats["reprefilled_tokens"] + ahead["reprefilled_tokens"],
             after_end=stats["tokens_after_quota"],
-            legs=stats["started"] + stats["resumed_recomputed"],
+            legs=sum(stats[leg] + ahead[leg] for leg in LEGS),
             prolonged=stats["prolonged"],
             bytes_by_tier=carried["bytes"],
         )

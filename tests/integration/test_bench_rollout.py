@@ -30,7 +30,8 @@ def test_every_variant_keeps_its_books(server: Server, models: object, tmp_path:
             return left
 
     assert asyncio.run(scene()) == 0
-    assert {row["variant"] for row in rows} == set(KINDS) - {"april-factor"}
+    # A variant whose fields the server refuses has no row.
+    assert {row["variant"] for row in rows} >= set(KINDS) - {"april-factor", "april-continue"}
     for row in rows:
         told = f"{row['variant']} {row['ablation']}"
         assert row.keys() >= FIELDS, told
