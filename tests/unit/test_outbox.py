@@ -1,0 +1,102 @@
+"""Who waits for the journal, and who does not (S8); and a disk that is full for a while."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_april import wire
+from sglang_april.scheduler.outbox import Outbox
+from sglang_april.scheduler.recorder import Recorder
+from sglang_april.store.journal import Journal
+from tests.unit.fake_engine import FakeEngine
+
+ANSWER, STATE = wire.Answer(1), wire.Answer(2)
+FINISHED = wire.Finished([])
+
+
+def ended(round_id: str = "r") -> wire.RoundEnded:
+    return wire.RoundEnded(round_id, "run", 0, "quota", [], {}, {})
+
+
+def test_what_needs_a_batch_waits_for_it_and_what_follows_waits_too() -> None:
+    said: list[Any] = []
+    outbox = Outbox(said.append)
+    outbox.send(FINISHED)
+    outbox.send(ANSWER, 1)
+    outbox.send(FINISHED)
+    outbox.send(STATE)
+    assert said == [FINISHED, STATE], "an answer that promises nothing overtakes"
+    outbox.send(ended(), 2)
+    outbox.release(1)
+    assert said == [FINISHED, STATE, ANSWER, FINISHED]
+    outbox.release(2)
+    assert said[4:] == [ended()]
+    assert len(outbox) == 0
+
+
+def test_a_batch_that_is_written_already_is_not_waited_for() -> None:
+    said: list[Any] = []
+    outbox = Outbox(said.append)
+    outbox.release(3)
+    outbox.send(ANSWER, 3)
+    outbox.release(0)  # a later try that failed takes nothing back
+    outbox.send(STATE, 2)
+    assert said == [ANSWER, STATE]
+
+
+class Heard:
+    """Events as they leave, from whichever thread."""
+
+    def __init__(self) -> None:
+        self.events: list[wire.Event] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: wire.Event) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[list[wire.Event]], Any]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self.events), 60)
+
+    def of(self, kind: type[wire.Event]) -> list[wire.Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def test_a_full_disk_holds_promises_and_nothing_else(tmp_path: Path) -> None:
+    """Generation goes on, questions are answered, the fault is told; with room again everything leaves in its order."""
+    engine, heard = FakeEngine(), Heard()
+    engine.on_event = heard
+    journal = Journal(tmp_path / "j")
+    limit = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={limit}")
+    controller, recorder = engine.controller, Recorder(engine, journal, 2)
+    controller.context.recorder = recorder
+    prompt = wire.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
+    params = [msgspec.msgpack.encode(-30)]
+    controller.command(wire.OpenRound(1, "r", "run", [prompt], params, 1, "group", "keep", 5))
+    heard.wait(lambda events: any(isinstance(e, wire.JournalFault) for e in events))
+    for _ in range(60):
+        engine.step()
+    assert controller.context.ledger.runs["run"].groups == {}, "the sample has finished and its round has ended"
+    controller.command(wire.GetState(2))
+    assert [e.seq for e in heard.of(wire.Answer)] == [2]
+    assert not heard.of(wire.RoundEnded)
+    (fault,) = heard.of(wire.JournalFault)
+    assert "database or disk is full" in fault.reason
+    journal._db.execute("PRAGMA max_page_count=1000000")
+    heard.wait(lambda events: len(events) == 6)
+    assert [type(e) for e in heard.events] == [
+        wire.JournalFault,
+        wire.Answer,
+        wire.Answer,
+        wire.Finished,
+        wire.RoundEnded,
+        wire.JournalFault,
+    ]
+    assert heard.of(wire.JournalFault)[1].reason == ""
+    recorder.close()
