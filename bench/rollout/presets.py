@@ -6,6 +6,7 @@ A cell is one row to come: a distribution, an ablation (None in the main tables)
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from bench.rollout.lengths import Lengths, named
 from bench.rollout.variant import Plan
 
 MAIN = ("synchronous", "outside", "april-keep", "april-recompute", "april-auto")
@@ -47,15 +48,23 @@ class Preset:
     """Rounds after which measuring begins even if the carry still moves (the row is marked)."""
     measured: int = 8
     distributions: tuple[str, ...] = DISTRIBUTIONS
+    short: int = 20
     extreme: int = 100
-    """`extreme`: 5 % of the responses are so many times as long as the others."""
+    """`extreme`: 95 % of the responses have `short` tokens, 5 % so many times as many."""
     everything: bool = True
     """Whether ablations are run."""
 
     @property
     def context(self) -> int:
         """The server's context length."""
-        return self.prompt_tokens + self.longest + 8
+        longest = max(self.longest, self.short * self.extreme) if self.everything else self.longest
+        return self.prompt_tokens + longest + 8
+
+    def lengths(self, distribution: str) -> Lengths:
+        """A distribution at this size."""
+        if distribution.startswith("extreme"):
+            return named(distribution, self.short, self.short * self.extreme)
+        return named(distribution, self.mean, self.longest)
 
     def eighth(self) -> "Preset":
         """Lengths ÷ 8: all variants in one call of a few minutes on a GPU."""
@@ -140,7 +149,7 @@ _APRIL = Plan(slots=256, groups=32, n=8, over_sampling=2.0)
 _PRESETS: tuple[Preset, ...] = (
     Tiny("tiny", Plan(slots=16, groups=3, n=2), 8, 40, 6, 1, warm_limit=1, measured=2),
     Preset("cpu", _CPU, 64, 1024, 16, 5),
-    Preset("april", _APRIL, 4096, 16384, 256, 2, shape="qwen3-4b", extreme=500),
+    Preset("april", _APRIL, 4096, 16384, 256, 2, shape="qwen3-4b", short=32, extreme=500),
     Short("long", replace(_APRIL, slots=128), 16384, 49152, 512, 1, shape="qwen3-4b"),
     Short("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),
     Short("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),

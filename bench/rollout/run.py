@@ -11,7 +11,7 @@ from bench.record import Row
 from bench.rollout import april, inflight, stock
 from bench.rollout.engine import Engine, EngineError
 from bench.rollout.figures import Measured, between, figures
-from bench.rollout.lengths import Lengths, named
+from bench.rollout.lengths import Lengths
 from bench.rollout.limit import decode_rate
 from bench.rollout.presets import Cell, Preset
 from bench.rollout.steady import is_steady
@@ -50,7 +50,7 @@ class Bed:
 
     def lengths(self, distribution: str) -> Lengths:
         """A distribution at the preset's size."""
-        return named(distribution, self.preset.mean, self.preset.longest)
+        return self.preset.lengths(distribution)
 
     async def limit(self, cell: Cell) -> float:
         """Measured anew in each repetition: machines change."""

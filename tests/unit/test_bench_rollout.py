@@ -197,3 +197,5 @@ def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> Non
         assert len(keys) == len(set(keys))
     assert {cell.variant for cell in PRESETS["tiny"].cells()} == set(KINDS) - {"april-factor"}
     assert PRESETS["april/8"].longest == 2048
+    assert set(PRESETS["cpu"].lengths("extreme:100").grid) == {20, 2000}
+    assert PRESETS["cpu"].context >= 16 + 2000
