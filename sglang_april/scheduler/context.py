@@ -9,6 +9,7 @@ from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
+from sglang_april.store.entry import CopyTier
 from sglang_april.types import Sample
 
 
@@ -46,6 +47,10 @@ class Context:
         if released := self.engine.memory_released():
             return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
         return self.clock.closed
+
+    def cap(self, tier: CopyTier) -> int:
+        """Tokens that a tier may hold."""
+        return self.host_cap_tokens if tier == "host" else self.disk_cap_tokens
 
     def may_step(self) -> bool:
         """Whether samples of ours may take a step."""

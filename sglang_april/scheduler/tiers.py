@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from sglang_april import wire
+from sglang_april.scheduler.books import Books
+from sglang_april.scheduler.checks import Checks
 from sglang_april.scheduler.context import Context
-from sglang_april.store.entry import Copy, CopyTier, Pages, Prefix
+from sglang_april.store.entry import Copy, CopyTier, Pages
 from sglang_april.store.placement import Shelf, give_way
 from sglang_april.types import Sample
 
@@ -28,13 +30,12 @@ class Tiers:
     def __init__(self, context: Context) -> None:
         self._c = context
         self._moves: dict[int, Move] = {}
-        self._checks: dict[int, int] = {}
-        """Orders to verify everything, and the messages that asked for it."""
-        self._numbers = 0
+        self._books = Books(context)
+        self.checks = Checks(context, self._books)
         self.expected: list[Sample] = []
         """Have a slot and are being loaded, or have just been: they do not give way to what waits, or a sample and a
         prompt could push each other out for ever."""
-        self.used: dict[CopyTier, int] = {"host": 0, "disk": 0}
+        self.used = self._books.used
         self.lost: Counter[str] = Counter()
         """Partials whose pages had to be given up because a copy failed, by run."""
         self.lost_in_all, self.last_failure = 0, ""
@@ -57,7 +58,7 @@ class Tiers:
         pages = sample.pages
         if pages is not None and pages.copy is not None:
             if pages.copy.prefix is not None:
-                self._stand_on(sample, pages.copy.prefix)
+                self._books.stand_on(sample, pages.copy.prefix)
             self._forget_copy(pages)
 
     def release(self, sample: Sample) -> None:
@@ -70,7 +71,7 @@ class Tiers:
     def left(self, sample: Sample) -> None:
         """It stands on no stored prefix any more: its KV is gone, or whole in one place."""
         if sample.prefix is not None:
-            self._put_down(sample.prefix)
+            self._books.put_down(sample.prefix)
             sample.prefix = None
 
     def round_ended(self) -> None:
@@ -119,10 +120,10 @@ class Tiers:
             self.demote(sample, "none")
             return
         self._c.trace(tier, [sample])
-        prefix = self._prefix_for(sample, pages) if tier == "host" else None
+        prefix = self._books.prefix_for(sample, pages) if tier == "host" else None
         if tier == "disk":
             self.left(sample)
-        pages.copy = self._new_copy(tier, pages.length - (prefix.length if prefix else 0), prefix)
+        pages.copy = self._books.copy(tier, pages.length - (prefix.length if prefix else 0), prefix)
         pages.move, pages.leaving = pages.copy.number, True
         self._moves[pages.move] = Move(sample, pages.copy, pages)
         self._shelves[tier].push(sample)
@@ -134,7 +135,7 @@ class Tiers:
         return "disk" if self._make_room("disk", sample, pages) else None
 
     def _make_room(self, tier: CopyTier, newcomer: Sample, pages: Pages) -> bool:
-        need, cap = self._round_up(pages.length), self._cap(tier)
+        need, cap = self._books.round_up(pages.length), self._c.cap(tier)
         if need > cap:
             return False
         short = self.used[tier] + need - cap
@@ -162,13 +163,13 @@ class Tiers:
         copy = pages.copy
         assert copy is not None
         self.used["host"] -= copy.cost
-        copy.tier, copy.cost = "disk", self._round_up(pages.length)
+        copy.tier, copy.cost = "disk", self._books.round_up(pages.length)
         self.used["disk"] += copy.cost
-        order = self._number()
+        order = self._books.number()
         self._moves[order] = Move(sample, copy, pages)
         self._c.engine.spill(sample, order)
         if copy.prefix is not None:
-            self._put_down(copy.prefix)
+            self._books.put_down(copy.prefix)
             copy.prefix = None
         self.left(sample)
         self._shelves["disk"].push(sample)
@@ -206,7 +207,7 @@ class Tiers:
         """Begin to load pages into new slots; False when there is no room (nothing changed)."""
         pages = sample.pages
         assert pages is not None
-        order = self._number()
+        order = self._books.number()
         if not self._c.engine.load(sample, order):
             return False
         self._c.trace("load", [sample])
@@ -233,7 +234,7 @@ class Tiers:
     def _done(self, order: int) -> None:
         move = self._moves.pop(order, None)
         if move is None:
-            self._checked(order, "")
+            self.checks.answer(order, "")
             return
         pages = move.pages
         if pages.move != order:
@@ -249,7 +250,7 @@ class Tiers:
         """A copy that one rank could not make, or not verify, is worth nothing on any: its tokens remain."""
         move = self._moves.pop(order, None)
         if move is None:
-            self._checked(order, why)
+            self.checks.answer(order, why)
             return
         if move.sample.pages is move.pages and move.pages.copy is move.copy:
             self._c.trace("lost", [move.sample])
@@ -271,67 +272,7 @@ class Tiers:
             "last_failure": self.last_failure,
         }
 
-    # --- integrity on demand
-
-    def check(self, seq: int) -> None:
-        """Verify every copy and the accounts (S10) on every rank; the message is answered when all have."""
-        order = self._number()
-        self._checks[order] = seq
-        runs = self._c.ledger.runs.values()
-        self._c.engine.verify(order, [s.pages for run in runs for s in run.suspended if s.pages is not None])
-
-    def _checked(self, order: int, why: str) -> None:
-        seq = self._checks.pop(order, None)
-        if seq is not None:
-            self._c.engine.send(wire.Answer(seq, data={"ok": not why, "problem": why}))
-
-    # --- copies and prefixes
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
-    def _cap(self, tier: CopyTier) -> int:
-        return self._c.host_cap_tokens if tier == "host" else self._c.disk_cap_tokens
-
-    def _round_up(self, tokens: int) -> int:
-        page = self._c.store_page
-        return -(-tokens // page) * page
-
-    def _new_copy(self, tier: CopyTier, length: int, prefix: Prefix | None) -> Copy:
-        cost = self._round_up(length)
-        self.used[tier] += cost
-        return Copy(self._number(), tier, cost, prefix)
-
-    def _prefix_for(self, sample: Sample, pages: Pages) -> Prefix | None:
-        """What the sample's first tokens are, or will be, stored under; picked up once for this copy."""
-        length = pages.protected // self._c.store_page * self._c.store_page
-        prefix, group = sample.prefix, sample.group
-        if prefix is None and length and pages.node is not None:
-            prefix = group.prefix
-            if prefix is None or prefix.node is not pages.node or prefix.length != length:
-                prefix = group.prefix = Prefix(self._number(), length, pages.node)
-        if prefix is not None:
-            self._pick_up(prefix)
-        return prefix
-
-    def _stand_on(self, sample: Sample, prefix: Prefix) -> None:
-        if sample.prefix is None:
-            self._pick_up(prefix)
-            sample.prefix = prefix
-
-    def _pick_up(self, prefix: Prefix) -> None:
-        if not prefix.users:
-            self.used["host"] += prefix.length
-        prefix.users += 1
-
-    def _put_down(self, prefix: Prefix) -> None:
-        prefix.users -= 1
-        if not prefix.users:
-            self.used["host"] -= prefix.length
-            # Whoever comes later stores it again: the node may hold other pages by then.
-            prefix.node = None
-            self._c.engine.discard(prefix.number)
+    # --- copies given up
 
     def _let_copy_go(self, sample: Sample) -> None:
         pages = sample.pages
@@ -350,7 +291,7 @@ class Tiers:
             self._c.engine.wait(pages.move)
         self.used[copy.tier] -= copy.cost
         if copy.prefix is not None:
-            self._put_down(copy.prefix)
+            self._books.put_down(copy.prefix)
         self._c.engine.discard(copy.number)
         if pages.move is not None:
             self._moves.pop(pages.move, None)

@@ -1,0 +1,187 @@
+"""Which tier pages are in, decision by decision: prompts stored once, budgets, failures, checks (S9, S10)."""
+
+from typing import Any
+
+import pytest
+
+from sglang_april import wire
+from sglang_april.policy.push import PushClock
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.tiers import Tiers
+from sglang_april.store.entry import Pages
+from sglang_april.types import Sample
+from tests.unit.pure import Hand
+from tests.unit.test_pressure import tiers as tiers_of
+from tests.unit.world import Build, lengths
+
+PAGE = 16
+
+
+class Orders:
+    """An engine that only writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+
+    def copy_out(self, sample: Sample, order: int) -> None:
+        copy = sample.pages.copy  # type: ignore[union-attr]
+        prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix else None  # type: ignore[union-attr]
+        self.said.append(("out", order, copy.tier, prefix))  # type: ignore[union-attr]
+
+    def spill(self, sample: Sample, order: int) -> None:
+        self.said.append(("spill", order))
+
+    def load(self, sample: Sample, order: int) -> bool:
+        sample.pages.slots = [0] * sample.pages.length  # type: ignore[union-attr]
+        self.said.append(("load", order))
+        return True
+
+    def wait(self, order: int) -> None:
+        self.said.append(("wait", order))
+
+    def discard(self, number: int) -> None:
+        self.said.append(("discard", number))
+
+    def free_pages(self, pages: Pages) -> None:
+        pages.slots = pages.node = None
+        pages.protected = 0
+
+    def release(self, sample: Sample) -> None:
+        sample.pages = None
+
+
+class Group:
+    """Four partials of one prompt of 40 tokens, prefilled together: the tree owns its slots."""
+
+    def __init__(self, host: int = 1000, disk: int = 0) -> None:
+        self.engine: Any = Orders()
+        hand = Hand()
+        self.context = Context(self.engine, PushClock(), host, disk, PAGE, ledger=hand.ledger)
+        self.tiers = Tiers(self.context)
+        self.hand, self.node = hand, object()
+        (group,) = hand.groups(4)
+        self.samples = list(group.samples.values())
+        for i, sample in enumerate(self.samples):
+            hand.start(sample)
+            hand.grow(sample, tokens=10)
+            self.suspend(sample, 50 + i)
+
+    def suspend(self, sample: Sample, length: int, *, in_tree: bool = True) -> None:
+        self.hand.ledger.suspend(sample)
+        node = self.node if in_tree else None
+        sample.pages = Pages(length, 40 if in_tree else 0, [0] * length, node, "")
+        self.tiers.arrived([sample])
+
+    def complete(self) -> None:
+        self.tiers.moved(wire.Moved([said[1] for said in self.engine.said if said[0] in ("out", "load", "spill")]))
+
+    def resume(self, sample: Sample) -> None:
+        assert self.tiers.load(sample)
+        self.complete()
+        self.tiers.resumed(sample)
+        sample.pages = None
+        self.hand.ledger.admit(sample)
+
+
+def test_a_prompt_is_stored_once_over_all_rounds_and_goes_with_its_last_user() -> None:
+    """40 tokens stand in the tree: 32 of them, whole pages of 16, are stored once, for later suspensions too."""
+    g = Group()
+    for sample in g.samples:
+        g.tiers.demote(sample)
+    ((number, length),) = {said[3] for said in g.engine.said}
+    assert (length, g.tiers.used["host"]) == (32, 32 + 4 * 32)
+    g.complete()
+    for sample in g.samples[:2]:
+        g.resume(sample)
+    assert g.tiers.used["host"] == 32 + 2 * 32
+    g.suspend(g.samples[0], 60, in_tree=False)
+    g.tiers.demote(g.samples[0])
+    assert g.engine.said[-1][3] == (number, 32)
+    assert g.tiers.used["host"] == 32 + 2 * 32 + 32
+    for sample in (g.samples[0], *g.samples[2:]):
+        g.tiers.release(sample)
+    assert ("discard", number) not in g.engine.said
+    g.tiers.left(g.samples[1])
+    assert g.engine.said[-1] == ("discard", number)
+    assert g.tiers.used == {"host": 0, "disk": 0}
+
+
+def test_a_prompt_computed_again_is_another_prefix() -> None:
+    """S6: shared among members prefilled together; another tree node may hold other bits."""
+    g = Group()
+    g.tiers.demote(g.samples[0])
+    g.node = object()
+    g.samples[1].pages.node = g.node  # type: ignore[union-attr]
+    g.tiers.demote(g.samples[1])
+    assert g.engine.said[0][3] != g.engine.said[1][3]
+    assert g.tiers.used["host"] == 2 * (32 + 32)
+
+
+def test_a_copy_given_up_while_it_reads_a_shared_prompt_is_waited_for() -> None:
+    """Others stand on what this order reads, from slots that its sample no longer protects."""
+    g = Group()
+    g.tiers.demote(g.samples[0])
+    order = g.engine.said[0][1]
+    g.tiers.release(g.samples[0])
+    assert ("wait", order) in g.engine.said
+    assert g.tiers.used["host"] == 0
+
+
+def test_a_full_host_spills_to_the_disk_and_a_full_disk_gives_up() -> None:
+    """Design rule 5: device, host, disk, tokens only; the least worthy moves down, whole files on the disk."""
+    g = Group(host=96, disk=64)
+    for sample in g.samples:
+        g.tiers.demote(sample)
+        g.complete()
+    assert [s.pages.tier if s.pages else "none" for s in g.samples] == ["none", "none", "disk", "host"]
+    assert g.tiers.used == {"host": 64, "disk": 64}
+    for sample in g.samples:
+        g.tiers.release(sample)
+    assert g.tiers.used == {"host": 0, "disk": 0}
+
+
+def test_slots_are_held_until_all_ranks_have_said_so() -> None:
+    """S9: neither the order nor this rank's own copy frees them."""
+    g = Group()
+    g.tiers.demote(g.samples[0])
+    pages = g.samples[0].pages
+    assert pages is not None
+    assert pages.slots is not None
+    assert (pages.tier, pages.ready) == ("host", True)
+    g.complete()
+    assert pages.slots is None
+    assert g.tiers.load(g.samples[0])
+    assert (pages.tier, pages.ready, pages.loading) == ("host", False, True)
+    g.complete()
+    assert (pages.tier, pages.ready) == ("device", True)
+
+
+@pytest.mark.parametrize("fail_every", [1, 2])
+def test_a_copy_that_failed_is_recomputed_counted_and_warned_of(world: Build, fail_every: int) -> None:
+    """Never a wrong token, never a lost sample: `stats.kv_lost`, a warning, and the sum in `/april/state`."""
+    w = world(fail_every=fail_every)
+    w.open("run", lengths(2, 30, 30), quota=1, tier="host")
+    w.reply()
+    assert set(tiers_of(w, "run").values()) == {"host"}
+    w.step(2)
+    assert "none" in tiers_of(w, "run").values()
+    w.open("run", {}, quota=None)
+    stats = w.reply().stats
+    lost = w.controller.tiers.report()["lost"]
+    assert stats["kv_lost"] == lost == (2 if fail_every == 1 else 1)
+    assert stats["resumed_recomputed"] == lost
+    assert {s.finish_reason["type"] for s in w.samples.values()} == {"stop"}
+
+
+def test_a_check_is_answered_when_every_rank_has_checked(world: Build) -> None:
+    """`GET /april/state?check=1`: not before."""
+    w = world()
+    w.open("run", lengths(2, 30), quota=1, tier="host")
+    w.reply()
+    seq = w.seq = w.seq + 1
+    w._then = lambda answer: None
+    for engine in w.engines:
+        engine.controller.command(wire.GetState(seq=seq, check=True))
+    assert seq not in w.answers
+    w.step(2)
+    assert w.answers.pop(seq).data == {"ok": True, "problem": ""}
