@@ -28,6 +28,8 @@ from sglang_april.client import AprilClient
 CASES = ("stock", "idle", "round open")
 PROMPTS, INPUT, OUTPUT = 256, 32, 64
 CONTEXT = 8192
+ENDLESS = 32
+"""So many samples of a whole context, one after the other, outlast any measurement."""
 
 
 def serve(url: str, model: Path, prompts: int, slots: int) -> float:
@@ -48,12 +50,12 @@ def serve(url: str, model: Path, prompts: int, slots: int) -> float:
 
 @contextlib.contextmanager
 def open_round(url: str, tokens: int) -> Iterator[None]:
-    """A round with one endless sample; it is stopped and dropped at the end."""
+    """A round that has one sample running at any time; it is stopped and dropped at the end."""
     run = f"overhead-{uuid.uuid4().hex[:8]}"
     endless = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
-    prompt = {"id": "endless", "input_ids": [9, 10, 11], "sampling_params": endless}
+    prompts = [{"id": str(i), "input_ids": [9, 10, 11], "sampling_params": endless} for i in range(ENDLESS)]
     with AprilClient(url) as client:
-        events = client.stream(run=run, round_id=run, prompts=[prompt], quota=None, concurrency=1)
+        events = client.stream(run=run, round_id=run, prompts=prompts, quota=None, concurrency=1)
         waiter = threading.Thread(target=lambda: list(events), daemon=True)
         waiter.start()
         try:

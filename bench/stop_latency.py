@@ -25,7 +25,7 @@ from bench.rollout.servers import Size, both
 from examples.tiny_model import make
 
 SHORT = 24
-LONG = 6000
+LONG = 1000
 
 
 def workload(running: int) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def main(given: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         slots = max(args.running)
-        size = Size(make(Path(folder) / "v0"), slots, LONG + 32, slots * 400 + 20_000)
+        size = Size(make(Path(folder) / "v0"), slots, LONG + 32, slots * (LONG + 100) + 20_000)
         with both(size, record.ROOT / "out" / "bench") as urls:
             asyncio.run(measure(args, urls, facts))
     return 0
