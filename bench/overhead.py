@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from sglang_april.client import AprilClient
 CASES = ("stock", "idle", "round open")
 PROMPTS, INPUT, OUTPUT = 256, 32, 64
 CONTEXT = 8192
+OPEN_LIMIT_S = 60.0
 ENDLESS = 32
 """So many samples of a whole context, one after the other, outlast any measurement."""
 
@@ -58,15 +60,24 @@ def open_round(url: str, tokens: int) -> Iterator[None]:
         events = client.stream(run=run, round_id=run, prompts=prompts, quota=None, concurrency=1)
         waiter = threading.Thread(target=lambda: list(events), daemon=True)
         waiter.start()
+        deadline = time.monotonic() + OPEN_LIMIT_S
+        while not _is_open(client, run):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the round did not open")
+            time.sleep(0.01)
         try:
             yield
-            still = any(one["round_id"] == run for one in client.state()["rounds"])
+            still = _is_open(client, run)
         finally:
             with contextlib.suppress(Exception):
                 client.stop(run)
             client.drop(run)
         if not still:
             raise RuntimeError("the round ended before the measurement did: give its sample more tokens")
+
+
+def _is_open(client: AprilClient, round_id: str) -> bool:
+    return any(one["round_id"] == round_id for one in client.state()["rounds"])
 
 
 def main(given: list[str] | None = None) -> int:
