@@ -128,6 +128,8 @@ class Group:
     """Where admission finds its queued members: "new", "begun", or "" when it has none (`Ledger` keeps it)."""
     prefix: Prefix | None = None
     """Under which the prompt was last stored on the host."""
+    first_round: int = -1
+    """Number of the round in which it got its first token; what runs ahead belongs to the next one. -1 = none yet."""
     engine_params: Any = None
     """Decoded sampling parameters, shared by the group (adapter's business)."""
 

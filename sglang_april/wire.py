@@ -65,6 +65,11 @@ class OpenRound(msgspec.Struct, tag=True):
     """msgpack of the request's `sampling_params`, for prompts that an `extend` adds; opaque to the scheduler."""
     fingerprint: str = ""
     """Of the request's body: tells the same request under this `round_id` from another one, after a restart too."""
+    after_quota: Literal["suspend", "continue"] = "suspend"
+    ahead: int = 1
+    """Quotas of finished groups that may wait for the next round under `continue`."""
+    quota_mode: Literal["first", "cohort"] = "first"
+    cohort_rounds: int = 1
 
 
 class StopRound(msgspec.Struct, tag=True):
@@ -242,6 +247,8 @@ class RoundEnded(msgspec.Struct, tag=True):
     deliver: list[Delivery]
     carried: dict[str, Any]
     stats: dict[str, Any]
+    carried_lengths: bytes = b""
+    """int32: output tokens so far of each unfinished sample that has any."""
 
 
 class Restored(msgspec.Struct, tag=True):

@@ -60,10 +60,6 @@ def fingerprint(body: Rollout) -> str:
 
 def _refuse_what_comes_later(body: Rollout) -> None:
     later = {
-        "after_quota": (body.after_quota == "continue", "continue comes with the benchmarks"),
-        "ahead": (body.ahead != 1, "comes with the benchmarks, as after_quota: continue does"),
-        "quota_mode": (body.quota_mode == "cohort", "cohort comes with the benchmarks"),
-        "cohort_rounds": (body.cohort_rounds != 1, "comes with the benchmarks, as quota_mode: cohort does"),
         "concurrency": (body.concurrency == "auto", "auto comes with the benchmarks"),
     }
     for field, (asked, reason) in later.items():

@@ -199,6 +199,10 @@ def open_round(
         tier=body.tier,
         keep_until_ack=body.keep_until_ack,
         count=body.count,
+        after_quota=body.after_quota,
+        ahead=body.ahead,
+        quota_mode=body.quota_mode,
+        cohort_rounds=body.cohort_rounds,
         defaults=b"" if body.sampling_params is None else msgspec.msgpack.encode(body.sampling_params),
         fingerprint=fingerprint,
     )

@@ -50,6 +50,7 @@ class Reply:
         await asyncio.gather(*(done.text for part in parts for done in part.done))
         stats = dict(ended.stats)
         stats["delivered"] = delivered_figures(parts, ended.policy_version)
+        stats["carried_length"] = _distribution(np.frombuffer(ended.carried_lengths, "<i4"))
         if any(part.prompt.truncates for part in parts):
             stats["warnings"] = [*stats.get("warnings", ()), TRUNCATED]
         nbytes = sum(_size(part) for part in parts)

@@ -11,7 +11,7 @@ from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.types import State
+from sglang_april.types import Run, State
 
 MAX_QUOTA = 2**31 - 1
 
@@ -67,15 +67,25 @@ class Commands:
             raise Refused(409, "run", f"round {c.rounds[cmd.run].spec.round_id!r} of run {cmd.run!r} is still open")
         c.ledger.check(cmd.run, cmd.prompts)
         run = c.ledger.run(cmd.run)
+        self._keep_within(run, cmd.concurrency)
         run.rounds_opened += 1
         rnd = Round(cmd, run, run.rounds_opened)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)
         c.recorder.accepted(cmd, rnd.number, groups)
         rnd.mark_mandatory(c.clock.version)
+        rnd.mark_cohort()
         c.rounds[cmd.run] = rnd
+        if ahead := c.ahead.pop(cmd.run, None):
+            rnd.stats.ahead = ahead.stats
         self._endings.look()
         return {"incarnations": [g.incarnation for g in groups], "policy_version": c.clock.version}
+
+    def _keep_within(self, run: Run, limit: int | None) -> None:
+        """A run that runs ahead goes on without a gap; what is beyond the new round's `concurrency` is suspended."""
+        if limit is not None and run.running > limit:
+            self._c.engine.settle()
+            self._suspender.suspend(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
 
     def _find(self, round_id: str) -> Round | None:
         """The open round of this id."""
@@ -134,6 +144,8 @@ class Commands:
         for sample in samples:
             self._tiers.release(sample)
             c.engine.forget(sample)
+        if not run.groups:
+            c.ahead.pop(cmd.run, None)
         self._endings.look()
         return {"groups": [[g.id, g.incarnation] for g in doomed], "samples": len(samples)}
 

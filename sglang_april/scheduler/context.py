@@ -26,6 +26,8 @@ class Context:
     """What writes the journal, if this rank has one; events to the HTTP process pass through it."""
     rounds: dict[str, Round] = field(default_factory=dict)
     """Open rounds by run name, in the order in which they take turns."""
+    ahead: dict[str, Round] = field(default_factory=dict)
+    """Rounds that are over, by run name, where the run goes on generating until the next (`after_quota: continue`)."""
     step: int = 0
     frozen: bool = False
     """A pause: nothing of ours takes a step."""
@@ -57,7 +59,13 @@ class Context:
         return not (self.frozen or self.flushing or self.closed())
 
     def round_of(self, sample: Sample) -> Round | None:
+        """The open round of the sample's run."""
         return self.rounds.get(sample.group.run.name)
+
+    def lane(self, sample: Sample) -> Round | None:
+        """The round under whose rules the sample runs: the open one, or the last one where its run runs ahead."""
+        name = sample.group.run.name
+        return self.rounds.get(name) or self.ahead.get(name)
 
     def must_finish(self, sample: Sample) -> bool:
         rnd = self.round_of(sample)

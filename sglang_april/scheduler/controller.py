@@ -19,7 +19,7 @@ from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.store.saved import Saved
-from sglang_april.types import Sample, State
+from sglang_april.types import Group, Sample, State
 
 
 class Progress(NamedTuple):
@@ -83,7 +83,7 @@ class Controller:
             self.tiers.expected = []
         if c.ledger.runs:
             self.suspender.relieve()
-        if c.rounds and c.may_step():
+        if (c.rounds or c.ahead) and c.may_step():
             self.resumer.admit()
             self.endings.end_due()  # a full queue may have given a sample up at once
             for rnd in c.rounds.values():
@@ -100,7 +100,7 @@ class Controller:
         """Step 3: count tokens and finishes; finished samples leave at once."""
         done: list[wire.FinishedSample] = []
         for sample, length, prefilled, finished in steps:
-            rnd = self.context.round_of(sample)
+            rnd = self.context.lane(sample)
             if rnd is not None:
                 rnd.stats.tokens_generated += length - sample.length
                 if rnd.stats.t_quota_met is not None:
@@ -109,6 +109,7 @@ class Controller:
                     rnd.stats.reprefilled_tokens += prefilled
             if length > sample.length:
                 sample.recomputing = False
+                self._note_first_round(sample.group)
             sample.length = length
             if finished:
                 done.append(self._finish(sample, None))
@@ -125,8 +126,14 @@ class Controller:
         self.tiers.left(sample)
         sample.kv_version, sample.recomputing = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
-        if rnd := self.context.round_of(sample):
+        if rnd := self.context.lane(sample):
             rnd.stats.retracted += 1
+
+    def _note_first_round(self, group: Group) -> None:
+        """What runs ahead of a round belongs to it: its tokens are delivered there at the earliest."""
+        if group.first_round < 0:
+            run = group.run
+            group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> wire.FinishedSample:
         self.tiers.left(sample)
@@ -146,5 +153,3 @@ class Controller:
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()
-            elif rnd.spec.quota is not None and rnd.counted() >= rnd.spec.quota:
-                rnd.stats.prolonged = True

@@ -21,14 +21,28 @@ class Endings:
 
     def end_due(self) -> None:
         """Stop in the step that meets the quota. What ends in the step in flight is surplus (S3)."""
-        if not self._dirty or not any(r.ends_now() for r in self.context.rounds.values()):
-            self._dirty = False
+        if not self._dirty:
             return
-        self.context.engine.settle()
         self._dirty = False
-        for rnd in list(self.context.rounds.values()):
+        c = self.context
+        over = [r for r in c.rounds.values() if self._is_over(r)]
+        if not over and not any(r.update_rest() and r.run.running for r in c.ahead.values()):
+            return
+        c.engine.settle()
+        self._dirty = False
+        for rnd in list(c.rounds.values()):
             if reason := rnd.ends_now():
                 self.end(rnd, reason, None)
+        for rnd in c.ahead.values():
+            if rnd.update_rest():
+                self._suspender.suspend_run(rnd.run, rnd.spec.tier)
+
+    @staticmethod
+    def _is_over(rnd: Round) -> bool:
+        if rnd.ends_now():
+            return True
+        rnd.stats.prolonged |= rnd.spec.quota is not None and rnd.counted() >= rnd.spec.quota
+        return False
 
     def stop(self, rnd: Round, ids: list[str] | None) -> None:
         """End a round with what has finished, or with the groups named (S2, S3)."""
@@ -36,16 +50,21 @@ class Endings:
         self.end(rnd, "stopped", ids)
 
     def end(self, rnd: Round, reason: wire.EndReason, ids: list[str] | None) -> None:
-        """Step 4 and 6: the rest is suspended, the reply is fixed. The step in flight has been settled."""
+        """Step 4 and 6: the reply is fixed; the rest is suspended, or runs ahead. The step in flight is settled."""
         c = self.context
         rnd.stats.quota_met()
-        self._suspender.suspend_run(rnd.run, rnd.spec.tier)
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
+        goes_on = rnd.spec.after_quota == "continue"
+        if not goes_on or rnd.update_rest():
+            self._suspender.suspend_run(rnd.run, rnd.spec.tier)
         carried = report.carried(c, rnd.run)
         del c.rounds[rnd.run.name]
         self._tiers.round_ended()
         rnd.stats.kv_lost = self._tiers.lost.pop(rnd.run.name, 0)
-        stats = rnd.stats.report(carried)
+        stats, lengths = rnd.stats.report(carried), report.lengths(rnd.run)
         c.recorder.ended(
-            wire.RoundEnded(rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats)
+            wire.RoundEnded(rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats, lengths)
         )
+        if goes_on and rnd.run.groups:
+            rnd.go_ahead()
+            c.ahead[rnd.run.name] = rnd

@@ -79,6 +79,7 @@ class Ledger:
                 run.suspended[sample] = None
             group.samples[kept.index] = sample
             group.counts[sample.state] += 1
+        group.first_round = min((s.admitted_round for s in group.samples.values() if s.length), default=-1)
         run.groups[prompt.id] = group
         run.whole += group.whole
         if known.accepted is not None:

@@ -44,7 +44,7 @@ class Pushes:
             c.recorder.send(wire.Named(c.clock.version))
         c.engine.version = c.clock.version
         c.engine.renew_keys()
-        for rnd in c.rounds.values():
+        for rnd in (*c.rounds.values(), *c.ahead.values()):
             rnd.mark_mandatory(c.clock.version)
             rnd.stats.pushes += 1
         self._endings.look()

@@ -22,7 +22,11 @@ class Round:
     number: int
     mandatory: set[Group] = field(default_factory=set)
     """Groups that must be whole before the round ends (S4). A prompt id may come back as another group."""
+    cohort: set[Group] = field(default_factory=set)
+    """With `quota_mode: cohort`, the groups that first ran `cohort_rounds` ago or earlier: in before the end, too."""
     stats: RoundStats = field(default_factory=RoundStats)
+    rests: bool = False
+    """The round is over, and its run has run ahead as far as it may (`update_rest`)."""
 
     @property
     def on_policy(self) -> bool:
@@ -33,13 +37,21 @@ class Round:
         """At the start of the round and after every push inside it."""
         self.mandatory |= {g for g in self.run.groups.values() if is_stale(g, version, self.spec.max_staleness)}
 
+    def mark_cohort(self) -> None:
+        """At the start of the round."""
+        if self.spec.quota_mode == "cohort":
+            last = self.number - self.spec.cohort_rounds
+            self.cohort = {g for g in self.run.groups.values() if 0 <= g.first_round <= last}
+
     @property
     def judged(self) -> bool:
         """`count: accepted`: only groups that the caller has accepted count."""
         return self.spec.count == "accepted"
 
     def must_finish(self, group: Group) -> bool:
-        return group in self.mandatory or (self.on_policy and group.oldest_version() is not None)
+        return (
+            group in self.mandatory or group in self.cohort or (self.on_policy and group.oldest_version() is not None)
+        )
 
     # --- counting
 
@@ -61,7 +73,7 @@ class Round:
         groups = self.run.groups
         if self.on_policy:
             return any(not g.whole and g.oldest_version() is not None for g in groups.values())
-        return any(not g.whole and groups.get(g.id) is g for g in self.mandatory)
+        return any(not g.whole and groups.get(g.id) is g for g in (*self.mandatory, *self.cohort))
 
     def starts_left(self) -> int | None:
         """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs (S4)."""
@@ -71,6 +83,21 @@ class Round:
         if self.spec.unit == "group":
             return max(0, self.spec.quota - len(begun))
         return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
+
+    # --- after the reply
+
+    def go_ahead(self) -> None:
+        """The round is over and its run goes on (`after_quota: continue`); what it does is counted apart."""
+        self.mandatory = {g for g in self.mandatory if self.run.groups.get(g.id) is g}
+        self.cohort, self.stats = set(), RoundStats()
+
+    def update_rest(self) -> bool:
+        """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound (S4)."""
+        waiting = self.run.finished if self.spec.unit == "sample" else self.run.whole
+        enough = self.spec.quota is not None and waiting >= self.spec.ahead * self.spec.quota
+        bound = any(self.run.groups.get(g.id) is g for g in self.mandatory)
+        self.rests = enough or bound or self.on_policy
+        return self.rests
 
     # --- delivery
 

@@ -1,5 +1,6 @@
 """What a scheduler says of itself: what a run carries, all that is there, and its partials."""
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +19,13 @@ def carried(c: Context, run: Run) -> dict[str, Any]:
         "bytes": by_tier,
         "oldest_staleness": max(ages, default=0),
         "finished_groups": run.whole,
+        "running": run.running,
     }
+
+
+def lengths(run: Run) -> bytes:
+    """int32: output tokens so far of each unfinished sample that has any."""
+    return array("i", [s.length for s in (*run.suspended, *run.samples(State.RUNNING)) if s.length]).tobytes()
 
 
 def sizes(run: Run) -> dict[str, int]:
@@ -26,7 +33,7 @@ def sizes(run: Run) -> dict[str, int]:
     return {
         "groups": len(run.groups),
         "samples": sum(len(g.samples) for g in run.groups.values()),
-        "tokens": sum(s.length for s in run.suspended),
+        "tokens": sum(s.length for s in (*run.suspended, *run.samples(State.RUNNING))),
         "finished_tokens": sum(s.length for s in run.samples(State.FINISHED)),
     }
 
@@ -59,6 +66,7 @@ def state(c: Context) -> dict[str, Any]:
             {"round_id": r.spec.round_id, "run": r.run.name, "quota": r.spec.quota, "counted": r.counted()}
             for r in c.rounds.values()
         ],
+        "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.rests} for r in c.ahead.values()],
         "samples": c.ledger.census(),
         "runs": {run.name: sizes(run) for run in c.ledger.runs.values()},
         "tokens": tokens,

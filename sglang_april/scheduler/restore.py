@@ -40,4 +40,5 @@ def _reopen(c: Context, known: SavedRound) -> None:
     rnd.stats.carried_in = report.sizes(run)
     rnd.stats.warnings.append(RESTARTED)
     rnd.mark_mandatory(c.clock.version)
+    rnd.mark_cohort()
     c.rounds[run.name] = rnd

@@ -29,16 +29,19 @@ class Resumer:
     def admit(self) -> None:
         """Once per step: fill the free slots. Samples with pages come first and alone; they join in `resume`."""
         self._resumable = []
-        rounds = [r for r in self._c.rounds.values() if r.run.suspended or r.run.begun or r.run.new]
-        if not rounds:
+        rounds = _with_work(self._c.rounds)
+        ahead = [r for r in _with_work(self._c.ahead) if not r.rests]
+        if not rounds and not ahead:
             return
         slots = self._slots()
         if slots <= 0:
-            self._load_ahead(rounds)
+            self._load_ahead([*rounds, *ahead])
             return
         chosen = pick(rounds, slots)
+        chosen += pick(ahead, slots - len(chosen))
         if not self._hold:
-            self._take_turns()
+            for lanes in (self._c.rounds, self._c.ahead):
+                _take_turns(lanes)
         self._hold = False
         self._resumable = [s for s in chosen if self._keeps_pages(s)]
         if not self._resumable:
@@ -55,13 +58,6 @@ class Resumer:
             return int(self._turn)
         return slots - min(strangers, slots // 2)
 
-    def _take_turns(self) -> None:
-        """Round-robin: another run is first next time."""
-        if len(self._c.rounds) > 1:
-            name, rnd = next(iter(self._c.rounds.items()))
-            del self._c.rounds[name]
-            self._c.rounds[name] = rnd
-
     def _keeps_pages(self, sample: Sample) -> bool:
         """Whether the sample resumes on its pages; those that its round does not want are released (S6)."""
         if sample.pages is None:
@@ -75,7 +71,9 @@ class Resumer:
         return self._round(sample).spec.kv != "recompute" or sample.kv_version >= self._c.clock.version
 
     def _round(self, sample: Sample) -> Round:
-        return self._c.rounds[sample.group.run.name]
+        rnd = self._c.lane(sample)
+        assert rnd is not None, "a sample is admitted outside of its run's rounds"
+        return rnd
 
     # --- by prefill
 
@@ -107,7 +105,7 @@ class Resumer:
             # What loads takes room, and the next chunk of a prompt has none set aside.
             return False
         # A round may have ended since `admit`: a full queue can give a sample up at once.
-        wanted = [s for s in self._resumable if self._c.round_of(s) is not None]
+        wanted = [s for s in self._resumable if self._c.lane(s) is not None]
         taken = self._fit(wanted[: max(0, engine.row_slots())])
         self._resumable = []
         if not taken:
@@ -192,3 +190,15 @@ class Resumer:
             budget -= self._need(sample)
             if budget <= 0 or not self._tiers.load(sample):
                 return
+
+
+def _with_work(lanes: dict[str, Round]) -> list[Round]:
+    return [r for r in lanes.values() if r.run.suspended or r.run.begun or r.run.new]
+
+
+def _take_turns(lanes: dict[str, Round]) -> None:
+    """Round-robin: another run is first next time."""
+    if len(lanes) > 1:
+        name, rnd = next(iter(lanes.items()))
+        del lanes[name]
+        lanes[name] = rnd

@@ -59,6 +59,8 @@ class RoundStats:
     prolonged: bool = False
     """The quota was reached, and groups that must finish (S4) were not whole yet."""
     pushes: int = 0
+    ahead: "RoundStats | None" = None
+    """What the run did between the last reply and this round (`after_quota: continue`)."""
     warnings: list[str] = field(default_factory=list)
 
     def quota_met(self) -> None:
@@ -68,6 +70,11 @@ class RoundStats:
     def warn(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def counters(self) -> dict[str, Any]:
+        """What is counted while no round is open."""
+        names = ("tokens_generated", "reprefilled_tokens", "started", "resumed_kept", "resumed_recomputed", "retracted")
+        return {"seconds": time.time() - self.t_opened, **{name: getattr(self, name) for name in names}}
 
     def report(self, carried_out: dict[str, Any]) -> dict[str, Any]:
         self.timeline.note(0)
@@ -92,6 +99,7 @@ class RoundStats:
             "over_bound": self.over_bound,
             "prolonged": self.prolonged,
             "pushes": self.pushes,
+            "ahead": self.ahead.counters() if self.ahead is not None else None,
             "mean_running": self.timeline.mean(),
             "timeline": [[round(t, 6), n] for t, n in self.timeline.points],
             "warnings": self.warnings,

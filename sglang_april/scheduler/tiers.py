@@ -257,7 +257,7 @@ class Tiers:
             self.lost_in_all += 1
             self.last_failure = why
             self.lost[move.sample.group.run.name] += 1
-            if rnd := self._c.round_of(move.sample):
+            if rnd := self._c.lane(move.sample):
                 rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
             self.release(move.sample)
 

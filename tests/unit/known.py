@@ -29,6 +29,8 @@ class KnownGroup:
     undelivered: set[int]
     finished: dict[int, Ended] = field(default_factory=dict)
     accepted: bool | None = None
+    first_round: int | None = None
+    """In which it got its first token; ahead of a round counts as in it."""
 
     @property
     def whole(self) -> bool:
@@ -40,10 +42,14 @@ class KnownRound:
     spec: wire.OpenRound
     begun_before: int = 0
     """Groups that had begun when the round opened."""
+    number: int = 0
+    """Of the run's rounds, from 1."""
     mandatory: set[Key] = field(default_factory=set)
     stop: wire.StopRound | None = None
     generated: int = 0
     reprefilled: int = 0
+    before: tuple[int, int] | None = None
+    """The same two of what ran ahead of it."""
 
 
 class Known:
@@ -58,6 +64,9 @@ class Known:
         """Undelivered groups."""
         self.rounds: dict[str, KnownRound] = {}
         """By run."""
+        self.ahead: dict[str, KnownRound] = {}
+        """Rounds that are over, by run, where the run goes on."""
+        self.opened: Counter[str] = Counter()
         self.incarnations: Counter[tuple[str, str]] = Counter()
         self.fate: dict[tuple[Key, int], str] = {}
         """Of every sample ever accepted: "live", "delivered" or "dropped"."""
@@ -75,8 +84,20 @@ class Known:
     def counts(self, rnd: KnownRound, group: KnownGroup) -> bool:
         return rnd.spec.count == "finished" or group.accepted is True
 
+    def rests(self, rnd: KnownRound) -> bool:
+        """S4: running ahead, as far as it may go."""
+        groups = list(self.of(rnd.spec.run))
+        done = sum(len(g.finished) if rnd.spec.unit == "sample" else g.whole for g in groups)
+        if rnd.spec.quota is not None and done >= rnd.spec.ahead * rnd.spec.quota:
+            return True
+        bound = rnd.spec.max_staleness
+        ages = [self.version - oldest for g in groups if (oldest := self.oldest(g)) is not None]
+        return bound == 0 or (bound is not None and max(ages, default=-1) >= bound)
+
     def must(self, rnd: KnownRound, group: KnownGroup) -> bool:
-        return group.key in rnd.mandatory or (rnd.spec.max_staleness == 0 and self.oldest(group) is not None)
+        spec, first = rnd.spec, group.first_round
+        old = spec.quota_mode == "cohort" and first is not None and rnd.number - first >= spec.cohort_rounds
+        return old or group.key in rnd.mandatory or (rnd.spec.max_staleness == 0 and self.oldest(group) is not None)
 
     def oldest(self, group: KnownGroup) -> int | None:
         """Version of the oldest token of any undelivered sample."""

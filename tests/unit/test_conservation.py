@@ -36,6 +36,10 @@ SPECS: dict[str, tuple[Any, ...]] = {
     "max_staleness": (5, 0, 1, 2, None),
     "count": ("finished", "finished", "accepted"),
     "surplus": ("carry", "return"),
+    "after_quota": ("suspend", "continue"),
+    "ahead": (1, 2),
+    "quota_mode": ("first", "first", "cohort"),
+    "cohort_rounds": (1, 2),
     "concurrency": (None, None, 1, 3),
     "tier": ("auto", "auto", "device", "host", "disk", "none"),
 }

@@ -51,10 +51,10 @@ TOP = [
     ("kv", ["kept", None, 0]),
     ("max_staleness", [-1, 1.5, "5", 2**31, True]),
     ("surplus", ["drop", None]),
-    ("after_quota", ["continue", "stop", None]),
-    ("ahead", [2, 0, "1", None]),
-    ("quota_mode", ["cohort", "last", None]),
-    ("cohort_rounds", [2, 0, None]),
+    ("after_quota", ["stop", "", True, None]),
+    ("ahead", [0, -1, 1.5, "1", 2**31, None]),
+    ("quota_mode", ["last", 1, None]),
+    ("cohort_rounds", [0, -1, "1", 2**31, None]),
     ("proximal", ["yes", 1, None]),
     ("concurrency", [0, -1, "auto", "all", 2**31, 1.5]),
     ("keep_until_ack", [1, "true", None]),
@@ -105,6 +105,15 @@ def cases(table: list[tuple[str, list[Any]]]) -> list[Any]:
 @pytest.mark.parametrize(("name", "value"), cases(TOP))
 def test_a_wrong_field_of_the_round_is_named(name: str, value: Any) -> None:
     assert refuse({name: value}).field.startswith(name)
+
+
+def test_how_a_round_ends_reaches_the_scheduler() -> None:
+    """S3, S4: and what stands there by default."""
+    given = {"count": "accepted", "after_quota": "continue", "ahead": 3, "quota_mode": "cohort", "cohort_rounds": 2}
+    plain = {"count": "finished", "after_quota": "suspend", "ahead": 1, "quota_mode": "first", "cohort_rounds": 1}
+    for body, expected in ((given, given), ({}, plain)):
+        command = accept(body)
+        assert {name: getattr(command, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("name", "value"), cases(PROMPT))

@@ -154,11 +154,14 @@ def test_a_reply_waits_for_its_texts_and_warns_of_truncated_sampling() -> None:
         vault.accept([a_prompt(truncates=True)])
         vault.put(a_sample())
         parts = vault.deliver("r", [wire.Delivery("a", 0, [0], True)])
-        ended = wire.RoundEnded("x", "r", 3, "quota", [], {}, {"warnings": ["first"]})
+        lengths = np.array([3, 5], "<i4").tobytes()
+        ended = wire.RoundEnded("x", "r", 3, "quota", [], {}, {"warnings": ["first"]}, lengths)
 
         async def check() -> None:
             reply = await Reply.build(ended, parts)
             assert reply.stats["warnings"][0] == "first"
+            carried = reply.stats["carried_length"]
+            assert (carried["min"], carried["mean"], carried["max"]) == (3, 4.0, 5)
             assert "top_k" in reply.stats["warnings"][1]
             assert b'"text":"a0"' in reply.encode(packed=False)
             assert reply.nbytes > 0

@@ -121,8 +121,13 @@ class World(Known):
         return answer
 
     def _opened(self, rnd: KnownRound, incarnations: list[int]) -> None:
-        self._accepted(rnd.spec.run, rnd.spec.prompts, incarnations)
-        self.rounds[rnd.spec.run] = rnd
+        run = rnd.spec.run
+        self._accepted(run, rnd.spec.prompts, incarnations)
+        self.opened[run] += 1
+        rnd.number = self.opened[run]
+        self.rounds[run] = rnd
+        if ahead := self.ahead.pop(run, None):
+            rnd.before = (ahead.generated, ahead.reprefilled)
         self.mark(rnd)
 
     def _accepted(self, run: str, prompts: list[wire.Prompt], incarnations: list[int]) -> None:
@@ -192,6 +197,8 @@ class World(Known):
             for index in group.undelivered:
                 self.leave(group.key, index, "dropped")
             del self.groups[group.key]
+        if not any(self.of(run)):
+            self.ahead.pop(run, None)
 
     def push_begin(self, version: int | None = None) -> int:
         status = self.command(wire.PushBegin, version=version).status
@@ -271,6 +278,8 @@ class World(Known):
         assert e.end_reason == ("stopped" if rnd.stop else self.due(rnd))
         self.check_delivery(rnd, e)
         assert (e.stats["tokens_generated"], e.stats["reprefilled_tokens"]) == (rnd.generated, rnd.reprefilled)
+        between = e.stats["ahead"]
+        assert rnd.before == (between and (between["tokens_generated"], between["reprefilled_tokens"]))
         assert e.stats["tokens_after_quota"] <= (self.engine.slots if self.engine.overlap else 0)
         self.replies.append(e)
         for d in e.deliver:
@@ -286,19 +295,26 @@ class World(Known):
         tokens = sum(len(r.output) for g in left for r in self.requests(g))
         sizes = {"groups": len(left), "samples": sum(len(g.undelivered) for g in left), "tokens": tokens}
         assert {name: e.carried[name] for name in sizes} == sizes
+        if rnd.spec.after_quota == "continue" and left:
+            self.ahead[e.run] = KnownRound(rnd.spec)
+        assert sum(memoryview(e.carried_lengths).cast("i")) == tokens
+        running = e.carried["running"]
+        assert not running or (e.run in self.ahead and not self.rests(self.ahead[e.run]))
 
     def _forward(self, rows: list[Row]) -> None:
         """At the moment in which a forward starts."""
         over = [r for r in self.rounds.values() if self.due(r)]
         assert not over or self.engine.late_abort, "a forward after the end of a round"
         ours = [r.request.sample for r in rows if r.request.sample is not None]
-        assert {s.group.run.name for s in ours} <= set(self.rounds), "a sample steps outside of a round"
+        resting = {run for run, rnd in self.ahead.items() if self.rests(rnd)} if not self.engine.late_abort else set()
+        going = {*self.rounds, *self.ahead} - resting
+        assert {s.group.run.name for s in ours} <= going, "a sample steps outside of a round"
         stopped = self.push_open or self.frozen or self.engine.flush_pending or self.engine.released
         assert not ours or not (stopped or self.controller.context.clock.closed)
-        for run, rnd in self.rounds.items():
+        for run, rnd in (self.ahead | self.rounds).items():
             assert self.ledger.runs[run].running <= (rnd.spec.concurrency or self.engine.slots)
             if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
-                begun = sum(g.begun for g in self.ledger.runs[run].groups.values())
+                begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.rounds else 0
                 if rnd.spec.count == "accepted":
                     begun -= sum(g.accepted is False for g in self.of(run))
                 assert begun <= max(rnd.spec.quota, rnd.begun_before), "strict on-policy starts too many groups"
@@ -308,10 +324,18 @@ class World(Known):
         for row in rows:
             sample = row.request.sample
             if sample is not None and sample.request is row.request and row.request.recomputed:
-                self.rounds[sample.group.run.name].reprefilled += row.prefilled
+                self.lane(sample).reprefilled += row.prefilled
         for request in grown:
             if request.sample is not None:
-                self.rounds[request.sample.group.run.name].generated += 1
+                self.lane(request.sample).generated += 1
+                run = request.sample.group.run.name
+                group = self.groups[run, request.sample.group.id, request.sample.group.incarnation]
+                if group.first_round is None:
+                    group.first_round = self.opened[run] + (run not in self.rounds)
+
+    def lane(self, sample: Sample) -> KnownRound:
+        run = sample.group.run.name
+        return self.rounds[run] if run in self.rounds else self.ahead[run]
 
     def _retract(self, request: Request) -> None:
         """S6: before the engine retracts, partials have given way and our newer samples are suspended."""

@@ -1,0 +1,220 @@
+"""`after_quota: continue` and `quota_mode: cohort` on the fake engine (S3, S4)."""
+
+import pytest
+
+from sglang_april.types import State
+from tests.unit.world import Build, ids, lengths
+
+# --- running ahead
+
+
+def test_generation_goes_on_after_the_reply_and_into_the_next_round(world: Build) -> None:
+    """S4: nobody leaves the batch, and what finishes meanwhile is first in the next reply."""
+    w = world()
+    w.open("run", lengths(2, 5, 40, 40), quota=1, ahead=2, after_quota="continue")
+    reply = w.reply()
+    assert (ids(reply), reply.carried["running"]) == (["p0"], 3)
+    w.step(6)
+    assert w.sample("run", "p1").state is State.FINISHED
+    w.open("run", {"new": (3, 1, -3)}, quota=2, ahead=2, after_quota="continue")
+    forwards = w.engine.forwards
+    second = w.reply()
+    assert ids(second) == ["p1", "new"]
+    assert second.stats["ahead"]["tokens_generated"] > 0
+    assert second.stats["resumed_kept"] + second.stats["resumed_recomputed"] == 0
+    assert w.sample("run", "p2").length > 6
+    assert w.engine.forwards > forwards
+    assert [s.kv for s in w.sample("run", "p2").closed_spans()] == ["fresh"]
+
+
+def test_a_new_round_with_suspend_ends_the_running_ahead(world: Build) -> None:
+    w = world()
+    w.open("run", lengths(2, 40), quota=1, after_quota="continue")
+    w.reply()
+    w.open("run", {"new": (3, 1, -2)}, quota=1)
+    assert ids(w.reply()) == ["new"]
+    forwards = w.engine.forwards
+    w.step(5)
+    assert w.engine.forwards == forwards
+    assert w.sample("run", "p1").state is State.SUSPENDED
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_it_stops_when_so_many_quotas_wait(world: Build, ahead: int) -> None:
+    """S4: in the step that finishes the last group of `ahead` quotas; new groups start until then."""
+    w = world(slots=3)
+    w.open("run", lengths(*[3] * 12), quota=2, ahead=ahead, after_quota="continue")
+    w.reply()
+    w.step(40)
+    assert w.ledger.runs["run"].whole >= 2 * ahead
+    assert w.ledger.runs["run"].whole <= 2 * ahead + 3
+    assert not w.ledger.runs["run"].running
+    w.open("run", {}, quota=2, ahead=ahead, after_quota="continue")
+    assert len(w.replies[-1].deliver) == 2
+    w.step(5)
+    assert w.ledger.runs["run"].running or w.ledger.runs["run"].whole >= 2 * ahead
+
+
+def test_it_stops_at_the_bound(world: Build) -> None:
+    """S4: a push brings a group to the bound; nothing more of the run is generated until the next round."""
+    w = world()
+    w.open("run", lengths(2, 40, 40), quota=1, max_staleness=2, after_quota="continue")
+    w.reply()
+    for moves in (True, False):
+        assert (w.push_begin(), w.push_end()) == (200, 200)
+        before = w.sample("run", "p1").length
+        w.step(4)
+        assert (w.sample("run", "p1").length > before) is moves
+    w.open("run", {}, quota=1, max_staleness=2)
+    assert ids(w.reply()) == ["p1", "p2"]
+
+
+def test_strict_on_policy_never_runs_ahead(world: Build) -> None:
+    """S4, `max_staleness: 0`: nothing is carried with tokens."""
+    w = world()
+    w.open("run", lengths(2, 2, 40), quota=2, max_staleness=0, after_quota="continue")
+    w.reply()
+    forwards = w.engine.forwards
+    w.step(5)
+    assert w.engine.forwards == forwards
+
+
+def test_a_push_in_flight_suspends_applies_and_resumes_at_the_new_version(world: Build) -> None:
+    """S2, running ahead: with begin and end, and as a bare weight call."""
+    w = world()
+    w.open("run", lengths(2, 60), quota=1, after_quota="continue")
+    w.reply()
+    w.step(3)
+    assert w.push_begin() == 200
+    assert w.sample("run", "p1").state is State.SUSPENDED
+    forwards = w.engine.forwards
+    w.step(3)
+    assert w.engine.forwards == forwards
+    assert w.push_end() == 200
+    w.step(5)
+    w.do(lambda e: e.weight_call(ok=True, whole=True, flush=False))
+    w.step(5)
+    assert w.sample("run", "p1").state is State.RUNNING
+    assert [(s.version, s.kv) for s in w.sample("run", "p1").closed_spans()] == [(0, "fresh"), (1, "kept"), (2, "kept")]
+
+
+def test_a_pause_freezes_it_and_an_abort_of_everything_passes_it_by(world: Build) -> None:
+    """S2, the right column."""
+    w = world()
+    w.open("run", lengths(2, 60), quota=1, after_quota="continue")
+    w.reply()
+    w.freeze(True)
+    before = w.sample("run", "p1").length
+    w.step(4)
+    assert w.sample("run", "p1").length == before
+    w.freeze(False)
+    w.do(lambda e: e.controller.pushes.abort_everything())
+    w.step(4)
+    assert w.sample("run", "p1").length > before
+
+
+def test_memory_given_back_between_rounds_suspends_it(world: Build) -> None:
+    """S2: release evacuates; what runs ahead goes on after the resume."""
+    w = world()
+    w.open("run", lengths(2, 60), quota=1, after_quota="continue")
+    w.reply()
+    assert w.do(lambda e: e.release_memory())
+    w.step(3)
+    assert w.sample("run", "p1").state is State.SUSPENDED
+    w.do(lambda e: e.released.clear())
+    w.step(4)
+    assert w.sample("run", "p1").state is State.RUNNING
+
+
+def test_a_stopped_round_continues_too_and_a_drop_ends_it(world: Build) -> None:
+    w = world()
+    w.open("run", lengths(60, 60), quota=2, after_quota="continue")
+    w.step(3)
+    w.stop("run")
+    w.step(3)
+    assert w.ledger.runs["run"].running == 2
+    w.drop("run")
+    w.step(2)
+    assert w.engine.fully_idle()
+    assert not w.controller.context.ahead
+
+
+def test_an_open_round_of_another_run_gets_free_slots_first(world: Build) -> None:
+    """S6: what runs ahead takes what open rounds leave."""
+    w = world(slots=2)
+    w.open("ahead", lengths(2, 9, 9, 9), quota=1, ahead=3, after_quota="continue")
+    w.reply("ahead")
+    w.open("open", lengths(30, 30), quota=2)
+    w.step(20)
+    assert w.ledger.runs["open"].running == 2
+    assert w.ledger.runs["ahead"].running == 0
+
+
+def test_a_smaller_concurrency_suspends_the_newest(world: Build) -> None:
+    w = world()
+    w.open("run", lengths(2, 60, 60, 60), quota=1, after_quota="continue")
+    w.reply()
+    w.step(2)
+    w.open("run", {}, quota=1, concurrency=1)
+    assert [w.sample("run", f"p{i}").state for i in (1, 2, 3)] == [State.RUNNING, State.SUSPENDED, State.SUSPENDED]
+
+
+# --- cohorts
+
+
+def test_a_cohort_is_in_before_the_round_may_end(world: Build) -> None:
+    """S4: groups that first ran in the last round are delivered first, whatever overtakes them."""
+    w = world()
+    w.open("run", lengths(2, 20, 25), quota=1, quota_mode="cohort")
+    assert ids(w.reply()) == ["p0"]
+    w.open("run", {"fast": (3, 1, -2), "slow": (3, 1, -60)}, quota=1, quota_mode="cohort")
+    second = w.reply()
+    assert (ids(second), second.end_reason) == (["p1", "p2"], "quota")
+    assert second.stats["prolonged"]
+    w.open("run", {}, quota=1, quota_mode="cohort")
+    assert set(ids(w.reply())) == {"fast", "slow"}
+
+
+def test_a_cohort_of_two_rounds_waits_a_round_longer(world: Build) -> None:
+    w = world()
+    spec = {"quota": 1, "quota_mode": "cohort", "cohort_rounds": 2}
+    w.open("run", lengths(2, 40), **spec)
+    assert ids(w.reply()) == ["p0"]
+    w.open("run", {"q": (3, 1, -2)}, **spec)
+    assert ids(w.reply()) == ["q"]
+    w.open("run", {"r": (3, 1, -2)}, **spec)
+    assert ids(w.reply()) == ["p1"]
+
+
+def test_a_group_that_never_ran_is_in_no_cohort(world: Build) -> None:
+    """S4: its first forward counts, not its arrival."""
+    w = world(slots=1)
+    w.open("run", lengths(2, 30), quota=1, quota_mode="cohort")
+    w.reply()
+    w.open("run", {}, quota=None, quota_mode="cohort")
+    assert not w.controller.context.rounds["run"].cohort
+    w.stop("run")
+
+
+def test_what_ran_ahead_of_a_round_belongs_to_its_cohort(world: Build) -> None:
+    w = world(slots=1)
+    w.open("run", lengths(2, 60), quota=1, after_quota="continue")
+    w.reply()
+    w.step(5)
+    w.open("run", {}, quota=None, quota_mode="cohort")
+    assert not w.controller.context.rounds["run"].cohort
+    w.stop("run")
+    w.open("run", {}, quota=None, quota_mode="cohort")
+    assert [g.id for g in w.controller.context.rounds["run"].cohort] == ["p1"]
+    w.stop("run")
+
+
+def test_a_stop_overrides_the_cohort(world: Build) -> None:
+    """S4."""
+    w = world()
+    w.open("run", lengths(2, 60), quota=1, quota_mode="cohort")
+    w.reply()
+    w.open("run", {}, quota=1, quota_mode="cohort")
+    w.step(3)
+    w.stop("run")
+    assert (w.replies[-1].end_reason, ids(w.replies[-1])) == ("stopped", [])
