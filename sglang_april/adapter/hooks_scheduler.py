@@ -70,7 +70,7 @@ def attach(_: None, s: Scheduler) -> None:
     Process.engine, Process.scheduler = engine, s
     restart(s, s.april, config)
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
-    log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, engine.version)
+    log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, context.clock.version)
 
 
 def _digest_file(s: Scheduler) -> Any:

@@ -14,6 +14,9 @@ from sglang_april.scheduler.restore import starting_version
 from sglang_april.store.journal import Journal, JournalError
 from sglang_april.store.saved import Saved, restored_event
 
+UNNAMED = -1
+"""In cache keys, until the policy version of the weights is named."""
+
 log = logging.getLogger("sglang_april")
 
 
@@ -44,8 +47,10 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig) -> None:
 
 def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
     c = controller.context
-    c.clock.version = c.engine.version = version
-    c.clock.unnamed = unnamed
+    c.clock.version, c.clock.unnamed = version, unnamed
+    # What SGLang's own requests leave in the tree until the version is named may be of any weights, and the version
+    # that is named may be this very one.
+    c.engine.version = UNNAMED if unnamed else version
 
 
 def _on_all_ranks(s: Scheduler, saved: Saved | None) -> Saved:

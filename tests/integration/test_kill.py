@@ -33,28 +33,45 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def journalled(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of this file's own: nobody else may have it killed."""
-    path = tmp_path_factory.mktemp("journal") / "journal"
-    server = pool.get("journal", [*NORMAL, "--grammar-backend=llguidance", f"--april-journal={path}"])
+@pytest.fixture
+def journalled(pool: Pool, tmp_path: Path) -> Iterator[Server]:
+    """A server of this test's own, with an empty journal: nobody else may have it killed."""
+    flags = [*NORMAL, "--grammar-backend=llguidance", f"--april-journal={tmp_path / 'journal'}"]
+    server = pool.get("journal", flags)
     yield server
     server.stop()
 
 
-def test_partials_replies_and_open_rounds_come_back(
+def test_killed_at_a_known_moment_and_at_any_nothing_is_lost_and_nothing_comes_twice(
     journalled: Server, models: Callable[[str, int], Path], run: str
 ) -> None:
+    partials_replies_and_open_rounds_come_back(journalled, models, f"{run}-known")
+    story = Story(journalled, lambda seed: models("qwen3", seed), seed=1, name=run)
+    story.tell(RANDOM_KILLS)
+    assert story.kills == RANDOM_KILLS
+    assert story.replayed
+    assert story.warnings == 0
+    print(f"{story.kills} kills, {sum(map(len, story.rounds.values()))} rounds, {len(story.groups)} groups delivered")
+
+
+def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[[str, int], Path], run: str) -> None:
     """Samples of all kinds, suspended under two policies, then in the middle of a round: the tokens on record stay."""
-    server = journalled
     kinds = [prompt(name, LENGTH, n=2, top_logprobs_num=2, **given) for name, given in PARAMS.items()]
     grammar = prompt("grammar", LENGTH, regex=WORDS, temperature=1.0)
     server.rollout(run=run, prompts=[*kinds, grammar, prompt("a", 20)], quota=1)
     server.push(models("qwen3", 1))
-    last = server.rollout(run=run, round_id="last", prompts=[prompt("b", 20)], quota=1, kv="recompute", proximal=True)
+    last = server.rollout(
+        run=run, round_id=f"{run}-last", prompts=[prompt("b", 20)], quota=1, kv="recompute", proximal=True
+    )
     before = {(p["id"], p["index"]): p for p in server.partials(run)}
     assert len(before) == 2 * len(kinds) + 1
-    asked = {"run": run, "round_id": "open", "prompts": [prompt("c", 1900)], "quota": None, "max_staleness": None}
+    asked = {
+        "run": run,
+        "round_id": f"{run}-open",
+        "prompts": [prompt("c", 1900)],
+        "quota": None,
+        "max_staleness": None,
+    }
     story = Story(server, lambda seed: models("qwen3", seed), seed=0)
     with story.beside(lambda: story.call("POST", "/april/rollout", asked)) as reply:
         until(lambda: reply.done() or server.state()["samples"]["running"] > len(before), "the round runs")
@@ -63,11 +80,17 @@ def test_partials_replies_and_open_rounds_come_back(
             key: p["tokens"] for key, p in before.items()
         }
         state = server.state()
-        assert (state["policy_version"], state["samples"]["running"], list(state["http"]["rounds"])) == (1, 0, ["open"])
-        assert content(server.http.get("/april/rounds/last").json()) == content(last)
-        refused = server.http.post("/april/rollout", json={**asked, "run": "other", "round_id": "other"})
+        assert (state["policy_version"], state["samples"]["running"], list(state["http"]["rounds"])) == (
+            1,
+            0,
+            [f"{run}-open"],
+        )
+        assert content(server.http.get(f"/april/rounds/{run}-last").json()) == content(last)
+        refused = server.http.post("/april/rollout", json={**asked, "run": f"{run}-other", "round_id": f"{run}-other"})
         assert "name the version" in refused.json()["error"]["reason"]
-        server.push(models("qwen3", 1), version=1)
+        assert [cached_tokens(server), cached_tokens(server)][1] > 0
+        server.push(models("qwen3", 1), version=1, flush=False)
+        assert cached_tokens(server) == 0, "KV of weights that nobody had named"
         story.up.set()
         server.post("/april/drop", {"run": run, "ids": ["c"]})
         groups = {g["id"]: g for g in reply.result(PATIENCE_S).json()["finished"]}
@@ -86,6 +109,12 @@ def test_partials_replies_and_open_rounds_come_back(
     assert re.fullmatch(WORDS, samples["grammar", 0, 0]["text"])
 
 
+def cached_tokens(server: Server) -> int:
+    """Of one and the same prompt to SGLang's own route."""
+    body = {"input_ids": list(range(30, 62)), "sampling_params": {"max_new_tokens": 2}}
+    return int(server.post("/generate", body)["meta_info"]["cached_tokens"])
+
+
 def check_proximal(
     oracle: Oracle, group: dict[str, Any], sample: dict[str, Any], params: dict[str, Any], old: int
 ) -> None:
@@ -97,14 +126,3 @@ def check_proximal(
     expected = logprobs_of(rows, torch.tensor(output))[:old].tolist()
     assert sample["proximal_version"] == 1
     assert max(abs(a - b) for a, b in zip(sample["proximal_logprobs"][:old], expected, strict=True)) < LOGPROB_LIMIT
-
-
-def test_killed_at_any_moment_nothing_is_lost_and_nothing_comes_twice(
-    journalled: Server, models: Callable[[str, int], Path]
-) -> None:
-    story = Story(journalled, lambda seed: models("qwen3", seed), seed=1)
-    story.tell(RANDOM_KILLS)
-    assert story.kills == RANDOM_KILLS
-    assert story.replayed
-    assert story.warnings == 0
-    print(f"{story.kills} kills, {sum(map(len, story.rounds.values()))} rounds, {len(story.groups)} groups delivered")

@@ -42,6 +42,8 @@ class Story:
     server: Server
     model: Model
     seed: int
+    name: str = ""
+    """Its runs' names begin with it."""
     rounds: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     """Answered rounds of each run: id and content."""
     asked: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -167,8 +169,8 @@ class Story:
         """The whole story; what goes wrong in a trainer's thread is raised here."""
         with ThreadPoolExecutor(max_workers=2) as threads:
             self.trainers = [
-                threads.submit(self.train, "a", pushes=True),
-                threads.submit(self.train, "b", pushes=False),
+                threads.submit(self.train, f"{self.name}a", pushes=True),
+                threads.submit(self.train, f"{self.name}b", pushes=False),
             ]
             try:
                 for _ in range(kills):
