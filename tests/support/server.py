@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-START_LIMIT_S = 300.0
+START_LIMIT_S = 450.0
 COMMON = [
     "--mem-fraction-static=0.6",
     "--context-length=2048",
