@@ -1,0 +1,31 @@
+"""`quota_mode: cohort` on the live server: what first ran k rounds ago is in before the round may end (S3, S4)."""
+
+from tests.support.server import Server
+from tests.support.workload import prompt
+
+
+def ids(reply: dict) -> list[str]:
+    return [group["id"] for group in reply["finished"]]
+
+
+def test_a_long_answer_is_not_overtaken_for_ever(server: Server, run: str) -> None:
+    """S4: `first` delivers whoever finishes first; `cohort` lets nobody be overtaken by a later round's groups."""
+    first = server.rollout(run=run, prompts=[prompt("a", 3), prompt("tail", 60)], quota=1, quota_mode="cohort")
+    assert ids(first) == ["a"]
+    overtaken = server.rollout(run=run, prompts=[prompt("b", 3)], quota=1)
+    assert ids(overtaken) == ["b"]
+    second = server.rollout(run=run, prompts=[prompt("c", 3), prompt("late", 90)], quota=1, quota_mode="cohort")
+    assert (ids(second), second["end_reason"]) == (["tail"], "quota")
+    assert second["carried"]["finished_groups"] == 1
+    assert second["carried"]["samples"] == 2
+    third = server.rollout(run=run, prompts=[], quota=1, quota_mode="cohort")
+    assert ids(third) == ["c", "late"]
+
+
+def test_a_cohort_of_two_rounds(server: Server, run: str) -> None:
+    """S4: `cohort_rounds` 2 lets a group be overtaken once."""
+    body = {"run": run, "quota": 1, "quota_mode": "cohort", "cohort_rounds": 2}
+    replies = [server.rollout(prompts=[prompt("a", 3), prompt("tail", 80)], **body)]
+    replies += [server.rollout(prompts=[prompt(name, 3)], **body) for name in ("b", "c")]
+    assert [ids(reply) for reply in replies] == [["a"], ["b"], ["tail"]]
+    assert [g["id"] for g in server.drain(run)] == ["c"]
