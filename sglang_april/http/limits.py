@@ -21,7 +21,8 @@ def check_rollout(body: Rollout, packed: bool) -> str:
     The fingerprint tells a repeated request from another one under the same `round_id`. How the reply travels
     (`stream`, JSON or msgpack) is not part of it.
     """
-    _refuse_what_comes_later(body)
+    if body.concurrency == "auto":
+        raise bad("concurrency", "must be a number: the tuner behind auto is not part of this version")
     if body.round_id in (".", ".."):
         raise bad("round_id", "must not be . or .., which no URL can name")
     if body.sampling_params is not None:
@@ -56,15 +57,6 @@ def fingerprint(body: Rollout) -> str:
     """A digest of all that a request asks for."""
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(body, stream=False))
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
-
-
-def _refuse_what_comes_later(body: Rollout) -> None:
-    later = {
-        "concurrency": (body.concurrency == "auto", "auto comes with the benchmarks"),
-    }
-    for field, (asked, reason) in later.items():
-        if asked:
-            raise bad(field, reason)
 
 
 def _check_prompt(prompt: PromptBody, at: str, packed: bool) -> None:
