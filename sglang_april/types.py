@@ -80,10 +80,11 @@ class Sample:
     recall: Chunk | None = None
     """After a restart, until it enters the engine again: its tokens as the journal has them."""
     recorded: int = 0
-    """Output tokens that the journal has, or will have with the records put so far (`recorder.py`, all three)."""
+    """Output tokens that the journal has, or will have with the records put so far (`recorder.py`, all of these)."""
     recorded_proximal: int = -1
     """Version of the proximal logprobs that it has."""
     recorded_admission: bool = False
+    recorded_begin: bool = False
 
     def move(self, to: State) -> None:
         if to not in _ALLOWED[self.state]:

@@ -67,7 +67,8 @@ class Ledger:
             sample.order, sample.admitted_round = kept.place, kept.number
             sample.recorded_admission = kept.place >= 0
             self._admissions = max(self._admissions, kept.place + 1)
-            run.rounds_opened = max(run.rounds_opened, kept.number)
+            # What ran ahead counts for the round after the last.
+            run.rounds_opened = max(run.rounds_opened, kept.number - 1)
             if kept.finished is not None:
                 sample.state, sample.finish_step = State.FINISHED, kept.step
                 sample.length, sample.spans = len(kept.finished.output_ids) // 4, list(kept.finished.spans)
@@ -77,6 +78,7 @@ class Ledger:
                 sample.length = sample.recorded = kept.chunk.length
                 sample.spans = list(kept.chunk.spans)
                 run.suspended[sample] = None
+            sample.recorded_begin = sample.length > 0
             group.samples[kept.index] = sample
             group.counts[sample.state] += 1
         group.first_round = min((s.admitted_round for s in group.samples.values() if s.length), default=-1)

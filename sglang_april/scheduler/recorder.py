@@ -106,6 +106,13 @@ class Recorder(Unrecorded):
             record = tables.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
             self._records.append(record)
 
+    def _begun(self, sample: Sample) -> None:
+        """It has its first tokens: now the round is known in which its group first ran (`quota_mode: cohort`)."""
+        if not sample.recorded_begin:
+            sample.recorded_begin = True
+            group = sample.group
+            self._records.append(tables.admitted(group.order, sample.index, sample.order, group.first_round))
+
     def suspended(self, sample: Sample) -> None:
         """Only tokens that are new."""
         start = sample.recorded
@@ -115,6 +122,7 @@ class Recorder(Unrecorded):
                 sample.recorded_proximal = chunk.proximal[0]
             self._records.append(tables.tokens(sample.group.order, sample.index, start, chunk))
             sample.recorded = sample.length
+            self._begun(sample)
 
     def finished(self, sample: Sample, result: FinishedSample) -> None:
         tokens = len(result.output_ids) // 4
@@ -124,6 +132,7 @@ class Recorder(Unrecorded):
             result, output_ids=result.output_ids[4 * start :], logprobs=result.logprobs[4 * start :], top_logprobs=top
         )
         self._records.append(tables.finished(sample.group.order, start, sample.finish_step, tail))
+        self._begun(sample)
 
     def acknowledged(self, round_id: str, run: str) -> None:
         self._records.append(tables.acknowledged(round_id, run, self._keep))
