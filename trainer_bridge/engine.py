@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config, self._log = config, folder / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.url = config.server or f"http://127.0.0.1:{_free_port()}"
         self.client = AprilClient(self.url, config.api_key)
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
@@ -37,12 +37,12 @@ class Engine:
 
     def ready(self) -> None:
         """Wait until the server serves; start it if that is ours to do and it does not run."""
-        if self._config.server is None and (self._process is None or self._process.poll() is not None):
+        if self._config.server is None and (self.process is None or self.process.poll() is not None):
             self._start()
         deadline = time.monotonic() + self._config.server_start_timeout
         while time.monotonic() < deadline:
-            if self._process is not None and self._process.poll() is not None:
-                raise EngineLostError(f"the server ended with code {self._process.returncode}; its log: {self._log}")
+            if self.process is not None and self.process.poll() is not None:
+                raise EngineLostError(f"the server ended with code {self.process.returncode}; its log: {self._log}")
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     return
@@ -61,13 +61,13 @@ class Engine:
         """End what was started here."""
         self.client.close()
         self._http.close()
-        if self._process is not None:
-            self._process.terminate()
+        if self.process is not None:
+            self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
+                self.process.wait(10)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def _post(self, route: str, body: dict[str, Any]) -> None:
         answer = self._http.post(route, json=body)
@@ -83,7 +83,7 @@ class Engine:
             command.append(f"--api-key={config.api_key}")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
