@@ -68,7 +68,7 @@ class Context:
         return self.rounds.get(name) or self.ahead.get(name)
 
     def must_finish(self, sample: Sample) -> bool:
-        rnd = self.round_of(sample)
+        rnd = self.round_of(sample) if self.rounds else None
         return rnd is not None and rnd.must_finish(sample.group)
 
     def trace(self, decision: str, samples: list[Sample]) -> None:

@@ -28,8 +28,8 @@ def worth(sample: Sample) -> Key:
 class Shelf:
     """The samples of one tier, ordered by who gives way first; mandatory groups (S4) last.
 
-    A heap, keyed once when a sample comes. Samples that left are found when their turn comes, and when as many have
-    left as are there, so that each costs O(log n) in all.
+    A heap, keyed once when a sample comes. Samples that left are found when their turn comes, and when the heap is four
+    times as large as after the last look, so that each costs O(log n) in all.
     """
 
     def __init__(self, there: Callable[[Pages], bool], must_finish: Callable[[Sample], bool]) -> None:
@@ -51,7 +51,7 @@ class Shelf:
             # Pages that left and came back are here twice.
             self._heap = list({id(e[5]): e for e in self._heap if self._valid(e)}.values())
             heapq.heapify(self._heap)
-            self._limit = max(_SMALL, 2 * len(self._heap))
+            self._limit = max(_SMALL, 4 * len(self._heap))
 
     def first(self) -> Sample | None:
         """Who gives way first; stays on the shelf."""
