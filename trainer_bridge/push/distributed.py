@@ -76,18 +76,30 @@ class Distributed:
             "flush_cache": False,
         }
         calls = [self._threads.submit(e.weight_call, "/update_weights_from_distributed", body) for e in self._engines]
+        lost: RuntimeError | None = None
+        try:
+            self._broadcast(bucket, calls)
+        except RuntimeError as error:
+            lost = error
+        if lost is not None or _refused(calls):
+            # Engines that wait for us give up when we leave. Their own words say more than a lost connection.
+            self.broke()
+            wait(calls, timeout=LIMIT.total_seconds())
+            _finish([call for call in calls if call.done()])
+            raise lost or WeightCallError("an engine did not answer")
+        _finish(calls)
+
+    def _broadcast(self, bucket: Bucket, calls: Sequence[Future[None]]) -> None:
+        """Until all engines have the bucket, or one has refused the call: it never comes to the broadcast."""
         work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         deadline = time.monotonic() + LIMIT.total_seconds()
-        # An engine that refuses the call never comes to the broadcast: waiting for that alone would hang.
         while not work.is_completed():
-            if any(call.done() and call.exception() is not None for call in calls):
-                break
+            if _refused(calls):
+                return
             if time.monotonic() > deadline:
                 raise WeightCallError(f"an engine did not take a bucket within {LIMIT}")
             time.sleep(POLL_S)
-        else:
-            work.wait()
-        _finish(calls)
+        work.wait()
 
     def finish(self) -> None:
         """Nothing: the group is kept for the next push."""
@@ -145,6 +157,10 @@ def _abandon(group: Any) -> None:
 def _destroy(group: Any) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
         dist.destroy_process_group(group)
+
+
+def _refused(calls: Sequence[Future[None]]) -> bool:
+    return any(call.done() and call.exception() is not None for call in calls)
 
 
 def _finish(calls: Sequence[Future[None]]) -> None:
