@@ -108,7 +108,7 @@ def give_way(
     Returns:
         As few as needed, each worth less than the newcomer; None, and nobody leaves, when the newcomer has to give way.
     """
-    leaving: list[Sample] = []
+    leaving: dict[Sample, None] = {}
     own = (mandatory, worth(newcomer))
     while short > 0:
         sample = shelf.pop_below(own)
@@ -116,6 +116,7 @@ def give_way(
             for stays in leaving:
                 shelf.push(stays)
             return None
-        leaving.append(sample)
-        short -= gain(sample)
-    return leaving
+        if sample not in leaving:  # pages that left and came back are on the shelf twice
+            leaving[sample] = None
+            short -= gain(sample)
+    return list(leaving)
