@@ -106,3 +106,10 @@ def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool
         shelf.first()
     found = list(dict.fromkeys(iter(shelf.pop, None)))
     assert found == sorted(set(samples) - gone, key=lambda s: (s in must, worth(s)))
+
+
+def test_a_sample_that_came_back_gives_way_once() -> None:
+    """S10: it is on the shelf twice, and its tokens are set free once."""
+    short, middle, long = stored(10, 20, 40)
+    shelf = shelf_of([short, middle, short])
+    assert give_way(shelf, long, mandatory=False, gain=length, short=15) == [short, middle]
