@@ -1,0 +1,150 @@
+"""Design rule 1 and S10 on the live server: any sequence of events delivers every sample exactly once.
+
+The pools are small, so partials give way all the time, and `SGLANG_APRIL_CHECK` recounts them at every step.
+"""
+
+import random
+from typing import Any
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support.book import Book
+from tests.support.live import Live, until
+from tests.support.workload import prompt
+
+ROUNDS = 200
+PER_STORY = 10
+IDS = [f"p{i}" for i in range(16)]
+
+DURING = ["", "", "", "push", "flush", "pause", "stop", "abort", "drop", "stock", "other"]
+AFTER = ["", "", "", "push", "weights", "flush", "release", "drop", "abort", "stock", "other"]
+ROUND = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**30),
+        "prompts": st.integers(0, 6),
+        "quota": st.sampled_from([1, 2, 3, 5, None]),
+        "quota_unit": st.sampled_from(["group", "sample"]),
+        "kv": st.sampled_from(["keep", "recompute", "auto"]),
+        "max_staleness": st.sampled_from([5, 2, 1, 0]),
+        "surplus": st.sampled_from(["carry", "return"]),
+        "tier": st.sampled_from(["auto", "auto", "device", "host", "none"]),
+        "concurrency": st.sampled_from([12, 5, 2]),
+        "during": st.sampled_from(["", "", "", "push", "flush", "pause", "stop", "abort", "drop", "stock", "other"]),
+        "after": st.sampled_from(
+            ["", "", "", "push", "weights", "flush", "release", "drop", "abort", "stock", "again"]
+        ),
+    }
+)
+
+
+class Story:
+    """Rounds of one run, one after the other, with another run's beside them, and what happens around them."""
+
+    def __init__(self, live: Live, run: str) -> None:
+        self.live, self.server, self.run = live, live.server, run
+        self.books = {run: Book(), f"{run}-other": Book()}
+        self.rounds = dict.fromkeys(self.books, 0)
+
+    def play(self, plan: dict[str, Any]) -> None:
+        rng = random.Random(plan["seed"])
+        if not plan["during"]:
+            self.round(self.run, rng, plan)
+        else:
+            with self.server.slowed(0.02):
+                reply = self.live.beside(self.round, self.run, rng, plan)
+                until(lambda: self.live.running() or reply.done(), "the round runs, or is over")
+                self.happen(plan["during"], random.Random(plan["seed"] + 1), plan)
+            self.live.done(reply)
+        self.happen(plan["after"], random.Random(plan["seed"] + 2), plan)
+
+    def round(self, run: str, rng: random.Random, plan: dict[str, Any]) -> None:
+        """One round; if it names an id that is in use, it is refused and changes nothing."""
+        book = self.books[run]
+        free = [name for name in IDS if name not in book.in_use]
+        chosen = rng.sample(free, min(plan["prompts"], len(free)))
+        prompts = [prompt(name, rng.randint(1, 24), ids=rng.choice([3, 9, 40]), n=rng.randint(1, 3)) for name in chosen]
+        fields = ("quota", "quota_unit", "kv", "max_staleness", "surplus", "tier", "concurrency")
+        body = {"run": run, "round_id": f"{run}-{self.rounds[run]}", **{name: plan[name] for name in fields}}
+        if book.in_use and rng.random() < 0.2:
+            used = prompt(rng.choice(sorted(book.in_use)), 3)
+            self.server.rollout(**body, prompts=[*prompts, used], status=409)
+        book.accept(prompts)
+        book.deliver(self.server.rollout(**body, prompts=prompts))
+        self.rounds[run] += 1
+
+    def happen(self, event: str, rng: random.Random, plan: dict[str, Any]) -> None:
+        if event == "other":
+            self.round(f"{self.run}-other", rng, plan)
+        elif event:
+            getattr(self, event)(rng)
+
+    def push(self, rng: random.Random) -> None:
+        self.live.push(0, flush=rng.random() < 0.5)
+
+    def weights(self, rng: random.Random) -> None:
+        self.live.load(0, flush=rng.random() < 0.5)
+
+    def flush(self, rng: random.Random) -> None:
+        self.server.post("/flush_cache" + rng.choice(["", "?timeout=60"]))
+
+    def pause(self, rng: random.Random) -> None:
+        self.server.post("/pause_generation", {"mode": rng.choice(["in_place", "retract", "abort"])})
+        if rng.random() < 0.5:
+            self.release(rng)
+        self.server.post("/continue_generation", {"torch_empty_cache": False})
+
+    def release(self, rng: random.Random) -> None:
+        for action in ("release", "resume"):
+            self.server.post(f"/{action}_memory_occupation", {"tags": ["kv_cache"]})
+
+    def stop(self, rng: random.Random) -> None:
+        for open_round in self.server.state()["rounds"]:
+            self.server.post(f"/april/rounds/{open_round['round_id']}/stop")
+
+    def abort(self, rng: random.Random) -> None:
+        self.server.post("/abort_request", rng.choice([{"abort_all": True}, {"rid": "april"}]))
+
+    def drop(self, rng: random.Random) -> None:
+        ids = rng.sample(IDS, 4) if rng.random() < 0.7 else None
+        self.books[self.run].drop(self.server.post("/april/drop", {"run": self.run, "ids": ids}))
+
+    def stock(self, rng: random.Random) -> None:
+        params = {"max_new_tokens": rng.randint(1, 20), "ignore_eos": True}
+        answer = self.server.post("/generate", {"input_ids": [7] * rng.randint(1, 50), "sampling_params": params})
+        assert len(answer["output_ids"]) == params["max_new_tokens"]
+
+    def end(self) -> None:
+        """Both runs are drained: all is delivered, and no memory is held."""
+        for run, book in self.books.items():
+            book.deliver(self.server.rollout(run=run, prompts=[], quota=None))
+            book.close()
+        state = self.server.state()
+        assert (state["closed"], sum(state["samples"].values()), state["pool"]["held"]) == ("", 0, 0)
+        assert state["tokens"] == {"device": 0, "host": 0, "none": 0}
+        pool = state["pool"]
+        assert pool["available"] + pool["evictable"] + pool["protected"] + pool["running"] == pool["total"]
+
+
+def test_any_sequence_of_rounds_delivers_every_sample_once(small: Live, run: str) -> None:
+    """Sizes, quotas, units, n, KV policies, tiers, pushes, flushes, aborts, pauses, releases, drops; a fixed seed."""
+    played: list[int] = []
+
+    @settings(
+        max_examples=ROUNDS // PER_STORY,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
+    @given(plans=st.lists(ROUND, min_size=PER_STORY, max_size=PER_STORY))
+    def stories(plans: list[dict[str, Any]]) -> None:
+        story = Story(small, f"{run}-{len(played)}")
+        for plan in plans:
+            story.play(plan)
+        story.end()
+        played.append(sum(story.rounds.values()))
+
+    stories()
+    print(f"{sum(played)} rounds in {len(played)} stories")
+    assert sum(played) >= ROUNDS

@@ -1,0 +1,55 @@
+"""S10, rule 5: fifty rounds in which more arrives than finishes, under small caps of the device and of the host."""
+
+from typing import Any
+
+import psutil
+
+from tests.support.book import Book
+from tests.support.live import Live
+from tests.support.workload import prompt
+
+ROUNDS = 50
+ARRIVING, QUOTA = 6, 4
+BOUND = 4
+SETTLED = 15
+"""Rounds after which every buffer has been used."""
+GROWTH_MB = 60
+"""What a scheduler may grow by after that; the prompts and tokens of all samples are below one of them."""
+
+
+def scheduler_mb(live: Live) -> float:
+    """Resident memory of the scheduler process."""
+    assert live.server.process is not None
+    children = psutil.Process(live.server.process.pid).children(recursive=True)
+    (scheduler,) = [child for child in children if "scheduler" in " ".join(child.cmdline()) + child.name()]
+    return scheduler.memory_info().rss / 2**20
+
+
+def test_fifty_rounds_in_which_more_arrives_than_finishes(small: Live, run: str) -> None:
+    """Memory flat, nothing over the bound, nothing lost; partials give way to tokens only when the caps are full."""
+    book, server = Book(), small.server
+    cap, settled = server.state()["host_cap_tokens"], 0.0
+    fallen_back = over = 0
+    for i in range(ROUNDS):
+        prompts = [prompt(f"p{i}-{j}", 10 + (7 * i + 11 * j) % 50, ids=8, n=2) for j in range(ARRIVING)]
+        book.accept(prompts)
+        reply = server.rollout(run=run, prompts=prompts, quota=QUOTA, max_staleness=BOUND)
+        book.deliver(reply)
+        carried: dict[str, Any] = reply["carried"]
+        assert carried["tokens_by_tier"]["host"] <= cap
+        assert carried["oldest_staleness"] <= BOUND
+        over += reply["stats"]["over_bound"]
+        fallen_back += carried["tokens_by_tier"]["none"] > 0
+        pool = server.state()["pool"]
+        assert pool["held"] + pool["protected"] <= pool["total"]
+        if i % 3 == 2:
+            small.push(0, flush=i % 2 == 0)
+        if i == SETTLED:
+            settled = scheduler_mb(small)
+    grown = scheduler_mb(small) - settled
+    print(f"{len(book.missing)} samples carried, {fallen_back} rounds with tokens only, {grown:.0f} MB more")
+    assert (over, fallen_back > 0, len(book.missing) > 50) == (0, True, True)
+    assert grown < GROWTH_MB
+    book.deliver(server.rollout(run=run, prompts=[], quota=None))
+    book.close()
+    assert server.state()["pool"]["held"] == 0
