@@ -39,15 +39,16 @@ def _keep_delivered(guarded: Callable[..., Any], ledger: Any, group: Any, indice
 
 
 def _leak_a_page(guarded: Callable[..., Any], pool: Any, pages: Any) -> None:
-    slots = pages.slots
-    pages.slots = slots[:-1]
+    if pages.slots is not None:
+        pages.slots = pages.slots[:-1]
     guarded(pool, pages)
 
 
 def _free_a_page_twice(guarded: Callable[..., Any], pool: Any, pages: Any) -> None:
     slots = pages.slots
     guarded(pool, pages)
-    pool._allocator.free(slots[-1:])
+    if slots is not None:
+        pool._allocator.free(slots[-1:])
 
 
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -56,8 +57,8 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
     "in-step stop": (OURS + "scheduler.ending.Endings.end_due", _some_steps_later),
-    "every page freed": (OURS + "adapter.v0_5_17.pages.PagePool._free_slots", _leak_a_page),
-    "no page freed twice": (OURS + "adapter.v0_5_17.pages.PagePool._free_slots", _free_a_page_twice),
+    "every page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _leak_a_page),
+    "no page freed twice": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _free_a_page_twice),
     "penalty replay": (OURS + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
     "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }
