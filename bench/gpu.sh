@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Kernels and the /8 presets on one GPU (CUDA or ROCm); leaves rows under bench/results. No registry is
+# Kernels, stop latency and the /8 presets on one GPU (CUDA or ROCm); leaves rows under bench/results. No registry is
 # reached. Usage: bench/gpu.sh CHECKPOINT_A CHECKPOINT_B   (two checkpoints of one model, of the shape of Qwen3-4B)
 # Needs SGLang, torch and this repository importable. Never run yet: no row from a GPU exists.
 set -euo pipefail
@@ -9,6 +9,7 @@ a=${1:?two checkpoints are needed} b=${2:?two checkpoints are needed}
 # The attention and sampling backends that need no kernel package beside SGLang and triton.
 options="--attention-backend triton --sampling-backend pytorch"
 python -m bench.kernels
+python -m bench.stop_latency --running 64 256 1024 --reply-tokens 1000000
 for preset in april/8 long/8 short-rounds/8 dapo/8; do
   python -m bench.rollout --preset "$preset" --budget-minutes 9 --checkpoints "$a" "$b" --server-options "$options"
 done

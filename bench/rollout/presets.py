@@ -135,7 +135,7 @@ class Short(Preset):
 
 
 class Tiny(Preset):
-    """Every variant once, a filter, a drain: Its figures mean nothing."""
+    """Every variant once, a filter, a drain: CI's smoke test. Its figures mean nothing."""
 
     def cells(self) -> Iterator[Cell]:
         yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))

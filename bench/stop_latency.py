@@ -1,0 +1,144 @@
+"""From the last finish to the reply, and the tokens computed after it: ours, and a client outside.
+
+    python -m bench.stop_latency --running 16 64 256      # CPU; up to 1024 on a GPU
+
+Half of the running samples are short and make the quota; the others have no end in sight. `engine_ms` ends when the
+reply is handed to the connection; `latency_ms` is the client's wall clock at the last byte less the engine's at the
+quota (one machine, one clock). Outside, the client counts, aborts once and waits for every answer; the last finish is
+the time stamp that SGLang puts into that answer. Its tokens after the end are those that the scheduler decoded after
+the client knew, so they err on the low side.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.rollout.engine import Engine
+from bench.rollout.servers import Size, both
+from examples.tiny_model import make
+
+SHORT = 24
+LONG = 1000
+
+
+def workload(running: int) -> list[dict[str, Any]]:
+    """Prompts of one sample each: every second one is short."""
+    params = [{"ignore_eos": True, "temperature": 1.0, "max_new_tokens": (SHORT, LONG)[i % 2]} for i in range(running)]
+    return [
+        {"id": str(i), "input_ids": [8 + (7 * i + j) % 400 for j in range(16)], "sampling_params": one}
+        for i, one in enumerate(params)
+    ]
+
+
+async def ours(engine: Engine, running: int, packed: bool) -> record.Row:
+    """One round; its partials are dropped."""
+    run = f"stop-{uuid.uuid4().hex[:8]}"
+    body = {"run": run, "prompts": workload(running), "quota": running // 2}
+    stats = (await engine.rollout(body)).stats if packed else (await engine.post("/april/rollout", body))["stats"]
+    end = time.time()
+    await engine.post("/april/drop", {"run": run})
+    return {
+        "latency_ms": 1e3 * (end - stats["t_quota_met"]),
+        "engine_ms": 1e3 * stats["quota_to_reply_s"],
+        "tokens_after_end": stats["tokens_after_quota"],
+    }
+
+
+async def outside(engine: Engine, running: int) -> record.Row:
+    """The same samples, counted and aborted from here."""
+
+    async def one(prompt: dict[str, Any]) -> dict[str, Any]:
+        asked = {"input_ids": prompt["input_ids"], "sampling_params": prompt["sampling_params"]}
+        return await engine.post("/generate", {**asked, "return_logprob": True, "logprob_start_len": -1})
+
+    pending = {asyncio.ensure_future(one(prompt)) for prompt in workload(running)}
+    finished: list[dict[str, Any]] = []
+    while len(finished) < running // 2:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        finished += [task.result() for task in done]
+    look = asyncio.ensure_future(engine.counters())
+    await engine.abort_all()
+    await asyncio.gather(*pending)
+    end = time.time()
+    stamps = sorted(answer["meta_info"]["response_sent_to_client_ts"] for answer in finished)
+    at_end = (await look).decoded
+    return {
+        "latency_ms": 1e3 * (end - stamps[running // 2 - 1]),
+        "engine_ms": None,
+        "tokens_after_end": (await engine.settled()).decoded - at_end,
+    }
+
+
+async def big_reply(engine: Engine, running: int, tokens: int) -> Iterable[record.Row]:
+    """A reply of at least `tokens` tokens, in both formats: from the quota to the last byte."""
+    length = min(LONG, -(-tokens // running))
+    count = -(-tokens // length)
+    params = {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": length}
+    rows = []
+    for packed in (False, True):
+        run = f"big-{uuid.uuid4().hex[:8]}"
+        prompts = [{"id": str(i), "input_ids": [8 + i % 400, 9]} for i in range(count)]
+        body = {"run": run, "prompts": prompts, "sampling_params": params, "quota": count}
+        stats = (await engine.rollout(body)).stats if packed else (await engine.post("/april/rollout", body))["stats"]
+        latency = 1e3 * (time.time() - stats["t_quota_met"])
+        rows.append({"way": "ours", "format": _format(packed), "reply_tokens": count * length, "latency_ms": latency})
+    return rows
+
+
+def _format(packed: bool) -> str:
+    return "msgpack" if packed else "json"
+
+
+async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record.Row) -> None:
+    """All cases in turn, repetition by repetition."""
+
+    def keep(row: record.Row) -> None:
+        record.append_rows(args.out, [{**facts, **row}])
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+
+    async with Engine(urls[0], patched=False) as stock, Engine(urls[1], patched=True) as april:
+        for repetition in range(args.repetitions):
+            for running in args.running:
+                common = {"running": running, "repetition": repetition}
+                for packed in (False, True):
+                    row = {"way": "ours", "format": _format(packed), **await ours(april, running, packed)}
+                    keep({**row, **common})
+                keep({"way": "outside", "format": "json", **await outside(stock, running), **common})
+        if args.reply_tokens:
+            for row in await big_reply(april, max(args.running), args.reply_tokens):
+                keep(row)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Appends one row per case and repetition."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.stop_latency", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--reply-tokens", type=int, default=0, help="also a reply of so many tokens, e.g. 1000000")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "stop_latency.json")
+    parser.add_argument("--server", metavar="URL", help="a running server of ours")
+    parser.add_argument("--stock-server", metavar="URL", help="with --server; else the same is used for both")
+    args = parser.parse_args(given)
+    facts = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.facts()}
+    if args.server:
+        asyncio.run(measure(args, (args.stock_server or args.server, args.server), facts))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
+        slots = max(args.running)
+        size = Size(make(Path(folder) / "v0"), slots, LONG + 32, slots * (LONG + 100) + 20_000)
+        with both(size, record.ROOT / "out" / "bench") as urls:
+            asyncio.run(measure(args, urls, facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
