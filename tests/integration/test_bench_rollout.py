@@ -1,10 +1,11 @@
-"""bench.rollout on a live server: every variant runs, the identity holds, nothing is lost; no figure is asserted."""
+"""Benchmarks on a live server: every way of running rounds keeps its books, every stop ends. No figure is asserted."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench import overhead, stop_latency
 from bench.record import Row
 from bench.rollout.engine import Engine
 from bench.rollout.presets import PRESETS
@@ -38,3 +39,23 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
         assert (row["samples_lost"], row["samples_twice"]) == (0, 0), told
         assert row["identity"] is (None if row["carry_source"] == "counter" else True), told
         assert row["delivered_samples"] >= row["rounds"] * preset.plan.samples * (not row["ablation"]), told
+
+
+def test_stops_are_timed_from_both_sides(server: Server) -> None:
+    async def scene() -> list[Row]:
+        async with Engine(server.url, patched=True) as engine:
+            ours = [await stop_latency.ours(engine, 6, packed) for packed in (False, True)]
+            big = await stop_latency.big_reply(engine, 4, 20)
+            return [*ours, await stop_latency.outside(engine, 6), *big]
+
+    rows = asyncio.run(scene())
+    assert all(row["latency_ms"] > 0 for row in rows)
+    assert [row["tokens_after_end"] for row in rows[:2]] == [0, 0]  # the normal loop
+    assert [row["reply_tokens"] for row in rows[3:]] == [20, 20]
+    assert not server.state()["rounds"]
+
+
+def test_a_round_stays_open_beside_other_requests(server: Server) -> None:
+    with overhead.open_round(server.url, 1500):
+        server.post("/generate", {"input_ids": [9, 9], "sampling_params": {"max_new_tokens": 4}})
+    assert not server.state()["rounds"]
