@@ -90,6 +90,10 @@ class Copies:
     def is_carried_out(self, number: int) -> bool:
         return all(o.failure is not None for o in self._orders if o.number == number)
 
+    def untold(self) -> bool:
+        """Whether an order has failed and the message that says so is still to come."""
+        return any(order.failure for order in self._orders)
+
     def left(self) -> set[int]:
         """Copies that remain once everything has been carried out."""
         return self.held.keys() - self._discarded

@@ -95,13 +95,14 @@ def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -
 
 
 def _cells(engine: FakeEngine, pages: Pages) -> list[Any] | None:
-    """The KV itself; None of a copy that failed a moment ago, which nobody knows yet."""
+    """The KV itself; None of a copy that failed a moment ago, which the controller has not been told yet."""
     assert pages.slots is not None or pages.copy is not None
     if pages.ready:
         return [engine.cells[slot] for slot in pages.slots]
     assert pages.copy is not None
     cells = engine.copies.held.get(pages.copy.number)
-    assert cells is not None or pages.move is not None, "a copy that is not there, and no slots to be read from"
+    untold = engine.copies.untold()
+    assert cells is not None or pages.move is not None or untold, "no copy, and no slots to be read from"
     return cells
 
 
