@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Where Megatron is installed, SGLang's dumper imports it in every process of a server, which costs seconds of each start.
+# Where Megatron is installed, SGLang's dumper imports it in every process of a server: seconds of each start.
 sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
