@@ -27,6 +27,10 @@ class InFlight(Stock):
         self._failure: BaseException | None = None
         self._resting = False
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._round.generated = None
+
     async def rest(self) -> None:
         """Aborts what is in flight and keeps its tokens, to be sent again at the next round."""
         self._resting = True
@@ -93,7 +97,6 @@ class InFlight(Stock):
 
     def _deliver(self, count: int) -> Round:
         whole, self.pile = self.pile[:count], self.pile[count:]
-        self._round.generated = None
         done = self._end(whole, 0)
         done.carry = None
         done.groups = [

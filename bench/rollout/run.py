@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.record import Row
 from bench.rollout import april, inflight, stock
 from bench.rollout.engine import Engine, EngineError
-from bench.rollout.figures import Measured, between, figures
+from bench.rollout.figures import IdentityError, Measured, between, figures
 from bench.rollout.lengths import Lengths
 from bench.rollout.limit import decode_rate
 from bench.rollout.presets import Cell, Preset
@@ -161,6 +161,8 @@ class Runner:
             more = any(_key(later) == _key(cell) for later in cells[number + 1 :])
             try:
                 await self._cell(cell, last=not more)
+            except IdentityError as error:
+                raise IdentityError(f"{cell}: {error}") from error
             except EngineError as refusal:
                 # A field that this version of the server does not have: the other rows are still worth having.
                 print(f"{cell.distribution} {cell.variant} {cell.ablation or ''} was not run: {refusal}", flush=True)

@@ -118,7 +118,8 @@ class Stock:
             self._round.reprefilled += meta["prompt_tokens"] - meta["cached_tokens"]
         if ids:
             self._round.legs += 1
-            self._round.generated = (self._round.generated or 0) + len(ids)
+            if self._round.generated is not None:
+                self._round.generated += len(ids)
             group.output_ids[index] += ids
             group.legs[index].append(Leg(self.version, len(ids)))
 

@@ -50,6 +50,8 @@ class Server:
     http: httpx.Client = field(default_factory=httpx.Client)
     loaded: Path | None = None
     """The last policy that a test pushed."""
+    version: int = 0
+    """The policy version after the last whole push; where the server has another, its weights are somebody else's."""
     unrest: str = ""
     """What the last `reset` could not undo."""
     _forwards: list[dict[str, Any]] = field(default_factory=list)
@@ -142,7 +144,8 @@ class Server:
         self.loaded = model
         reply = self.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": flush})
         assert reply["success"], reply
-        return int(self.post("/april/push/end", named)["policy_version"])
+        self.version = int(self.post("/april/push/end", named)["policy_version"])
+        return self.version
 
     def reset(self) -> bool:
         """Undo whatever a test, or its failure, left behind; False if the server has to be replaced.
@@ -170,7 +173,8 @@ class Server:
             self.post(f"/april/rounds/{round_id}/stop")
         for run in (name for name, left in self.state()["runs"].items() if left["groups"]):
             self.post("/april/drop", {"run": run})
-        if self.state()["closed"] or self.loaded not in (None, self.model):
+        state = self.state()
+        if state["closed"] or self.loaded not in (None, self.model) or state["policy_version"] != self.version:
             self.push(self.model)
 
     # --- instruments (tests/support/launch.py)
