@@ -50,18 +50,17 @@ class AprilClient(Calls):
         return self._run(self._rollout(body))
 
     def stream(self, **body: Any) -> Iterator[Group | Summary]:
-        """The same with `stream: true`: each group as it finishes, and at last the summary."""
+        """The same with `stream: true`: each group as it finishes, and at last the summary.
+
+        The round is open when this returns.
+        """
         self._run(self._check())
         request = self._request("POST", "/april/rollout", {**body, "stream": True}, {})
         response = self._http.send(request, stream=True)
-        try:
-            if not response.is_success:
-                response.read()
-                self._content(response)
-            for line in response.iter_lines():
-                yield event(line)
-        finally:
-            response.close()
+        if not response.is_success:
+            response.read()
+            self._content(response)
+        return _events(response)
 
     def get_round(self, round_id: str) -> Reply | None:
         """`GET /april/rounds/{id}`: its reply, or None while it is open."""
@@ -114,6 +113,14 @@ class AprilClient(Calls):
     def drop(self, run: str, ids: list[str] | None = None) -> dict[str, Any]:
         """Delete undelivered groups of a run, or all of them."""
         return self._run(self._call("POST", "/april/drop", {"run": run, "ids": ids}))
+
+
+def _events(response: httpx.Response) -> Iterator[Group | Summary]:
+    try:
+        for line in response.iter_lines():
+            yield event(line)
+    finally:
+        response.close()
 
 
 class AsyncAprilClient(Calls):

@@ -26,6 +26,8 @@ class State:
     """Prompts taken from the data so far."""
     pending: list[str] = field(default_factory=list)
     """Ids handed over and not delivered, in order."""
+    homes: list[int] = field(default_factory=list)
+    """The engine of each, if there are several."""
     acknowledged: str | None = None
     """The last round whose samples are in this checkpoint."""
     samples: int = 0

@@ -52,6 +52,21 @@ def check(config: Config) -> None:
     if config.overlong_buffer_len >= config.rollout_max_response_len:
         raise ConfigError("overlong_buffer_len: must be smaller than rollout_max_response_len")
     _check_strict(config)
+    if max(len(config.servers), config.engines) > 1:
+        _check_fleet(config)
+
+
+def _check_fleet(config: Config) -> None:
+    """What one quota over several engines cannot do."""
+    if config.server is not None and config.engines > 1:
+        raise ConfigError("engines: says how many servers are started; with server none is")
+    if len(set(config.servers)) < len(config.servers):
+        raise ConfigError("server: the same one twice")
+    for name, needed in (("quota_unit", "group"), ("after_quota", "suspend"), ("quota_mode", "first")):
+        if getattr(config, name) != needed:
+            raise ConfigError(f"{name}: must be {needed} with several engines: the quota is counted outside of them")
+    if config.staleness_bound == 0:
+        raise ConfigError("max_staleness: several engines begin more groups than the quota needs; it must be 1 or more")
 
 
 def _check_strict(config: Config) -> None:

@@ -12,7 +12,7 @@ from trainer_bridge.flags import load, parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 if all went well, 2 for a configuration that cannot be run."""
+    """The command line; 0 if all went well, 1 for a run that was cut off, 2 for a configuration that cannot be run."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["report"]:
         return _report(argv[1:])
@@ -32,13 +32,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(config: Config) -> int:
+    from trainer_bridge.engine import EngineGoneError
+    from trainer_bridge.handshake import HandshakeError
     from trainer_bridge.loop import Loop
+    from trainer_bridge.megatron.team import TrainerFailed
 
     # A terminated run still ends its server and its reward processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     loop = Loop(config)
     try:
         loop.run()
+    except (EngineGoneError, HandshakeError, TrainerFailed) as error:
+        saved = loop.store.steps()
+        print(  # noqa: T201
+            f"april-train: {error}. The same command goes on after step {saved[-1] if saved else 0}.", file=sys.stderr
+        )
+        return 1
     finally:
         loop.close()
     return 0

@@ -180,12 +180,18 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Engine and trainer share the GPU: the engine's memory is released while the trainer works."""
 
     # Engine
-    server: str | None = None
-    """URL of a running server; without it one is started."""
+    server: str | list[str] | None = None
+    """URL of a running server, or several; without it they are started."""
+    engines: Count = 1
+    """How many servers are started."""
+    server_gpus: Count = 1
+    """GPUs of each, if several are started on one machine: the next one's begin behind them."""
     server_flags: list[str] = []
     """More flags for the server that is started."""
+    server_journal: bool = True
+    """The server that is started keeps a journal in the run's folder: its death costs no sample."""
     server_start_timeout: Positive = 900.0
-    """Seconds until it must serve."""
+    """Seconds until it must serve; so long a lost server that was given is waited for."""
     api_key: str | None = None
     """The server's key."""
     push: Literal["distributed", "tensor", "disk"] = "distributed"
@@ -209,6 +215,11 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def pool(self) -> int:
         """Prompts that lie in the engine at a round's start."""
         return self.over_sampling_batch_size or 2 * self.rollout_batch_size
+
+    @property
+    def servers(self) -> list[str]:
+        """URLs of running servers; empty where they are started here."""
+        return [self.server] if isinstance(self.server, str) else self.server or []
 
     @property
     def staleness_bound(self) -> int:

@@ -1,12 +1,12 @@
 """The engine of a run: a server that was given, or one that is started here and ended with the run."""
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import httpx
 
 from sglang_april.client import AprilClient
 from trainer_bridge.config import Config
+from trainer_bridge.fleet import Fleet
+from trainer_bridge.own_server import OwnServer
+from trainer_bridge.push.pusher import on_all
 
 POLL_S = 0.5
 ANSWER_S = 600.0
@@ -21,33 +24,49 @@ ANSWER_S = 600.0
 
 
 class EngineLostError(RuntimeError):
-    """The server does not answer; the message says what is known."""
+    """The server does not answer; looking for it again may help. The message says what is known."""
+
+
+class EngineGoneError(RuntimeError):
+    """The server does not come back: the run ends, and can go on later from its last checkpoint."""
 
 
 class Engine:
-    """Where rounds and weights go: its URL, the client, and the memory calls of the colocated cycle."""
+    """Where rounds and weights go: its URL, the client, and the memory calls of the colocated cycle.
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self._config, self._log = config, folder / "server.log"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.url = config.server or f"http://127.0.0.1:{_free_port()}"
+    A server of our own keeps a journal in the run's folder, so that its death costs no sample. It outlives a trainer
+    that is killed: the next one finds it by its record, with all that it carries.
+    """
+
+    def __init__(self, config: Config, folder: Path, number: int = 0, url: str | None = None) -> None:
+        """`url`: of a server that was given; `number`: of one that is started here, among several."""
+        name = f"server-{number}" if number else "server"
+        self._config, self._number, self._log = config, number, folder / f"{name}.log"
+        self._journal = folder / f"{name}.journal"
+        self._own = OwnServer(folder / f"{name}.json") if url is None else None
+        known = self._own.url if self._own is not None else url
+        self.url = known or f"http://127.0.0.1:{_free_port()}"
         self.client = AprilClient(self.url, config.api_key)
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S, headers=headers)
 
     def ready(self) -> None:
-        """Wait until the server serves; start it if that is ours to do and it does not run."""
-        if self._config.server is None and (self.process is None or self.process.poll() is not None):
-            self._start()
-        deadline = time.monotonic() + self._config.server_start_timeout
+        """Wait until the server serves; start it if that is ours to do and it does not run.
+
+        Raises `EngineLostError` where a server of ours has ended, `EngineGoneError` where none serves in time.
+        """
+        own, limit = self._own, self._config.server_start_timeout
+        if own is not None and not own.alive:
+            own.start(self._command(), self.url, self._log)
+        deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            if self.process is not None and self.process.poll() is not None:
-                raise EngineLostError(f"the server ended with code {self.process.returncode}; its log: {self._log}")
+            if own is not None and not own.alive:
+                raise EngineLostError(f"the server has ended; its log: {self._log}")
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     return
             time.sleep(POLL_S)
-        raise EngineLostError(f"{self.url} does not serve after {self._config.server_start_timeout:g} s")
+        raise EngineGoneError(f"the server at {self.url} does not serve within {limit:g} s (server_start_timeout)")
 
     def release(self) -> None:
         """The engine gives up its weights and KV pool; partials are evacuated first (S2)."""
@@ -61,31 +80,57 @@ class Engine:
         """End what was started here."""
         self.client.close()
         self._http.close()
-        if self.process is not None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self._own is not None:
+            self._own.end()
 
     def _post(self, route: str, body: dict[str, Any]) -> None:
         answer = self._http.post(route, json=body)
         if not answer.is_success:
             raise RuntimeError(f"POST {route}: {answer.status_code} {answer.text[:300]}")
 
-    def _start(self) -> None:
+    def _command(self) -> list[str]:
         config = self._config
         port = self.url.rpartition(":")[2]
         command = [sys.executable, "-m", "sglang_april.launch_server", f"--model-path={config.hf_checkpoint}"]
         command += [f"--port={port}", f"--april-quota={config.rollout_batch_size}", *config.server_flags]
+        if config.server_journal and not any(flag.startswith("--april-journal") for flag in config.server_flags):
+            command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        if self._number:
+            command.append(f"--base-gpu-id={self._number * config.server_gpus}")
+        return command
+
+
+class Engines:
+    """All engines of a run, and one client for them."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        urls: list[str | None] = [*config.servers] or [None] * config.engines
+        self.each = [Engine(config, folder, number, url) for number, url in enumerate(urls)]
+        clients = [engine.client for engine in self.each]
+        self.client: AprilClient | Fleet = clients[0] if len(clients) == 1 else Fleet(clients)
+        self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="engines")
+
+    def ready(self) -> None:
+        """As `Engine.ready`, of all at once."""
+        self._on_all(Engine.ready)
+
+    def release(self) -> None:
+        """As `Engine.release`."""
+        self._on_all(Engine.release)
+
+    def resume(self, *tags: str) -> None:
+        """As `Engine.resume`."""
+        self._on_all(lambda engine: engine.resume(*tags))
+
+    def close(self) -> None:
+        """End what was started here."""
+        self._on_all(Engine.close)
+        self._threads.shutdown()
+
+    def _on_all(self, call: Callable[[Engine], None]) -> None:
+        on_all(self._threads, [partial(call, engine) for engine in self.each])
 
 
 def _free_port() -> int:

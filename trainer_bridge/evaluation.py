@@ -9,11 +9,12 @@ from sglang_april.client import AprilClient
 from sglang_april.replies import Group
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
+from trainer_bridge.fleet import Fleet
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 
 
 def evaluate(
-    client: AprilClient, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
+    client: AprilClient | Fleet, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
 ) -> dict[str, float]:
     """Mean reward over all held-out prompts, its standard error over prompts, and lengths.
 

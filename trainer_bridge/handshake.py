@@ -14,6 +14,10 @@ class HandshakeError(RuntimeError):
     """An engine that this trainer must not be connected to."""
 
 
+class NoEngineError(HandshakeError):
+    """Nobody answers there."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What a trainer has to know of an engine it was let in by."""
@@ -31,7 +35,7 @@ def shake_hands(url: str, shape: ModelShape, api_key: str | None = None) -> Engi
         with AprilClient(url, api_key) as client:
             state = client.state()
     except httpx.TransportError as error:
-        raise HandshakeError(f"no engine answers at {url}: {error}") from error
+        raise NoEngineError(f"no engine answers at {url}: {error}") from error
     except AprilError as error:
         raise HandshakeError(f"{url}: {error.reason}") from error
     return check_engine(url, state, shape)

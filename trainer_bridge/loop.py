@@ -19,7 +19,7 @@ from trainer_bridge.checkpoints import Checkpoints, State
 from trainer_bridge.checks import check, modified_sampling
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData, read_rows
-from trainer_bridge.engine import Engine
+from trainer_bridge.engine import Engines
 from trainer_bridge.evaluation import evaluate
 from trainer_bridge.figures import step_row
 from trainer_bridge.link import Link
@@ -52,7 +52,7 @@ class Loop:
         self.rewards = Rewards(
             place, config.reward_workers, config.reward_timeout, of_groups=config.group_reward is not None
         )
-        self.engine = Engine(config, folder)
+        self.engine = Engines(config, folder)
         self.trainer = trainer or make_trainer(config.trainer)
         self.rollouts = Rollouts(self.engine.client, self.run_name, self._data, self.rewards, config, self.store)
         self.link = Link(self.engine, self.trainer, self.rollouts, self.store, self.run_name, config)
@@ -91,6 +91,7 @@ class Loop:
         self.state.step = self.link.step = number
         self.state.position = self._data.position
         self.state.pending = list(self.rollouts.pending)
+        self.state.homes = [self.rollouts.homes[prompt_id] for prompt_id in self.state.pending]
         self.state.samples += len(made)
         self._push()
         self.state.seconds += time.monotonic() - started
@@ -189,7 +190,7 @@ class Loop:
             self.state, folder = found
             self.trainer.load(folder)
             self._data.position = self.state.position
-            self.rollouts.restore(self.state.pending)
+            self.rollouts.restore(self.state.pending, self.state.homes)
         self.progress.resume(self.state.step)
         self.link.step = self.state.step
         self.link.call(self.link.align, self.progress.warn, at_once=False)
@@ -241,7 +242,7 @@ class Loop:
         if unstarted:
             client.drop(run, unstarted)
         for prompt_id in unstarted:
-            self.rollouts.pending.pop(prompt_id, None)
+            self.rollouts.forget(prompt_id)
         if self.rollouts.pending:
             self._step(None)
 

@@ -6,6 +6,7 @@ judged (S3): accepted if its rewards differ. A group with fewer than two scored 
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from sglang_april.replies import Group, Summary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
+from trainer_bridge.fleet import Fleet
 from trainer_bridge.prompt import Prompt
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 from trainer_bridge.samples import ScoredGroup
@@ -60,36 +62,63 @@ class Rollouts:
     """The rounds of one run. `pending` are the prompts handed over and not wholly delivered."""
 
     def __init__(
-        self, client: AprilClient, run: str, data: PromptData, rewards: Rewards, config: Config, store: Checkpoints
+        self,
+        client: AprilClient | Fleet,
+        run: str,
+        data: PromptData,
+        rewards: Rewards,
+        config: Config,
+        store: Checkpoints,
     ) -> None:
         self._client, self._run, self._data, self._rewards = client, run, data, rewards
         self._config, self._store = config, store
         self.pending: dict[str, Prompt] = {}
-        self.held = False
-        """Whether the engine has what is pending; a new engine without a journal has not."""
+        self.homes: dict[str, int] = {}
+        """Of each of them, the engine that it was handed to."""
+        self.engines = len(client.clients) if isinstance(client, Fleet) else 1
+        self.held: set[int] = set()
+        """The engines that have what is pending with them; a new engine without a journal has not."""
         self._lock = threading.Lock()
 
-    def restore(self, ids: Sequence[str]) -> None:
-        """After a restart: what a checkpoint says is pending."""
+    def restore(self, ids: Sequence[str], homes: Sequence[int] = ()) -> None:
+        """After a restart: what a checkpoint says is pending, and where."""
         self.pending = {prompt_id: self._data.find(prompt_id) for prompt_id in ids}
+        self.homes = dict(zip(ids, homes or [0] * len(ids), strict=True))
 
     def round(self, round_id: str, quota: int | None, *, full: bool = True) -> Rollout:
         """One round to its end. `full`: the pool is filled up first. A failure changes nothing here.
 
         Asked for again under its `round_id` it brings what it brought before and generates nothing (S8).
         """
-        before, position = dict(self.pending), self._data.position
+        before, homes, position = dict(self.pending), dict(self.homes), self._data.position
         try:
             return _Round(self, round_id, quota, full).run()
         except BaseException:
-            self.pending, self._data.position = before, position
+            self.pending, self.homes, self._data.position = before, homes, position
             raise
 
     def _take(self, count: int) -> list[Prompt]:
         with self._lock:
             taken = self._data.take(count)
-            self.pending |= {prompt.id: prompt for prompt in taken}
+            for prompt in taken:
+                self._place(prompt)
             return taken
+
+    def _place(self, prompt: Prompt) -> None:
+        """The engine with the fewest pending prompts gets it; the same one whenever this is asked for again."""
+        load = Counter(self.homes.values())
+        self.homes[prompt.id] = min(range(self.engines), key=lambda engine: load[engine])
+        self.pending[prompt.id] = prompt
+
+    def forget(self, prompt_id: str) -> None:
+        """A prompt is not in the engine any longer."""
+        self.pending.pop(prompt_id, None)
+        self.homes.pop(prompt_id, None)
+
+    def prompt_body(self, prompt: Prompt) -> dict[str, Any]:
+        """The prompt as it is handed over."""
+        body = prompt.body(self._config.n_samples_per_prompt)
+        return body if self.engines == 1 else {**body, "engine": self.homes[prompt.id]}
 
     def body(self, round_id: str, prompts: list[Prompt], quota: int | None) -> dict[str, Any]:
         """The request. It follows from checkpoint and configuration alone, so that it can be asked again."""
@@ -97,7 +126,7 @@ class Rollouts:
         return {
             "run": self._run,
             "round_id": round_id,
-            "prompts": [prompt.body(config.n_samples_per_prompt) for prompt in prompts],
+            "prompts": [self.prompt_body(prompt) for prompt in prompts],
             "sampling_params": config.rollout_params,
             "quota": quota,
             "quota_unit": config.quota_unit,
@@ -129,17 +158,18 @@ class _Round:
     def run(self) -> Rollout:
         config, rollouts = self._config, self._all
         missing = max(0, config.pool - len(rollouts.pending)) if self._full else 0
-        new = rollouts._take(missing)
-        prompts = new if rollouts.held else list(rollouts.pending.values())
-        if rollouts.held and self._extended:
+        new = {prompt.id for prompt in rollouts._take(missing)}
+        known = set(range(rollouts.engines)) <= rollouts.held
+        prompts = [p for i, p in rollouts.pending.items() if i in new or rollouts.homes[i] not in rollouts.held]
+        if known and self._extended:
             rollouts._take(len(self._extended))
-        self._extended = self._extended if rollouts.held else []
+        self._extended = self._extended if known else []
         started = time.monotonic()
         with self._judge:
             summary = self._stream(rollouts.body(self._id, prompts, self._quota))
             ended = time.monotonic()
             made = self._deliver(summary)
-        rollouts.held = True
+        rollouts.held = set(range(rollouts.engines))
         made.generate_s, made.reward_wait_s = ended - started, time.monotonic() - ended
         made.replaced = self._replaced
         return made
@@ -179,15 +209,14 @@ class _Round:
         with self._all._lock:
             position = self._all._data.position
             prompt = self._all._data.take(1)[0]
+            self._all._place(prompt)
         self._extended.append(prompt.id)
         self._all._store.note_extended(self._id, self._extended)
-        if self._tell(
-            self._client.extend, quota_add=quota_add, prompts=[prompt.body(self._config.n_samples_per_prompt)]
-        ):
-            self._all.pending[prompt.id] = prompt
+        if self._tell(self._client.extend, quota_add=quota_add, prompts=[self._all.prompt_body(prompt)]):
             return True
         self._extended.pop()
         self._all._store.note_extended(self._id, self._extended)
+        self._all.forget(prompt.id)
         self._all._data.position = position
         return False
 
@@ -217,7 +246,7 @@ class _Round:
             else:
                 made.groups.append(scored)
             if named["complete"]:
-                self._all.pending.pop(named["id"], None)
+                self._all.forget(named["id"])
         return made
 
 

@@ -63,7 +63,13 @@ def state(c: Context) -> dict[str, Any]:
         "step": c.step,
         "overlap": c.engine.overlap,
         "rounds": [
-            {"round_id": r.spec.round_id, "run": r.run.name, "quota": r.spec.quota, "counted": r.counted()}
+            {
+                "round_id": r.spec.round_id,
+                "run": r.run.name,
+                "quota": r.spec.quota,
+                "counted": r.counted(),
+                "mandatory": [g.id for g in r.mandatory if not g.whole and r.run.groups.get(g.id) is g],
+            }
             for r in c.rounds.values()
         ],
         "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.rests} for r in c.ahead.values()],

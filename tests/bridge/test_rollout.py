@@ -138,7 +138,7 @@ def test_a_round_that_failed_changed_nothing_and_is_asked_for_alike(engine: Fake
 def test_a_new_engine_gets_all_that_is_pending(engine: FakeEngine, tmp_path: Path) -> None:
     made = rollouts(engine, tmp_path, ["ok"] * 20, over_sampling_batch_size=4)
     made.round("r.1", 2)
-    made.held, engine.waiting = False, []
+    made.held, engine.waiting = set(), []
     made.round("r.2", 2)
     assert handed(engine)[1] == ["e0-2", "e0-3", "e0-4", "e0-5"]
 
@@ -177,6 +177,6 @@ def test_extensions_are_noted_before_they_are_sent(engine: FakeEngine, tmp_path:
     made.round("r.1", 2)
     assert Checkpoints(tmp_path, 1).extended("r.1") == ["e0-2"]
     again = rollouts(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)
-    again.held = True
+    again.held = {0}
     again.round("r.1", 2)
     assert again._data.position >= 3, "the prompt of the extension is not handed over once more"

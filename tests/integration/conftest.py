@@ -90,8 +90,7 @@ class Pool:
             self.replaced.append(f"{name}: {server.unrest}")
             server.stop()
         if server is None or not server.alive:
-            while len(self._live) >= ALIVE:
-                self._live.popitem(last=False)[1].stop()
+            self.make_room()
             folder = self._folder / name
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
@@ -100,6 +99,11 @@ class Pool:
             server.wait()
         self._live[name] = server
         return server
+
+    def make_room(self) -> None:
+        """For one server more."""
+        while len(self._live) >= ALIVE:
+            self._live.popitem(last=False)[1].stop()
 
     def close(self) -> None:
         for server in self._live.values():
@@ -129,6 +133,13 @@ def overlap(pool: Pool) -> Server:
 def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[Live]:
     """The server with the normal loop, and the policies pushed to it."""
     with living(server, lambda seed: models("qwen3", seed)) as live:
+        yield live
+
+
+@pytest.fixture
+def second(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+    """One more like the first."""
+    with living(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
         yield live
 
 

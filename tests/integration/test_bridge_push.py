@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from examples.tiny_model import weights
-from tests.integration.conftest import NORMAL, Pool
 from tests.support.live import Live, living
 from tests.support.server import Server
 from trainer_bridge.hf_folder import batches
@@ -32,12 +31,6 @@ Batches = list[list[tuple[str, torch.Tensor]]]
 @pytest.fixture
 def live(server: Server, models: Model) -> Iterator[Live]:
     with living(server, lambda seed: models("qwen3", seed)) as live:
-        yield live
-
-
-@pytest.fixture
-def second(pool: Pool, models: Model) -> Iterator[Live]:
-    with living(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
         yield live
 
 

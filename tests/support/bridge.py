@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_bridge.checkpoints import State
 from trainer_bridge.config import Config
@@ -73,10 +73,13 @@ class Recorded(Loop):
         return done
 
 
+L = TypeVar("L", bound=Recorded)
+
+
 @contextmanager
-def training(config: Config) -> Iterator[Recorded]:
+def training(config: Config, kind: type[L] = Recorded) -> Iterator[L]:  # type: ignore[assignment]
     """A loop, closed at the end."""
-    loop = Recorded(config)
+    loop = kind(config)
     try:
         yield loop
     finally:

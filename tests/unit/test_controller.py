@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_april import wire
+from sglang_april.scheduler import report
 from sglang_april.types import State, sample_seed
 from tests.unit.world import Build, World, ids, lengths
 
@@ -165,6 +166,7 @@ def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(world: Bui
     for _ in range(2):
         assert (w.push_begin(), w.push_end()) == (200, 200)
     w.open("run", {f"n{i}": (3, 1, -3) for i in range(5)}, quota=1, max_staleness=2)
+    assert [r["mandatory"] for r in report.state(w.controller.context)["rounds"]] == [["p1"]]
     reply = w.reply()
     assert (ids(reply), reply.stats["over_bound"]) == (["p1"], 0)
     assert w.ledger.runs["run"].finished == 5

@@ -1,0 +1,94 @@
+"""A server of the run's own: started, found again after its trainer's death, buried after its own."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.live import until
+from trainer_bridge.config import Config
+from trainer_bridge.engine import Engine, EngineGoneError, EngineLostError, Engines
+from trainer_bridge.own_server import OwnServer
+
+SERVES = """
+import http.server, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def engine(folder: Path, code: str = SERVES, **fields: object) -> Engine:
+    """An engine whose server is a few lines of Python."""
+    made = Engine(Config(hf_checkpoint="m", prompt_data="d", **fields), folder)  # type: ignore[arg-type]
+    made._command = lambda: [sys.executable, "-c", code, made.url.rpartition(":")[2]]  # type: ignore[method-assign]
+    return made
+
+
+def pid(folder: Path) -> int:
+    return int(json.loads((folder / "server.json").read_text())["pid"])
+
+
+def test_a_trainers_successor_takes_over_its_server(tmp_path: Path) -> None:
+    first = engine(tmp_path)
+    first.ready()
+    server = pid(tmp_path)
+    second = engine(tmp_path)  # the first one was killed, and ended nothing
+    second.ready()
+    assert (second.url, pid(tmp_path)) == (first.url, server)
+    second.close()
+    assert first._own is not None
+    assert not first._own.alive
+    assert not (tmp_path / "server.json").exists()
+
+
+def test_a_killed_server_is_started_again_at_its_address(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+    made.ready()
+    server = pid(tmp_path)
+    os.killpg(server, signal.SIGKILL)
+    own = made._own
+    assert own is not None
+    until(lambda: not own.alive, "the end of the server")
+    made.ready()
+    assert pid(tmp_path) != server
+    made.close()
+
+
+def test_a_number_that_is_used_again_is_no_server_of_ours(tmp_path: Path) -> None:
+    record = {"pid": os.getpid(), "began": 1.0, "url": "http://127.0.0.1:1"}
+    (tmp_path / "server.json").write_text(json.dumps(record))
+    own = OwnServer(tmp_path / "server.json")
+    assert own.url is None
+    assert not own.alive
+    own.end()
+
+
+def test_a_server_that_ends_at_its_start_is_lost_and_its_log_named(tmp_path: Path) -> None:
+    made = engine(tmp_path, "raise SystemExit(3)")
+    with pytest.raises(EngineLostError, match=r"server\.log"):
+        made.ready()
+    made.close()
+
+
+def test_a_server_that_was_given_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+    config = Config(hf_checkpoint="m", prompt_data="d", server="http://127.0.0.1:9", server_start_timeout=0.01)
+    made = Engines(config, tmp_path)
+    with pytest.raises(EngineGoneError, match=r"127\.0\.0\.1:9 does not serve within 0.01 s"):
+        made.ready()
+    made.close()
+
+
+def test_a_server_of_ours_keeps_a_journal_unless_told_otherwise(tmp_path: Path) -> None:
+    def flags(**fields: object) -> list[str]:
+        made = Engine(Config(hf_checkpoint="m", prompt_data="d", **fields), tmp_path)  # type: ignore[arg-type]
+        return [flag for flag in made._command() if "journal" in flag]
+
+    assert flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
+    assert flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
+    assert flags(server_journal=False) == []
