@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Prompt, Stream
+from sglang_april.scheduler.admission import Gathering
 
 WARM, MEASURED = 12, 20
 
@@ -82,11 +83,14 @@ class Outcome:
 
 
 class Simulation:
-    """Rounds of one variant. `wait_for`: admission waits for so many free slots before it prefills new prompts."""
+    """Rounds of one variant. `gather`: what our admission takes a prefill to cost, in decode steps (`Gathering`); with
+    0, as in the others' rounds, whoever needs a prefill gets one at once."""
 
-    def __init__(self, variant: str, plan: Plan, stream: Stream, costs: Costs, wait_for: int = 1) -> None:
+    def __init__(self, variant: str, plan: Plan, stream: Stream, costs: Costs, gather: float = Gathering.STEPS) -> None:
         self._variant, self._plan, self._stream, self._costs = variant, plan, stream, costs
-        self._wait_for = wait_for
+        self._ours = variant.startswith("april")
+        self._gather = gather if self._ours else 0.0
+        self._lost = 0
         self._queue: deque[Sample] = deque()
         self._running: list[Sample] = []
         self._pile: list[Group] = []
@@ -136,15 +140,26 @@ class Simulation:
         self._running, self._kv = [], 0
 
     def _step(self) -> None:
-        """A prefill if somebody may join, else a decode step."""
+        """Kept samples join, or a prefill for the others if it is due, else a decode step."""
         free = self._plan.slots - len(self._running)
-        if self._variant.startswith("april"):
+        if self._ours:
             while len(self._queue) < free:
                 self._start(1)
-        if free and self._queue and (free >= self._wait_for or not self._running):
-            self._join([self._queue.popleft() for _ in range(min(free, len(self._queue)))])
+        first = [self._queue[at] for at in range(min(free, len(self._queue)))]
+        kept = [sample for sample in first if sample.kept]
+        if kept or (first and self._due(free)):
+            joining = kept or first
+            self._queue = deque(sample for sample in self._queue if sample not in set(joining))
+            self._join(joining)
         else:
             self._decode()
+
+    def _due(self, free: int) -> bool:
+        self._lost += free
+        if self._lost < self._gather * len(self._running):
+            return False
+        self._lost = 0
+        return True
 
     def _join(self, samples: list[Sample]) -> None:
         costs = self._costs

@@ -2,7 +2,7 @@
 
     python -m bench.simulate measure              # step costs of this machine -> out/bench/costs.json (a quiet machine)
     python -m bench.simulate validate             # against the newest rows of bench.rollout: within 10 % or not
-    python -m bench.simulate reach                # where the time goes, and batched admission
+    python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k contexts
 
 The model is bench/round_model.py. It needs this machine's step costs, or given ones.
@@ -24,17 +24,20 @@ from bench.rollout.presets import PRESETS, Preset
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.round_model import Costs, Outcome, Simulation
+from sglang_april.scheduler.admission import Gathering
 
 COSTS = record.ROOT / "out" / "bench" / "costs.json"
 WITHIN = 0.10
+GATHERED = (0.0, 0.25, 0.5, 1.0, 2.0)
+"""What admission may take a prefill to cost, in decode steps; 0: one prefill for every sample that ends."""
 SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 
-def simulated(preset: Preset, plan: Plan, variant: str, costs: Costs, wait_for: int = 1) -> Outcome:
+def simulated(preset: Preset, plan: Plan, variant: str, costs: Costs, gather: float = Gathering.STEPS) -> Outcome:
     """One variant on a preset's log-normal workload."""
     lengths = named("lognormal", preset.mean, preset.longest)
     stream = Stream(0, lengths, plan.n, preset.prompt_tokens)
-    return Simulation(variant, plan, stream, costs, wait_for).run()
+    return Simulation(variant, plan, stream, costs, gather).run()
 
 
 def context_of(preset: Preset) -> float:
@@ -61,13 +64,14 @@ def _near(ratio: float) -> bool:
 def reach(preset: Preset, costs: Costs) -> list[record.Row]:
     """Where a round's time goes, and what changes would give, as shares of the full-batch rate."""
     limit = costs.full_rate(preset.plan.slots, context_of(preset))
-    cases = [(variant, costs, 1, "as it is") for variant in SIMULATED]
-    cases += [("april-keep", costs, wait, f"admission waits for {wait} free slots") for wait in (2, 4, 8, 16)]
-    cases.append(("april-keep", replace(costs, prefill_s=0.0, prefill_token_s=0.0), 1, "if prefills were free"))
-    cases.append(("april-keep", replace(costs, push_s=0.0, gap_s=0.0), 1, "if rounds had no gap"))
+    usual = float(Gathering.STEPS)
+    cases = [(variant, costs, usual, "as it is") for variant in SIMULATED]
+    cases += [("april-keep", costs, gather, f"if a prefill counted as {gather:g} steps") for gather in GATHERED]
+    cases.append(("april-keep", replace(costs, prefill_s=0.0, prefill_token_s=0.0), 0.0, "if prefills were free"))
+    cases.append(("april-keep", replace(costs, push_s=0.0, gap_s=0.0), usual, "if rounds had no gap"))
     made = []
-    for variant, changed, wait, what in cases:
-        out = simulated(preset, preset.plan, variant, changed, wait)
+    for variant, changed, gather, what in cases:
+        out = simulated(preset, preset.plan, variant, changed, gather)
         parts = {"decode": out.decode_s, "prefill": out.prefill_s, "between": out.between_s}
         shares = {name: seconds / out.seconds for name, seconds in parts.items()}
         made.append({"variant": variant, "what": what, "share_of_limit": out.rate / limit, **shares})

@@ -4,7 +4,7 @@ Demand-driven over-provisioning: a sample starts only when a slot is free, so th
 as possible, and prompts that were never started stay untouched. Pure: the same ledger, the same order on every rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from sglang_april.scheduler.quota import Round
@@ -44,12 +44,7 @@ def _queued(group: Group) -> list[Sample]:
 
 def pick(rounds: list[Round], slots: int) -> list[Sample]:
     """At most `slots` samples, round-robin over the open rounds in their order (S6), each within its `concurrency`."""
-    lanes = []
-    for rnd in rounds:
-        limit = slots
-        if rnd.spec.concurrency is not None:
-            limit = min(slots, max(0, rnd.spec.concurrency - rnd.run.running))
-        lanes.append(islice(candidates(rnd), limit))
+    lanes = [islice(candidates(rnd), places(rnd, slots)) for rnd in rounds]
     chosen: list[Sample] = []
     while lanes and len(chosen) < slots:
         alive = []
@@ -63,3 +58,41 @@ def pick(rounds: list[Round], slots: int) -> list[Sample]:
                 break
         lanes = alive
     return chosen
+
+
+def places(rnd: Round, slots: int) -> int:
+    """How many of `slots` the round may take."""
+    if rnd.spec.concurrency is None:
+        return slots
+    return min(slots, max(0, rnd.spec.concurrency - rnd.run.running))
+
+
+class Gathering:
+    """Samples that need a prefill wait for one another, and share it.
+
+    Samples end one by one, and a prefill stalls all that decode for about a step. So whoever waits for a prefill waits
+    until the free places have lost as many tokens as the prefill will cost the others. That is never more than twice
+    the least possible loss, however samples end (as in renting or buying skis), it is the least one when they end
+    evenly (the economic order quantity), and nobody waits longer than `STEPS` per running sample.
+    """
+
+    STEPS = 1
+    """What a prefill costs, in decode steps of all that run; `bench.simulate reach` compares."""
+
+    def __init__(self) -> None:
+        self._lost = 0
+
+    def is_due(self, rounds: Sequence[Round], chosen: Sequence[Sample], slots: int) -> bool:
+        """Once per step, with what `pick` chose of `rounds` for `slots`: whether it is to start now."""
+        room = min(slots, sum(places(rnd, slots) for rnd in rounds))
+        self._lost += room
+        running = sum(rnd.run.running for rnd in rounds)
+        lanes = {rnd.run: rnd for rnd in rounds}
+        if (
+            len(chosen) < room  # the last there are: nobody will join them
+            or self._lost >= self.STEPS * running
+            or any(lanes[s.group.run].on_policy or lanes[s.group.run].must_finish(s.group) for s in chosen)
+        ):
+            self._lost = 0
+            return True
+        return False

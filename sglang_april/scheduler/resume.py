@@ -4,7 +4,7 @@ A sample on stored pages joins the running batch as a plain decode row, in a ste
 pages, or whose round wants fresh KV, is prefilled again through SGLang's own waiting queue.
 """
 
-from sglang_april.scheduler.admission import pick
+from sglang_april.scheduler.admission import Gathering, pick
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.tiers import Tiers
@@ -25,9 +25,13 @@ class Resumer:
         """A sample that has a slot waits for its pages or for room: the next turn is not taken before it has joined, or
         two runs could load in each other's room for ever."""
         self._turn = False
+        self._gathering = Gathering()
 
     def admit(self) -> None:
-        """Once per step: fill the free slots. Samples with pages come first and alone; they join in `resume`."""
+        """Once per step: fill the free slots. Samples with pages come first and alone; they join in `resume`.
+
+        The others gather for a prefill that they share, unless somebody else's is launched anyway.
+        """
         self._resumable = []
         rounds = _with_work(self._c.rounds)
         ahead = [r for r in _with_work(self._c.ahead) if not r.rests]
@@ -43,8 +47,11 @@ class Resumer:
             for lanes in (self._c.rounds, self._c.ahead):
                 _take_turns(lanes)
         self._hold = False
-        self._resumable = [s for s in chosen if self._keeps_pages(s)]
-        if not self._resumable:
+        self._resumable = [s for s in chosen if s.pages is not None and self._wants_pages(s)]
+        if self._resumable:
+            return
+        due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
+        if due or self._c.engine.strangers_waiting() or self._c.engine.mid_prefill():
             self._start(chosen)
 
     def _slots(self) -> int:
@@ -58,16 +65,8 @@ class Resumer:
             return int(self._turn)
         return slots - min(strangers, slots // 2)
 
-    def _keeps_pages(self, sample: Sample) -> bool:
-        """Whether the sample resumes on its pages; those that its round does not want are released (S6)."""
-        if sample.pages is None:
-            return False
-        if self._wants_pages(sample):
-            return True
-        self._tiers.release(sample)
-        return False
-
     def _wants_pages(self, sample: Sample) -> bool:
+        """Whether the sample's round lets it go on on its stored KV (S6)."""
         return self._round(sample).spec.kv != "recompute" or sample.kv_version >= self._c.clock.version
 
     def _round(self, sample: Sample) -> Round:
@@ -81,6 +80,8 @@ class Resumer:
         self._c.trace("start", samples)
         version = self._c.clock.version
         for sample in samples:
+            if sample.pages is not None:
+                self._tiers.release(sample)
             rnd = self._round(sample)
             stats = rnd.stats
             stats.started += sample.length == 0

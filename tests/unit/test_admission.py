@@ -1,8 +1,10 @@
 """Who gets a free slot next: partials, groups already begun, new groups (design section 4), in turns over runs (S6)."""
 
-from sglang_april.scheduler.admission import candidates, pick
+from sglang_april.scheduler.admission import Gathering, candidates, pick
 from sglang_april.scheduler.ledger import Ledger
+from sglang_april.scheduler.quota import Round
 from tests.unit.pure import Hand, names
+from tests.unit.world import Build
 
 
 def test_partials_then_groups_begun_then_new_groups() -> None:
@@ -98,3 +100,60 @@ def test_the_same_ledger_gives_the_same_choice() -> None:
         return names(pick([hand.round(quota=3)], 7))
 
     assert chosen() == chosen()
+
+
+def waits(gathering: Gathering, rnd: Round, slots: int) -> int:
+    """Steps in which a choice for so many free slots is put off."""
+    steps = 0
+    while not gathering.is_due([rnd], pick([rnd], slots), slots):
+        steps += 1
+    return steps
+
+
+def crowd(running: int, queued: int = 100, **spec: object) -> Round:
+    """A round with so many samples that run, and so many groups of one that nobody has begun."""
+    hand = Hand()
+    hand.start(*(g.samples[0] for g in hand.groups(*[1] * running)))
+    hand.groups(*[1] * queued)
+    return hand.round(**spec)
+
+
+def test_who_needs_a_prefill_waits_until_free_slots_have_lost_as_much_as_it_costs() -> None:
+    """A prefill stalls all that run for about a step; a free slot loses a token a step."""
+    assert [waits(Gathering(), crowd(60), free) for free in (1, 4, 7, 60)] == [59, 14, 8, 0]
+    assert waits(Gathering(), crowd(0), 64) == 0
+    gathering, rnd = Gathering(), crowd(6)
+    due = [gathering.is_due([rnd], pick([rnd], free), free) for free in (1, 2, 3, 1)]
+    assert due == [False, False, True, False]
+
+
+def test_nobody_waits_who_could_keep_a_round_from_its_end() -> None:
+    """The last samples there are, groups that must finish (S4), strict on-policy rounds."""
+    assert waits(Gathering(), crowd(60, queued=3), 4) == 0
+    assert waits(Gathering(), crowd(60, max_staleness=0, quota=200), 4) == 0
+    hand = Hand()
+    hand.start(*(g.samples[0] for g in hand.groups(*[1] * 60)))
+    (old,) = hand.groups(9)
+    hand.begin(old.samples[0])
+    assert waits(Gathering(), hand.round(version=5), 4) == 0
+    assert waits(Gathering(), hand.round(version=4), 4) == 14
+
+
+def test_places_under_a_bound_gather_too() -> None:
+    """A run of 8 at most gets its eighth not at once, however many slots are free."""
+    assert waits(Gathering(), crowd(7, concurrency=8), 64) == 6
+
+
+def test_gathered_admission_saves_prefills(world: Build) -> None:
+    """The same samples in fewer forwards: what is saved is prefills, and each was a step in which nothing decoded."""
+    w = world(slots=16, pool=2000, chunk=64)
+    prefills = 0
+
+    def count(rows: list[object]) -> None:
+        nonlocal prefills
+        prefills += any(row.prefilled for row in rows)  # type: ignore[attr-defined]
+
+    w.engine.on_forward = count
+    w.open("run", {f"p{i}": (2, 1, -(5 + 7 * i % 23)) for i in range(96)}, quota=96)
+    w.reply()
+    assert prefills < 40

@@ -16,9 +16,9 @@ FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)
 
 
-def run(variant: str, distribution: str = "lognormal", costs: Costs = FLAT, wait_for: int = 1) -> Outcome:
+def run(variant: str, distribution: str = "lognormal", costs: Costs = FLAT, gather: float = 1.0) -> Outcome:
     stream = Stream(0, named(distribution, 20, 200), PLAN.n, 4)
-    return Simulation(variant, PLAN, stream, costs, wait_for).run()
+    return Simulation(variant, PLAN, stream, costs, gather).run()
 
 
 def test_a_round_of_equal_lengths_takes_exactly_its_steps() -> None:
@@ -29,22 +29,23 @@ def test_a_round_of_equal_lengths_takes_exactly_its_steps() -> None:
 
 
 def test_the_order_of_the_variants_on_a_long_tail() -> None:
-    rates = {name: run(name).rate for name in ("synchronous", "outside", "april-recompute", "april-keep")}
+    names = ("synchronous", "outside", "april-recompute", "april-keep")
+    rates = {name: run(name, gather=0.0).rate for name in names}
     assert rates["synchronous"] < rates["outside"] <= rates["april-keep"] * 1.001
     costly = replace(FLAT, prefill_s=1.0, prefill_token_s=0.1)
     assert run("april-recompute", costs=costly).rate < run("april-keep", costs=costly).rate
 
 
 def test_ours_reaches_the_full_batch_rate_when_nothing_but_decoding_costs() -> None:
-    assert run("april-keep").rate == pytest.approx(FLAT.full_rate(8, 0), rel=0.12)
+    assert run("april-keep", gather=0.0).rate == pytest.approx(FLAT.full_rate(8, 0), rel=0.12)
 
 
 def test_admission_that_waits_saves_prefills_and_costs_slots() -> None:
     costs = replace(FLAT, prefill_s=1.0)
-    one, four = run("april-keep", costs=costs), run("april-keep", costs=costs, wait_for=4)
-    assert four.prefill_s < 0.6 * one.prefill_s
-    assert four.rate > one.rate
-    assert run("april-keep", wait_for=4).rate < run("april-keep").rate
+    at_once, gathered = run("april-keep", costs=costs, gather=0.0), run("april-keep", costs=costs)
+    assert gathered.prefill_s < 0.6 * at_once.prefill_s
+    assert gathered.rate > at_once.rate
+    assert run("april-keep").rate < run("april-keep", gather=0.0).rate
 
 
 def test_a_gap_between_rounds_is_counted_once_a_round() -> None:

@@ -176,7 +176,7 @@ def test_resumed_samples_join_in_their_old_order_before_anything_new(world: Buil
     w.step()
     assert [r.sample.group.id for r in w.engine.running] == ["p1", "p2", "p3"]
     assert w.sample("run", "new").state is State.QUEUED
-    w.step()
+    w.step(3)
     assert w.sample("run", "new").state is State.RUNNING
     assert w.sample("run", "newer").state is State.QUEUED
 
