@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 ENV = "SGLANG_APRIL"
 PREFIX = "--april-"
@@ -39,7 +39,7 @@ class AprilConfig:
     disk_gb: float = 0.0
     replies: int = 2
     reply_gb: float = 4.0
-    concurrency: int | None = None
+    concurrency: int | Literal["auto"] | None = None
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
@@ -120,10 +120,13 @@ def _choice(*allowed: str, meaning: Mapping[str, str] | None = None) -> Callable
     return parse
 
 
-def _concurrency(value: Any) -> int:
+def _concurrency(value: Any) -> int | Literal["auto"]:
     if value == "auto":
-        raise ValueError("must be a number of samples, because the tuner behind auto is not part of this version")
-    return _whole(1)(value)
+        return "auto"
+    try:
+        return _whole(1)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
 
 
 def _path(value: Any) -> str:
@@ -147,7 +150,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag("disk_gb", _gigabytes, "GB", "size of the disk tier"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
-    Flag("concurrency", _concurrency, "N", "samples of one run that run at once (default: all slots)"),
+    Flag(
+        "concurrency",
+        _concurrency,
+        "{N,auto}",
+        "samples of one run that run at once (default: all slots; auto: as many as still pay, by measured step times)",
+    ),
     Flag("version", _whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(
         "journal",

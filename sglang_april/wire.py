@@ -56,7 +56,7 @@ class OpenRound(msgspec.Struct, tag=True):
     kv: KvPolicy
     max_staleness: int | None
     surplus: Literal["carry", "return"] = "carry"
-    concurrency: int | None = None
+    concurrency: int | Literal["auto"] | None = None
     proximal: bool = False
     tier: Tier = "auto"
     keep_until_ack: bool = False
@@ -154,7 +154,15 @@ class Moved(msgspec.Struct, tag=True):
     failed: dict[int, str] = {}
 
 
-Fact = Moved
+class Tuned(msgspec.Struct, tag=True):
+    """S9: what `concurrency: auto` stands for from the next step on, and what was measured."""
+
+    concurrency: int
+    step_ms: list[tuple[float, float]]
+    """(samples in the batch, milliseconds of a decode step), the largest batch first."""
+
+
+Fact = Moved | Tuned
 """What only some rank can see, outside of a step; rank 0 broadcasts it, and nothing answers it."""
 
 Command = (

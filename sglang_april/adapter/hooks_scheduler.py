@@ -19,6 +19,7 @@ from sglang_april.adapter.v0_5_17.accounting import check_accounting
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
 from sglang_april.adapter.v0_5_17.recall import advance_grammar
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
+from sglang_april.adapter.v0_5_17.step_times import StepTimes
 from sglang_april.config import load
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
@@ -37,6 +38,7 @@ class Process:
     controller: Controller | None = None
     engine: SchedulerEngine | None = None
     scheduler: Scheduler | None = None
+    step_times: StepTimes | None = None
     sending = threading.Lock()
 
 
@@ -68,6 +70,7 @@ def attach(_: None, s: Scheduler) -> None:
     context = Context(engine, PushClock(), caps.host, caps.disk, caps.page_tokens, digest=_digest_file(s))
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
+    Process.step_times = StepTimes(engine.facts, s.max_running_requests)
     restart(s, s.april, config)
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
     log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, context.clock.version)
@@ -115,13 +118,18 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBa
     """AROUND Scheduler.get_next_batch_to_run: the step boundary."""
     s.running_batch, s.last_batch = running_batch, last_batch
     _before_step(s.april, s)
-    return orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
+    plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
+    if Process.step_times is not None:
+        Process.step_times.launched(plan.batch_to_run)
+    return plan
 
 
 @guarded
 def _before_step(controller: Controller, s: Scheduler) -> None:
     if controller.context.broken:
         return
+    if Process.step_times is not None:
+        Process.step_times.boundary(controller.context)
     if CHECK:
         held = (x.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.pages is not None)
         check_accounting(s, held)

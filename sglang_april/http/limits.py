@@ -21,8 +21,6 @@ def check_rollout(body: Rollout, packed: bool) -> str:
     The fingerprint tells a repeated request from another one under the same `round_id`. How the reply travels
     (`stream`, JSON or msgpack) is not part of it.
     """
-    if body.concurrency == "auto":
-        raise bad("concurrency", "must be a number: the tuner behind auto is not part of this version")
     if body.round_id in (".", ".."):
         raise bad("round_id", "must not be . or .., which no URL can name")
     if body.sampling_params is not None:

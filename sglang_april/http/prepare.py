@@ -194,7 +194,7 @@ def open_round(
         kv=_given(body.kv, config.kv),
         max_staleness=_given(body.max_staleness, config.max_staleness),
         surplus=body.surplus,
-        concurrency=body.concurrency if isinstance(body.concurrency, int) else config.concurrency,
+        concurrency=config.concurrency if body.concurrency is None else body.concurrency,
         proximal=body.proximal,
         tier=body.tier,
         keep_until_ack=body.keep_until_ack,

@@ -62,9 +62,9 @@ def pick(rounds: list[Round], slots: int) -> list[Sample]:
 
 def places(rnd: Round, slots: int) -> int:
     """How many of `slots` the round may take."""
-    if rnd.spec.concurrency is None:
+    if rnd.concurrency is None:
         return slots
-    return min(slots, max(0, rnd.spec.concurrency - rnd.run.running))
+    return min(slots, max(0, rnd.concurrency - rnd.run.running))
 
 
 class Gathering:

@@ -67,9 +67,10 @@ class Commands:
             raise Refused(409, "run", f"round {c.rounds[cmd.run].spec.round_id!r} of run {cmd.run!r} is still open")
         c.ledger.check(cmd.run, cmd.prompts)
         run = c.ledger.run(cmd.run)
-        self._keep_within(run, cmd.concurrency)
+        if isinstance(cmd.concurrency, int):
+            self._keep_within(run, cmd.concurrency)
         run.rounds_opened += 1
-        rnd = Round(cmd, run, run.rounds_opened)
+        rnd = Round(cmd, run, run.rounds_opened, tuned=c.tuned)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)
         c.recorder.accepted(cmd, rnd.number, groups)
@@ -81,9 +82,9 @@ class Commands:
         self._endings.look()
         return {"incarnations": [g.incarnation for g in groups], "policy_version": c.clock.version}
 
-    def _keep_within(self, run: Run, limit: int | None) -> None:
+    def _keep_within(self, run: Run, limit: int) -> None:
         """A run that runs ahead goes on without a gap; what is beyond the new round's `concurrency` is suspended."""
-        if limit is not None and run.running > limit:
+        if run.running > limit:
             self._c.engine.settle()
             self._suspender.suspend(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
 

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from sglang_april import wire
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
@@ -28,6 +29,8 @@ class Context:
     """Open rounds by run name, in the order in which they take turns."""
     ahead: dict[str, Round] = field(default_factory=dict)
     """Rounds that are over, by run name, where the run goes on generating until the next (`after_quota: continue`)."""
+    tuned: wire.Tuned | None = None
+    """The last that was said of `concurrency: auto`."""
     step: int = 0
     frozen: bool = False
     """A pause: nothing of ours takes a step."""
@@ -66,6 +69,16 @@ class Context:
         """The round under whose rules the sample runs: the open one, or the last one where its run runs ahead."""
         name = sample.group.run.name
         return self.rounds.get(name) or self.ahead.get(name)
+
+    def tunes(self) -> bool:
+        """Whether a round is open, or goes on, that leaves its concurrency to us."""
+        return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
+
+    def tune(self, fact: wire.Tuned) -> None:
+        """From the next step on; what runs beyond it goes on."""
+        self.tuned = fact
+        for rnd in (*self.rounds.values(), *self.ahead.values()):
+            rnd.tuned = fact
 
     def must_finish(self, sample: Sample) -> bool:
         rnd = self.round_of(sample) if self.rounds else None

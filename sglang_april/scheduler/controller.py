@@ -71,6 +71,8 @@ class Controller:
         match fact:
             case wire.Moved():
                 self.tiers.moved(fact)
+            case wire.Tuned():
+                self.context.tune(fact)
 
     # --- steps
 

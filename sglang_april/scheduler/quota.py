@@ -10,7 +10,7 @@ from sglang_april.policy.staleness import is_over, is_stale
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.stats import RoundStats
 from sglang_april.types import Group, Run, Sample, State
-from sglang_april.wire import Delivery, EndReason, OpenRound
+from sglang_april.wire import Delivery, EndReason, OpenRound, Tuned
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +25,8 @@ class Round:
     cohort: set[Group] = field(default_factory=set)
     """With `quota_mode: cohort`, the groups that first ran `cohort_rounds` ago or earlier: in before the end, too."""
     stats: RoundStats = field(default_factory=RoundStats)
+    tuned: Tuned | None = None
+    """What `concurrency: auto` stands for now; None: all slots."""
     rests: bool = False
     """The round is over, and its run has run ahead as far as it may (`update_rest`)."""
 
@@ -42,6 +44,13 @@ class Round:
         if self.spec.quota_mode == "cohort":
             last = self.number - self.spec.cohort_rounds
             self.cohort = {g for g in self.run.groups.values() if 0 <= g.first_round <= last}
+
+    @property
+    def concurrency(self) -> int | None:
+        """Samples of the run that may run at once; None: all slots."""
+        if self.spec.concurrency == "auto":
+            return self.tuned.concurrency if self.tuned is not None else None
+        return self.spec.concurrency
 
     @property
     def judged(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_april.policy.staleness import staleness
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.quota import Round
 from sglang_april.types import Run, Sample, State
 
 
@@ -21,6 +22,12 @@ def carried(c: Context, run: Run) -> dict[str, Any]:
         "finished_groups": run.whole,
         "running": run.running,
     }
+
+
+def concurrency(rnd: Round) -> dict[str, Any]:
+    """What a round may run at once at its end, and for `auto` the step times behind it."""
+    auto = rnd.tuned if rnd.spec.concurrency == "auto" else None
+    return {"concurrency": rnd.concurrency, "step_ms": [list(point) for point in auto.step_ms] if auto else None}
 
 
 def lengths(run: Run) -> bytes:
@@ -72,6 +79,7 @@ def state(c: Context) -> dict[str, Any]:
             }
             for r in c.rounds.values()
         ],
+        "tuned": {"concurrency": c.tuned.concurrency, "step_ms": c.tuned.step_ms} if c.tuned is not None else None,
         "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.rests} for r in c.ahead.values()],
         "samples": c.ledger.census(),
         "runs": {run.name: sizes(run) for run in c.ledger.runs.values()},

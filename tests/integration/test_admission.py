@@ -54,6 +54,18 @@ def test_concurrency_bounds_a_run(server: Server, run: str) -> None:
     assert max(n for _, n in reply["stats"]["timeline"]) == 5
 
 
+def test_concurrency_auto_is_measured_and_broadcast(server: Server, run: str) -> None:
+    """Section 7: the scheduler is told what `auto` stands for, and the round goes on right."""
+    prompts = [prompt(f"p{i}", 200) for i in range(60)]
+    reply = server.rollout(run=run, prompts=prompts, quota=None, concurrency="auto")
+    assert {len(s["output_ids"]) for s in by_key(reply["finished"]).values()} == {200}
+    assert len(reply["finished"]) == 60
+    told, stats = server.state()["tuned"], reply["stats"]
+    assert 1 <= min(told["concurrency"], stats["concurrency"]) <= max(told["concurrency"], stats["concurrency"]) <= 48
+    assert all(1 <= batch <= 48 and ms > 0 for batch, ms in stats["step_ms"])
+    assert server.rollout(run=run, prompts=[prompt("one", 3)], quota=1)["stats"]["concurrency"] is None
+
+
 def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
     """S6: two runs with more work than slots get half of the slots each, and nothing crosses from one to the other."""
     server.post("/pause_generation", {"mode": "in_place"})

@@ -63,7 +63,7 @@ SPOILED: dict[tuple[str | int, ...], st.SearchStrategy[Any]] = {
     ("ahead",): count_wrong,
     ("quota_mode",): choice_wrong,
     ("cohort_rounds",): count_wrong,
-    ("concurrency",): count_wrong | st.just("auto"),
+    ("concurrency",): count_wrong | st.just("all"),
     ("tier",): choice_wrong,
     ("proximal",): flag_wrong,
     ("keep_until_ack",): flag_wrong,

@@ -56,7 +56,7 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "disk_tier": (["--april-disk-dir", "/no/such/folder"], {}, "--april-disk-dir must be a directory"),
     "journal": (["--april-journal", "/no/such/folder/j"], {}, "the journal /no/such/folder/j cannot be used"),
     "journal_sync": (["--april-journal-sync", "never"], {}, "--april-journal-sync must be one of"),
-    "auto_concurrency": (["--april-concurrency", "auto"], {}, "--april-concurrency must be a number"),
+    "concurrency": (["--april-concurrency", "all"], {}, "--april-concurrency must be a whole number"),
 }
 
 # What is special about the way of starting: its entry and how the one sentence starts.

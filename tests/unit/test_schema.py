@@ -56,7 +56,7 @@ TOP = [
     ("quota_mode", ["last", 1, None]),
     ("cohort_rounds", [0, -1, "1", 2**31, None]),
     ("proximal", ["yes", 1, None]),
-    ("concurrency", [0, -1, "auto", "all", 2**31, 1.5]),
+    ("concurrency", [0, -1, "Auto", "all", 2**31, 1.5]),
     ("keep_until_ack", [1, "true", None]),
     ("tier", ["disk", "gpu", None]),
     ("stream", ["yes", 0, None]),

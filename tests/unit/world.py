@@ -312,7 +312,8 @@ class World(Known):
         stopped = self.push_open or self.frozen or self.engine.flush_pending or self.engine.released
         assert not ours or not (stopped or self.controller.context.clock.closed)
         for run, rnd in (self.ahead | self.rounds).items():
-            assert self.ledger.runs[run].running <= (rnd.spec.concurrency or self.engine.slots)
+            bound = rnd.spec.concurrency
+            assert self.ledger.runs[run].running <= (bound if isinstance(bound, int) else self.engine.slots)
             if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
                 begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.rounds else 0
                 if rnd.spec.count == "accepted":

@@ -1,0 +1,37 @@
+"""S9: how long decode steps take, on rank 0's clock. What follows from it for admission is broadcast (`wire.Tuned`)."""
+
+import time
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+from sglang_april import wire
+from sglang_april.adapter.v0_5_17.facts import Facts
+from sglang_april.policy.concurrency import Tuner
+from sglang_april.scheduler.context import Context
+
+EVERY = 128
+"""Decode steps between two looks at the curve."""
+
+
+class StepTimes:
+    """A step is timed from one boundary to the next: in the overlap loop, too, the next comes when its results have."""
+
+    def __init__(self, facts: Facts, slots: int) -> None:
+        self._facts = facts
+        self._tuner = Tuner(slots)
+        self._began, self._rows, self._steps = 0.0, 0, 0
+
+    def boundary(self, context: Context) -> None:
+        """Top of a scheduling step."""
+        before, self._began = self._began, time.perf_counter()
+        if not self._rows:
+            return
+        self._tuner.note(self._rows, self._began - before)
+        self._steps += 1
+        if self._steps % EVERY == 0 and context.tunes():
+            curve = self._tuner.curve().values()
+            self._facts.say(wire.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve]))
+
+    def launched(self, batch: ScheduleBatch | None) -> None:
+        """What the step runs."""
+        self._rows = len(batch.reqs) if batch is not None and batch.forward_mode.is_decode() else 0

@@ -1,0 +1,161 @@
+"""`concurrency: auto`: where more samples stop to pay, and what a message about it does to a scheduler (S9)."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from sglang_april import wire
+from sglang_april.policy.concurrency import MEMORY, Tuner
+from sglang_april.types import State
+from tests.unit.world import Build, World
+
+LOOK = 128
+Curve = Callable[[int], float]
+
+
+def flat(batch: int) -> float:
+    return 0.01
+
+
+def linear(batch: int) -> float:
+    return 0.001 * batch
+
+
+def knee(batch: int) -> float:
+    """Memory-bound up to 64 samples, then compute-bound."""
+    return 0.01 * max(1.0, batch / 64)
+
+
+def run(tuner: Tuner, curve: Curve, steps: int, noise: float = 0.0, seed: int = 0) -> list[int]:
+    """The limits of an engine whose batch varies below the limit, as samples end one by one."""
+    rng = random.Random(seed)
+    limits = []
+    for step in range(steps):
+        batch = max(1, tuner.limit - rng.randrange(1 + tuner.limit // 12))
+        hiccup = 50.0 if rng.random() < 0.02 else 1.0
+        tuner.note(batch, curve(batch) * hiccup * (1 + noise * rng.gauss(0, 1)))
+        if step % LOOK == LOOK - 1:
+            limits.append(tuner.tune())
+    return limits
+
+
+@pytest.mark.parametrize(("curve", "least", "most"), [(flat, 256, 256), (linear, 1, 1), (knee, 64, 91)])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_limit_settles_where_more_samples_stop_to_pay(curve: Curve, least: int, most: int, noise: float) -> None:
+    """Flat steps: every slot pays. Steps as long as their batch: one sample gives all there is to have."""
+    for seed in range(5):
+        limits = run(Tuner(256), curve, LOOK * 40, noise, seed)
+        settled = limits[20:]
+        assert sum(least <= limit <= most for limit in settled) >= 0.9 * len(settled), limits
+
+
+def test_a_constant_batch_is_no_curve_so_a_smaller_one_is_tried_once() -> None:
+    """Nothing can be said of the worth of samples that have always been there."""
+    tuner = Tuner(64)
+    assert tuner.tune() == 64
+    limits = run(tuner, flat, LOOK * 30)
+    assert limits[0] == 45
+    assert set(limits[2:]) == {64}
+
+
+def test_what_has_not_been_seen_for_long_is_looked_at_again() -> None:
+    """Contexts grow and steps with them: the limit follows, in both directions."""
+    tuner = Tuner(64)
+    assert run(tuner, flat, LOOK * 10)[-1] == 64
+    assert run(tuner, linear, MEMORY + LOOK * 20)[-1] == 1
+    assert 64 in run(tuner, flat, 2 * MEMORY + LOOK * 40)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 300])
+def test_every_number_of_slots(slots: int) -> None:
+    assert 1 <= min(run(Tuner(slots), linear, LOOK * 60)) <= max(run(Tuner(slots), flat, LOOK * 60)) == slots
+
+
+# --- in the controller
+
+
+def tuned(w: World, limit: int) -> None:
+    w.do(lambda engine: engine.controller.observe(wire.Tuned(limit, [(float(limit), 2.5)])))
+
+
+def running(w: World) -> int:
+    return w.ledger.runs["run"].running
+
+
+def many(count: int, length: int) -> dict[str, tuple[int, int, int]]:
+    return {f"p{i}": (2, 1, -length) for i in range(count)}
+
+
+def test_a_round_on_auto_takes_all_slots_until_it_is_told(world: Build) -> None:
+    w = world(slots=8)
+    w.open("run", many(30, 4), quota=None, concurrency="auto")
+    w.step()
+    assert running(w) == 8
+    tuned(w, 3)
+    most = []
+    while w.rounds:
+        w.step()
+        most.append(running(w))
+    assert max(most[8:]) == 3
+    assert (w.replies[-1].stats["concurrency"], w.replies[-1].stats["step_ms"]) == (3, [[3.0, 2.5]])
+
+
+def test_nothing_that_runs_is_stopped_for_it(world: Build) -> None:
+    """Whoever is beyond a new limit goes on; nobody is admitted until fewer run. Twice is as good as once."""
+    w = world(slots=8)
+    w.open("run", many(8, 40) | {"next": (2, 1, -3)}, quota=None, concurrency="auto")
+    w.step(5)
+    for _ in range(2):
+        tuned(w, 2)
+        w.step(3)
+        assert running(w) == 8
+        assert not w.ledger.runs["run"].suspended
+    assert w.sample("run", "next").state is State.QUEUED
+    tuned(w, 8)
+    assert len(w.reply().deliver) == 9
+
+
+def test_it_holds_for_later_rounds_and_binds_only_those_that_ask(world: Build) -> None:
+    w = world(slots=8)
+    tuned(w, 2)
+    w.open("run", many(20, 6), quota=3, concurrency="auto")
+    w.step(2)
+    assert running(w) == 2
+    w.reply()
+    w.open("run", {}, quota=3, concurrency=5)
+    w.step(3)
+    assert running(w) == 5
+    assert w.reply().stats["step_ms"] is None
+    w.open("run", {}, quota=None)
+    w.step(3)
+    assert running(w) == 8
+
+
+def test_what_runs_ahead_obeys_too(world: Build) -> None:
+    """`after_quota: continue`: the fact comes while no round is open."""
+    w = world(slots=8)
+    w.open("run", many(50, 9), quota=1, ahead=40, concurrency="auto", after_quota="continue")
+    w.reply()
+    tuned(w, 2)
+    w.step(12)
+    assert running(w) == 2
+
+
+def test_state_says_what_auto_stands_for(world: Build) -> None:
+    w = world()
+    said: list[object] = []
+    for limit in (None, 4):
+        if limit is not None:
+            tuned(w, limit)
+        said.append(w.command(wire.GetState).data["tuned"])
+    assert said == [None, {"concurrency": 4, "step_ms": [(4.0, 2.5)]}]
+
+
+def test_it_travels_as_a_fact() -> None:
+    fact = wire.Tuned(3, [(2.5, 1.25)])
+    told = wire.decode_message(wire.encode(fact))
+    assert isinstance(told, wire.Fact)
+    assert told == fact
+    assert msgspec.msgpack.decode(wire.encode(fact))["concurrency"] == 3
