@@ -6,13 +6,21 @@ answers: a truncated Pareto law, most lists short and a few of them twenty times
 answers by itself, which is what makes a batch wait for its slowest few.
 
 Token ids in and token ids out: ``Problem.prompt`` goes to the server as ``input_ids``, ``score`` judges ``output_ids``.
+As prompt data of the trainer bridge: ``write_prompts``, and ``reward: examples.sorting_task:reward``.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_bridge.prompt import Prompt
+    from trainer_bridge.rewards import RewardSample
 
 PAD, BOS, EOS, SORT = 0, 1, 2, 3
 FIRST_NUMBER = 4
@@ -75,3 +83,15 @@ def score(problem: Problem, output_ids: Sequence[int]) -> float:
 def exact(problem: Problem, output_ids: Sequence[int]) -> bool:
     """Whether the output is the whole answer and nothing else."""
     return list(output_ids) == problem.answer
+
+
+def write_prompts(path: Path, given: Iterable[Problem]) -> Path:
+    """Problems as the trainer bridge reads prompts: a JSON row each, the answer as its label."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"input": one.prompt, "label": one.answer}) + "\n" for one in given))
+    return path
+
+
+def reward(sample: RewardSample, prompt: Prompt) -> float:
+    """``score``, as the trainer bridge asks for it."""
+    return score(Problem(prompt.id, prompt.content, prompt.label), sample.output_ids)

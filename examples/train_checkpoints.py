@@ -1,11 +1,15 @@
-"""Trains the tiny Qwen3 whose checkpoints the demo uses as successive policy versions.
+"""Trains the tiny Qwen3 whose checkpoints the demo uses as successive policy versions, and the one that RL starts from.
 
 Plain torch and transformers on the CPU, a few minutes on two cores: supervised learning on the sorting task, a
-snapshot every so many steps. The results are small (0.3 MB each, bfloat16), so they lie in the repository under
-``examples/checkpoints/v0 … v3`` and nobody has to run this to see the demo. Run again on the same machine it makes the
-same weights (fixed seeds, fixed number of threads).
+snapshot every so many steps (``v0 … v3``). Then ``warmup``: the last of them, taught further by demonstrations of which
+half give up somewhere before their end, so that it sorts well and often stops too early. That is what reinforcement
+learning has to unlearn: the reward counts the right positions.
 
-    python -m examples.train_checkpoints [--out examples/checkpoints]
+The results are small (0.3 MB each, bfloat16), so they lie in the repository under ``examples/checkpoints`` and nobody
+has to run this to see the demo. Run again on the same machine it makes the same weights (fixed seeds, fixed number of
+threads).
+
+    python -m examples.train_checkpoints [--out examples/checkpoints] [--only-warmup]
 """
 
 from __future__ import annotations
@@ -31,6 +35,12 @@ SNAPSHOTS = (800, 1200, 1600, 2000)
 """After which steps a checkpoint is written: the first already ends its answers by itself, later ones sort better."""
 BATCH_TOKENS = 3000
 LEARNING_RATE = 6e-3
+WARM_UP_STEPS = 150
+WARM_UP_LEARNING_RATE = 1e-3
+GIVE_UP = 0.5
+"""Share of the warm-up's demonstrations that end too early, anywhere with equal probability."""
+IGNORED = -100
+"""What cross entropy takes for "no target here"."""
 THREADS = 1
 """One thread adds in one order, and does not stall where other processes want the cores too."""
 
@@ -133,14 +143,49 @@ def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS)
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
+def give_up(answers: torch.Tensor, rng: random.Random, share: float) -> torch.Tensor:
+    """Demonstrations of which a share stop early: EOS somewhere before the end, and no target behind it."""
+    shown = answers.clone()
+    for row in shown:
+        if rng.random() < share:
+            at = rng.randrange(1, len(row) - 1)
+            row[at] = EOS
+            row[at + 1 :] = IGNORED
+    return shown
+
+
+def warm_up(start: Path, out: Path) -> None:
+    """Teaches the checkpoint ``start`` to give up; writes ``out/warmup``."""
+    torch.set_num_threads(THREADS)
+    rng, lengths = random.Random(2), Lengths()
+    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
+    for step in range(1, WARM_UP_STEPS + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = WARM_UP_LEARNING_RATE * min(1.0, step / 20) * (1.0 - 0.9 * step / WARM_UP_STEPS)
+        logits, answers = answer_logits(model, draw_batch(rng, lengths))
+        shown = give_up(answers, rng, GIVE_UP)
+        loss = functional.cross_entropy(logits.flatten(0, 1), shown.flatten(), ignore_index=IGNORED)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % 50 == 0:
+            print(f"warm-up step {step} loss {loss.item():.3f} {quality(model)}", flush=True)
+    save(model, out / "warmup")
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for v0 … v3")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for v0 … v3 and warmup")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only-warmup", action="store_true", help="v0 … v3 are there already")
     args = parser.parse_args()
-    scaled = tuple(max(1, snapshot * args.steps // STEPS) for snapshot in SNAPSHOTS)
-    train(args.out, args.steps, scaled)
+    if not args.only_warmup:
+        scaled = tuple(max(1, snapshot * args.steps // STEPS) for snapshot in SNAPSHOTS)
+        train(args.out, args.steps, scaled)
+    warm_up(args.out / f"v{len(SNAPSHOTS) - 1}", args.out)
 
 
 if __name__ == "__main__":

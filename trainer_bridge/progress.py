@@ -54,7 +54,7 @@ class Progress:
             self._events.add_scalar(f"seconds/{name}", seconds, row["step"])
         if row["lengths"]:
             self._events.add_scalar("length/mean", sum(row["lengths"]) / len(row["lengths"]), row["step"])
-        self._console.print(line(row), highlight=False)
+        self._console.print(line(row), highlight=False, soft_wrap=True)
         for warning in row.get("warnings", []):
             self.warn(warning)
         for problem in row["problems"][:1]:

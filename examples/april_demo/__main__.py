@@ -6,20 +6,36 @@ import argparse
 import asyncio
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.april_demo.engine import Engine, EngineError, Watch
+from examples.april_demo.engine import Engine, Watch
 from examples.april_demo.measure import Result, figures, run_interleaved
-from examples.april_demo.report import draw_timeline, show_table, write_summary
-from examples.april_demo.server import ServerError, running_server
-from examples.april_demo.settings import ROOT, Settings
+from examples.april_demo.report import (
+    TITLES,
+    draw_learning,
+    draw_timeline,
+    show_table,
+    show_training,
+    write_summary,
+)
+from examples.april_demo.server import has_gpu, running_server
+from examples.april_demo.settings import ROOT, Settings, Training
+from examples.april_demo.training import TRAINED, Trained, configuration, import_trainer, prepare, train
+from examples.april_demo.training import figures as training_figures
 from examples.april_demo.variants import VARIANTS
+from sglang_april.client import AprilError
+
+Row = dict[str, Any]
+FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError)
+"""What the server, the engine's routes and the trainer raise, each with a message that says why."""
 
 
 def arguments() -> argparse.Namespace:
@@ -28,7 +44,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.april_demo",
         description="Runs rounds with weight updates between them three ways: waiting for all, APRIL from outside the "
-        "engine, and sglang-april. Ends with a table, a picture and out/demo/summary.json.",
+        "engine, and sglang-april. Then trains the tiny model twice, waiting for all and with sglang-april. Ends with "
+        "tables, pictures and out/demo/summary.json.",
         epilog="Options after -- are passed to the server, for example: -- --attention-backend triton",
     )
     parser.add_argument("--server", metavar="URL", help="use a running server (started with the demo's model)")
@@ -42,6 +59,11 @@ def arguments() -> argparse.Namespace:
         "--over-provision", type=float, default=default.over_provision, help="outside only (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of prompts and sampling (%(default)s)")
+    parser.add_argument("--steps", type=int, default=default.training.steps, help="of training; 0: none (%(default)s)")
+    parser.add_argument(
+        "--train-groups", type=int, default=default.training.groups, help="groups per step (%(default)s)"
+    )
+    parser.add_argument("--held-out", type=int, default=default.training.held_out, help="problems (%(default)s)")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(default.variants))
     parser.add_argument("server_options", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -59,6 +81,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         over_provision=args.over_provision,
         seed=args.seed,
         variants=tuple(args.variants),
+        training=replace(Training(), steps=args.steps, groups=args.train_groups, held_out=args.held_out),
     )
 
 
@@ -92,6 +115,25 @@ async def run_all(url: str, settings: Settings, console: Console, started: float
     return results, first_groups
 
 
+def run_rounds(url: str, settings: Settings, out: Path, console: Console, started: float) -> tuple[list[Row], float]:
+    """First part: the variants' rounds in turn; their rows, and the seconds to the first finished round."""
+    results, first = asyncio.run(run_all(url, settings, console, started))
+    rows = [figures(result, settings) | training_figures(None) for result in results]
+    draw_timeline(out / "running_batch.png", results, rows, settings)
+    return rows, first
+
+
+def run_training(url: str, rows: list[Row], settings: Settings, out: Path, console: Console) -> None:
+    """Second part: the training runs, each of which fills the row of its variant."""
+    by_variant = {row["variant"]: row for row in rows}
+    data, trained = prepare(settings, out), dict[str, Trained]()
+    for name in (name for name in TRAINED if name in by_variant):
+        console.rule(f"training, {TITLES[name]}")
+        trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
+        by_variant[name].update(training_figures(trained[name]))
+        draw_learning(out / "learning.png", trained)
+
+
 def main() -> int:
     """Runs the demo; 0 if all went well."""
     args = arguments()
@@ -99,22 +141,38 @@ def main() -> int:
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    trains = settings.training.steps > 0 and not set(TRAINED).isdisjoint(settings.variants)
+    rows: list[Row] = []
+    seconds: dict[str, float] = {}
+    part, failure = "the server", ""
     try:
+        imports = ThreadPoolExecutor(1).submit(import_trainer) if trains else None
         attach = nullcontext(args.server) if args.server else None
         with attach or running_server(settings, args.out, console, args.server_options) as url:
-            up = time.monotonic() - started
-            results, first = asyncio.run(run_all(url, settings, console, started))
-    except (ServerError, EngineError, httpx.HTTPError) as problem:
-        console.print(f"[red]{problem or type(problem).__name__}")
+            seconds["server_up"] = time.monotonic() - started
+            if imports:
+                part = "the trainer's import"
+                imports.result()  # not while rounds are timed
+            part = "the rounds"
+            rows, seconds["first_round"] = run_rounds(url, settings, args.out, console, started)
+            if trains:
+                part = "training"
+                run_training(url, rows, settings, args.out, console)
+    except FAILURES as problem:
+        failure = f"{part} failed: {problem or type(problem).__name__}"
+    seconds["all"] = time.monotonic() - started
+    if rows:
+        write_summary(args.out / "summary.json", rows, settings, seconds)
+        show_table(rows, settings, console)
+        show_training(rows, settings, console)
+    if failure:
+        console.print(failure, style="red", markup=False)
         return 1
-    rows = [figures(result, settings) for result in results]
-    seconds = {"server_up": round(up, 1), "first_round": round(first, 1), "all": round(time.monotonic() - started, 1)}
-    write_summary(args.out / "summary.json", rows, settings, seconds)
-    draw_timeline(args.out / "running_batch.png", results, rows, settings)
-    show_table(rows, settings, console)
+    pictures = [args.out / name for name in ("running_batch.png", *(["learning.png"] if trains else []))]
     console.print(
-        f"first groups after {first:.0f} s, all after {time.monotonic() - started:.0f} s (server up: {up:.0f} s)\n"
-        f"figures: {args.out / 'summary.json'}\npicture: {args.out / 'running_batch.png'}",
+        f"first groups after {seconds['first_round']:.0f} s, all after {seconds['all']:.0f} s "
+        f"(server up: {seconds['server_up']:.0f} s)\nfigures: {args.out / 'summary.json'}\n"
+        f"pictures: {', '.join(map(str, pictures))}",
         soft_wrap=True,
     )
     return 0

@@ -1,10 +1,11 @@
-"""The demo's results: a table on the terminal, ``summary.json`` and a picture of the running batch over time."""
+"""The demo's results: two tables on the terminal, ``summary.json``, and pictures of batches and of learning."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from examples.april_demo.measure import Result, mean_running, timeline
 from examples.april_demo.settings import Settings
+from examples.april_demo.training import Trained
 
 COLOURS = {"synchronous": "#8c8c8c", "outside": "#d9822b", "april": "#1f6fb4"}
 TITLES = {
@@ -35,6 +37,17 @@ COLUMNS = {
     "samples_lost": "samples\nlost",
     "off_policy_share": "off-policy\nshare",
     "mean_running": "mean\nbatch",
+}
+TRAINING_COLUMNS = {
+    "variant": "variant",
+    "seconds_per_step": "seconds\nper step",
+    "delivered_tokens_per_s": "delivered\ntokens/s",
+    "off_policy_share": "off-policy\nshare",
+    "reward_before": "held-out\nbefore",
+    "reward_after": "held-out\nafter",
+    "gain": "gain ± s.e.",
+    "samples": "samples",
+    "seconds": "seconds",
 }
 
 
@@ -60,6 +73,37 @@ def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console)
     console.print(table)
 
 
+def show_training(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
+    """What the runs learned, and in what time; nothing where none was finished."""
+    sizes, trained = settings.training, [row for row in rows if row["training"]]
+    if not trained:
+        return
+    table = Table(
+        title=f"training: {sizes.steps} steps of {sizes.groups} groups × {sizes.samples_per_group} samples, seed "
+        f"{settings.seed}; held out: {sizes.held_out} problems"
+    )
+    for key, heading in TRAINING_COLUMNS.items():
+        table.add_column(heading, justify="left" if key == "variant" else "right")
+    for row in trained:
+        inner = row["training"]
+        shown = {
+            "variant": row["variant"],
+            "seconds_per_step": f"{inner['seconds_per_step']:.2f}",
+            "delivered_tokens_per_s": f"{inner['delivered_tokens_per_s']:,.0f}",
+            "off_policy_share": f"{inner['off_policy_share']:.1%}",
+            "reward_before": f"{row['reward_before']:.3f}",
+            "reward_after": f"{row['reward_after']:.3f}",
+            "gain": f"{inner['gain']:+.3f} ± {row['reward_se']:.3f}",
+            "samples": f"{inner['samples']:,}",
+            "seconds": f"{row['seconds']:.0f}",
+        }
+        table.add_row(*(shown[key] for key in TRAINING_COLUMNS))
+    console.print(table)
+    for row in trained:
+        if not row["training"]["learned"]:
+            console.print(f"[yellow]{row['variant']}: the gain is not above two standard errors of the held-out set")
+
+
 def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, seconds: dict[str, float]) -> None:
     """The rows as JSON, and beside them (``run.json``) what they were measured on and how long it took."""
     path.write_text(json.dumps(rows, indent=2) + "\n")
@@ -69,7 +113,7 @@ def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, se
         "load_average_at_end": os.getloadavg(),
         "seconds": seconds,
     }
-    path.with_name("run.json").write_text(json.dumps(context, indent=2) + "\n")
+    path.with_name("run.json").write_text(json.dumps(context, indent=2, default=str) + "\n")
 
 
 def _panel(axes: Axes, result: Result, row: dict[str, Any], settings: Settings) -> None:
@@ -103,6 +147,27 @@ def draw_timeline(path: Path, results: list[Result], rows: list[dict[str, Any]],
         f"rollout time in seconds, pushes included: {settings.rounds} rounds of {settings.groups} groups each; "
         "vertical lines: round ends; dotted: slots"
     )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_learning(path: Path, trained: Mapping[str, Trained]) -> None:
+    """Held-out reward against delivered samples and against the time of the steps; bars: one standard error."""
+    figure, panels = plt.subplots(1, 2, sharey=True, figsize=(11, 3.6))
+    for axes, key, label in zip(
+        panels,
+        ("samples_so_far", "seconds_so_far"),
+        ("delivered samples", "seconds of training, evaluations left out"),
+        strict=True,
+    ):
+        for name, run in trained.items():
+            x, y, error = ([row[field] for row in run.evaluations] for field in (key, "reward", "reward_se"))
+            axes.errorbar(x, y, error, color=COLOURS[name], marker="o", markersize=4, capsize=3, label=TITLES[name])
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("held-out reward")
+    panels[0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -12,6 +12,27 @@ CHECKPOINTS = ROOT / "examples" / "checkpoints"
 
 
 @dataclass(frozen=True)
+class Training:
+    """Sizes of the two training runs; the defaults fit two CPU cores and five minutes."""
+
+    steps: int = 16
+    """Rounds and optimiser steps of a run; 0: the demo does not train."""
+    groups: int = 16
+    """Groups per step: the quota."""
+    samples_per_group: int = 8
+    """`n`: samples per group."""
+    pool: int = 48
+    """Ours only: prompts that lie in the engine at a round's start."""
+    held_out: int = 256
+    """Problems that are never trained on, one answer each."""
+    eval_interval: int = 4
+    """Steps between evaluations."""
+    lr: float = 3e-4
+    checkpoint: Path = CHECKPOINTS / "warmup"
+    """Where training starts from (`examples/train_checkpoints.py`, `warm_up`)."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Sizes of the workload; the defaults fit two CPU cores and a few minutes."""
 
@@ -21,9 +42,9 @@ class Settings:
     """Groups that a round delivers: the quota."""
     samples_per_group: int = 4
     """`n`: samples per group."""
-    warmup_rounds: int = 4
+    warmup_rounds: int = 3
     """Rounds before the clock starts, so that the carry has its steady size."""
-    rounds: int = 12
+    rounds: int = 6
     """Measured rounds."""
     over_provision: float = 2.0
     """APRIL from outside starts this many times the groups that it needs."""
@@ -33,6 +54,7 @@ class Settings:
     lengths: Lengths = field(default_factory=Lengths)
     temperature: float = 1.0
     variants: tuple[str, ...] = ("synchronous", "outside", "april")
+    training: Training = field(default_factory=Training)
 
     @property
     def max_new_tokens(self) -> int:

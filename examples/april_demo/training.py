@@ -1,0 +1,179 @@
+"""Training on the demo's server: waiting for all, then with ours; Megatron on the CPU through the trainer bridge.
+
+Both runs start from the same weights, learn from the same prompts in the same order with the same seeds, and take the
+same number of samples per step. What differs is `partial_rollout` and the pool of prompts that lies in the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from examples.april_demo.settings import Settings
+from examples.sorting_task import problems, write_prompts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainer_bridge.config import Config
+
+Row = dict[str, Any]
+TRAINED = ("synchronous", "april")
+"""Variants that train, in this order."""
+HELD_OUT_SEED = 10_000
+"""Of the held-out problems, whatever the seed of the run."""
+LOST_AFTER_S = 60.0
+"""A server that died does not come back: the demo started it, not the trainer."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training run as its folder tells it: a row per step, and one per evaluation."""
+
+    steps: Sequence[Row]
+    evaluations: Sequence[Row]
+
+    @property
+    def gain(self) -> float:
+        """Held-out reward, last less first."""
+        return float(self.evaluations[-1]["reward"] - self.evaluations[0]["reward"])
+
+    @property
+    def learned(self) -> bool:
+        """Whether the gain is above two standard errors of the held-out set."""
+        return self.gain > 2 * standard_error(self.evaluations)
+
+
+def standard_error(evaluations: Sequence[Row]) -> float:
+    """Of the held-out mean, over prompts: the larger of the first and the last evaluation."""
+    return float(max(evaluations[0]["reward_se"], evaluations[-1]["reward_se"]))
+
+
+def prepare(settings: Settings, out: Path) -> dict[str, Path]:
+    """Writes the prompts to train on and the held-out ones; removes an earlier demo's runs."""
+    folder, sizes = out / "training", settings.training
+    shutil.rmtree(folder, ignore_errors=True)
+    needed = sizes.steps * sizes.groups + sizes.pool
+    train = itertools.islice(problems(settings.seed, settings.lengths), needed)
+    held_out = itertools.islice(problems(HELD_OUT_SEED, settings.lengths), sizes.held_out)
+    return {
+        "prompt_data": write_prompts(folder / "prompts.jsonl", train),
+        "eval_prompt_data": write_prompts(folder / "held_out.jsonl", held_out),
+    }
+
+
+def configuration(
+    variant: str, url: str, settings: Settings, data: Mapping[str, Path], out: Path, *, on_gpu: bool
+) -> Config:
+    """The trainer bridge's configuration of one of the two runs."""
+    from trainer_bridge.flags import load
+
+    sizes, ours = settings.training, variant == "april"
+    fields = {
+        **{name: str(path) for name, path in data.items()},
+        "hf_checkpoint": str(sizes.checkpoint),
+        "server": url,
+        "server_start_timeout": LOST_AFTER_S,
+        "run": f"demo-{variant}",
+        "save": str(out / "training" / variant),
+        "seed": settings.seed,
+        "num_rollout": sizes.steps,
+        "save_interval": sizes.steps,
+        "on_end": "drop",
+        "partial_rollout": ours,
+        "rollout_batch_size": sizes.groups,
+        "over_sampling_batch_size": sizes.pool if ours else sizes.groups,
+        "n_samples_per_prompt": sizes.samples_per_group,
+        "max_staleness": settings.max_staleness,
+        "rollout_max_response_len": settings.max_new_tokens,
+        "rollout_temperature": settings.temperature,
+        "rollout_seed": settings.seed,
+        "reward": "examples.sorting_task:reward",
+        "reward_workers": 1,
+        "lr": sizes.lr,
+        "adam_beta2": 0.95,
+        "train_dtype": "float32",
+        "trainer_device": "cpu",
+        "push": "disk" if on_gpu else "tensor",
+        "eval_interval": sizes.eval_interval,
+        "eval_temperature": settings.temperature,
+    }
+    return load(None, fields)
+
+
+def train(config: Config, console: Console) -> Trained:
+    """One run from its first step to its last, a line per step on the console."""
+    import torch
+
+    from trainer_bridge.loop import Loop
+    from trainer_bridge.progress import Progress, read_rows
+
+    # A tiny model gains nothing from more, and the sums come in one order.
+    torch.set_num_threads(1)
+    folder = Path(config.save)
+    loop = Loop(config, progress=Progress(folder, console))
+    try:
+        loop.run()
+    finally:
+        loop.close()
+    return Trained(read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl"))
+
+
+def import_trainer() -> None:
+    """The trainer's imports take as long as the server's: call it while that starts."""
+    # What Megatron would rather have installed is not for who watches a demo.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    import trainer_bridge.loop
+    import trainer_bridge.megatron.policy  # noqa: F401
+
+
+def figures(trained: Trained | None) -> Row:
+    """What training adds to a variant's row; None for a variant that did not train."""
+    names = ("reward_before", "reward_after", "reward_se", "seconds", "training")
+    if trained is None:
+        return dict.fromkeys(names)
+    steps, evaluations = trained.steps, trained.evaluations
+    first, last = evaluations[0], evaluations[-1]
+    tokens, generated_s = (sum(row[name] for row in steps) for name in ("delivered_tokens", "generate_s"))
+    return {
+        "reward_before": round(first["reward"], 4),
+        "reward_after": round(last["reward"], 4),
+        "reward_se": round(standard_error(evaluations), 4),
+        "seconds": round(last["seconds_so_far"], 1),
+        "training": {
+            "steps": len(steps),
+            "samples": last["samples_so_far"],
+            "held_out": first["prompts"],
+            "gain": round(trained.gain, 4),
+            "learned": trained.learned,
+            "seconds_per_step": round(last["seconds_so_far"] / len(steps), 3),
+            "delivered_tokens": tokens,
+            "delivered_tokens_per_s": round(tokens / generated_s, 1),
+            "off_policy_share": round(_share(steps, "off_policy_share"), 4),
+            "length_max": max(max(row["lengths"]) for row in steps),
+            "length_mean": round(mean(length for row in steps for length in row["lengths"]), 1),
+            "seconds_by_part": {name: round(seconds, 1) for name, seconds in _parts(steps).items()},
+            "evaluations": [
+                {name: row[name] for name in ("step", "samples_so_far", "seconds_so_far", "reward", "reward_se")}
+                for row in evaluations
+            ],
+        },
+    }
+
+
+def _share(steps: Sequence[Row], name: str) -> float:
+    """A share of the tokens, over all steps."""
+    tokens = sum(row["delivered_tokens"] for row in steps)
+    return sum(row[name] * row["delivered_tokens"] for row in steps) / tokens
+
+
+def _parts(steps: Sequence[Row]) -> dict[str, float]:
+    """Seconds of all steps by what they were spent on."""
+    names = dict.fromkeys(name for row in steps for name in row["seconds"])
+    return {name: sum(row["seconds"].get(name, 0.0) for row in steps) for name in names}

@@ -1,0 +1,53 @@
+"""The demo's training part on a live server: both runs to their end, rows, books, picture. No gain is asserted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from examples.april_demo.__main__ import run_training
+from examples.april_demo.report import TITLES
+from examples.april_demo.settings import Settings, Training
+from examples.april_demo.training import figures
+from examples.sorting_task import Lengths
+from tests.support.live import Live
+from trainer_bridge.progress import read_rows
+
+
+def test_both_runs_train_and_fill_their_rows(normal: Live, models: Callable[[str, int], Path], tmp_path: Path) -> None:
+    training = Training(
+        steps=2, groups=3, samples_per_group=2, pool=6, held_out=6, eval_interval=1, checkpoint=models("qwen3", 0)
+    )
+    settings = Settings(lengths=Lengths(2, 6), training=training)
+    rows = [{"variant": name, **THROUGHPUT, **figures(None)} for name in ("synchronous", "outside", "april")]
+    console = Console(record=True, width=200)
+    before = normal.server.state()["policy_version"]
+    run_training(normal.server.url, rows, settings, tmp_path, console)
+
+    synchronous, outside, april = rows
+    assert outside["training"] is None
+    for row in (synchronous, april):
+        steps = read_rows(tmp_path / "training" / row["variant"] / "steps.jsonl")
+        assert [step["groups"] for step in steps] == [3, 3]
+        delivered = [tuple(sample) for step in steps for sample in step["delivered"]]
+        assert len(set(delivered)) == len(delivered) == row["training"]["samples"] == 12
+        assert [point["step"] for point in row["training"]["evaluations"]] == [0, 1, 2]
+        assert row["training"]["held_out"] == 6
+        assert row["seconds"] > 0
+        assert f"training, {TITLES[row['variant']]}" in console.export_text(clear=False)
+    # Same weights, same held-out problems, same noise.
+    assert april["reward_before"] == pytest.approx(synchronous["reward_before"], abs=1e-4)
+    assert synchronous["training"]["off_policy_share"] == 0.0
+    assert (tmp_path / "learning.png").exists()
+    # A push before the first step and one after each.
+    state = normal.server.state()
+    assert state["policy_version"] == before + 2 * 3
+    assert not any(run["groups"] for name, run in state["runs"].items() if name.startswith("demo-"))
+
+
+THROUGHPUT = {
+    **dict.fromkeys(("delivered_tokens_per_s", "off_policy_share", "mean_running"), 1.0),
+    **dict.fromkeys(("tokens_after_end", "reprefilled_tokens", "samples_lost"), 0),
+}
+"""What the first part would have filled in."""
