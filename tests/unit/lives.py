@@ -1,4 +1,8 @@
-"""A scheduler without a model in a process of its own, whose journal outlives it, and the client who remembers (S8)."""
+"""A scheduler without a model in a process of its own, whose journal and files of pages outlive it (S8).
+
+What it does is paced by its journal, not by the clock: it is never more than a few batches ahead of the writer, and
+never more than a pipe of words ahead of who listens. So a kill meets all phases alike, however slow the disk is.
+"""
 
 import fcntl
 import os
@@ -6,43 +10,67 @@ import random
 import signal
 import struct
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from sglang_april import wire
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
-from sglang_april.store.journal import Journal
+from sglang_april.store.journal import Journal, OnWritten
 from sglang_april.store.saved import restored_event
-from sglang_april.types import sample_seed
+from sglang_april.store.tables import Op
 from tests.unit.crash import KEPT, recall_all
-from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_loop import token
+from tests.unit.lives_client import RUNS, Client, Word
+from tests.unit.recount import samples_of
+from tests.unit.stored import StoringEngine
 
-RUNS = ("a", "b", "c")
 COMMAND, EVENT = 0, 1
 HEAD = struct.Struct("<BI")
 PIPE_BYTES = 4096
 """So little that a life is never far ahead of what has been heard of it."""
+SLOTS, POOL, HOST, DISK = 4, 200, 80, 160
+"""Samples, and tokens of each tier: little, so that pages are always on the move."""
 
-Word = wire.Command | wire.Event
+
+class PacedJournal(Journal):
+    """Its caller waits where it is more than so many batches ahead of the writer."""
+
+    def __init__(self, path: Path, ahead: int) -> None:
+        super().__init__(path)
+        self._ahead, self._done, self._told = ahead, 0, threading.Condition()
+
+    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
+        def told(last: int, error: str) -> None:
+            written(last, error)
+            with self._told:
+                self._done = last
+                self._told.notify()
+
+        super().start(told)
+
+    def put(self, batch: Sequence[Op]) -> int:
+        number = super().put(batch)
+        with self._told:
+            self._told.wait_for(lambda: self._done >= number - self._ahead)
+        return number
 
 
 class Life:
     """The child: a client's commands, at random, and what the scheduler says, as words in a pipe."""
 
-    def __init__(self, path: Path, pipe: int, seed: int) -> None:
+    def __init__(self, folder: Path, pipe: int, seed: int) -> None:
         self.rng, self.pipe, self.seed = random.Random(seed), pipe, seed
         self.seq, self.lock = 0, threading.Lock()
         self.busy: set[str] = set()
         """Runs whose round is open, as far as the client has heard."""
-        self.engine = FakeEngine(slots=4, pool=200, overlap=seed % 2 == 0)
+        caps = {"pool": POOL, "host_cap": HOST, "disk_cap": DISK}
+        self.engine = StoringEngine(folder, slots=SLOTS, overlap=seed % 2 == 0, **caps)
         self.engine.on_event = self.say
-        journal = Journal(path)
+        journal = PacedJournal(folder / "journal", ahead=self.rng.choice((0, 1, 4)))
         saved = journal.load()
         version, unnamed = starting_version(None, saved.version)
         self.context = self.engine.controller.context
@@ -50,6 +78,10 @@ class Life:
         self.context.clock.unnamed = unnamed
         self.engine.controller.restore(saved)
         recall_all(self.engine)
+        for sample in samples_of(self.context.ledger):
+            self.engine.adopt(sample)
+        for left in (*folder.glob("*.kv"), *folder.glob("*.part")):
+            left.unlink()
         self.busy |= {r.spec.run for r in saved.rounds}
         self.engine.send(restored_event(saved, unnamed=unnamed))
         self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT)
@@ -87,6 +119,7 @@ class Life:
             kv="keep",
             max_staleness=5,
             keep_until_ack=held,
+            tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
         )
         if held:
             self.ask(wire.Acknowledge, round_id=name, run=run)
@@ -136,105 +169,6 @@ class Life:
         self.recorder.close()
 
 
-class Client:
-    """The parent: remembers every word, and compares the next life with it."""
-
-    def __init__(self) -> None:
-        self.asked: dict[int, wire.Command] = {}
-        self.accepted: dict[tuple[str, str], int] = {}
-        """(run, id) -> n of every prompt that was accepted."""
-        self.gone: set[tuple[str, str]] = set()
-        """Dropped."""
-        self.delivered: dict[tuple[str, str, int], str] = {}
-        """Sample -> the one round whose reply has it."""
-        self.open: dict[str, str] = {}
-        """Round -> run."""
-        self.replies: dict[str, bytes] = {}
-        self.order: dict[str, list[str]] = {run: [] for run in RUNS}
-        self.finished: dict[tuple[str, str, int], wire.FinishedSample] = {}
-        self.restored = 0
-
-    def hear(self, word: Word) -> None:
-        match word:
-            case wire.Answer():
-                self._answered(word)
-            case wire.Finished():
-                self.finished |= {(s.run, s.id, s.index): s for s in word.samples}
-            case wire.RoundEnded():
-                samples = [self.finished[word.run, d.id, i] for d in word.deliver for i in d.indices]
-                self._replied(word, samples)
-            case wire.Restored():
-                self._restored(word)
-            case wire.Named() | wire.JournalFault():
-                assert not isinstance(word, wire.JournalFault), word
-            case _:
-                self.asked[word.seq] = word
-
-    def _answered(self, answer: wire.Answer) -> None:
-        assert answer.status == 200, answer
-        match self.asked.pop(answer.seq):
-            case wire.OpenRound(round_id=name, run=run, prompts=prompts):
-                self.open[name] = run
-                self.accepted |= {(run, p.id): p.n for p in prompts}
-            case wire.Drop(run=run, ids=ids):
-                self.gone |= {(run, i) for i in ids or ()}
-
-    def _replied(self, ended: wire.RoundEnded, samples: list[wire.FinishedSample]) -> None:
-        for sample in samples:
-            key = sample.run, sample.id, sample.index
-            assert key not in self.delivered, f"{key} of {ended.round_id} was delivered by {self.delivered[key]}"
-            self.delivered[key] = ended.round_id
-            tokens = np.frombuffer(sample.output_ids, "<i4").tolist()
-            assert tokens == [token(sample.seed, t) for t in range(len(tokens))]
-            assert len(sample.logprobs) == len(sample.output_ids)
-            assert sample.spans[-1].end == len(tokens)
-            assert sample.seed == sample_seed(int(sample.id.split(".")[2]), sample.id, 0, sample.index)
-        self.open.pop(ended.round_id, None)
-        self.replies[ended.round_id] = _content(ended, samples)
-        self.order[ended.run].append(ended.round_id)
-
-    def _restored(self, life: wire.Restored) -> None:
-        self.restored += 1
-        assert not life.warnings, life.warnings
-        self.finished |= {(s.run, s.id, s.index): s for s in life.finished}
-        unanswered = list(self.asked.values())
-        self.asked.clear()
-        # What was asked in the moment of death may or may not have come to pass.
-        rounds = {r.round_id: r.run for r in life.rounds} | {spec.round_id: spec.run for spec, *_ in life.replies}
-        for command in unanswered:
-            if isinstance(command, wire.OpenRound) and command.round_id in rounds:
-                self.open[command.round_id] = command.run
-                self.accepted |= {(command.run, p.id): p.n for p in command.prompts}
-        there = {(run, prompt.id) for run, prompt in life.groups}
-        for command in unanswered:
-            if isinstance(command, wire.Drop):
-                self.gone |= {(command.run, i) for i in command.ids or ()} - there
-        self._check_replies(life)
-        assert {r.round_id for r in life.rounds} == set(self.open), "an open round is lost, or one came back"
-        assert there == set(self.undelivered()), "a group is lost, or one came back"
-
-    def _check_replies(self, life: wire.Restored) -> None:
-        kept = {spec.round_id: _content(ended, samples) for spec, ended, _, samples in life.replies}
-        for spec, ended, _, samples in life.replies:
-            if spec.round_id not in self.replies:
-                self._replied(ended, samples)
-        assert kept.keys() | set(life.gone) == self.replies.keys()
-        assert all(self.replies[name] == said for name, said in kept.items()), "a reply has changed"
-        for order in self.order.values():
-            assert not set(order[-KEPT:]) & set(life.gone), "a reply is lost"
-
-    def undelivered(self) -> Iterator[tuple[str, str]]:
-        for (run, name), n in self.accepted.items():
-            if (run, name) not in self.gone and any((run, name, i) not in self.delivered for i in range(n)):
-                yield run, name
-
-
-def _content(ended: wire.RoundEnded, samples: list[wire.FinishedSample]) -> bytes:
-    # Which of two that ended in one step completed their group is nothing that a reply says.
-    in_order = sorted((msgspec.structs.replace(s, whole=False) for s in samples), key=lambda s: (s.id, s.index))
-    return wire.encode(ended) + msgspec.msgpack.encode(in_order)
-
-
 def words(pipe: int) -> Iterator[Word]:
     """What a life says; a word that was cut off by its end was never said."""
     data = b""
@@ -251,7 +185,7 @@ def words(pipe: int) -> Iterator[Word]:
         data += more
 
 
-def one_life(path: Path, client: Client, seed: int, last_word: int | None) -> int:
+def one_life(folder: Path, client: Client, seed: int, last_word: int | None) -> int:
     """Fork a life, listen to so many words (None: to its good end), kill it; returns how many words were heard."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -260,12 +194,14 @@ def one_life(path: Path, client: Client, seed: int, last_word: int | None) -> in
         os.close(read)
         status = 1
         try:
-            life = Life(path, write, seed)
+            life = Life(folder, write, seed)
             if last_word is None:
                 life.finish()
             else:
                 life.live()
             status = 0
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
         finally:
             os._exit(status)
     os.close(write)
