@@ -14,7 +14,7 @@ from april_kernels.kv_pages.layout import Packed, PlaneTable
 
 _ELEMENT = {16: torch.complex128, 8: torch.int64, 4: torch.int32}
 _CHECKSUM_WORDS = 1 << 14
-"""Words mixed at a time: the uint64 arrays of 128 KB stay in the L2 cache."""
+"""Words mixed at a time, of one page or of several: the uint64 arrays of 128 KB stay in the L2 cache."""
 _32 = np.uint64(32)
 
 
@@ -62,21 +62,22 @@ def unpack(table: PlaneTable, slots: torch.Tensor, pages: torch.Tensor) -> None:
 
 def checksum(pages: torch.Tensor) -> torch.Tensor:
     """See `april_kernels.kv_pages.checksum`. In numpy: torch has no logical shift of 64-bit integers."""
-    keys = _keys(pages.shape[1])
-    mixed = np.empty(_CHECKSUM_WORDS, dtype=np.uint64)
+    words, keys = pages.cpu().numpy().view(np.uint32), _keys(pages.shape[1])
+    across = max(1, min(words.shape[1], _CHECKSUM_WORDS))
+    down = _CHECKSUM_WORDS // across
+    mixed = np.empty((down, across), dtype=np.uint64)
     folded = np.empty_like(mixed)
-    sums = []
-    for row in pages.cpu().numpy().view(np.uint32):
-        total = 0
-        for first in range(0, row.size, _CHECKSUM_WORDS):
-            words = row[first : first + _CHECKSUM_WORDS]
-            key, z, high = keys[first : first + words.size], mixed[: words.size], folded[: words.size]
-            np.bitwise_xor(key, words, out=z)
+    sums = np.zeros(len(words), dtype=np.uint64)
+    for page in range(0, len(words), down):
+        for first in range(0, words.shape[1], across):
+            part = words[page : page + down, first : first + across]
+            key = keys[first : first + across]
+            z, high = (room[: len(part), : len(key)] for room in (mixed, folded))
+            np.bitwise_xor(key, part, out=z)
             z *= key
             z ^= np.right_shift(z, _32, out=high)
-            total += int(z.sum(dtype=np.uint64))
-        sums.append(total % 2**64)
-    return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64)).to(pages.device)
+            sums[page : page + down] += z.sum(axis=1, dtype=np.uint64)
+    return torch.from_numpy(sums.view(np.int64)).to(pages.device)
 
 
 @lru_cache(maxsize=4)
