@@ -85,7 +85,7 @@ def test_evaluation_changes_no_training_sample(config: Callable[..., Any], tmp_p
 @pytest.mark.parametrize(
     "fields",
     [
-        {"advantage_estimator": "grpo"},
+        {"advantage_estimator": "grpo", "push": "distributed"},
         {"advantage_estimator": "dapo", "overlong_buffer_len": 8},
         {"advantage_estimator": "gspo", "proximal": "trainer", "correction": "seq_mask"},
         {"advantage_estimator": "reinforce", "quota_unit": "sample"},
@@ -126,6 +126,24 @@ def test_groups_without_rewards_are_replaced(config: Callable[..., Any]) -> None
     assert sum(row["unscored"] for row in rows) > 0
     assert not any(response.masked for part in loop.trained for response in part)
     assert any("unreadable" in problem for row in rows for problem in row["problems"])
+
+
+def test_two_engines_deliver_one_quota(normal: Live, second: Live, config: Callable[..., Any]) -> None:
+    """Both have their part in every round, both get every push, and what one holds is finished there."""
+    urls = [normal.server.url, second.server.url]
+    made = config(num_rollout=3, server=urls, push="distributed", reward=f"{REWARDS}:fails_for_some")
+    state, loop, rows = train(made)
+    assert [row["groups"] for row in rows[:3]] == [4, 4, 4]
+    samples = Counter(key for part in loop.trained for key in keys(part))
+    assert set(samples.values()) == {1}
+    assert len({prompt for prompt, _ in samples}) * 4 == len(samples) == state.samples
+    assert all(report.stats.row()["on_policy_gap"] < 1e-4 for report in loop.reports)
+    assert sum(row["off_policy_share"] for row in rows) > 0
+    for live in (normal, second):
+        told = live.server.state()
+        assert told["policy_version"] == rows[-1]["version"] + 1
+        assert told["runs"][loop.run_name]["groups"] == 0
+        assert not told["http"]["rounds"]
 
 
 def kill_after(config: Any, step: int) -> None:

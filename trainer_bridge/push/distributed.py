@@ -9,10 +9,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -26,6 +27,7 @@ LIMIT = timedelta(minutes=5)
 """For an engine to join the group, and for one bucket."""
 POLL_S = 0.002
 _groups = itertools.count()
+T = TypeVar("T")
 
 
 class Distributed:
@@ -62,8 +64,11 @@ class Distributed:
             )
             for engine, offset in zip(self._engines, offsets, strict=False)
         ]
-        self._group = join_group(self._backend, dist.PrefixStore(self._name, store), size, self._name)
-        _finish(joins)
+        joined = _beside(partial(join_group, self._backend, dist.PrefixStore(self._name, store), size, self._name))
+        # An engine that refuses never comes, and the group would be waited for until `LIMIT`.
+        wait([*joins, joined], return_when=FIRST_EXCEPTION)
+        _finish([call for call in joins if _has_refused(call)] or joins)
+        self._group = joined.result()
 
     def send(self, bucket: Bucket) -> None:
         """Announce the bucket, broadcast it, and hear that it was loaded."""
@@ -81,20 +86,42 @@ class Distributed:
             self._broadcast(bucket, calls)
         except RuntimeError as error:
             lost = error
-        if lost is not None or _refused(calls):
-            # Engines that wait for us give up when we leave. Their own words say more than a lost connection.
+        if lost is not None or any(map(_has_refused, calls)):
+            # The words of an engine that refused say more than the lost connections that follow.
+            refused = [call for call in calls if _has_refused(call)]
             self.broke()
-            wait(calls, timeout=LIMIT.total_seconds())
-            _finish([call for call in calls if call.done()])
+            self._release(calls)
+            _finish(refused or [call for call in calls if call.done()])
             raise lost or WeightCallError("an engine did not answer")
         _finish(calls)
+
+    def _release(self, calls: Sequence[Future[None]]) -> None:
+        """Let go those who wait in the broadcast, by closing what they wait on.
+
+        Gloo's broadcast is a tree: a rank may wait for an engine that has refused, which has the group open and will
+        never send. So whoever has answered leaves the group. Our own leaving closes nothing as long as a send to the
+        engine that refused is under way.
+        """
+        body = {"group_name": self._name}
+        left: set[int] = set()
+        deadline = time.monotonic() + LIMIT.total_seconds()
+        while len(left) < len(calls) and time.monotonic() < deadline:
+            answered = {number for number, call in enumerate(calls) if call.done()} - left
+            wait([self._threads.submit(self._leave, self._engines[number], body) for number in answered])
+            left |= answered
+            wait([call for number, call in enumerate(calls) if number not in left], POLL_S, FIRST_COMPLETED)
+
+    @staticmethod
+    def _leave(engine: PushEngine, body: dict[str, Any]) -> None:
+        with contextlib.suppress(WeightCallError):  # it has lost the group, or has died
+            engine.weight_call("/destroy_weights_update_group", body)
 
     def _broadcast(self, bucket: Bucket, calls: Sequence[Future[None]]) -> None:
         """Until all engines have the bucket, or one has refused the call: it never comes to the broadcast."""
         work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         deadline = time.monotonic() + LIMIT.total_seconds()
         while not work.is_completed():
-            if _refused(calls):
+            if any(map(_has_refused, calls)):
                 return
             if time.monotonic() > deadline:
                 raise WeightCallError(f"an engine did not take a bucket within {LIMIT}")
@@ -107,8 +134,8 @@ class Distributed:
     def broke(self) -> None:
         """Leave the group, whose other members may be in the middle of something."""
         if self._group is not None:
-            _abandon(self._group)
-            self._group = None
+            left, self._group = [self._group], None
+            threading.Thread(target=_abandon, args=(left,), daemon=True).start()
 
     def close(self) -> None:
         """End the group on both sides."""
@@ -149,18 +176,31 @@ def join_group(backend: str, store: dist.Store, size: int, name: str) -> Any:
     return group
 
 
-def _abandon(group: Any) -> None:
-    """Forget a group; a broadcast that never ends must not hold us up."""
-    threading.Thread(target=_destroy, args=(group,), daemon=True).start()
-
-
-def _destroy(group: Any) -> None:
+def _abandon(left: list[Any]) -> None:
+    """Forget a group. With its last reference it waits for a broadcast that never ends, so that must be dropped here,
+    and nowhere in the caller: there it would hold up the push, and the other engines, until `LIMIT`.
+    """
     with contextlib.suppress(RuntimeError, ValueError):
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(left[0])
+    left.clear()
 
 
-def _refused(calls: Sequence[Future[None]]) -> bool:
-    return any(call.done() and call.exception() is not None for call in calls)
+def _beside(call: Callable[[], T]) -> Future[T]:
+    """A call in a thread that nobody waits for at the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _has_refused(call: Future[None]) -> bool:
+    return call.done() and call.exception() is not None
 
 
 def _finish(calls: Sequence[Future[None]]) -> None:
