@@ -75,7 +75,7 @@ def state(c: Context) -> dict[str, Any]:
                 "run": r.run.name,
                 "quota": r.spec.quota,
                 "counted": r.counted(),
-                "mandatory": [g.id for g in r.mandatory if not g.whole and r.run.groups.get(g.id) is g],
+                "mandatory": [g.id for g in r.run.groups.values() if g in r.mandatory and not g.whole],
             }
             for r in c.rounds.values()
         ],
