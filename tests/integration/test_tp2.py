@@ -76,8 +76,98 @@ def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: Live, run: str) -> 
     groups += server.drain(run)
     assert len({(g["id"], g["incarnation"]) for g in groups}) == len(groups)
     two_ranks.check(groups, {g["id"]: PARAMS for g in groups})
-    until(lambda: len({lines[-1].split()[1] for lines in digests(two_ranks)}) == 1, "both ranks have decided the same")
-    first, second = digests(two_ranks)
+    first = decided_alike(two_ranks)
     assert len({line.split()[1] for line in first}) > 2 * ROUNDS, "the digest does not move with the decisions"
+
+
+def decided_alike(live: Live) -> list[str]:
+    """Every step so far, on both ranks."""
+    until(lambda: len({lines[-1].split()[1] for lines in digests(live)}) == 1, "both ranks have decided the same")
+    first, second = digests(live)
     different = [pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]]
     assert not different, f"the ranks part at {different[0]}"
+    return first
+
+
+def suspended(live: Live, run: str, tier: str) -> dict[str, Any]:
+    """A round that leaves eight samples or more, in a tier if they have KV (SGLang has just retracted some); its reply.
+
+    Prompts of three tokens: nothing is stored once for two.
+    """
+    prompts = [*(prompt(f"p{j}", 60, n=2, **PARAMS) for j in range(4)), prompt("short", 12, **PARAMS)]
+    return dict(live.server.rollout(run=run, prompts=prompts, quota=1, tier=tier))
+
+
+def store(live: Live) -> dict[str, Any]:
+    return dict(live.server.state()["store"])
+
+
+def on_tier(live: Live, run: str, tier: str) -> int:
+    return sum(p["tier"] == tier for p in live.server.partials(run))
+
+
+def finish(live: Live, run: str, before: dict[str, Any]) -> dict[str, Any]:
+    """Finish what a round left: all samples are there, and every token is right. Returns the stats."""
+    reply = live.server.rollout(run=run, prompts=[], quota=None)
+    groups = before["finished"] + reply["finished"]
+    assert sorted((g["id"], len(g["samples"])) for g in groups) == [*((f"p{j}", 2) for j in range(4)), ("short", 1)]
+    live.check(groups, {g["id"]: PARAMS for g in groups})
+    decided_alike(live)
+    return dict(reply["stats"])
+
+
+def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: Live, run: str) -> None:
+    """S9: what rank 1 could not write is worth nothing on rank 0, and its files there go."""
+    lost = store(two_ranks)["lost"]
+    with two_ranks.server.fault("full disk"):
+        left = suspended(two_ranks, run, "disk")
+        assert left["carried"]["tokens_by_tier"]["disk"] > 0
+        until(lambda: not store(two_ranks)["in_flight"], "all copies have failed")
+    lost = store(two_ranks)["lost"] - lost
+    assert lost > 0
+    assert "rank 1: OSError: [Errno 28]" in store(two_ranks)["last_failure"]
+    assert {p["tier"] for p in two_ranks.server.partials(run)} == {"none"}
+    assert finish(two_ranks, run, left)["kv_lost"] == lost
+    until(lambda: not list((two_ranks.server.folder / "disk").glob("*.kv")), "no file is left")
+
+
+def test_a_flipped_bit_of_one_rank_is_found_and_both_recompute(two_ranks: Live, run: str) -> None:
+    with two_ranks.server.fault("flipped bit"):
+        left = suspended(two_ranks, run, "host")
+        until(lambda: not store(two_ranks)["in_flight"], "all copies are made")
+    damaged = on_tier(two_ranks, run, "host")
+    assert damaged > 0
+    stats = finish(two_ranks, run, left)
+    assert (stats["kv_lost"], stats["resumed_kept"]) == (damaged, 0)
+    assert [w for w in stats["warnings"] if "rank 1: DamagedError: 1 of" in w]
+
+
+@pytest.mark.parametrize("fault", ["slow copy", "slow load"])
+def test_a_slow_copy_of_one_rank_holds_up_nobody_and_is_waited_for_by_both(
+    two_ranks: Live, run: str, fault: str
+) -> None:
+    """Slots on their way out stay held, what is on its way in joins no batch; the engine serves others meanwhile."""
+    server, lost = two_ranks.server, store(two_ranks)["lost"]
+    if fault == "slow copy":
+        with server.fault(fault):
+            left = suspended(two_ranks, run, "host")
+            assert store(two_ranks)["in_flight"] == on_tier(two_ranks, run, "host") > 0
+            assert server.state()["pool"]["held"] > 0
+            server.rollout(run=f"{run}-other", prompts=[prompt("other", 10, **PARAMS)], quota=None)
+            assert store(two_ranks)["in_flight"] > 0
+        until(lambda: not store(two_ranks)["in_flight"], "all copies are made")
+        assert server.state()["pool"]["held"] == 0
+        kept = on_tier(two_ranks, run, "host")
+        stats = finish(two_ranks, run, left)
+    else:
+        left = suspended(two_ranks, run, "host")
+        until(lambda: not store(two_ranks)["in_flight"], "all copies are made")
+        kept = on_tier(two_ranks, run, "host")
+        with server.fault(fault):
+            reply = two_ranks.beside(finish, two_ranks, run, left)
+            until(lambda: store(two_ranks)["in_flight"], "pages are being loaded")
+            server.post("/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 4}})
+            assert two_ranks.running() == 0
+            assert store(two_ranks)["in_flight"] > 0
+        stats = two_ranks.done(reply)
+    assert (stats["resumed_kept"], stats["kv_lost"], store(two_ranks)["lost"] - lost) == (kept, 0, 0)

@@ -3,8 +3,9 @@
 SGLang spawns its scheduler, and a spawned process imports this file again, so what is registered at module level is
 applied there too, together with the plugin's own hooks. The instruments: a wrapper around the model's forward that
 writes one line per call (independent of our own counters) and can be slowed down; pages that a flush freed are spoiled;
-grammars whose compilation can be held; and guards that can be taken away while the server runs (`Server.remove_guard`),
-to prove that a test for them can fail. Each switch is a file in the server's folder (tests/support/server.py).
+grammars whose compilation can be held; faults of rank 1's page store (faults.py); and guards that can be taken away
+while the server runs (`Server.remove_guard`), to prove that a test for them can fail. Each switch is a file in the
+server's folder (tests/support/server.py).
 """
 
 import json
@@ -76,7 +77,22 @@ def removable(name: str, without: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
+    """An AROUND hook: `faulty(armed, stock, *args)` stands in on rank 1 while the fault `name` is on."""
+    from sglang_april.adapter.hooks_scheduler import Process
+
+    def armed() -> bool:
+        return switch("fault") == name
+
+    def hook(stock: Callable[..., Any], *args: Any) -> Any:
+        there = Process.scheduler is not None and Process.scheduler.ps.tp_rank == 1
+        return faulty(armed, stock, *args) if there and armed() else stock(*args)
+
+    return hook
+
+
 def install() -> None:
+    from tests.support.faults import FAULTS
     from tests.support.guards import GUARDS
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
@@ -86,6 +102,8 @@ def install() -> None:
     )
     for name, (target, without) in GUARDS.items():
         HookRegistry.register(target, removable(name, without), HookType.AROUND)
+    for name, (target, faulty) in FAULTS.items():
+        HookRegistry.register(target, on_rank_1(name, faulty), HookType.AROUND)
 
 
 install()

@@ -196,6 +196,12 @@ class Server:
             yield
 
     @contextlib.contextmanager
+    def fault(self, name: str) -> Iterator[None]:
+        """Something is wrong with the page store of rank 1 (faults.py)."""
+        with self._switched("fault", name):
+            yield
+
+    @contextlib.contextmanager
     def _switched(self, name: str, value: str) -> Iterator[None]:
         (self.folder / name).write_text(value)
         try:
@@ -204,7 +210,7 @@ class Server:
             (self.folder / name).write_text("")
 
     def _switches_off(self) -> None:
-        for name in ("guard", "slow", "grammars"):
+        for name in ("guard", "slow", "grammars", "fault"):
             (self.folder / name).write_text("")
 
     def forwards(self) -> list[dict[str, Any]]:

@@ -1,0 +1,37 @@
+"""What happens to the page store of rank 1 alone, while a server's switch `fault` names it (launch.py puts it there).
+
+Each is a function of the store that fails, or takes as long as the switch is on; nothing of it is in the product.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+Armed = Callable[[], bool]
+"""Whether the switch is still on."""
+STORE = "sglang_april.store."
+
+
+def _wait(armed: Armed, stock: Callable[..., Any], *args: Any) -> Any:
+    while armed():
+        time.sleep(0.01)
+    return stock(*args)
+
+
+def _no_space(_armed: Armed, _stock: Callable[..., Any], *_args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _flip(_armed: Armed, stock: Callable[..., Any], store: Any, number: int, *args: Any) -> None:
+    stock(store, number, *args)
+    store._arena.pages(store._held[number].runs[0])[0, 0] ^= 4
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "slow copy": (STORE + "pages.PageStore._put", _wait),
+    "slow load": (STORE + "pages.PageStore._get", _wait),
+    "full disk": (STORE + "disk.Disk._put", _no_space),
+    "flipped bit": (STORE + "pages.PageStore._put", _flip),
+}
