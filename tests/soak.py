@@ -28,6 +28,8 @@ def story(folder: Path, seed: int, kills: int) -> dict[str, int]:
     rng = random.Random(seed)
     loop = rng.choice((FLAGS, OVERLAP))
     flags = [*loop, f"--april-journal={folder / 'journal'}", f"--april-journal-sync={rng.choice(('normal', 'full'))}"]
+    (folder / "disk").mkdir()
+    flags += [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
     server = Server("soak", model(0), flags, folder)
     try:
         server.spawn()

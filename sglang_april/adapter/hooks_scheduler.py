@@ -71,7 +71,7 @@ def attach(_: None, s: Scheduler) -> None:
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
     Process.step_times = StepTimes(engine.facts, s.max_running_requests)
-    restart(s, s.april, config)
+    restart(s, s.april, config, engine.store.disk)
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
     log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, context.clock.version)
 

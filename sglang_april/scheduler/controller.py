@@ -14,7 +14,7 @@ from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.ending import Endings
 from sglang_april.scheduler.pushes import Pushes
-from sglang_april.scheduler.restore import restore
+from sglang_april.scheduler.restore import Look, regain, restore
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
@@ -43,9 +43,11 @@ class Controller:
         self.pushes = Pushes(context, self.suspender, self.endings)
         self._commands = Commands(context, self.suspender, self.endings, self.pushes, self.tiers)
 
-    def restore(self, saved: Saved) -> None:
-        """After a restart, before anything else: what a journal holds."""
+    def restore(self, saved: Saved, look: Look | None = None) -> None:
+        """After a restart, before anything else: what a journal holds, and the KV that `look` finds."""
         restore(self.context, saved)
+        if look is not None:
+            regain(self.context, self.tiers, look)
         self.endings.look()
 
     # --- commands

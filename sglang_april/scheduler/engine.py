@@ -93,6 +93,15 @@ class Engine(Protocol):
 
     # --- pages
 
+    def regain(self, sample: Sample) -> None:
+        """After a restart: the file that was found is the sample's copy."""
+
+    def revive(self, sample: Sample) -> bool:
+        """After a restart: make a request for a sample whose copy was found, outside of all queues and batches.
+
+        False if SGLang does not take it; nothing changed.
+        """
+
     def copy_out(self, sample: Sample, order: int) -> None:
         """Begin to copy `sample.pages` to where its `copy` says; the slots stay as they are. Returns at once.
 

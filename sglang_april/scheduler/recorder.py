@@ -144,6 +144,10 @@ class Recorder(Unrecorded):
     def version(self, number: int) -> None:
         self._records.append(tables.version(number))
 
+    def life(self, name: str) -> None:
+        """The name of this life; to be written when the disk tier bears it."""
+        self._records.append(tables.life(name))
+
     def commit(self) -> None:
         if self._records:
             self._batches = self._journal.put(self._records)

@@ -1,14 +1,23 @@
 """Step 2 of 9 after a restart: the ledger, the open rounds and the policy version as a journal has them (S1, S8).
 
-Pure, and called on every rank with the same `Saved`.
+Pure, and called on every rank with the same `Saved` and the same outcome of the search for KV.
 """
+
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.tiers import Tiers
+from sglang_april.store.entry import Found
+from sglang_april.store.regain import Outcome
 from sglang_april.store.saved import Saved, SavedRound
+from sglang_april.types import Sample, State
+
+Look = Callable[[Sequence[tuple[Sample, Found]]], Sequence[Outcome]]
+"""Searches the files of the disk tier, on all ranks together: one outcome per sample."""
 
 RESTARTED = "the server was restarted in this round: the figures count from then on"
 
@@ -27,7 +36,7 @@ def starting_version(given: int | None, saved: int) -> tuple[int, bool]:
 
 
 def restore(c: Context, saved: Saved) -> None:
-    """Fill an empty ledger. Samples restart from their last record, without KV."""
+    """Fill an empty ledger. Samples restart from their last record; `regain` gives them KV."""
     c.ledger.restore(saved)
     c.step = max((s.step for g in saved.groups for s in g.samples), default=0)
     for known in saved.rounds:
@@ -42,3 +51,20 @@ def _reopen(c: Context, known: SavedRound) -> None:
     rnd.mark_mandatory(c.clock.version)
     rnd.mark_cohort()
     c.rounds[run.name] = rnd
+
+
+def regain(c: Context, tiers: Tiers, look: Look) -> None:
+    """Partials whose files are there and sound on all ranks have their KV again, as far as the disk's budget goes."""
+    partials = sorted(c.ledger.samples(State.SUSPENDED), key=lambda s: s.order)
+    wanted = [(sample, _kv_beneath(sample)) for sample in partials]
+    for (sample, kv), outcome in zip(wanted, look(wanted), strict=True):
+        if outcome == "":
+            tiers.regained(sample, kv)
+        elif outcome is not None:
+            tiers.lose(sample, outcome)
+
+
+def _kv_beneath(sample: Sample) -> Found:
+    """What a suspended sample stands on: the last token's KV does not exist yet, and `kept` spans wrote no old page."""
+    length = len(sample.group.prompt.input_ids) // 4 + sample.length - 1
+    return Found(length, next(span.version for span in reversed(sample.spans) if span.kv != "kept"))

@@ -47,7 +47,7 @@ class Resumer:
             for lanes in (self._c.rounds, self._c.ahead):
                 _take_turns(lanes)
         self._hold = False
-        self._resumable = [s for s in chosen if s.pages is not None and self._wants_pages(s)]
+        self._resumable = [s for s in chosen if s.pages is not None and self._wants_pages(s) and self._has_request(s)]
         if self._resumable:
             return
         due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
@@ -68,6 +68,10 @@ class Resumer:
     def _wants_pages(self, sample: Sample) -> bool:
         """Whether the sample's round lets it go on on its stored KV (S6)."""
         return self._round(sample).spec.kv != "recompute" or sample.kv_version >= self._c.clock.version
+
+    def _has_request(self, sample: Sample) -> bool:
+        """Pages that outlived the last server have none until somebody needs them."""
+        return sample.request is not None or self._c.engine.revive(sample)
 
     def _round(self, sample: Sample) -> Round:
         rnd = self._c.lane(sample)
@@ -187,6 +191,8 @@ class Resumer:
         budget = engine.prefill_budget() - engine.tokens_for_next_decode()
         for sample in pick(rounds, AHEAD):
             if sample.pages is None or sample.pages.slots is not None or not self._wants_pages(sample):
+                continue
+            if not self._has_request(sample):
                 continue
             budget -= self._need(sample)
             if budget <= 0 or not self._tiers.load(sample):

@@ -13,7 +13,7 @@ from sglang_april import wire
 from sglang_april.scheduler.books import Books
 from sglang_april.scheduler.checks import Checks
 from sglang_april.scheduler.context import Context
-from sglang_april.store.entry import Copy, CopyTier, Pages
+from sglang_april.store.entry import Copy, CopyTier, Found, Pages
 from sglang_april.store.placement import Shelf, give_way
 from sglang_april.types import Sample
 
@@ -253,13 +253,28 @@ class Tiers:
             self.checks.answer(order, why)
             return
         if move.sample.pages is move.pages and move.pages.copy is move.copy:
-            self._c.trace("lost", [move.sample])
-            self.lost_in_all += 1
-            self.last_failure = why
-            self.lost[move.sample.group.run.name] += 1
-            if rnd := self._c.lane(move.sample):
-                rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
-            self.release(move.sample)
+            self.lose(move.sample, why)
+
+    def lose(self, sample: Sample, why: str) -> None:
+        """Its stored KV cannot be used: told, counted, and recomputed."""
+        self._c.trace("lost", [sample])
+        self.lost_in_all += 1
+        self.last_failure = why
+        self.lost[sample.group.run.name] += 1
+        if rnd := self._c.lane(sample):
+            rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
+        self.release(sample)
+
+    def regained(self, sample: Sample, kv: Found) -> None:
+        """After a restart: a file of every rank has its KV. It is taken over if the budget has room for it."""
+        pages = sample.pages = Pages(kv.length, 0, None, None, None)
+        if not self._make_room("disk", sample, pages):
+            sample.pages = None
+            return
+        sample.kv_version = kv.version
+        pages.copy = self._books.copy("disk", kv.length, None)
+        self._shelves["disk"].push(sample)
+        self._c.engine.regain(sample)
 
     def report(self) -> dict[str, Any]:
         """For `/april/state`: tokens by tier against the budgets, and what went wrong."""

@@ -4,7 +4,10 @@
 
 A file is written under another name and renamed when it is whole, so a reader never sees half of one. It is not synced:
 what a loss of power took fails its checksums, is counted, and is recomputed; the death of the process costs nothing.
-Pages survive a restart (`find`), if the same model is served in the same way.
+
+What makes a file after a restart provably KV of the tokens that the journal has (`regain.py`): it was written in the
+journal's last life (the lock file names it) or taken over in it, for everything else is removed at a start; in one life
+a sample's tokens only grow, and the journal's are the first of them; so the same number of tokens are the same tokens.
 """
 
 import contextlib
@@ -22,10 +25,13 @@ import torch
 
 from april_kernels import kv_pages
 from april_kernels.kv_pages import page_count
+from sglang_april.store.entry import Found
 
 MAGIC = b"APRILKV1"
 SUFFIX = ".kv"
 _PARTIAL = ".part"
+_LOOK_BYTES = 8 << 20
+"""Read at once where nothing waits for it."""
 
 
 class Key(NamedTuple):
@@ -43,13 +49,6 @@ class DiskError(RuntimeError):
 
 class DamagedFileError(Exception):
     """A file that is not what was written."""
-
-
-class Found(NamedTuple):
-    """KV of tokens [0, length), whose oldest page was written under `version`."""
-
-    length: int
-    version: int
 
 
 class Header(msgspec.Struct, array_like=True):
@@ -142,31 +141,52 @@ class Disk:
 
     # --- after a restart
 
-    def find(self, key: Key) -> Found | None:
-        """What is there of a sample, every page verified; a file that does not verify is removed."""
-        buffer = torch.empty((64, self._page_words), dtype=torch.int32)
+    @property
+    def life(self) -> str:
+        """The life of a journal in which these files were written or taken over; empty: of none that is known."""
+        return os.pread(self._lock, 256, 0).decode(errors="replace")
+
+    def find(self, key: Key, wanted: Found) -> int:
+        """Bytes of a sample's file, every page verified, if it has just what is wanted; else 0.
+
+        Raises OSError and DamagedFileError: there is a file, and it cannot be used.
+        """
+        buffer = torch.empty((max(1, _LOOK_BYTES // (4 * self._page_words)), self._page_words), dtype=torch.int32)
         try:
             with self._path(key).open("rb") as file:
                 head, _ = self._read_ends(file.fileno())
-            for pages, sums in self.load(key, head.length, buffer):
-                if not torch.equal(kv_pages.checksum(pages), sums):
-                    raise DamagedFileError("pages are damaged")
-        except (OSError, DamagedFileError):
-            self.remove(key)
-            return None
-        return Found(head.length, head.version)
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return 0
+        if (head.length, head.version) != wanted:
+            return 0
+        for pages, sums in self.load(key, head.length, buffer):
+            if not torch.equal(kv_pages.checksum(pages), sums):
+                raise DamagedFileError("pages are damaged")
+        return size
 
-    def sweep(self, keep: Iterable[Key] = ()) -> int:
-        """Remove this rank's files of all other samples, and halves of files. Returns how many."""
+    def begin(self, life: str, keep: Iterable[Key] = ()) -> int:
+        """Remove this rank's files of all other samples, and halves of files; what remains is of this life.
+
+        Returns how many were removed. Raises DiskError: one cannot be, or the life's name cannot be written. A death
+        in the middle leaves the name of the life before, and after a loss of power nothing removed comes back under
+        the new one.
+        """
         kept = {self._path(key).name for key in keep}
         stale = [
             path
             for path in self._folder.glob(f"*.r{self._rank}.*")
             if path.suffix in (SUFFIX, _PARTIAL) and path.name not in kept
         ]
-        for path in stale:
-            with contextlib.suppress(OSError):
+        try:
+            for path in stale:
                 path.unlink(missing_ok=True)
+            _sync(self._folder)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, life.encode(), 0)
+            os.fsync(self._lock)
+        except OSError as error:
+            raise DiskError(f"the disk tier's directory {self._folder} cannot be used: {error.strerror}") from error
         return len(stale)
 
     # --- bytes
@@ -205,3 +225,11 @@ class Disk:
 def _framed(head: Header) -> bytes:
     body = msgspec.msgpack.encode(head)
     return MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,10 +1,17 @@
 """Step 5 of 9 (store): the KV pages of one suspended sample, and where they are."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Tier = Literal["device", "host", "disk"]
 CopyTier = Literal["host", "disk"]
+
+
+class Found(NamedTuple):
+    """KV of tokens [0, length), whose oldest page was written under `version`."""
+
+    length: int
+    version: int
 
 
 @dataclass(eq=False, slots=True)

@@ -56,6 +56,11 @@ class PageStore:
         self._thread = threading.Thread(target=self._work, name="april-store", daemon=True)
         self._thread.start()
 
+    @property
+    def disk(self) -> Disk | None:
+        """The disk tier; before the first order its files may be searched (`regain.py`)."""
+        return self._disk
+
     # --- orders; `slots` is int64 [tokens] on the pool's device
 
     def put(self, order: int, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None) -> None:

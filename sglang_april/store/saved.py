@@ -1,5 +1,6 @@
 """Step 5 of 9 (store): what a journal holds, read back after a restart."""
 
+import secrets
 import sqlite3
 import zlib
 from typing import Any
@@ -90,6 +91,10 @@ class Saved(msgspec.Struct):
     ids: list[tuple[str, str, int]] = []
     """(run, prompt id, next incarnation)."""
     rounds_opened: dict[str, int] = {}
+    life: str = ""
+    """Name of the last server's life with this journal; files of the disk tier bear it too."""
+    next_life: str = ""
+    """Name of the one that begins."""
     corrupt: int = 0
     """Records that did not verify; their tokens are drawn again."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
@@ -129,6 +134,7 @@ def read_saved(db: sqlite3.Connection) -> Saved:
     saved = Saved()
     meta = dict(db.execute("SELECT key, value FROM meta"))
     saved.next_gid = meta.get("next_gid", 0)
+    saved.life, saved.next_life = str(meta.get("life", "")), secrets.token_hex(16)
     saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
     query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"

@@ -147,6 +147,11 @@ def version(number: int) -> Op:
     return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (record,))
 
 
+def life(name: str) -> Op:
+    """A server's life with this journal has begun."""
+    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('life', ?)", (name,))
+
+
 def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:
     """Replies beyond the last few of a run go, with the groups that only they still named."""
     query = "SELECT seq, round_id, held FROM rounds WHERE run=? AND length(ended) > 0 ORDER BY seq DESC"

@@ -1,4 +1,4 @@
-"""S8 on the live server: kill -9, and a restart with the same journal."""
+"""S8 on the live server: kill -9, and a restart with the same journal and the same disk tier."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.compare import by_key
+from tests.support.compare import Key, assert_near, by_key, stock_noise
 from tests.support.kills import PATIENCE_S, Story, content
 from tests.support.live import until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
@@ -16,7 +16,7 @@ from tests.support.server import Server
 from tests.support.workload import prompt
 
 pytestmark = pytest.mark.timeout(1800)
-"""Four starts of a server, which on a busy machine take their time."""
+"""Five starts of a server, which on a busy machine take their time."""
 
 RANDOM_KILLS = 2
 """Beside the one at a known moment; `make soak` has more."""
@@ -51,6 +51,7 @@ def test_killed_at_a_known_moment_and_at_any_nothing_is_lost_and_nothing_comes_t
     assert story.kills == RANDOM_KILLS
     assert story.replayed
     assert story.warnings == 0
+    kv_comes_back_from_the_disk(journalled, models, f"{run}-disk")
     print(f"{story.kills} kills, {sum(map(len, story.rounds.values()))} rounds, {len(story.groups)} groups delivered")
 
 
@@ -107,6 +108,73 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
         if name in ("plain", "bias"):
             check_proximal(oracle, groups[name], sample, PARAMS[name], known["spans"][0][1])
     assert re.fullmatch(WORDS, samples["grammar", 0, 0]["text"])
+
+
+def kv_comes_back_from_the_disk(server: Server, models: Callable[[str, int], Path], run: str) -> None:
+    """Killed between two policies: what was on the disk is kept KV of the older one, as if nothing had happened.
+
+    But for one file with a flipped byte, and a sample with a grammar: these are prefilled again, the first is counted.
+    """
+    first = server.state()["policy_version"]
+    policies = {first + i: models("qwen3", (first + i) % 2) for i in range(4)}
+    leave_on_disk(server, f"{run}-whole")
+    server.push(policies[first + 1])
+    wanted = by_key(server.drain(f"{run}-whole"))
+    server.push(policies[first + 2])
+    leave_on_disk(server, run)
+    server.push(policies[first + 3], flush=False)
+    before = {(p["id"], 0, p["index"]): p for p in server.partials(run)}
+    assert {p["tier"] for p in before.values()} == {"disk"}
+    server.stop()
+    flip_a_byte(server.folder / "disk")
+    server.spawn()
+    server.wait()
+    after = {(p["id"], 0, p["index"]): p for p in server.partials(run)}
+    assert {key: p["tokens"] for key, p in after.items()} == {key: p["tokens"] for key, p in before.items()}
+    again = {key for key, p in after.items() if p["tier"] == "none"}
+    damaged = again - {("grammar", 0, 0)}
+    assert (len(damaged), len(again)) == (1, 2)
+    assert {after[key]["tier"] for key in after.keys() - again} == {"disk"}
+    store = server.state()["store"]
+    assert (store["lost"], "damaged" in store["last_failure"]) == (1, True), store
+    server.push(policies[first + 3], version=first + 3)
+    reply = server.rollout(run=run, prompts=[], quota=None)
+    stats = reply["stats"]
+    assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["kv_lost"]) == (len(before) - 2, 2, 1)
+    assert stats["reprefilled_tokens"] == sum(3 + before[key]["tokens"] for key in again)
+    samples = by_key(reply["finished"])
+    for key, sample in samples.items():
+        spans = [(span["start"], span["version"], span["kv"]) for span in sample["spans"]]
+        how = "recomputed" if key in again else "kept"
+        assert spans == [(0, first + 2, "fresh"), (before[key]["tokens"], first + 3, how)]
+    for name, seeded in (("plain", True), ("greedy", False)):
+        keys = [key for key in wanted if key[0] == name and key not in damaged]
+        assert_near(only(samples, keys), only(wanted, keys), stock_noise(server), seeded=seeded)
+    oracle = Oracle(policies)
+    for group in reply["finished"]:
+        if group["id"] != "grammar":
+            oracle.check(group, PARAMS[group["id"]])
+    assert re.fullmatch(WORDS, samples["grammar", 0, 0]["text"])
+
+
+def leave_on_disk(server: Server, run: str) -> None:
+    """Samples of several kinds, of the same tokens under the same policy in any run, suspended; files are written."""
+    kinds = [prompt(name, LENGTH, n=n, **PARAMS[name]) for name, n in (("plain", 3), ("greedy", 1), ("additive", 1))]
+    grammar = prompt("grammar", LENGTH, regex=WORDS, temperature=1.0)
+    server.rollout(run=run, prompts=[*kinds, grammar, prompt("short", 40)], quota=1, tier="disk")
+    until(lambda: not server.state()["store"]["in_flight"], "all files are written")
+
+
+def flip_a_byte(folder: Path) -> None:
+    """In the middle of a file: of its pages. Not of the sample with a grammar, whose name its header has."""
+    path = next(path for path in sorted(folder.glob("*.kv")) if b"grammar" not in path.read_bytes()[:500])
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def only(samples: dict[Key, dict[str, Any]], keys: list[Key]) -> dict[Key, dict[str, Any]]:
+    return {key: samples[key] for key in keys}
 
 
 def cached_tokens(server: Server) -> int:

@@ -1,13 +1,54 @@
 """What a rank's page store is to the controller, in memory: copies that take steps, and fail where a test says so."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april import wire
-from sglang_april.store.entry import Pages
+from sglang_april.store.entry import Found, Pages
 
 Cells = list[tuple[str, int, int] | None]
+Whose = tuple[str, str, int, int]
+"""A sample: run, prompt, incarnation, index."""
+
+
+@dataclass(eq=False, slots=True)
+class File:
+    """Of the disk tier: its header, its pages, and how each of its output tokens came to be (nothing reads that)."""
+
+    found: Found
+    cells: Cells
+    history: list[Any]
+    sound: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class Folder:
+    """A rank's directory, which outlives its server; searched as `Disk` is."""
+
+    files: dict[Whose, File] = field(default_factory=dict)
+    life: str = ""
+
+    def find(self, key: Whose, wanted: Found) -> int:
+        file = self.files.get(key)
+        if file is None or file.found != wanted:
+            return 0
+        if not file.sound:
+            raise OSError("flipped")
+        return 1
+
+    def write(self, key: Whose, file: File) -> None:
+        self.files[key] = file
+
+    def read(self, key: Whose, _length: int) -> File:
+        return self.files[key]
+
+    def remove(self, key: Whose) -> None:
+        self.files.pop(key, None)
+
+    def begin(self, life: str, keep: Collection[Whose]) -> None:
+        self.files = {key: file for key, file in self.files.items() if key in keep}
+        self.life = life
 
 
 @dataclass(eq=False, slots=True)
@@ -27,19 +68,23 @@ class Copies:
         self.engine: Any = None
         self.held: dict[int, Cells] = {}
         self.on_disk: set[int] = set()
+        self.folder: Any = Folder()
+        self._whose: dict[int, tuple[Whose, File]] = {}
+        """Copies by number, and the files that they are or would be."""
         self._delay, self._fail_every = delay, fail_every
         self._orders: list[Order] = []
         self._step = 0
         self._discarded: set[int] = set()
 
-    def put(self, order: int, pages: Pages) -> None:
+    def put(self, order: int, pages: Pages, whose: Whose, version: int, history: list[Any]) -> None:
         number, tier, slots = pages.copy.number, pages.copy.tier, list(pages.slots)
+        self._whose[number] = whose, File(Found(pages.length, version), [], history)
 
         def act() -> str:
             # Read now, not when it was ordered: a slot that was handed on meanwhile would show.
             self.held[number] = [self.engine.cells[slot] for slot in slots]
             if tier == "disk":
-                self.on_disk.add(number)
+                self._write(number)
             return ""
 
         self._give(order, act)
@@ -62,7 +107,7 @@ class Copies:
         def act() -> str:
             if number not in self.held:
                 return "lost"
-            self.on_disk.add(number)
+            self._write(number)
             return ""
 
         self._give(order, act)
@@ -73,11 +118,31 @@ class Copies:
     def discard(self, number: int) -> None:
         def act() -> str:
             self.held.pop(number, None)
-            self.on_disk.discard(number)
+            if number in self.on_disk:
+                self.on_disk.discard(number)
+                self.folder.remove(self._whose[number][0])
             return ""
 
         self._discarded.add(number)
         self._give(-1, act)
+
+    def _write(self, number: int) -> None:
+        self.on_disk.add(number)
+        whose, file = self._whose[number]
+        file.cells = self.held[number]
+        self.folder.write(whose, file)
+
+    def regain(self, number: int, whose: Whose, length: int) -> None:
+        """A file that a search has found is the copy of this number."""
+        file = self.folder.read(whose, length)
+        self._whose[number] = whose, file
+        self.held[number] = file.cells
+        self.on_disk.add(number)
+
+    def carry_out_first(self, orders: int) -> None:
+        """A worker is as far as it is when its process dies."""
+        for order in self._orders[:orders]:
+            self._act(order)
 
     def carry_out(self, number: int) -> None:
         """All up to this one."""

@@ -13,7 +13,7 @@ from sglang_april.scheduler.controller import Controller
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
 from sglang_april.types import Sample
-from tests.unit.fake_copies import Copies
+from tests.unit.fake_copies import Copies, Whose
 from tests.unit.fake_loop import FakeLoop, Request
 
 
@@ -28,6 +28,10 @@ def build(sample: Sample) -> Request:
         request.drawn_under = [(s.version, s.kv) for s in sample.recall.spans for _ in range(s.start, s.end)]
         sample.recall = None
     return request
+
+
+def whose(sample: Sample) -> Whose:
+    return sample.group.run.name, sample.group.id, sample.group.incarnation, sample.index
 
 
 class FakeEngine(FakeLoop):
@@ -176,8 +180,15 @@ class FakeEngine(FakeLoop):
 
     # --- pages
 
+    def regain(self, sample: Sample) -> None:
+        self.copies.regain(sample.pages.copy.number, whose(sample), sample.pages.length)
+
+    def revive(self, sample: Sample) -> bool:
+        build(sample)
+        return True
+
     def copy_out(self, sample: Sample, order: int) -> None:
-        self.copies.put(order, sample.pages)
+        self.copies.put(order, sample.pages, whose(sample), sample.kv_version, sample.request.history)
 
     def load(self, sample: Sample, order: int) -> bool:
         pages = sample.pages

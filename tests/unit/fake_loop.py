@@ -34,6 +34,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     drawn_under: list[tuple[int, Provenance]] = field(default_factory=list)
     """Per output token: the version, and how the KV beneath came to be, read off the slots themselves."""
+    lives: list[int] = field(default_factory=list)
+    """Per output token: in which life of the server it was drawn."""
     drawn: int = 0
     """Output tokens that the device has drawn, the step in flight included."""
     slots: list[int] | None = None
@@ -47,6 +49,11 @@ class Request:
     def length(self) -> int:
         """Where it ends by itself."""
         return 1 + self.seed % self.max_new if self.ends_early else self.max_new
+
+    @property
+    def history(self) -> list[Any]:
+        """How each output token came to be: two that agree in it have the same KV beneath them."""
+        return list(zip(self.lives, self.drawn_under, strict=True))
 
     @property
     def rest(self) -> int:
@@ -69,7 +76,7 @@ class FakeLoop:
 
     def __init__(self, slots: int, pool: int, chunk: int, overlap: bool, queue_limit: int) -> None:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
-        self.version = 0
+        self.version = self.life = 0
         self.cells: list[tuple[str, int, int] | None] = [None] * pool
         """Per KV slot: whose token, its position, and the version that wrote it."""
         self.free = list(range(pool))
@@ -194,6 +201,7 @@ class FakeLoop:
                 continue
             request.output.append(token(request.seed, len(request.output)))
             request.drawn_under.append(row.drew)
+            request.lives.append(self.life)
             grown.append(request)
             if request.giving_up:
                 request.reason = {"type": "abort"}

@@ -21,12 +21,13 @@ from sglang_april import wire
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
 from sglang_april.store.journal import Journal, OnWritten
+from sglang_april.store.regain import Search
 from sglang_april.store.saved import restored_event
 from sglang_april.store.tables import Op
 from tests.unit.crash import KEPT, recall_all
 from tests.unit.lives_client import RUNS, Client, Word
-from tests.unit.recount import samples_of
-from tests.unit.stored import StoringEngine
+from tests.unit.recount import recount, samples_of
+from tests.unit.stored import StoringEngine, key_of
 
 COMMAND, EVENT = 0, 1
 HEAD = struct.Struct("<BI")
@@ -76,15 +77,19 @@ class Life:
         self.context = self.engine.controller.context
         self.context.clock.version = self.engine.version = version
         self.context.clock.unnamed = unnamed
-        self.engine.controller.restore(saved)
+        search = Search(self.engine.disk, saved.life)
+        self.engine.controller.restore(saved, lambda wanted: search.look([(key_of(s), kv) for s, kv in wanted]))
         recall_all(self.engine)
-        for sample in samples_of(self.context.ledger):
-            self.engine.adopt(sample)
-        for left in (*folder.glob("*.kv"), *folder.glob("*.part")):
-            left.unlink()
+        recount(self.engine, self.context.ledger)
+        back = [key_of(s) for s in samples_of(self.context.ledger) if s.pages is not None]
+        self.engine.disk.begin(saved.next_life, back)
+        with (folder / "regained").open("a") as out:
+            out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
         self.engine.send(restored_event(saved, unnamed=unnamed))
         self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT)
+        self.recorder.life(saved.next_life)
+        self.recorder.commit()
 
     def say(self, word: Word) -> None:
         """One word at a time; the journal's thread speaks too."""

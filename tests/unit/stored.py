@@ -15,10 +15,12 @@ import torch
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.store.device import CpuCopier
 from sglang_april.store.disk import Disk, Key
+from sglang_april.store.entry import Found
 from sglang_april.store.host import Arena
 from sglang_april.store.pages import PageStore
 from sglang_april.types import Sample
-from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_copies import File
+from tests.unit.fake_engine import FakeEngine, whose
 
 PAGE = 4
 """Tokens."""
@@ -79,21 +81,18 @@ class StoringEngine(FakeEngine):
 
     # --- what an earlier life has left
 
-    def adopt(self, sample: Sample) -> int:
-        """Tokens of a sample's KV in the file that outlived its process, every row checked; 0: there is none."""
-        key, name = key_of(sample), f"{sample.group.order}.{sample.index}"
-        path = self.disk._path(key)
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            length = self.disk._read_ends(file.fileno())[0].length
-        number = order = -1
-        self.store.adopt(number, key, length)
-        self.store.get(order, number, torch.arange(length))
+    def regain(self, sample: Sample) -> None:
+        """The sample's KV in the file that outlived its process, every row checked."""
+        pages, name = sample.pages, f"{sample.group.order}.{sample.index}"
+        self.store.adopt(pages.copy.number, key_of(sample), pages.length)
+        order = -1
+        self.store.get(order, pages.copy.number, torch.arange(pages.length))
         self._ended(order)
-        said = [row[:2] for row in self.rows[:length, 0].tolist()]
-        assert said == [[_number(name), at] for at in range(length)], "another sample's KV"
-        return length
+        rows = self.rows[: pages.length, 0].tolist()
+        assert [row[:2] for row in rows] == [[_number(name), at] for at in range(pages.length)], "another sample's KV"
+        cells = [(name, at, version) for _, at, version, _ in rows]
+        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv_version), cells, []))
+        super().regain(sample)
 
 
 def _number(name: str) -> int:

@@ -22,8 +22,10 @@ def test_a_thousand_kills(tmp_path: Path) -> None:
     assert not list(client.undelivered())
     assert not client.open
     print(f"{KILLS} kills, {words} words, {len(client.replies)} replies, {len(client.delivered)} samples delivered")
-    print(f"{whole} files of pages outlived a process, {halves} were killed half written")
+    regained = len((tmp_path / "regained").read_text().splitlines())
+    print(f"{whole} files of pages outlived a process, {halves} were killed half written, {regained} were resumed from")
     # A life is paced by what it says and hears, so that these do not depend on how fast the machine or its disk is.
     assert len(client.replies) > KILLS
     assert len(client.delivered) > 2 * KILLS
+    assert regained
     assert whole > KILLS // 100

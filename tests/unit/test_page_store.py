@@ -16,9 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.store.device import CpuCopier
-from sglang_april.store.disk import Disk, DiskError, Found, Key
+from sglang_april.store.disk import Disk, DiskError, Key
+from sglang_april.store.entry import Found
 from sglang_april.store.host import Arena, Run
 from sglang_april.store.pages import DiskPages, HostPages, PageStore
+from sglang_april.store.regain import Search
 
 PAGE, SLOTS = 4, 256
 
@@ -216,38 +218,76 @@ def test_a_directory_serves_one_server(rank: Rank, tmp_path: Path) -> None:
         Disk(tmp_path / "missing", 0, "layout", PAGE, 8)
 
 
-@pytest.mark.parametrize("damage", ["none", "bit", "short", "empty", "header", "model"])
-def test_a_restart_finds_verified_pages_or_none(tmp_path: Path, damage: str) -> None:
-    """And a file that does not verify is gone, as are files of samples that nobody asks for."""
+@pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
+def test_a_restart_finds_the_kv_that_is_wanted_or_says_why_not(tmp_path: Path, fault: str) -> None:
+    """S8: sound and just of these tokens; what is not taken over is gone, as are files that nobody asks for."""
     first = Rank(tmp_path)
     wanted = first.rows(slots_of(9))
     first.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
     first.store.put_on_disk(2, 8, slots_of(9), Key("run", "other", 0, 0), 3)
     assert (first.outcome(1), first.outcome(2)) == ("", "")
+    first.disk.begin("life", [KEY, Key("run", "other", 0, 0)])
     first.close()
     again = Rank(tmp_path)
     disk = again.disk
     (tmp_path / "x.r0.part").write_bytes(b"half")
-    path = disk._path(KEY)
-    data = bytearray(path.read_bytes())
-    if damage == "bit":
-        data[len(data) // 2] ^= 1
-    elif damage == "header":
-        data[20] ^= 1
-    elif damage == "model":
-        disk._layout = "another"
-    path.write_bytes(data[: {"short": len(data) - 7, "empty": 0}.get(damage, len(data))])
-    found = disk.find(KEY)
-    assert found == (Found(9, 3) if damage == "none" else None)
-    assert path.exists() == (damage == "none")
-    assert disk.sweep([KEY]) == 2
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == ([".kv", ".r0"] if damage == "none" else [".r0"])
-    if found is not None:
-        again.store.adopt(20, KEY, found.length)
+    spoil(disk, fault)
+    search = Search(disk, "life")
+    (outcome,) = search.look([(KEY, Found(9 + (fault == "older"), 3 - (fault == "version")))])
+    assert outcome == {"none": "", "missing": None, "older": None, "version": None}.get(fault, outcome)
+    assert outcome != "" or fault == "none"
+    assert search.bytes_read == (disk._path(KEY).stat().st_size if fault == "none" else 0)
+    disk.begin("next", [KEY] if outcome == "" else [])
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == ([".kv", ".r0"] if fault == "none" else [".r0"])
+    if outcome == "":
+        again.store.adopt(20, KEY, 9)
         again.store.get(1, 20, ELSEWHERE[:9])
         assert again.outcome(1) == ""
         assert torch.equal(again.rows(ELSEWHERE[:9]), wanted)
     again.close()
+
+
+def spoil(disk: Disk, fault: str) -> None:
+    path = disk._path(KEY)
+    data = bytearray(path.read_bytes())
+    if fault == "bit":
+        data[len(data) // 2] ^= 1
+    elif fault == "header":
+        data[20] ^= 1
+    elif fault == "model":
+        disk._layout = "another"
+    path.write_bytes(data[: {"short": len(data) - 7, "empty": 0}.get(fault, len(data))])
+    if fault == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("life", ["", "another", "lif", "life and more"])
+def test_files_of_another_life_are_not_looked_at(rank: Rank, life: str) -> None:
+    """Without a journal there is no life, and of another's history nothing is known."""
+    rank.disk.begin("a much longer name than the next")
+    rank.disk.begin(life)
+    rank.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
+    assert rank.outcome(1) == ""
+    assert rank.disk.life == life
+    assert Search(rank.disk, "life").look([(KEY, Found(9, 3))]) == [None]
+    assert Search(rank.disk, "").look([(KEY, Found(9, 3))]) == [None]
+    rank.disk.begin("life", [KEY])
+    assert Search(rank.disk, "life").look([(KEY, Found(9, 3))]) == [""]
+
+
+def test_a_stale_file_that_stays_ends_the_start(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be of the next life by its name; the life before keeps its own."""
+    rank.disk.begin("before")
+    rank.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
+    assert rank.outcome(1) == ""
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(DiskError, match=f"{tmp_path} cannot be used: Operation not permitted"):
+        rank.disk.begin("next")
+    assert rank.disk.life == "before"
 
 
 def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +329,8 @@ class Story(RuleBasedStateMachine):
         for path in self.folder.iterdir():
             path.unlink()
         self.rank = Rank(self.folder, pages=20)
+        self.rank.disk.begin("life 0")
+        self.lives = 0
         self.known: dict[int, tuple[torch.Tensor, bool]] = {}
         """KV by name, and whether it is on disk."""
         self.orders = 0
@@ -343,17 +385,28 @@ class Story(RuleBasedStateMachine):
         if kv is not None and not on_disk:
             self.free += -(-len(kv) // PAGE)
 
-    @rule(keep=st.sets(names))
-    def crash_and_reopen(self, keep: set[int]) -> None:
+    @rule(keep=st.sets(names), spoilt=st.sets(names, max_size=2), older=st.sets(names, max_size=2), lost=st.booleans())
+    def crash_and_reopen(self, keep: set[int], spoilt: set[int], older: set[int], lost: bool) -> None:
+        """`older`: the journal has another length; `lost`: it went through a life without this directory."""
+        self.lives += lost
         self.rank.close()
         self.rank = Rank(self.folder, pages=20)
         self.free = 20
         disk = self.rank.disk
         there = {name: kv for name, (kv, on_disk) in self.known.items() if on_disk}
-        for name in range(6):
-            assert disk.find(self._key(name)) == (Found(len(there[name]), 1) if name in there else None)
-        disk.sweep(self._key(name) for name in keep)
-        self.known = {name: (kv, True) for name, kv in there.items() if name in keep}
+        spoilt = spoilt & there.keys()
+        for name in spoilt:
+            path = disk._path(self._key(name))
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
+        said = Search(disk, f"life {self.lives}").look(wanted)
+        good = [not lost and name in there and name not in spoilt | older for name in range(6)]
+        assert [outcome == "" for outcome in said] == good
+        assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]
+        self.lives += 1
+        disk.begin(f"life {self.lives}", [self._key(name) for name in keep if good[name]])
+        self.known = {name: (kv, True) for name, kv in there.items() if name in keep and good[name]}
         for name, (kv, _) in self.known.items():
             self.rank.store.adopt(name, self._key(name), len(kv))
 

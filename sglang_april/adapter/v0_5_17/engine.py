@@ -17,7 +17,7 @@ from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accou
 from sglang_april.adapter.v0_5_17.facts import Facts
 from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
-from sglang_april.adapter.v0_5_17.recall import chunk_of, recall
+from sglang_april.adapter.v0_5_17.recall import chunk_of, recall, revive
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.adapter.v0_5_17.store import build_store, caps, key_of
 from sglang_april.config import AprilConfig
@@ -213,6 +213,17 @@ class SchedulerEngine:
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
         return sorted((x for x in samples if x.request is not None and x.request.kv), key=lambda x: -x.order)
+
+    # --- after a restart
+
+    def regain(self, sample: Sample) -> None:
+        pages = sample.pages
+        assert pages is not None
+        assert pages.copy is not None
+        self.store.adopt(pages.copy.number, key_of(sample), pages.length)
+
+    def revive(self, sample: Sample) -> bool:
+        return revive(self._s, self.samples, sample)
 
     # --- pages
 

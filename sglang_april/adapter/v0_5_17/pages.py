@@ -41,12 +41,13 @@ class PagePool:
         release_kv_cache(req, self._s.tree_cache, is_insert=False)
         req.reset_for_retract()
 
-    def free(self, pages: Pages, req: Req) -> None:
-        """Release stored pages; `req` keeps its tokens only."""
+    def free(self, pages: Pages, req: Req | None) -> None:
+        """Release stored pages; `req` keeps its tokens only. After a restart there may be none yet."""
         self.free_slots(pages)
-        req.kv_committed_len = 0
-        req.last_node = None
-        req.reset_for_retract()
+        if req is not None:
+            req.kv_committed_len = 0
+            req.last_node = None
+            req.reset_for_retract()
 
     def free_slots(self, pages: Pages) -> None:
         if pages.slots is None:

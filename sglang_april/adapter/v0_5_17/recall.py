@@ -9,8 +9,9 @@ from array import array
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.v0_5_17.request import top_logprobs
+from sglang_april.adapter.v0_5_17.request import build_request, rid_of, top_logprobs, versioned_key
 from sglang_april.store.saved import Chunk
 from sglang_april.types import Proximal, Sample
 
@@ -55,6 +56,28 @@ def recall(req: Req, sample: Sample, chunk: Chunk) -> None:
         version, parts = chunk.proximal
         values = [(first, torch.from_numpy(np.frombuffer(raw, "<f4").copy())) for first, raw in parts]
         sample.proximal, sample.recorded_proximal = Proximal(version, values), version
+
+
+def revive(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
+    """A request that needs no prefill, made at SGLang's own door; False, and nothing has changed, if it is refused.
+
+    Behind the door is a queue of its own meanwhile, so that nobody else's request is moved or given up.
+    """
+    pages, tokens = sample.pages, sample.recall
+    assert pages is not None
+    ours[rid_of(sample)] = sample
+    queue, s.waiting_queue = s.waiting_queue, []
+    try:
+        s.handle_generate_request(build_request(sample))
+    finally:
+        queued, s.waiting_queue = s.waiting_queue, queue
+    req: Req | None = sample.request
+    if req is None or queued != [req] or req.to_finish is not None:
+        del ours[rid_of(sample)]
+        sample.request, sample.recall = None, tokens
+        return False
+    pages.extra_key = versioned_key(req.april_base_key, sample.kv_version)
+    return True
 
 
 def advance_grammar(req: Req) -> None:

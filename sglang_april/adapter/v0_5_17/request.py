@@ -48,6 +48,12 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
     )
 
 
+def has_grammar(sample: Sample) -> bool:
+    """Its output has to follow a grammar, which SGLang compiles while the request waits for its prefill."""
+    params = _params_of(sample.group)
+    return any(x is not None for x in (params.json_schema, params.regex, params.ebnf, params.structural_tag))
+
+
 def _params_of(group: Group) -> SamplingParams:
     if group.engine_params is None:
         group.engine_params = msgspec.msgpack.decode(group.params, type=SamplingParams)

@@ -47,7 +47,6 @@ def build_store(s: Scheduler, config: AprilConfig, limits: Caps, facts: Facts) -
         if config.disk_dir is not None:
             rank, layout = s.ps.tp_rank, _layout(s, table)
             disk = Disk(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
-            disk.sweep()
     except (ValueError, DiskError) as error:
         raise SystemExit(f"sglang-april: {error}.") from error
     pinned = table.device.type != "cpu"
@@ -64,6 +63,7 @@ def plane_table(pool: KVCache) -> PlaneTable:
 
 
 def _layout(s: Scheduler, table: PlaneTable) -> str:
+    """Not the model's path: a later checkpoint is another policy version, and goes on from older KV by `kv: keep`."""
     rows = [(str(b.dtype), *b.shape[1:]) for b in table.buffers]
-    text = f"{Path(s.server_args.model_path).resolve()} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
+    text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
