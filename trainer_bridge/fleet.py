@@ -128,11 +128,20 @@ class SharedRound:
         with self._lock:
             if self._met:
                 raise AprilError(409, "round_id", "has met its quota")
-            for engine, own in enumerate(_spread(prompts, len(self._clients))):
-                if own:
-                    self._clients[engine].extend(self._id, quota_add=0, prompts=own)
             if self._quota is not None:
                 self._quota += quota_add
+            for engine, own in enumerate(_spread(prompts, len(self._clients))):
+                if own:
+                    self._extend(engine, own, quota_add)
+
+    def _extend(self, engine: int, prompts: list[dict[str, Any]], quota_add: int) -> None:
+        try:
+            self._clients[engine].extend(self._id, quota_add=0, prompts=prompts)
+        except AprilError as error:
+            # Prompts that it has already were sent by an earlier coordinator, and counted in its quota.
+            if self._quota is not None and not error.field.startswith("prompts"):
+                self._quota -= quota_add
+            raise
 
     # Before the events
 

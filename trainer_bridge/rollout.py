@@ -152,6 +152,8 @@ class _Round:
         self._judge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
         self._verdicts: dict[tuple[str, int], Future[None]] = {}
         self._extended = rollouts._store.extended(round_id)
+        self._again: list[Prompt] = []
+        """Replacements that the round may have been extended by before it was asked for again, not yet needed now."""
         self._replaced = 0
         self._judges = self._config.dynamic_sampling and quota is not None
 
@@ -161,8 +163,8 @@ class _Round:
         new = {prompt.id for prompt in rollouts._take(missing)}
         known = set(range(rollouts.engines)) <= rollouts.held
         prompts = [p for i, p in rollouts.pending.items() if i in new or rollouts.homes[i] not in rollouts.held]
-        if known and self._extended:
-            rollouts._take(len(self._extended))
+        if known:
+            self._again = rollouts._take(len(self._extended))
         self._extended = self._extended if known else []
         started = time.monotonic()
         with self._judge:
@@ -206,6 +208,11 @@ class _Round:
 
     def _extend(self, quota_add: int) -> bool:
         """One more prompt, and unless the verdict already holds the round open, one more group in the quota."""
+        if self._again:
+            # Sent once more, for nobody knows whether it arrived. An engine that has it refuses, and changes nothing.
+            again = self._all.prompt_body(self._again.pop(0))
+            self._tell(self._client.extend, quota_add=quota_add, prompts=[again])
+            return True
         with self._all._lock:
             position = self._all._data.position
             prompt = self._all._data.take(1)[0]

@@ -82,6 +82,8 @@ class FakeEngine:
             if self.rounds[round_id].ended is not None:
                 raise AprilError(409, "round_id", "has ended")
             assert quota_add == 0
+            if {prompt["id"] for prompt in prompts} & {*self.waiting, *self.finished}:
+                raise AprilError(409, "prompts[0].id", "is still undelivered")
             self.waiting += [prompt["id"] for prompt in prompts]
             self.turn.notify_all()
 
@@ -96,9 +98,9 @@ class FakeEngine:
         said = 0
         while True:
             with self.turn:
-                while said == len(part.shown) and part.ended is None:
+                while said == len(part.shown) and part.ended is None and not self._dead(said):
                     self._go_on(part)
-                if self.dies_after is not None and said >= self.dies_after:
+                if self._dead(said):
                     raise ConnectionError("the engine died")
                 event = group(part.shown[said]) if said < len(part.shown) else part.ended
             said += 1
@@ -106,6 +108,9 @@ class FakeEngine:
             yield event
             if isinstance(event, Summary):
                 return
+
+    def _dead(self, said: int) -> bool:
+        return self.dies_after is not None and said >= self.dies_after
 
     def _go_on(self, part: Part) -> None:
         """One group finishes; or the round is exhausted; or it waits for a verdict, a stop or another prompt."""

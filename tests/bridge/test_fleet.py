@@ -1,8 +1,9 @@
 """One quota over several engines: exactly so many groups, each once, whoever is slow, dies, or is asked again."""
 
 import random
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,8 @@ def test_figures_are_added_up() -> None:
 # --- with the bridge's rounds
 
 
-def rollouts(engines: list[FakeEngine], folder: Path, kinds: tuple[str, ...] = ("ok",), **fields: Any) -> Rollouts:
+def rollouts(engines: list[FakeEngine], folder: Path, labels: Sequence[str] = ("ok",) * 400, **fields: Any) -> Rollouts:
     config = Config(hf_checkpoint="m", prompt_data="d", rollout_batch_size=4, n_samples_per_prompt=2, **fields)
-    labels = random.Random(0).choices(kinds, k=400)
     data = PromptData([{"input": f"q{i}", "label": label} for i, label in enumerate(labels)], config)
     clients: Any = Fleet(engines)  # type: ignore[arg-type]
     rewards: Any = FakeRewards()
@@ -201,7 +201,7 @@ def rollouts(engines: list[FakeEngine], folder: Path, kinds: tuple[str, ...] = (
 def test_books_over_many_rounds(tmp_path: Path, dynamic: bool) -> None:
     """Unfit groups are replaced, engines are unevenly fast, and every prompt handed over is delivered exactly once."""
     engines, rng = [FakeEngine(), FakeEngine(), FakeEngine()], random.Random(1)
-    kinds = ("ok", "ok", "equal", "half")
+    kinds = random.Random(0).choices(("ok", "ok", "equal", "half"), k=400)
     made = rollouts(engines, tmp_path, kinds, over_sampling_batch_size=12, dynamic_sampling=dynamic)
     trained: Counter[str] = Counter()
     for number in range(30):
@@ -240,6 +240,39 @@ def test_a_prompt_goes_to_the_engine_with_the_fewest_and_a_new_engine_gets_its_o
     made.round("run.3", 2)
     assert {prompt["id"] for prompt in engines[1].bodies[0]["prompts"]} >= set(lost)
     assert not {prompt["id"] for prompt in engines[0].bodies[2]["prompts"]} & set(lost)
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_replacement_that_was_on_its_way_at_a_death_is_sent_again_and_not_doubled(
+    tmp_path: Path, arrived: bool
+) -> None:
+    """The first of four groups is unfit: its replacement is noted, sent, and the answer never comes."""
+    engines = [FakeEngine()]
+    extend, died = engines[0].extend, threading.Event()
+
+    def dying(*args: Any, **fields: Any) -> None:
+        if arrived or died.is_set():
+            extend(*args, **fields)
+        if not died.is_set():
+            engines[0].dies_after = 1
+            died.set()
+            with engines[0].turn:
+                engines[0].turn.notify_all()
+            raise ConnectionError("the engine died")
+
+    engines[0].extend, engines[0].may_finish = dying, 1  # type: ignore[method-assign]
+    kinds = ("half", *["ok"] * 20)
+    made = rollouts(engines, tmp_path, kinds, over_sampling_batch_size=4, dynamic_sampling=True)
+    made.held = {0}
+    with pytest.raises(ConnectionError):
+        made.round("run.1", 4)
+    assert died.is_set()
+    engines[0].dies_after, engines[0].may_finish = None, 10**6
+    done = made.round("run.1", 4)
+    assert sorted(scored.group.id for scored in done.groups) == ["e0-1", "e0-2", "e0-3", "e0-4"]
+    assert (done.replaced, done.rejected + done.unscored) == (1, 1)
+    assert not made.pending
+    assert made._data.position == len(engines[0].delivered) == 5
 
 
 # --- what is refused
