@@ -1,0 +1,280 @@
+"""Does learning suffer from staleness? Held-out reward after equal numbers of samples, variants paired over seeds.
+
+    python -m bench.learning --budget-minutes 240        a new run; rows go to bench/results/learning.json
+    python -m bench.learning --run-id ID                 goes on with one: what it has rows for is not trained again
+    python -m bench.learning --page                      the page from the rows: bench/results/learning.html
+
+Every run is `python -m trainer_bridge --config FILE` against one server, from the demo's warm-up checkpoint on the
+sorting task: the same prompts in the same order, the same sampling seeds, the same number of samples per step. A run
+that is cut off goes on from its checkpoint. First a short run shows the regime: where too few tokens are stale, nothing
+can be learned about staleness, and the task has to be lengthened (`--longest`, a smaller `--groups`).
+"""
+
+import argparse
+import itertools
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from bench import record
+from bench.learning_page import write_page
+from bench.learning_stats import OFF_POLICY, OVER_THREE, final_reward, in_regime
+from examples.april_demo.server import ServerError, running_server
+from examples.april_demo.settings import Settings, Training
+from examples.sorting_task import Lengths, problems, write_prompts
+from trainer_bridge.progress import read_rows
+
+CORRECTED = {"proximal": "trainer", "correction": "tis"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "synchronous": {"partial_rollout": False},
+    "recompute": {"kv": "recompute", **CORRECTED, "proximal": "engine"},
+    "keep": {"kv": "keep", **CORRECTED},
+    # A forward for π_old all the same, so that the drift of kept KV is told.
+    "keep-uncorrected": {"kv": "keep", "proximal": "trainer", "correction": "none"},
+    "cohort": {"kv": "keep", **CORRECTED, "quota_mode": "cohort"},
+}
+SEEDS = {"synchronous": 5, "recompute": 5, "keep": 5, "keep-uncorrected": 3, "cohort": 3}
+HELD_OUT_SEED = 20_000
+REGIME_STEPS = 12
+"""Of the run that shows the regime; its second half counts."""
+ABOUT_TO_END_S = 30.0
+
+
+class RunFailed(RuntimeError):  # noqa: N818
+    """A training run ended with an error; the message says where its output is."""
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m bench.learning", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--budget-minutes", type=float, default=240.0, help="the server's start included (%(default)s)")
+    parser.add_argument("--run-id", help="go on with this run")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "learning.json")
+    parser.add_argument("--folder", type=Path, default=record.ROOT / "out" / "learning", help="the training runs")
+    parser.add_argument("--server", metavar="URL", help="a running server with the warm-up checkpoint")
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, help="so many for each variant, instead of five or three")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--groups", type=int, default=8, help="the quota (%(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="of a group (%(default)s)")
+    parser.add_argument("--pool", type=int, default=32, help="prompts in the engine at a round's start (%(default)s)")
+    parser.add_argument("--slots", type=int, default=128, help="at once: many make short rounds (%(default)s)")
+    parser.add_argument("--longest", type=int, default=320, help="longest list to sort (%(default)s)")
+    parser.add_argument("--alpha", type=float, default=1.0, help="of the lengths' Pareto law (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=512)
+    parser.add_argument("--eval-interval", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=Training.lr)
+    parser.add_argument("--checkpoint", type=Path, default=Training().checkpoint)
+    parser.add_argument("--anyway", action="store_true", help="train outside of the regime too")
+    parser.add_argument("--page", action="store_true", help="only write the page from the rows")
+    return parser.parse_args(given)
+
+
+SIZES = ("steps", "groups", "samples", "pool", "slots", "longest", "alpha", "held_out", "eval_interval", "lr")
+
+
+def plan(variants: list[str], seeds: int | None) -> Iterator[tuple[str, int]]:
+    """What to train, seed by seed, so that whatever the budget allows is paired."""
+    for seed in range(seeds or max(SEEDS.values())):
+        for variant in variants:
+            if seed < (seeds or SEEDS[variant]):
+                yield variant, seed
+
+
+def fields_of(variant: str, seed: int, args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
+    """The configuration of one run, as its YAML file says it."""
+    synchronous = variant == "synchronous"
+    return {
+        "hf_checkpoint": str(args.checkpoint),
+        "server": url,
+        "run": f"learning-{variant}-{seed}",
+        "save": str(folder / f"{variant}-{seed}"),
+        "seed": seed,
+        "rollout_seed": seed,
+        "prompt_data": str(folder / f"prompts-{seed}.jsonl"),
+        "eval_prompt_data": str(folder / "held_out.jsonl"),
+        "eval_interval": args.eval_interval,
+        "eval_temperature": 1.0,
+        "num_rollout": args.steps,
+        "save_interval": args.eval_interval,
+        "on_end": "drop",
+        "rollout_batch_size": args.groups,
+        "over_sampling_batch_size": args.groups if synchronous else args.pool,
+        "n_samples_per_prompt": args.samples,
+        "rollout_max_response_len": args.longest + 32,
+        "reward": "examples.sorting_task:reward",
+        "reward_workers": 1,
+        "lr": args.lr,
+        "adam_beta2": 0.95,
+        "train_dtype": "float32",
+        "trainer_device": "cpu",
+        "push": "tensor",
+        **VARIANTS[variant],
+    }
+
+
+def write_data(args: argparse.Namespace, seed: int, folder: Path) -> None:
+    """The prompts of a seed, and the held-out ones, which are the same for all."""
+    lengths = Lengths(longest=args.longest, alpha=args.alpha)
+    train = itertools.islice(problems(seed, lengths), args.steps * args.groups + args.pool)
+    write_prompts(folder / f"prompts-{seed}.jsonl", train)
+    held_out = itertools.islice(problems(HELD_OUT_SEED, lengths), args.held_out)
+    write_prompts(folder / "held_out.jsonl", held_out)
+
+
+def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
+    """One run to its end, or False when the time is up: it can go on later. Raises RunFailed."""
+    folder = Path(fields["save"])
+    folder.mkdir(parents=True, exist_ok=True)
+    config, log = folder / "config.yaml", folder / "train.log"
+    config.write_text(yaml.safe_dump(fields, sort_keys=False))
+    with log.open("ab") as sink:
+        command = [sys.executable, "-m", "trainer_bridge", "--config", str(config)]
+        process = subprocess.Popen(command, cwd=record.ROOT, stdout=sink, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(max(limit_s, ABOUT_TO_END_S))
+        except subprocess.TimeoutExpired:
+            console.print(f"{folder.name}: out of time after {len(read_rows(folder / 'steps.jsonl'))} steps")
+            return False
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if code:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
+        raise RunFailed(f"{folder.name} ended with code {code}: {lines[-1]}\nits output: {log}")
+    return True
+
+
+def figures(folder: Path) -> record.Row:
+    """What a finished run's folder says. Shares are of tokens, over all steps; `lengths` counts trained samples."""
+    steps, evaluations = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
+    tokens = sum(row["delivered_tokens"] for row in steps)
+    drifts = [row["kv_drift"] for row in steps if row["kv_drift"] is not None]
+    return {
+        "reward_before": evaluations[0]["reward"],
+        "reward_final": final_reward(evaluations),
+        "reward_se": evaluations[-1]["reward_se"],
+        "samples": steps[-1]["samples_so_far"],
+        "seconds": steps[-1]["seconds_so_far"],
+        "delivered_tokens": tokens,
+        "delivered_tokens_per_s": tokens / sum(row["generate_s"] for row in steps),
+        **regime_of(steps),
+        "hybrid_share": sum(row["hybrid_share"] * row["delivered_tokens"] for row in steps) / tokens,
+        "kv_drift": sum(drifts) / len(drifts) if drifts else None,
+        "lengths": dict(sorted(Counter(length for row in steps for length in row["lengths"]).items())),
+        "evaluations": [
+            {name: row[name] for name in ("step", "samples_so_far", "seconds_so_far", "reward", "reward_se")}
+            for row in evaluations
+        ],
+    }
+
+
+def regime_of(steps: list[record.Row]) -> dict[str, float]:
+    """Share of tokens that an older policy drew, and of samples that were drawn over three versions or more."""
+    tokens, samples = (sum(row[name] for row in steps) for name in ("delivered_tokens", "samples"))
+    return {
+        "off_policy_share": sum(row["off_policy_share"] * row["delivered_tokens"] for row in steps) / tokens,
+        "over_three_versions": sum(row["over_three_versions"] * row["samples"] for row in steps) / samples,
+    }
+
+
+class Bench:
+    """One run of the benchmark: its server, its folder, its rows, its clock."""
+
+    def __init__(self, args: argparse.Namespace, url: str, ends_at: float, console: Console) -> None:
+        self._args, self._url, self._ends_at, self._console = args, url, ends_at, console
+        self.run_id = args.run_id
+        self._folder = args.folder.resolve() / self.run_id
+        self._sizes = {name: getattr(args, name) for name in SIZES}
+
+    def rows(self) -> list[record.Row]:
+        """Of this run so far."""
+        found = [row for row in record.read_rows(self._args.out) if row["run_id"] == self.run_id]
+        if any(row["sizes"] != self._sizes for row in found):
+            raise RunFailed(f"run {self.run_id} was measured with other sizes: {found[0]['sizes']}")
+        return found
+
+    def regime(self) -> bool:
+        """Whether staleness is great enough, by a row of this run or a short training run."""
+        rows = [row for row in self.rows() if row["kind"] == "regime"]
+        if not rows:
+            fields = self._fields("keep", 0) | {"num_rollout": REGIME_STEPS, "save": str(self._folder / "regime")}
+            del fields["eval_interval"], fields["eval_prompt_data"]
+            if not train(fields | {"save_interval": REGIME_STEPS}, self._console, self._left()):
+                return False
+            steps = read_rows(self._folder / "regime" / "steps.jsonl")
+            rows = [self._append("regime", "keep", 0, regime_of(steps[len(steps) // 2 :]))]
+        seen = rows[-1]["off_policy_share"], rows[-1]["over_three_versions"]
+        self._console.print(f"regime: {seen[0]:.0%} of the tokens stale, {seen[1]:.0%} of samples over ≥ 3 versions")
+        return in_regime(*seen)
+
+    def all(self) -> None:
+        """Everything that is planned and not there, until the time is up."""
+        for variant, seed in plan(self._args.variants, self._args.seeds):
+            if any((row["kind"], row["variant"], row["seed"]) == ("run", variant, seed) for row in self.rows()):
+                continue
+            fields = self._fields(variant, seed)
+            if self._left() < ABOUT_TO_END_S or not train(fields, self._console, self._left()):
+                return
+            row = self._append("run", variant, seed, figures(Path(fields["save"])))
+            self._console.print(
+                f"{variant}, seed {seed}: held-out {row['reward_before']:.3f} → {row['reward_final']:.3f} "
+                f"in {row['seconds']:.0f} s"
+            )
+
+    def _fields(self, variant: str, seed: int) -> dict[str, Any]:
+        write_data(self._args, seed, self._folder)
+        return fields_of(variant, seed, self._args, self._url, self._folder)
+
+    def _append(self, kind: str, variant: str, seed: int, found: record.Row) -> record.Row:
+        row = {"bench": "learning", "run_id": self.run_id, "kind": kind, "variant": variant, "seed": seed}
+        row |= {**record.facts(), "sizes": self._sizes, **found}
+        record.append_rows(self._args.out, [row])
+        return row
+
+    def _left(self) -> float:
+        return self._ends_at - time.monotonic()
+
+
+def main(given: list[str] | None = None) -> int:
+    """0; 1 if a run failed, 2 outside of the regime."""
+    args, console = arguments(given), Console()
+    ends_at = time.monotonic() + 60 * args.budget_minutes
+    args.run_id = args.run_id or f"{time.strftime('%Y%m%d')}-{uuid.uuid4().hex[:6]}"
+    page = args.out.with_suffix(".html")
+    if args.page:
+        console.print(str(write_page(record.read_rows(args.out), page)))
+        return 0
+    console.print(f"run {args.run_id}")
+    try:
+        with ExitStack() as stack:
+            (args.folder / args.run_id).mkdir(parents=True, exist_ok=True)
+            settings = Settings(slots=args.slots, groups=args.groups)
+            url = args.server or stack.enter_context(running_server(settings, args.folder / args.run_id, console, []))
+            bench = Bench(args, url, ends_at, console)
+            if not bench.regime() and not args.anyway:
+                console.print(
+                    f"needed: {OFF_POLICY:.0%} and {OVER_THREE:.0%}. Lengthen the task (--longest, a smaller --alpha "
+                    "or --groups, a larger --pool), or train all the same (--anyway)"
+                )
+                return 2
+            bench.all()
+    except (RunFailed, ServerError) as problem:
+        console.print(f"[red]{problem}")
+        return 1
+    console.print(str(write_page(record.read_rows(args.out), page)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
