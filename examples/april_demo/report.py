@@ -15,6 +15,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +29,8 @@ TITLES = {
     "outside": "APRIL from outside: count, abort, send again",
     "april": "sglang-april: one request with a quota",
 }
+NARROW: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0}
+"""Tables that a terminal of 80 columns shows whole."""
 COLUMNS = {
     "variant": "variant",
     "delivered_tokens_per_s": "delivered\ntokens/s",
@@ -42,11 +45,10 @@ TRAINING_COLUMNS = {
     "variant": "variant",
     "seconds_per_step": "seconds\nper step",
     "delivered_tokens_per_s": "delivered\ntokens/s",
-    "off_policy_share": "off-policy\nshare",
-    "reward_before": "held-out\nbefore",
-    "reward_after": "held-out\nafter",
-    "gain": "gain ± s.e.",
-    "samples": "samples",
+    "off_policy_share": "off-\npolicy",
+    "reward": "held-out\nreward",
+    "gain": "gain",
+    "reward_se": "s.e.",
     "seconds": "seconds",
 }
 
@@ -57,7 +59,7 @@ def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console)
         f"{settings.rounds} rounds of {settings.groups} groups × {settings.samples_per_group} samples, "
         f"{settings.slots} slots, a push before every round"
     )
-    table = Table(title=title)
+    table = Table(title=title, **NARROW)
     for key, heading in COLUMNS.items():
         table.add_column(heading, justify="left" if key == "variant" else "right")
     base = rows[0]["delivered_tokens_per_s"]
@@ -80,7 +82,8 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
         return
     table = Table(
         title=f"training: {sizes.steps} steps of {sizes.groups} groups × {sizes.samples_per_group} samples, seed "
-        f"{settings.seed}; held out: {sizes.held_out} problems"
+        f"{settings.seed}; held out: {sizes.held_out} problems",
+        **NARROW,
     )
     for key, heading in TRAINING_COLUMNS.items():
         table.add_column(heading, justify="left" if key == "variant" else "right")
@@ -91,10 +94,9 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
             "seconds_per_step": f"{inner['seconds_per_step']:.2f}",
             "delivered_tokens_per_s": f"{inner['delivered_tokens_per_s']:,.0f}",
             "off_policy_share": f"{inner['off_policy_share']:.1%}",
-            "reward_before": f"{row['reward_before']:.3f}",
-            "reward_after": f"{row['reward_after']:.3f}",
-            "gain": f"{inner['gain']:+.3f} ± {row['reward_se']:.3f}",
-            "samples": f"{inner['samples']:,}",
+            "reward": f"{row['reward_before']:.3f} → {row['reward_after']:.3f}",
+            "gain": f"{inner['gain']:+.3f}",
+            "reward_se": f"{row['reward_se']:.3f}",
             "seconds": f"{row['seconds']:.0f}",
         }
         table.add_row(*(shown[key] for key in TRAINING_COLUMNS))

@@ -70,10 +70,11 @@ def test_table_and_picture(tmp_path: Path) -> None:
     runs = {"synchronous": trained(after=0.69), "april": trained()}
     rows = [{"variant": name, **figures(run)} for name, run in runs.items()]
     rows.insert(1, {"variant": "outside", **figures(None)})
-    console = Console(record=True, width=160)
+    console = Console(record=True, width=80)
     show_training(rows, SETTINGS, console)
     text = console.export_text()
-    assert "+0.300 ± 0.100" in text
+    assert "0.500 → 0.800 +0.300 0.100" in text
+    assert "…" not in text, "80 columns are enough"
     assert "outside" not in text
     assert text.count("not above two standard errors") == 1
     draw_learning(tmp_path / "learning.png", runs)
