@@ -37,6 +37,7 @@ class AprilConfig:
     host_gb: float = 0.0
     disk_dir: str | None = None
     disk_gb: float = 0.0
+    kv_pages: str = "full"
     replies: int = 2
     reply_gb: float = 4.0
     concurrency: int | Literal["auto"] | None = None
@@ -148,6 +149,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host_gb", _gigabytes, "GB", "host memory for KV of partials (the smaller of 64 GB and a quarter of it all)"),
     Flag("disk_dir", _directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"),
     Flag("disk_gb", _gigabytes, "GB", "size of the disk tier"),
+    Flag(
+        "kv_pages",
+        _choice("full", "int8"),
+        "{full,int8}",
+        "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
+    ),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
     Flag(

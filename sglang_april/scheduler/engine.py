@@ -17,7 +17,11 @@ class Engine(Protocol):
     """Whether one step may be in flight while the next is scheduled."""
     page_size: int
     bytes_per_token: int
-    """KV bytes of one token over all ranks."""
+    """KV bytes of one token over all ranks, on the device."""
+    stored_bytes_per_token: int
+    """The same in the host and the disk tier."""
+    kv_pages: str
+    """What pages are there: `full`, or `int8` (lossy)."""
     version: int
     """Policy version that goes into the cache key of every request made from now on."""
 

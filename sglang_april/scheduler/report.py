@@ -53,8 +53,13 @@ def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[
             tokens["none"] += sample.length
         else:
             tokens[sample.pages.tier] += sample.pages.length
-    size = c.engine.bytes_per_token
-    return tokens, {tier: n * size for tier, n in tokens.items() if tier != "none"}
+    engine = c.engine
+    size = {
+        "device": engine.bytes_per_token,
+        "host": engine.stored_bytes_per_token,
+        "disk": engine.stored_bytes_per_token,
+    }
+    return tokens, {tier: tokens[tier] * per_token for tier, per_token in size.items()}
 
 
 def state(c: Context) -> dict[str, Any]:
@@ -87,6 +92,7 @@ def state(c: Context) -> dict[str, Any]:
         "bytes": by_tier,
         "pool": {**c.engine.pool_tokens(), "held": held},
         "host_cap_tokens": c.host_cap_tokens,
+        "kv_pages": c.engine.kv_pages,
     }
 
 

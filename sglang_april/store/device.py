@@ -2,8 +2,8 @@
 
 Called by the rank's worker thread, never by the scheduler's. On a GPU (CUDA or ROCm) the kernel packs into one of two
 staging buffers while the copy engine moves the other; pinned memory makes both asynchronous. On a CPU the kernels of
-`april_kernels.kv_pages` write to the pages directly. Checksums are summed on the way: on a GPU while the words pass
-through the kernel.
+`april_kernels.kv_pages` write to the pages directly. Checksums are summed on the way: on a GPU, of full pages, while
+the words pass through the kernel.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from april_kernels import kv_pages
-from april_kernels.kv_pages import PlaneTable
+from sglang_april.store.form import PageForm
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of one piece. Between two pieces others get the link, and on a CPU the interpreter and the memory."""
@@ -38,48 +38,43 @@ class Copier(Protocol):
         """Host pages into the rows of `slots`; DamagedError if a checksum does not match."""
 
 
-def copier_for(table: PlaneTable, page_tokens: int) -> Copier:
-    return CpuCopier(table, page_tokens) if table.device.type == "cpu" else GpuCopier(table, page_tokens)
+def copier_for(form: PageForm) -> Copier:
+    return CpuCopier(form) if form.table.device.type == "cpu" else GpuCopier(form)
 
 
 class CpuCopier:
     """Plain memory; a forward is over when its call returns, so that there is nothing to wait for."""
 
-    def __init__(self, table: PlaneTable, page_tokens: int, piece_bytes: int = PIECE_BYTES["cpu"]) -> None:
-        self._table, self.page_tokens = table, page_tokens
-        self.page_words = table.page_words(page_tokens)
+    def __init__(self, form: PageForm, piece_bytes: int = PIECE_BYTES["cpu"]) -> None:
+        self._form, self.page_tokens, self.page_words = form, form.page_tokens, form.page_words
         self.piece = max(1, piece_bytes // (4 * self.page_words))
 
     def fence(self) -> None:
         return None
 
     def out(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:  # noqa: ARG002
-        sums = []
-        for mine, part in _pieces(self, slots, pages):
-            kv_pages.pack(self._table, mine, self.page_tokens, out=part)
-            sums.append(kv_pages.checksum(part))
-        return torch.cat(sums)
+        return torch.cat([self._form.pack(mine, part) for mine, part in _pieces(self, slots, pages)])
 
     def into(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor, fence: Any) -> None:  # noqa: ARG002
         done = 0
         for mine, part in _pieces(self, slots, pages):
             _compare(kv_pages.checksum(part), sums[done : done + len(part)])
-            kv_pages.unpack(self._table, mine, part)
+            self._form.unpack(mine, part)
             done += len(part)
 
 
 class GpuCopier:
     """Two staging buffers, one stream for the kernels and one for the copies, chained by events."""
 
-    def __init__(self, table: PlaneTable, page_tokens: int, piece_bytes: int = PIECE_BYTES["cuda"]) -> None:
-        self._table, self.page_tokens, self._device = table, page_tokens, table.device
-        self.page_words = table.page_words(page_tokens)
+    def __init__(self, form: PageForm, piece_bytes: int = PIECE_BYTES["cuda"]) -> None:
+        self._form, self.page_tokens, self.page_words = form, form.page_tokens, form.page_words
+        self._device = form.table.device
         self.piece = max(1, piece_bytes // (4 * self.page_words))
         self._kernels, self._copies = (torch.cuda.Stream(self._device) for _ in range(2))
         shape = (self.piece, self.page_words)
         self._staging = [torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._filled, self._emptied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
-        kv_pages.warm_up(table, page_tokens)
+        form.warm_up()
 
     def fence(self) -> "torch.cuda.Event":
         event = torch.cuda.Event()
@@ -93,7 +88,7 @@ class GpuCopier:
             staging, filled, emptied = self._buffer(i, len(part))
             with torch.cuda.stream(self._kernels):
                 self._kernels.wait_event(emptied)
-                sums.append(kv_pages.pack(self._table, mine, self.page_tokens, out=staging, checksum=True).sums)
+                sums.append(self._form.pack(mine, staging))
                 filled.record(self._kernels)
             with torch.cuda.stream(self._copies):
                 self._copies.wait_event(filled)
@@ -101,7 +96,7 @@ class GpuCopier:
                 emptied.record(self._copies)
         self._copies.synchronize()
         with torch.cuda.stream(self._kernels):
-            return torch.cat([s for s in sums if s is not None]).cpu()
+            return torch.cat(sums).cpu()
 
     def into(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor, fence: Any) -> None:
         self._kernels.wait_event(fence)
@@ -115,7 +110,7 @@ class GpuCopier:
             with torch.cuda.stream(self._kernels):
                 self._kernels.wait_event(filled)
                 found.append(kv_pages.checksum(staging))
-                kv_pages.unpack(self._table, mine, staging)
+                self._form.unpack(mine, staging)
                 emptied.record(self._kernels)
         with torch.cuda.stream(self._kernels):
             arrived = torch.cat(found).cpu()

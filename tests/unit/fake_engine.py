@@ -36,7 +36,8 @@ def whose(sample: Sample) -> Whose:
 
 class FakeEngine(FakeLoop):
     page_size = 1
-    bytes_per_token = 10
+    bytes_per_token = stored_bytes_per_token = 10
+    kv_pages = "full"
 
     def __init__(
         self,

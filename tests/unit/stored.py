@@ -16,6 +16,7 @@ from april_kernels.kv_pages import PlaneTable
 from sglang_april.store.device import CpuCopier
 from sglang_april.store.disk import Disk, Key
 from sglang_april.store.entry import Found
+from sglang_april.store.form import FullPages
 from sglang_april.store.host import Arena
 from sglang_april.store.pages import PageStore
 from sglang_april.types import Sample
@@ -37,7 +38,7 @@ class StoringEngine(FakeEngine):
     def __init__(self, folder: Path, **loop: Any) -> None:
         super().__init__(**loop)
         self.rows = torch.zeros(self.pool, 1, 4, dtype=torch.int32)
-        copier = CpuCopier(PlaneTable.of([self.rows]), PAGE, piece_bytes=1)
+        copier = CpuCopier(FullPages(PlaneTable.of([self.rows]), PAGE), piece_bytes=1)
         self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words)
         self._ends: dict[int, str] = {}
         arena = Arena(loop["host_cap"], copier.page_words, pinned=False)  # caps here are tokens, not whole pages

@@ -18,6 +18,7 @@ from april_kernels.kv_pages import PlaneTable
 from sglang_april.store.device import CpuCopier
 from sglang_april.store.disk import Disk, DiskError, Key
 from sglang_april.store.entry import Found
+from sglang_april.store.form import FullPages
 from sglang_april.store.host import Arena, Run
 from sglang_april.store.pages import DiskPages, HostPages, PageStore
 from sglang_april.store.regain import Search
@@ -33,7 +34,7 @@ class Rank:
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.k, self.v = ([torch.rand(SLOTS, 2, dim, generator=generator) for _ in range(2)] for dim in (4, 2))
-        copier = CpuCopier(PlaneTable.mha(self.k, self.v), PAGE, piece_bytes=1)
+        copier = CpuCopier(FullPages(PlaneTable.mha(self.k, self.v), PAGE), piece_bytes=1)
         self.arena = Arena(pages, copier.page_words, pinned=False)
         self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words, write)
         self.reports: dict[int, str] = {}

@@ -19,7 +19,7 @@ from sglang_april.adapter.v0_5_17.pages import PagePool
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.adapter.v0_5_17.recall import chunk_of, recall, revive
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
-from sglang_april.adapter.v0_5_17.store import build_store, caps, key_of
+from sglang_april.adapter.v0_5_17.store import build_store, caps, key_of, page_form
 from sglang_april.config import AprilConfig
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
@@ -40,8 +40,10 @@ class SchedulerEngine:
         kv_bytes = sum(size) if isinstance(size, tuple) else size
         self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
         self.facts = Facts(scheduler)
-        self.caps = caps(config, self.bytes_per_token)
-        self.store = build_store(scheduler, config, self.caps, self.facts)
+        form, ranks = page_form(scheduler, config), scheduler.ps.tp_size
+        self.kv_pages, self.stored_bytes_per_token = form.name, 4 * form.page_words // form.page_tokens * ranks
+        self.caps = caps(config, form, ranks)
+        self.store = build_store(scheduler, config, form, self.caps, self.facts)
         self.samples: dict[str, Sample] = {}
         """Our samples that have a request, by its rid."""
 

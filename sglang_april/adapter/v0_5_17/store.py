@@ -12,6 +12,7 @@ from sglang_april.adapter.v0_5_17.facts import Facts
 from sglang_april.config import AprilConfig
 from sglang_april.store.device import copier_for
 from sglang_april.store.disk import Disk, DiskError, Key
+from sglang_april.store.form import FORMS, PageForm
 from sglang_april.store.host import Arena
 from sglang_april.store.pages import PageStore
 from sglang_april.types import Sample
@@ -28,8 +29,16 @@ class Caps(NamedTuple):
     page_tokens: int
 
 
-def caps(config: AprilConfig, bytes_per_token: int) -> Caps:
-    page = PAGE_TOKENS * max(1, bytes_per_token)
+def page_form(s: Scheduler, config: AprilConfig) -> PageForm:
+    """Ends the start with one sentence if the pool's layout or dtype cannot be stored in pages like that."""
+    try:
+        return FORMS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
+    except ValueError as error:
+        raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
+
+
+def caps(config: AprilConfig, form: PageForm, ranks: int) -> Caps:
+    page = 4 * form.page_words * ranks
     return Caps(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
 
 
@@ -38,18 +47,17 @@ def key_of(sample: Sample) -> Key:
     return Key(group.run.name, group.id, group.incarnation, sample.index)
 
 
-def build_store(s: Scheduler, config: AprilConfig, limits: Caps, facts: Facts) -> PageStore:
-    """Ends the start with one sentence if the pool's layout or the disk tier's directory cannot be used."""
+def build_store(s: Scheduler, config: AprilConfig, form: PageForm, limits: Caps, facts: Facts) -> PageStore:
+    """Ends the start with one sentence if the disk tier's directory cannot be used."""
+    copier = copier_for(form)
+    disk = None
     try:
-        table = plane_table(s.token_to_kv_pool_allocator.get_kvcache())
-        copier = copier_for(table, limits.page_tokens)
-        disk = None
         if config.disk_dir is not None:
-            rank, layout = s.ps.tp_rank, _layout(s, table)
+            rank, layout = s.ps.tp_rank, _layout(s, form)
             disk = Disk(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
-    except (ValueError, DiskError) as error:
+    except DiskError as error:
         raise SystemExit(f"sglang-april: {error}.") from error
-    pinned = table.device.type != "cpu"
+    pinned = form.table.device.type != "cpu"
     return PageStore(
         copier, Arena(limits.host // limits.page_tokens, copier.page_words, pinned=pinned), disk, facts.report
     )
@@ -62,8 +70,8 @@ def plane_table(pool: KVCache) -> PlaneTable:
     return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
 
 
-def _layout(s: Scheduler, table: PlaneTable) -> str:
+def _layout(s: Scheduler, form: PageForm) -> str:
     """Not the model's path: a later checkpoint is another policy version, and goes on from older KV by `kv: keep`."""
-    rows = [(str(b.dtype), *b.shape[1:]) for b in table.buffers]
+    rows = [form.name, *((str(b.dtype), *b.shape[1:]) for b in form.table.buffers)]
     text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,100 @@
+"""Step 5 of 9 (store): what a page outside of the device consists of: the pool's own bytes, or int8 codes (opt-in)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from april_kernels import kv_pages
+from april_kernels.kv_pages import PlaneTable, int8
+from april_kernels.kv_pages.int8 import Int8Pages
+
+
+class PageForm(Protocol):
+    """Pages of one pool, int32 [n, page_words]; `slots` is int64 [tokens], on the pool's device."""
+
+    @property
+    def name(self) -> str:
+        """Of the flag `--april-kv-pages`, and part of what a file says of its bytes."""
+
+    @property
+    def table(self) -> PlaneTable: ...
+
+    @property
+    def page_tokens(self) -> int: ...
+
+    @property
+    def page_words(self) -> int: ...
+
+    def pack(self, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Rows of `slots` into the pages `out`, on the pool's device; returns the pages' checksums, int64 [n]."""
+
+    def unpack(self, slots: torch.Tensor, pages: torch.Tensor) -> None: ...
+
+    def warm_up(self) -> None:
+        """Compile what a GPU needs; the pool stays as it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class FullPages:
+    """Byte for byte."""
+
+    table: PlaneTable
+    page_tokens: int
+    name = "full"
+
+    @cached_property
+    def page_words(self) -> int:
+        return self.table.page_words(self.page_tokens)
+
+    def pack(self, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        sums = kv_pages.pack(self.table, slots, self.page_tokens, out=out, checksum=True).sums
+        assert sums is not None
+        return sums
+
+    def unpack(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        kv_pages.unpack(self.table, slots, pages)
+
+    def warm_up(self) -> None:
+        kv_pages.warm_up(self.table, self.page_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedPages:
+    """int8 with one scale per token and head: lossy, about half the bytes of a 16-bit pool.
+
+    Checksums are over the codes, so they find damage as always. Raises ValueError for a pool that is not bfloat16,
+    float16 or float32.
+    """
+
+    table: PlaneTable
+    page_tokens: int
+    name = "int8"
+
+    def __post_init__(self) -> None:
+        assert self._layout
+
+    @cached_property
+    def _layout(self) -> Int8Pages:
+        return Int8Pages(self.table)
+
+    @cached_property
+    def page_words(self) -> int:
+        return self._layout.page_words(self.page_tokens)
+
+    def pack(self, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return kv_pages.checksum(int8.pack(self._layout, slots, self.page_tokens, out=out))
+
+    def unpack(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        int8.unpack(self._layout, slots, self.page_tokens, pages)
+
+    def warm_up(self) -> None:
+        if self.table.device.type != "cpu":
+            padding = torch.full((self.page_tokens,), -1, dtype=torch.int64, device=self.table.device)
+            pages = torch.empty((1, self.page_words), dtype=torch.int32, device=self.table.device)
+            self.pack(padding, pages)
+            self.unpack(padding, pages)
+
+
+FORMS: dict[str, type[FullPages] | type[QuantisedPages]] = {form.name: form for form in (FullPages, QuantisedPages)}

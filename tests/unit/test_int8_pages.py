@@ -1,0 +1,142 @@
+"""`--april-kv-pages int8`: a rank's page store with lossy pages. The error is as stated, damage is found."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from april_kernels.kv_pages import PlaneTable
+from sglang_april.config import AprilConfig
+from sglang_april.store.device import CpuCopier
+from sglang_april.store.disk import Disk, Key
+from sglang_april.store.form import FORMS, FullPages, PageForm, QuantisedPages
+from sglang_april.store.host import Arena
+from sglang_april.store.pages import HostPages, PageStore
+
+PAGE, SLOTS, TOKENS = 4, 64, 21
+KEY = Key("run", "prompt", 0, 1)
+
+
+class Rank:
+    """A store on a bfloat16 pool of two layers, with heads of 128 as real models have them."""
+
+    def __init__(self, folder: Path) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (SLOTS, 2, 128)
+        self.buffers = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
+        self.form = QuantisedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
+        copier = CpuCopier(self.form, piece_bytes=1)
+        self.arena = Arena(32, copier.page_words, pinned=False)
+        self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words)
+        self.ends: dict[int, str] = {}
+        self.store = PageStore(copier, self.arena, self.disk, self.ends.__setitem__)
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, planes and heads, 128]."""
+        return torch.cat([buffer[slots] for buffer in self.buffers], dim=1).float()
+
+    def outcome(self, order: int) -> str:
+        self.store.wait(order)
+        while order not in self.ends:
+            time.sleep(0)  # reported right after
+        return self.ends[order]
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(tmp_path)
+    yield rank
+    rank.store.close()
+    rank.disk.close()
+
+
+def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
+    if way == "disk":
+        rank.store.put_on_disk(1, 7, slots, KEY, 0)
+    else:
+        rank.store.put(1, 7, slots, None)
+    assert rank.outcome(1) == ""
+    if way == "spilled":
+        rank.store.spill(2, 7, KEY, len(slots), 0)
+        assert rank.outcome(2) == ""
+
+
+@pytest.mark.parametrize("way", ["host", "disk", "spilled"])
+def test_pages_come_back_with_the_stated_error(rank: Rank, way: str) -> None:
+    """At most half a code step, max|x| / 254 of a token's head, and bfloat16's own rounding; 0.7 % of the RMS."""
+    slots, elsewhere = torch.randperm(SLOTS // 2)[:TOKENS], torch.arange(SLOTS // 2, SLOTS)
+    wanted, others = rank.rows(slots), rank.rows(elsewhere[TOKENS:])
+    store(rank, way, slots)
+    rank.store.get(3, 7, elsewhere[:TOKENS])
+    assert rank.outcome(3) == ""
+    error = rank.rows(elsewhere[:TOKENS]) - wanted
+    largest = wanted.abs().amax(-1, keepdim=True)
+    assert bool((error.abs() <= largest / 254 + wanted.abs() * 2**-8 + largest / 254 * 2**-8).all())
+    assert 0.005 < float(error.square().mean().sqrt() / wanted.square().mean().sqrt()) < 0.008
+    assert torch.equal(rank.rows(elsewhere[TOKENS:]), others)
+
+
+def test_what_was_lossy_once_is_not_lossier_the_next_time(rank: Rank) -> None:
+    """A prompt that goes out and comes back at every round does not wear away."""
+    slots = torch.arange(TOKENS)
+    seen = []
+    for order in range(1, 9, 2):
+        rank.store.put(order, order, slots, None)
+        rank.store.get(order + 1, order, slots)
+        assert (rank.outcome(order), rank.outcome(order + 1)) == ("", "")
+        seen.append(rank.rows(slots))
+    wear = float((seen[-1] - seen[0]).abs().max() / seen[0].abs().max())
+    assert wear < 2**-8  # bfloat16's rounding of the largest value moves the scale by as much, once
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
+    store(rank, where, torch.arange(TOKENS))
+    if where == "disk":
+        (path,) = tmp_path.glob("*.kv")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        held = rank.store._held[7]
+        assert isinstance(held, HostPages)
+        rank.arena.pages(held.runs[0])[0, 3] ^= 1
+    rank.store.get(3, 7, torch.arange(TOKENS))
+    assert "damaged" in rank.outcome(3)
+
+
+def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -> None:
+    forms: dict[str, PageForm] = {name: form(rank.form.table, PAGE) for name, form in FORMS.items()}
+    assert isinstance(forms["full"], FullPages)
+    assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
+    fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
+    with pytest.raises(ValueError, match="int8 pages need one dtype"):
+        QuantisedPages(fp8, PAGE)
+
+
+def test_budgets_count_the_smaller_pages_and_files_are_never_mixed(rank: Rank) -> None:
+    """What the adapter makes of the flag: more tokens for the same gigabytes; a file says which form it has."""
+    from sglang_april.adapter.v0_5_17.store import _layout, caps, page_form
+
+    pool = SimpleNamespace(k_buffer=rank.buffers[:2], v_buffer=rank.buffers[2:])
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        server_args=SimpleNamespace(model_path="model"),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"])),
+        ps=SimpleNamespace(tp_rank=0, tp_size=2),
+    )
+    config = AprilConfig(host_gb=1.0, disk_gb=2.0, disk_dir="here")
+    full, lossy = (page_form(scheduler, replace(config, kv_pages=name)) for name in ("full", "int8"))
+    row = 2 * 2 * 2 * 128 * 2  # K and V, layers, heads, dim, bytes
+    assert caps(config, full, 2).host == 10**9 // (16 * row * 2) * 16
+    assert caps(config, lossy, 2).host / caps(config, full, 2).host == pytest.approx(1 / 0.516, rel=0.01)
+    assert caps(config, lossy, 2).disk == pytest.approx(2 * caps(config, lossy, 2).host, abs=16)
+    assert _layout(scheduler, full) != _layout(scheduler, lossy)
+    pool.k_buffer = pool.v_buffer = [torch.zeros(8, 2, 16, dtype=torch.uint8)]  # SGLang's fp8 pools
+    with pytest.raises(SystemExit, match="--april-kv-pages int8 cannot be served: int8 pages need one dtype"):
+        page_form(scheduler, replace(config, kv_pages="int8"))
