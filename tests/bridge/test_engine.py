@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.live import until
+from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.cli import main
 from trainer_bridge.config import Config
 from trainer_bridge.engine import Engine, EngineGoneError, EngineLostError, Engines
 from trainer_bridge.own_server import OwnServer
@@ -92,3 +94,27 @@ def test_a_server_of_ours_keeps_a_journal_unless_told_otherwise(tmp_path: Path) 
     assert flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
     assert flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
     assert flags(server_journal=False) == []
+
+
+def test_a_run_that_is_cut_off_says_why_and_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class CutOff:
+        def __init__(self, _: Config) -> None:
+            self.store = Checkpoints(tmp_path, 1)
+
+        def run(self) -> None:
+            self.store.save(State(step=4), lambda _: None)
+            raise EngineGoneError("the server at http://x does not serve within 9 s")
+
+        def close(self) -> None:
+            (tmp_path / "closed").touch()
+
+    monkeypatch.setattr("trainer_bridge.loop.Loop", CutOff)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(["--hf-checkpoint", "m", "--prompt-data", "d"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "april-train: the server at http://x does not serve within 9 s. The same command goes on after step 4."
+    ]
+    assert (tmp_path / "closed").exists()

@@ -177,8 +177,12 @@ class _Processes:
         self._answers()
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        for pipe, arguments in zip(self._pipes, args, strict=True):
-            pipe.send((method, arguments))
+        for rank, (pipe, arguments) in enumerate(zip(self._pipes, args, strict=True)):
+            try:
+                pipe.send((method, arguments))
+            except OSError as broken:
+                self._kill()
+                raise TrainerFailed(f"trainer rank {rank} has died") from broken
         return self._answers()
 
     def _answers(self) -> list[Any]:
