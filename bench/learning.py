@@ -64,7 +64,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, help="so many for each variant, instead of five or three")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--groups", type=int, default=8, help="the quota (%(default)s)")
+    parser.add_argument("--groups", type=int, default=4, help="the quota (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="of a group (%(default)s)")
     parser.add_argument("--pool", type=int, default=32, help="prompts in the engine at a round's start (%(default)s)")
     parser.add_argument("--slots", type=int, default=128, help="at once: many make short rounds (%(default)s)")
