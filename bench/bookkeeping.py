@@ -88,7 +88,7 @@ def measure(count: int) -> dict[str, float]:
         for first in range(0, len(samples), BATCH):
             for sample in samples[first : first + BATCH]:
                 tiers.demote(sample)
-            moved: Any = SimpleNamespace(done=list(tiers._moves), failed={})
+            moved: Any = SimpleNamespace(done=tiers.moves.orders(), failed={})
             tiers.moved(moved)
 
     run = context.ledger.runs["run"]

@@ -32,7 +32,7 @@ class AprilConfig:
 
     quota: int | None = None
     quota_unit: str = "group"
-    kv: str = "keep"
+    kv: str = "auto"
     max_staleness: int = 5
     host_gb: float = 0.0
     disk_dir: str | None = None
@@ -112,11 +112,11 @@ def _directory(value: Any) -> str:
     return str(Path(value).resolve())
 
 
-def _choice(*allowed: str, meaning: Mapping[str, str] | None = None) -> Callable[[Any], str]:
+def _choice(*allowed: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in allowed:
             raise ValueError(f"must be one of {', '.join(allowed)}")
-        return (meaning or {}).get(value, value)
+        return str(value)
 
     return parse
 
@@ -141,9 +141,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("quota_unit", _choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
     Flag(
         "kv",
-        _choice("keep", "recompute", "auto", meaning={"auto": "keep"}),
+        _choice("keep", "recompute", "auto"),
         "{keep,recompute,auto}",
-        "continue partials on their stored KV, or prefill them again under new weights (auto means keep for now)",
+        "continue partials on their stored KV, or prefill them again under new weights, or (auto) what costs less time",
     ),
     Flag("max_staleness", _whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
     Flag("host_gb", _gigabytes, "GB", "host memory for KV of partials (the smaller of 64 GB and a quarter of it all)"),

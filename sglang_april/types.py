@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_april.policy.auto import Reason
 from sglang_april.store.entry import Pages, Prefix
 from sglang_april.store.saved import Chunk
-from sglang_april.wire import Prompt, Provenance, Span
+from sglang_april.wire import KvPolicy, Prompt, Provenance, Span
 
 
 class State(enum.Enum):
@@ -75,6 +76,8 @@ class Sample:
     admitted_round: int = -1
     recomputing: bool = False
     """In the engine's queue for a prefill of prompt and old tokens."""
+    let_go: Reason = ""
+    """Why its KV was given up by choice, until its next token."""
     proximal: Proximal | None = None
     """From the last recompute that was asked for it."""
     recall: Chunk | None = None
@@ -199,6 +202,10 @@ class Run:
     """Undelivered finished samples."""
     running: int = 0
     """Samples in the engine."""
+    kv: KvPolicy = "keep"
+    """Of its latest round; between two rounds it says what is worth a copy."""
+    max_staleness: int | None = None
+    """Likewise."""
     verdicts: "dict[Group, bool]" = field(default_factory=dict)
     """Undelivered groups that the caller has judged (`count: accepted`)."""
     suspended: Partials = field(default_factory=Partials)

@@ -9,6 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglang_april.observed import Moved as Moved
+from sglang_april.observed import Rates as Rates
+from sglang_april.observed import Tuned as Tuned
+
 Unit = Literal["group", "sample"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]
@@ -147,22 +151,7 @@ class GetPartials(msgspec.Struct, tag=True):
     run: str | None = None
 
 
-class Moved(msgspec.Struct, tag=True):
-    """S9: copies of KV pages that all ranks have completed, by number, and those that some rank could not, and why."""
-
-    done: list[int]
-    failed: dict[int, str] = {}
-
-
-class Tuned(msgspec.Struct, tag=True):
-    """S9: what `concurrency: auto` stands for from the next step on, and what was measured."""
-
-    concurrency: int
-    step_ms: list[tuple[float, float]]
-    """(samples in the batch, milliseconds of a decode step), the largest batch first."""
-
-
-Fact = Moved | Tuned
+Fact = Moved | Tuned | Rates
 """What only some rank can see, outside of a step; rank 0 broadcasts it, and nothing answers it."""
 
 Command = (

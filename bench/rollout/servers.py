@@ -48,7 +48,11 @@ def command(size: Size, port: int, patched: bool, gpu: bool) -> list[str]:
         "--max-total-tokens", str(size.pool_tokens), "--disable-overlap-schedule", "--sleep-on-idle",
     ]
     # fmt: on
-    start = ["sglang_april.launch_server", "--april-quota", "1"] if patched else ["sglang.launch_server"]
+    start = (
+        ["sglang_april.launch_server", "--april-quota", "1", "--april-kv", "keep"]
+        if patched
+        else ["sglang.launch_server"]
+    )
     return [sys.executable, "-m", *start, *flags, *size.extra]
 
 

@@ -48,7 +48,7 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
     flags = [
         "--model-path", str(settings.checkpoints[0]),
         "--host", "127.0.0.1", "--port", str(port),
-        "--april-quota", str(settings.groups),
+        "--april-quota", str(settings.groups), "--april-kv", "keep",
         "--max-running-requests", str(settings.slots),
         "--load-snapshot-publish-interval", "1",
         "--grammar-backend", "none",

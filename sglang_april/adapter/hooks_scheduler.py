@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from sglang_april import wire
 from sglang_april.adapter.envelope import AprilReq
 from sglang_april.adapter.restart import restart
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
+from sglang_april.adapter.v0_5_17.calibrate import measure
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
 from sglang_april.adapter.v0_5_17.recall import advance_grammar
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
 from sglang_april.adapter.v0_5_17.step_times import StepTimes
 from sglang_april.config import load
+from sglang_april.policy import cost
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
@@ -72,8 +75,14 @@ def attach(_: None, s: Scheduler) -> None:
     Process.engine, Process.scheduler = engine, s
     Process.step_times = StepTimes(engine.facts, s.max_running_requests)
     restart(s, s.april, config, engine.store.disk)
+    began = time.monotonic()
+    rates = measure(s, engine.store, {"host": caps.host, "disk": caps.disk}, engine.bytes_per_token // s.ps.tp_size)
+    took = time.monotonic() - began
+    if rates is not None:
+        engine.facts.say(rates)
     s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
     log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, context.clock.version)
+    log.info("april: measured in %.2f s: %s", took, cost.report(rates, engine.bytes_per_token))
 
 
 def _digest_file(s: Scheduler) -> Any:

@@ -70,6 +70,7 @@ class Commands:
         if isinstance(cmd.concurrency, int):
             self._keep_within(run, cmd.concurrency)
         run.rounds_opened += 1
+        run.kv, run.max_staleness = cmd.kv, cmd.max_staleness
         rnd = Round(cmd, run, run.rounds_opened, tuned=c.tuned)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)

@@ -31,6 +31,8 @@ class Context:
     """Rounds that are over, by run name, where the run goes on generating until the next (`after_quota: continue`)."""
     tuned: wire.Tuned | None = None
     """The last that was said of `concurrency: auto`."""
+    rates: wire.Rates | None = None
+    """What `kv: auto` decides by, once rank 0 has broadcast it."""
     step: int = 0
     frozen: bool = False
     """A pause: nothing of ours takes a step."""

@@ -75,6 +75,8 @@ class Controller:
                 self.tiers.moved(fact)
             case wire.Tuned():
                 self.context.tune(fact)
+            case wire.Rates():
+                self.context.rates = fact
 
     # --- steps
 
@@ -112,7 +114,7 @@ class Controller:
                 if sample.recomputing:
                     rnd.stats.reprefilled_tokens += prefilled
             if length > sample.length:
-                sample.recomputing = False
+                sample.recomputing, sample.let_go = False, ""
                 self._note_first_round(sample.group)
             sample.length = length
             if finished:

@@ -62,6 +62,7 @@ class Endings:
         self._tiers.round_ended()
         rnd.stats.kv_lost = self._tiers.lost.pop(rnd.run.name, 0)
         stats, lengths = {**rnd.stats.report(carried), **report.concurrency(rnd)}, report.lengths(rnd.run)
+        stats["kv_cost"] = report.kv_cost(c)
         c.recorder.ended(
             wire.RoundEnded(rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats, lengths)
         )

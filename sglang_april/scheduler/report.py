@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_april.policy import cost
 from sglang_april.policy.staleness import staleness
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
@@ -93,7 +94,13 @@ def state(c: Context) -> dict[str, Any]:
         "pool": {**c.engine.pool_tokens(), "held": held},
         "host_cap_tokens": c.host_cap_tokens,
         "kv_pages": c.engine.kv_pages,
+        "kv_cost": kv_cost(c),
     }
+
+
+def kv_cost(c: Context) -> dict[str, Any] | None:
+    """What `kv: auto` decides by."""
+    return cost.report(c.rates, c.engine.bytes_per_token)
 
 
 def partials(c: Context, run: str | None) -> list[dict[str, Any]]:

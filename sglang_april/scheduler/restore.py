@@ -46,6 +46,7 @@ def restore(c: Context, saved: Saved) -> None:
 def _reopen(c: Context, known: SavedRound) -> None:
     run = c.ledger.run(known.spec.run)
     rnd = Round(msgspec.structs.replace(known.spec, prompts=[], params=[]), run, known.number)
+    run.kv, run.max_staleness = known.spec.kv, known.spec.max_staleness
     rnd.stats.carried_in = report.sizes(run)
     rnd.stats.warnings.append(RESTARTED)
     rnd.mark_mandatory(c.clock.version)

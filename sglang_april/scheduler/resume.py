@@ -4,10 +4,12 @@ A sample on stored pages joins the running batch as a plain decode row, in a ste
 pages, or whose round wants fresh KV, is prefilled again through SGLang's own waiting queue.
 """
 
+from sglang_april.policy.auto import Reason, why_not_resume
 from sglang_april.scheduler.admission import Gathering, pick
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.tiers import Tiers
+from sglang_april.store.entry import Pages, Tier
 from sglang_april.types import Sample
 
 AHEAD = 4
@@ -47,7 +49,7 @@ class Resumer:
             for lanes in (self._c.rounds, self._c.ahead):
                 _take_turns(lanes)
         self._hold = False
-        self._resumable = [s for s in chosen if s.pages is not None and self._wants_pages(s) and self._has_request(s)]
+        self._resumable = [s for s in chosen if s.pages is not None and self._goes_on(s, s.pages)]
         if self._resumable:
             return
         due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
@@ -65,9 +67,16 @@ class Resumer:
             return int(self._turn)
         return slots - min(strangers, slots // 2)
 
-    def _wants_pages(self, sample: Sample) -> bool:
-        """Whether the sample's round lets it go on on its stored KV (S6)."""
-        return self._round(sample).spec.kv != "recompute" or sample.kv_version >= self._c.clock.version
+    def _goes_on(self, sample: Sample, pages: Pages) -> bool:
+        return not self._why_recompute(sample, pages) and self._has_request(sample)
+
+    def _why_recompute(self, sample: Sample, pages: Pages) -> Reason:
+        """Why the sample does not go on on its stored KV (S6); empty where it does."""
+        spec, age = self._round(sample).spec, self._c.clock.version - sample.kv_version
+        if spec.kv == "auto":
+            tier = "device" if pages.slots is not None else pages.tier
+            return why_not_resume(self._c.rates, tier, pages.length, age, spec.max_staleness)
+        return "asked" if spec.kv == "recompute" and age > 0 else ""
 
     def _has_request(self, sample: Sample) -> bool:
         """Pages that outlived the last server have none until somebody needs them."""
@@ -85,12 +94,17 @@ class Resumer:
         version = self._c.clock.version
         for sample in samples:
             if sample.pages is not None:
+                sample.let_go = self._why_recompute(sample, sample.pages)
                 self._tiers.release(sample)
             rnd = self._round(sample)
             stats = rnd.stats
             stats.started += sample.length == 0
             stats.resumed_recomputed += sample.length > 0
-            stats.kv_fallback += sample.length > 0 and rnd.spec.kv != "recompute"
+            if sample.length and rnd.spec.kv == "auto":
+                stats.recomputed[sample.let_go or "no_pages"] += 1
+                stats.kv_fallback += not sample.let_go
+            elif sample.length and rnd.spec.kv == "keep":
+                stats.kv_fallback += 1
             self._c.ledger.admit(sample)
             sample.admitted_round = rnd.number
             self._c.recorder.admitted(sample)
@@ -125,6 +139,8 @@ class Resumer:
             sample.admitted_round = rnd.number
             if sample.kv_version < version:
                 sample.open_span(version, "kept")
+                if rnd.spec.kv == "auto":
+                    rnd.stats.kept[_came_from(sample)] += 1
             self._tiers.resumed(sample)
         engine.attach(taken)
         return True
@@ -173,11 +189,11 @@ class Resumer:
         Returns whether the sample may go on; while slots are on their way out, it waits for them.
         """
         while self._c.engine.prefill_budget() <= need:
-            if self._c.engine.prefill_budget() + self._tiers.leaving_tokens(other_than=sample) > need:
+            if self._c.engine.prefill_budget() + self._tiers.moves.leaving_tokens(other_than=sample) > need:
                 return False
-            other = self._tiers.first_on_device(besides=(sample,)) or self._tiers.last_loading(other_than=sample)
+            other = self._tiers.first_on_device(besides=(sample,)) or self._tiers.moves.last_loading(other_than=sample)
             if other is None:
-                return self._tiers.leaving_tokens(other_than=sample) == 0
+                return self._tiers.moves.leaving_tokens(other_than=sample) == 0
             self._tiers.demote(other)
         return True
 
@@ -190,13 +206,17 @@ class Resumer:
             return
         budget = engine.prefill_budget() - engine.tokens_for_next_decode()
         for sample in pick(rounds, AHEAD):
-            if sample.pages is None or sample.pages.slots is not None or not self._wants_pages(sample):
-                continue
-            if not self._has_request(sample):
+            if sample.pages is None or sample.pages.slots is not None or not self._goes_on(sample, sample.pages):
                 continue
             budget -= self._need(sample)
             if budget <= 0 or not self._tiers.load(sample):
                 return
+
+
+def _came_from(sample: Sample) -> Tier:
+    """Where the pages under it were before it joined."""
+    pages = sample.pages
+    return pages.copy.tier if pages is not None and pages.copy is not None and not pages.leaving else "device"
 
 
 def _with_work(lanes: dict[str, Round]) -> list[Round]:

@@ -4,6 +4,7 @@ Clocks are read here for reporting only; no decision depends on one (S9).
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,10 @@ class RoundStats:
     kv_fallback: int = 0
     kv_lost: int = 0
     """Partials whose stored KV could not be written or did not verify, since the run's last round."""
+    kept: Counter[str] = field(default_factory=Counter)
+    """`kv: auto`: samples that went on on KV of an older version, by the tier from which it came."""
+    recomputed: Counter[str] = field(default_factory=Counter)
+    """`kv: auto`: samples that were prefilled again, by reason."""
     over_bound: int = 0
     prolonged: bool = False
     """The quota was reached, and groups that must finish (S4) were not whole yet."""
@@ -96,6 +101,7 @@ class RoundStats:
             "suspended_for_memory": self.suspended_for_memory,
             "kv_fallback": self.kv_fallback,
             "kv_lost": self.kv_lost,
+            "kv_decisions": {"keep": dict(self.kept), "recompute": dict(self.recomputed)},
             "over_bound": self.over_bound,
             "prolonged": self.prolonged,
             "pushes": self.pushes,

@@ -48,7 +48,7 @@ class Suspender:
         tiers = self._tiers
         for sample in reversed(tiers.all_on_device()):
             tiers.demote(sample)
-        while (leaving := tiers.next_leaving()) is not None:
+        while (leaving := tiers.moves.next_leaving()) is not None:
             tiers.free_now(leaving)
 
     def relieve(self) -> None:
@@ -64,7 +64,7 @@ class Suspender:
 
     def _lower_until(self, enough: Callable[[int], bool], besides: Collection[Sample] = ()) -> None:
         """Order copies, the least worthy first; their slots come free when they are complete."""
-        while not enough(self._tiers.leaving_tokens()):
+        while not enough(self._tiers.moves.leaving_tokens()):
             sample = self._tiers.first_on_device(besides)
             if sample is None:
                 return
@@ -74,9 +74,9 @@ class Suspender:
         """Until `wanted` pool tokens are free, whatever has to be waited for: the next step writes to them."""
         tiers = self._tiers
         while wanted > self._c.engine.tokens_free():
-            if (sample := tiers.next_leaving()) is not None:
+            if (sample := tiers.moves.next_leaving()) is not None:
                 tiers.free_now(sample)
-            elif (sample := tiers.first_on_device() or tiers.last_loading()) is not None:
+            elif (sample := tiers.first_on_device() or tiers.moves.last_loading()) is not None:
                 tiers.demote(sample)
             else:
                 return

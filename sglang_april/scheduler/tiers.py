@@ -6,30 +6,24 @@ rank's own business (`store/pages.py`, behind `Engine`), in the order in which i
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from sglang_april import wire
+from sglang_april.policy.auto import why_not_store
 from sglang_april.scheduler.books import Books
 from sglang_april.scheduler.checks import Checks
 from sglang_april.scheduler.context import Context
-from sglang_april.store.entry import Copy, CopyTier, Found, Pages
+from sglang_april.scheduler.moves import Moves
+from sglang_april.store.entry import CopyTier, Found, Pages
 from sglang_april.store.placement import Shelf, give_way
 from sglang_april.types import Sample
-
-
-class Move(NamedTuple):
-    """A transfer that has been ordered and whose end has not been broadcast."""
-
-    sample: Sample
-    copy: Copy
-    pages: Pages
 
 
 class Tiers:
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._moves: dict[int, Move] = {}
+        self.moves = Moves(context)
         self._books = Books(context)
         self.checks = Checks(context, self._books)
         self.expected: list[Sample] = []
@@ -41,8 +35,8 @@ class Tiers:
         self.lost_in_all, self.last_failure = 0, ""
         self._shelves = {
             "device": Shelf(lambda pages: pages.tier == "device", context.must_finish),
-            "host": Shelf(lambda pages: _rests_in(pages, "host"), context.must_finish),
-            "disk": Shelf(lambda pages: _rests_in(pages, "disk"), context.must_finish),
+            "host": Shelf(_rests_in("host"), context.must_finish),
+            "disk": Shelf(_rests_in("disk"), context.must_finish),
         }
 
     # --- samples come and go
@@ -92,7 +86,7 @@ class Tiers:
 
     def all_on_device(self) -> list[Sample]:
         """Whoever holds slots and is not leaving, in the order in which they give way. They have left the shelf."""
-        loading = [m.sample for m in self._in_flight(leaving=False)]
+        loading = [m.sample for m in self.moves.in_flight(leaving=False)]
         return [*loading, *iter(self._shelves["device"].pop, None)]
 
     def demote(self, sample: Sample, to: wire.Tier = "auto") -> None:
@@ -125,14 +119,25 @@ class Tiers:
             self.left(sample)
         pages.copy = self._books.copy(tier, pages.length - (prefix.length if prefix else 0), prefix)
         pages.move, pages.leaving = pages.copy.number, True
-        self._moves[pages.move] = Move(sample, pages.copy, pages)
+        self.moves.ordered(pages.move, sample)
         self._shelves[tier].push(sample)
         self._c.engine.copy_out(sample, pages.move)
 
     def _place(self, sample: Sample, pages: Pages, to: wire.Tier) -> CopyTier | None:
-        if to != "disk" and self._make_room("host", sample, pages):
-            return "host"
-        return "disk" if self._make_room("disk", sample, pages) else None
+        """The first tier that has room and, under `kv: auto`, is worth the copy; one that a round forces always is."""
+        below: tuple[CopyTier, ...] = ("disk",) if to == "disk" else ("host", "disk")
+        for tier in below:
+            if (to != "auto" or self._is_worth(tier, sample, pages)) and self._make_room(tier, sample, pages):
+                return tier
+        return None
+
+    def _is_worth(self, tier: CopyTier, sample: Sample, pages: Pages) -> bool:
+        run, clock = sample.group.run, self._c.clock
+        if run.kv != "auto" or not self._c.cap(tier):
+            return True
+        age = clock.version + clock.open - sample.kv_version  # an open push moves the version before any sample steps
+        sample.let_go = why_not_store(self._c.rates, tier, pages.length, age, run.max_staleness)
+        return not sample.let_go
 
     def _make_room(self, tier: CopyTier, newcomer: Sample, pages: Pages) -> bool:
         need, cap = self._books.round_up(pages.length), self._c.cap(tier)
@@ -151,7 +156,7 @@ class Tiers:
         pages = sample.pages
         assert pages is not None
         assert pages.copy is not None
-        if tier == "host" and self._make_room("disk", sample, pages):
+        if tier == "host" and self._is_worth("disk", sample, pages) and self._make_room("disk", sample, pages):
             self._c.trace("spill", [sample])
             self._spill(sample, pages)
         else:
@@ -166,7 +171,7 @@ class Tiers:
         copy.tier, copy.cost = "disk", self._books.round_up(pages.length)
         self.used["disk"] += copy.cost
         order = self._books.number()
-        self._moves[order] = Move(sample, copy, pages)
+        self.moves.ordered(order, sample)
         self._c.engine.spill(sample, order)
         if copy.prefix is not None:
             self._books.put_down(copy.prefix)
@@ -174,32 +179,12 @@ class Tiers:
         self.left(sample)
         self._shelves["disk"].push(sample)
 
-    def leaving_tokens(self, other_than: Sample | None = None) -> int:
-        """Pool tokens that copies in flight will set free."""
-        moves = self._in_flight(leaving=True)
-        return sum(self._c.engine.held_tokens(m.pages) for m in moves if m.sample is not other_than)
-
-    def _in_flight(self, *, leaving: bool) -> Iterator[Move]:
-        """Transfers that hold slots, in the order in which they were ordered."""
-        for order, move in self._moves.items():
-            pages = move.pages
-            if pages.move == order and pages.leaving == leaving and pages.slots is not None:
-                yield move
-
     def free_now(self, sample: Sample) -> None:
         """Wait for this rank's part of the copy, and free the slots. Every rank does so in the same place."""
         pages = sample.pages
         if pages is not None and pages.slots is not None and pages.leaving and pages.move is not None:
             self._c.engine.wait(pages.move)
             self._c.engine.free_pages(pages)
-
-    def next_leaving(self) -> Sample | None:
-        """The partial whose slots a copy in flight sets free first."""
-        return next((m.sample for m in self._in_flight(leaving=True)), None)
-
-    def last_loading(self, other_than: Sample | None = None) -> Sample | None:
-        loading = [m.sample for m in self._in_flight(leaving=False) if m.sample is not other_than]
-        return loading[-1] if loading else None
 
     # --- back to the device
 
@@ -211,15 +196,14 @@ class Tiers:
         if not self._c.engine.load(sample, order):
             return False
         self._c.trace("load", [sample])
-        assert pages.copy is not None
         pages.move, pages.leaving = order, False
-        self._moves[order] = Move(sample, pages.copy, pages)
+        self.moves.ordered(order, sample)
         return True
 
     def _stop_loading(self, pages: Pages) -> None:
         assert pages.move is not None
         self._c.engine.wait(pages.move)
-        self._moves.pop(pages.move, None)
+        self.moves.ended(pages.move)
         self._c.engine.free_pages(pages)
         pages.move = None
 
@@ -232,7 +216,7 @@ class Tiers:
             self._failed(order, why)
 
     def _done(self, order: int) -> None:
-        move = self._moves.pop(order, None)
+        move = self.moves.ended(order)
         if move is None:
             self.checks.answer(order, "")
             return
@@ -248,7 +232,7 @@ class Tiers:
 
     def _failed(self, order: int, why: str) -> None:
         """A copy that one rank could not make, or not verify, is worth nothing on any: its tokens remain."""
-        move = self._moves.pop(order, None)
+        move = self.moves.ended(order)
         if move is None:
             self.checks.answer(order, why)
             return
@@ -282,7 +266,7 @@ class Tiers:
             "used_tokens": dict(self.used),
             "cap_tokens": {"host": self._c.host_cap_tokens, "disk": self._c.disk_cap_tokens},
             "page_tokens": self._c.store_page,
-            "in_flight": len(self._moves),
+            "in_flight": len(self.moves),
             "lost": self.lost_in_all,
             "last_failure": self.last_failure,
         }
@@ -309,15 +293,19 @@ class Tiers:
             self._books.put_down(copy.prefix)
         self._c.engine.discard(copy.number)
         if pages.move is not None:
-            self._moves.pop(pages.move, None)
+            self.moves.ended(pages.move)
         pages.copy = pages.move = None
 
 
-def _rests_in(pages: Pages, tier: CopyTier) -> bool:
-    """Its pages are there, and nowhere else but on their way there."""
-    if pages.copy is None or pages.copy.tier != tier:
-        return False
-    return pages.slots is None or (pages.move is not None and pages.leaving)
+def _rests_in(tier: CopyTier) -> Callable[[Pages], bool]:
+    """Whether pages are there, and nowhere else but on their way there."""
+
+    def rests(pages: Pages) -> bool:
+        copy = pages.copy
+        there = copy is not None and copy.tier == tier
+        return there and (pages.slots is None or (pages.move is not None and pages.leaving))
+
+    return rests
 
 
 def _cost(sample: Sample) -> int:

@@ -7,6 +7,7 @@ complete, or could not be made, is reported per order; no decision reads it here
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,11 @@ from april_kernels import kv_pages
 from april_kernels.kv_pages import page_count
 from sglang_april.store.device import Copier, DamagedError
 from sglang_april.store.disk import DamagedFileError, Disk, Key
+from sglang_april.store.entry import CopyTier
 from sglang_april.store.host import Arena, Run
+
+TRIAL = 0
+"""No copy of the scheduler's has this number."""
 
 Report = Callable[[int, str], None]
 """(number of the order, why it failed or an empty string); called on the worker's thread."""
@@ -97,6 +102,25 @@ class PageStore:
         """Until this rank has carried the order out."""
         if done := self._pending.get(order):
             done.wait()
+
+    def trial(self, tier: CopyTier, slots: torch.Tensor) -> tuple[float, float]:
+        """Seconds to copy `slots` to a tier and back, on the caller's thread; only while no order does.
+
+        Raises what a copy may fail with: OSError, MemoryError, DamagedError, DamagedFileError, LostError.
+        """
+        fence = self._copier.fence()
+        key = Key("", "trial", 0, 0)
+        began = time.perf_counter()
+        try:
+            if tier == "host":
+                self._put(TRIAL, slots, None, fence)
+            else:
+                self._put_on_disk(TRIAL, slots, key, 0, fence)
+            there = time.perf_counter()
+            self._get(TRIAL, slots, fence)
+            return there - began, time.perf_counter() - there
+        finally:
+            self._discard(TRIAL)
 
     def close(self) -> None:
         self._orders.put(None)

@@ -11,6 +11,7 @@ from tests.support.server import Server
 from tests.support.workload import prompt
 
 ROUNDS = 20
+KV = ("keep", "auto", "recompute")
 PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
@@ -60,10 +61,11 @@ def inside(live: Live, run: str, i: int, reply: Any) -> None:
 def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: Live, run: str) -> None:
     """Suspends, resumes, pushes, flushes, pauses, releases, drops, aborts and retracts: equal digests at every step."""
     server, groups = two_ranks.server, []
+    assert server.state()["kv_cost"]["tiers"].keys() == {"host", "disk"}, "rates of both ranks"
     for i in range(ROUNDS):
         prompts = [prompt(f"p{i}-{j}", 6 + 3 * j, n=2, **PARAMS) for j in range(4)]
         tier = ["auto", "device", "host", "none"][i % 4]
-        body = {"run": run, "prompts": prompts, "quota": 3, "tier": tier, "kv": ["keep", "recompute"][i % 2]}
+        body = {"run": run, "prompts": prompts, "quota": 3, "tier": tier, "kv": KV[i % 3]}
         if i % 2:
             groups += server.rollout(**body)["finished"]
         else:

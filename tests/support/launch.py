@@ -2,9 +2,10 @@
 
 SGLang spawns its scheduler, and a spawned process imports this file again, so what is registered at module level is
 applied there too, together with the plugin's own hooks. The instruments: a wrapper around the model's forward that
-writes one line per call (independent of our own counters) and can be slowed down; pages that a flush freed are spoiled;
-grammars whose compilation can be held; faults of rank 1's page store (faults.py); and guards that can be taken away
-while the server runs (`Server.remove_guard`), to prove that a test for them can fail. Each switch is a file in the
+writes one line per call (independent of our own counters) and can be slowed down; the rates of `kv: auto` as a test
+wants them; pages that a flush freed are spoiled; grammars whose compilation can be held; faults of rank 1's page store
+(faults.py); and guards that can be taken away while the server runs (`Server.remove_guard`), to prove that a test for
+them can fail. Each switch is a file in the
 server's folder (tests/support/server.py).
 """
 
@@ -21,6 +22,7 @@ sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
 
+from sglang_april import wire  # noqa: E402
 from sglang_april.launch_server import main  # noqa: E402
 
 FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
@@ -36,9 +38,29 @@ def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *a
         }
         with (FOLDER / "forwards.jsonl").open("a") as out:
             out.write(json.dumps(line) + "\n")
+        force_rates(switch("rates"))
     if slowed := switch("slow"):
         time.sleep(float(slowed))
     return stock(runner, forward_batch, *args, **kwargs)
+
+
+def force_rates(text: str) -> None:
+    """What the switch `rates` holds is broadcast instead of what was measured at start; empty: that again."""
+    from sglang_april.adapter.hooks_scheduler import Process
+
+    if text == Forced.text or Process.engine is None or Process.controller is None:
+        return
+    Forced.measured = Forced.measured or Process.controller.context.rates
+    Forced.text, rates = text, wire.Rates(*json.loads(text)) if text else Forced.measured
+    if rates is not None:
+        Process.engine.facts.say(rates)
+
+
+class Forced:
+    """Rates that `kv: auto` decides by, of one scheduler process."""
+
+    text = ""
+    measured: wire.Rates | None = None
 
 
 def hold_grammar(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,7 @@ class Server:
         command = [sys.executable, "-m", "tests.support.launch", f"--model-path={self.model}", f"--port={self.port}"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--april-quota=4", *COMMON, *self.flags],
+                [*command, "--april-quota=4", "--april-kv=keep", *COMMON, *self.flags],
                 cwd=ROOT,
                 env=env,
                 stdout=log,
@@ -202,6 +202,20 @@ class Server:
             yield
 
     @contextlib.contextmanager
+    def rates(self, token_s: float, copy_s: float) -> Iterator[None]:
+        """`kv: auto` decides by these: seconds to prefill a token, and to copy one out, or back, from any tier.
+
+        The scheduler looks at the switch in a forward and broadcasts what it finds, so that it counts some steps later.
+        """
+        copies = {"host": [copy_s, copy_s], "disk": [copy_s, copy_s]}
+        with self._switched("rates", json.dumps([token_s, 0.0, copies])):
+            self.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+            while (self.state()["kv_cost"] or {}).get("token_s") != token_s:
+                assert self.alive
+                time.sleep(0.01)
+            yield
+
+    @contextlib.contextmanager
     def _switched(self, name: str, value: str) -> Iterator[None]:
         (self.folder / name).write_text(value)
         try:
@@ -210,7 +224,7 @@ class Server:
             (self.folder / name).write_text("")
 
     def _switches_off(self) -> None:
-        for name in ("guard", "slow", "grammars", "fault"):
+        for name in ("guard", "slow", "grammars", "fault", "rates"):
             (self.folder / name).write_text("")
 
     def forwards(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ def read(*argv: str, env: str = "") -> config.AprilConfig:
 
 def test_defaults_are_those_of_the_design() -> None:
     settings = read()
-    assert (settings.quota, settings.quota_unit, settings.kv, settings.max_staleness) == (None, "group", "keep", 5)
+    assert (settings.quota, settings.quota_unit, settings.kv, settings.max_staleness) == (None, "group", "auto", 5)
     assert (settings.replies, settings.reply_gb, settings.concurrency, settings.version) == (2, 4.0, None, None)
     assert 0 < settings.host_gb <= 64
 
@@ -29,8 +29,8 @@ def test_the_command_line_goes_before_the_environment() -> None:
     assert (settings.quota, settings.host_bytes) == (8, 1_500_000_000)
 
 
-def test_auto_is_accepted_and_means_keep() -> None:
-    assert read("--april-kv", "auto").kv == "keep"
+def test_each_kv_policy_is_its_own() -> None:
+    assert [read("--april-kv", kv).kv for kv in ("keep", "recompute", "auto")] == ["keep", "recompute", "auto"]
 
 
 def test_concurrency_takes_a_number_or_auto() -> None:

@@ -22,7 +22,7 @@ def test_a_round_from_request_to_reply() -> None:
             body = {"prompts": [prompt(id="a", n=2, metadata={"answer": 4}), prompt(id="b", text="hi", input_ids=None)]}
             waiting = await open_round(client, engine, **body, sampling_params={"temperature": 0.5})
             opened = engine.opened
-            assert (opened.run, opened.quota, opened.unit, opened.kv) == ("default", 1, "group", "keep")
+            assert (opened.run, opened.quota, opened.unit, opened.kv) == ("default", 1, "group", "auto")
             assert opened.prompts[1].input_ids == np.array([104, 105], "<i4").tobytes()
             assert len(opened.params) == 1
             engine.finish(opened, ("a", 0), whole=False)

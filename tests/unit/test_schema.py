@@ -306,7 +306,7 @@ def test_launch_flags_stand_in_for_absent_fields_but_not_for_null() -> None:
     assert accept({"quota": None}).quota is None
     assert accept({}).max_staleness == 5
     assert accept({"max_staleness": None}).max_staleness is None
-    assert accept({"kv": "auto"}).kv in ("auto", "keep")
+    assert accept({"kv": "auto"}).kv == "auto"
 
 
 def test_raw_ids_equal_a_list() -> None:

@@ -1,0 +1,167 @@
+"""`kv: auto` on the controller: what is kept, recomputed or not even copied, and what the reply says of it (S6, S9)."""
+
+from typing import Any
+
+import pytest
+
+from sglang_april import wire
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.test_pressure import tiers as tiers_of
+from tests.unit.world import Build, World, lengths
+
+DEAR_COPIES = wire.Rates(1e-6, 0.0, {"host": (1.0, 1.0), "disk": (1.0, 1.0)})
+CHEAP_COPIES = wire.Rates(1.0, 0.0, {"host": (1e-6, 1e-6), "disk": (1e-6, 1e-6)})
+
+
+def say(w: World, rates: wire.Rates) -> None:
+    """As rank 0 broadcasts it."""
+    w.do(lambda e: e.controller.observe(rates))
+
+
+def push(w: World, times: int = 1) -> None:
+    for _ in range(times):
+        assert (w.push_begin(), w.push_end()) == (200, 200)
+
+
+def finish(w: World, **spec: Any) -> dict[str, Any]:
+    """The stats of a round that finishes everything."""
+    w.open("run", {}, **{"quota": None, "kv": "auto", **spec})
+    return w.reply().stats
+
+
+def provenance(w: World, name: str) -> list[str]:
+    return [s.kv for (key, _), s in w.samples.items() if key[1] == name for s in s.spans]
+
+
+@pytest.mark.parametrize(
+    ("rates", "kept", "recomputed"),
+    [(None, {"host": 2}, {}), (CHEAP_COPIES, {"host": 2}, {}), (DEAR_COPIES, {}, {"cheaper": 2})],
+)
+def test_on_the_host_the_cheaper_way_is_taken_and_told(
+    world: Build, rates: wire.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
+) -> None:
+    """Before the rates are known, as `keep`."""
+    w = world()
+    if rates is not None:
+        say(w, rates)
+    w.open("run", lengths(1, 20, 30), quota=1, kv="auto", tier="host")
+    w.reply()
+    assert set(tiers_of(w, "run").values()) == {"host"}
+    push(w)
+    stats = finish(w)
+    assert stats["kv_decisions"] == {"keep": kept, "recompute": recomputed}
+    assert (stats["kv_cost"] is None) == (rates is None)
+    assert (stats["resumed_kept"], stats["resumed_recomputed"]) == (sum(kept.values()), sum(recomputed.values()))
+    assert stats["kv_fallback"] == 0
+    assert provenance(w, "p1") == ["fresh", "kept" if kept else "recomputed"]
+
+
+def test_only_the_short_are_recomputed(world: Build) -> None:
+    """Design section 7: attention makes the long ones dear."""
+    w = world()
+    say(w, wire.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
+    w.open("run", {"short": (3, 1, -20), "long": (40, 1, -20), "q": (3, 1, -1)}, quota=1, kv="auto", tier="host")
+    w.reply()
+    push(w)
+    assert finish(w)["kv_decisions"] == {"keep": {"host": 1}, "recompute": {"cheaper": 1}}
+    assert (provenance(w, "short"), provenance(w, "long")) == (["fresh", "recomputed"], ["fresh", "kept"])
+
+
+def test_pages_that_never_left_the_device_cost_nothing(world: Build) -> None:
+    w = world()
+    say(w, DEAR_COPIES)
+    w.open("run", lengths(1, 20), quota=1, kv="auto")
+    w.reply()
+    push(w)
+    assert finish(w)["kv_decisions"] == {"keep": {"device": 1}, "recompute": {}}
+
+
+def test_under_one_version_nothing_is_recomputed_and_nothing_decided(world: Build) -> None:
+    """S6: whatever copies cost."""
+    w = world()
+    say(w, DEAR_COPIES)
+    w.open("run", lengths(1, 20), quota=1, kv="auto", tier="host")
+    w.reply()
+    stats = finish(w)
+    assert stats["kv_decisions"] == {"keep": {}, "recompute": {}}
+    assert stats["resumed_kept"] == 1
+    assert provenance(w, "p1") == ["fresh"]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_kv_older_than_the_bound_is_never_kept(world: Build, tier: str) -> None:
+    """Design section 7: even where keeping is free."""
+    w = world()
+    say(w, CHEAP_COPIES)
+    w.open("run", lengths(1, 20, 20), quota=1, kv="auto", tier=tier, max_staleness=2)
+    w.reply()
+    push(w, 3)
+    assert finish(w, max_staleness=2)["kv_decisions"] == {"keep": {}, "recompute": {"stale": 2}}
+
+
+def test_what_a_push_makes_old_is_not_copied_where_a_recompute_is_cheaper(world: Build) -> None:
+    """A flush inside a push: nobody pays for a copy that the resume would throw away. Outside of one it is copied."""
+    for rates, pushing, there in (
+        (DEAR_COPIES, True, "none"),
+        (DEAR_COPIES, False, "host"),
+        (CHEAP_COPIES, True, "host"),
+    ):
+        w = world()
+        say(w, rates)
+        w.open("run", lengths(1, 20), quota=1, kv="auto")
+        w.reply()
+        if pushing:
+            assert w.push_begin() == 200
+        assert w.do(FakeEngine.flush)
+        assert tiers_of(w, "run") == {"p1": there}
+        if not pushing:
+            assert w.push_begin() == 200
+        assert w.push_end() == 200
+        stats = finish(w)
+        dear = rates is DEAR_COPIES
+        assert stats["kv_decisions"] == {
+            "keep": {} if dear else {"host": 1},
+            "recompute": {"cheaper": 1} if dear else {},
+        }
+        assert stats["kv_fallback"] == 0
+
+
+def flush_in_a_push(w: World, kv: str) -> str:
+    """Where the partial is then that a round of this policy left on the device."""
+    w.open("run", lengths(1, 20), quota=1, kv=kv)
+    w.reply()
+    assert w.push_begin() == 200
+    assert w.do(FakeEngine.flush)
+    assert w.push_end() == 200
+    return tiers_of(w, "run")["p1"]
+
+
+def test_another_policy_ignores_the_rates(world: Build) -> None:
+    """`keep` copies and loads whatever it costs; what an earlier round's `auto` let go is counted as its fallback."""
+    w = world()
+    say(w, DEAR_COPIES)
+    assert flush_in_a_push(w, "keep") == "host"
+    stats = finish(w, kv="keep")
+    assert (stats["resumed_kept"], stats["kv_decisions"]) == (1, {"keep": {}, "recompute": {}})
+    assert flush_in_a_push(w, "auto") == "none"
+    stats = finish(w, kv="keep")
+    assert (stats["resumed_recomputed"], stats["kv_fallback"]) == (1, 1)
+
+
+def test_rates_that_come_late_or_twice_count_from_then_on(world: Build) -> None:
+    """S9: a message like any other, between any two steps; replicas agree, and everybody is decided once."""
+    for before in range(8):
+        w = world(slots=8, copy_delay=2)
+        w.open("run", lengths(2, 20, 30, 25, 22), quota=1, kv="auto", tier="host")
+        w.reply()
+        push(w)
+        w.open("run", {}, quota=None, kv="auto")
+        w.step(before)
+        say(w, DEAR_COPIES)
+        w.step()
+        say(w, CHEAP_COPIES)
+        stats = w.reply().stats
+        decided = stats["kv_decisions"]
+        assert sum(decided["keep"].values()) + sum(decided["recompute"].values()) == 4
+        assert decided["recompute"].get("no_pages", 0) == 0
+        assert stats["kv_cost"]["token_s"] == CHEAP_COPIES.token_s
