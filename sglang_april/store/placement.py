@@ -12,7 +12,7 @@ from sglang_april.store.entry import Pages
 from sglang_april.types import Sample
 
 Key = tuple[int, int, int]
-_Entry = tuple[Key, int, Sample, Pages]
+_Entry = tuple[int, int, int, int, Sample, Pages]
 _SMALL = 64
 
 
@@ -50,10 +50,10 @@ class Shelf:
         pages = sample.pages
         assert pages is not None
         self._pushes += 1
-        heapq.heappush(self._heap, (worth(sample), self._pushes, sample, pages))
+        heapq.heappush(self._heap, (*worth(sample), self._pushes, sample, pages))
         if len(self._heap) > self._limit:
             # Pages that left and came back are here twice.
-            self._heap = list({id(e[3]): e for e in self._heap if self._valid(e)}.values())
+            self._heap = list({id(e[5]): e for e in self._heap if self._valid(e)}.values())
             heapq.heapify(self._heap)
             self._limit = max(_SMALL, 4 * len(self._heap))
 
@@ -64,13 +64,13 @@ class Shelf:
             entry = heap[0]
             if not self._valid(entry):
                 heapq.heappop(heap)
-            elif must_finish(entry[2]):
+            elif must_finish(entry[4]):
                 heapq.heappush(self._mandatory, heapq.heappop(heap))
             else:
-                return entry[2]
+                return entry[4]
         while self._mandatory and not self._valid(self._mandatory[0]):
             heapq.heappop(self._mandatory)
-        return self._mandatory[0][2] if self._mandatory else None
+        return self._mandatory[0][4] if self._mandatory else None
 
     def pop(self) -> Sample | None:
         sample = self.first()
@@ -84,9 +84,9 @@ class Shelf:
             return None
         # Whoever leads the second heap is mandatory: the first is empty then.
         heap = self._heap or self._mandatory
-        if (heap is self._mandatory, heap[0][0]) > bound:
+        if (heap is self._mandatory, heap[0][:3]) > bound:
             return None
-        return heapq.heappop(heap)[2]
+        return heapq.heappop(heap)[4]
 
     def bounds_changed(self) -> None:
         """A round has ended: what was mandatory in it may give way as others do."""
@@ -95,7 +95,7 @@ class Shelf:
         self._mandatory = []
 
     def _valid(self, entry: _Entry) -> bool:
-        return entry[2].pages is entry[3] and self._there(entry[3])
+        return entry[4].pages is entry[5] and self._there(entry[5])
 
 
 def give_way(
