@@ -21,6 +21,9 @@ class Metrics:
         self._tokens = Counter(PREFIX + "delivered_tokens", "Output tokens in replies, by provenance.", [*names, "kv"])
         self._after = Counter(PREFIX + "tokens_after_quota", "Decode tokens computed after a quota was met.", names)
         self._again = Counter(PREFIX + "reprefilled_tokens", "Tokens prefilled again to resume partials.", names)
+        self._decided = Counter(
+            PREFIX + "kv_decisions", "Partials on older KV that kv auto judged, and why.", [*names, "decision", "why"]
+        )
         self._latency = Histogram(
             PREFIX + "quota_to_reply_seconds", "From the quota met to the reply built.", names, buckets=SECONDS
         )
@@ -41,6 +44,9 @@ class Metrics:
             self._tokens.labels(**labels, kv=kv).inc(tokens)
         self._after.labels(**labels).inc(stats.get("tokens_after_quota", 0))
         self._again.labels(**labels).inc(stats.get("reprefilled_tokens", 0))
+        for decision, reasons in stats.get("kv_decisions", {}).items():
+            for why, samples in reasons.items():
+                self._decided.labels(**labels, decision=decision, why=why).inc(samples)
         if "quota_to_built_s" in stats:
             self._latency.labels(**labels).observe(stats["quota_to_built_s"])
         for what in ("groups", "samples", "tokens"):

@@ -19,6 +19,7 @@ def test_a_round_is_counted() -> None:
         },
         "tokens_after_quota": 1,
         "reprefilled_tokens": 7,
+        "kv_decisions": {"keep": {"host": 3}, "recompute": {}},
         "quota_to_built_s": 0.003,
     }
     carried = {"groups": 2, "samples": 4, "tokens": 60, "bytes": {"device": 100, "host": 0}}
@@ -29,6 +30,7 @@ def test_a_round_is_counted() -> None:
     assert value("delivered_tokens_total", kv="kept") == 4
     assert value("tokens_after_quota_total") == 2
     assert value("reprefilled_tokens_total") == 14
+    assert value("kv_decisions_total", decision="keep", why="host") == 6
     assert value("quota_to_reply_seconds_bucket", le="0.005") == 2
     assert value("carried", what="tokens") == 60
     assert value("carried_bytes", tier="device") == 100
