@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from sglang_april import wire
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.test_kv_auto import CHEAP_COPIES, DEAR_COPIES
 from tests.unit.world import World
 
 ROUNDS = 10_000
@@ -150,10 +148,6 @@ class Rounds(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         self.world.do(lambda e: abort(e, index))
 
-    @rule(rates=st.sampled_from((DEAR_COPIES, CHEAP_COPIES)))
-    def measured(self, rates: wire.Rates) -> None:
-        self.world.do(lambda e: e.controller.observe(rates))
-
     @rule()
     def retract(self) -> None:
         self.world.do(lambda e: setattr(e, "retract_next", True))
@@ -216,7 +210,7 @@ def steer(world: World, rng: random.Random) -> None:
 
 def interrupt(world: World, rng: random.Random) -> None:
     run, number, yes = rng.choice(RUNS), rng.randrange(2**30), rng.random() < 0.5
-    match rng.randrange(11):
+    match rng.randrange(10):
         case 0:
             world.drop(run, rng.choice((None, rng.sample(IDS, 3))))
         case 1 if run in world.rounds:
@@ -239,8 +233,6 @@ def interrupt(world: World, rng: random.Random) -> None:
         case 9:
             world.do(lambda e: setattr(e, "retract_next", yes))
             world.do(lambda e: e.add_stranger(f"s{number}", number, 1 + number % 10, 1 + number % 19))
-        case 10:
-            world.do(lambda e: e.controller.observe(DEAR_COPIES if yes else CHEAP_COPIES))
 
 
 def calm(world: World) -> None:
