@@ -6,7 +6,7 @@ rank's own business (`store/pages.py`, behind `Engine`), in the order in which i
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from sglang_april import wire
@@ -16,7 +16,7 @@ from sglang_april.scheduler.checks import Checks
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.moves import Moves
 from sglang_april.store.entry import CopyTier, Found, Pages
-from sglang_april.store.placement import Shelf, give_way
+from sglang_april.store.placement import Shelf, copy_cost, give_way, rests_in
 from sglang_april.types import Sample
 
 
@@ -35,8 +35,8 @@ class Tiers:
         self.lost_in_all, self.last_failure = 0, ""
         self._shelves = {
             "device": Shelf(lambda pages: pages.tier == "device", context.must_finish),
-            "host": Shelf(_rests_in("host"), context.must_finish),
-            "disk": Shelf(_rests_in("disk"), context.must_finish),
+            "host": Shelf(rests_in("host"), context.must_finish),
+            "disk": Shelf(rests_in("disk"), context.must_finish),
         }
 
     # --- samples come and go
@@ -147,7 +147,7 @@ class Tiers:
         if short <= 0:
             return True
         mandatory = self._c.must_finish(newcomer)
-        leaving = give_way(self._shelves[tier], newcomer, mandatory=mandatory, gain=_cost, short=short)
+        leaving = give_way(self._shelves[tier], newcomer, mandatory=mandatory, gain=copy_cost, short=short)
         for sample in leaving or ():
             self._evict(sample, tier)
         return leaving is not None
@@ -295,19 +295,3 @@ class Tiers:
         if pages.move is not None:
             self.moves.ended(pages.move)
         pages.copy = pages.move = None
-
-
-def _rests_in(tier: CopyTier) -> Callable[[Pages], bool]:
-    """Whether pages are there, and nowhere else but on their way there."""
-
-    def rests(pages: Pages) -> bool:
-        copy = pages.copy
-        there = copy is not None and copy.tier == tier
-        return there and (pages.slots is None or (pages.move is not None and pages.leaving))
-
-    return rests
-
-
-def _cost(sample: Sample) -> int:
-    """Without a prefix, which others may stand on: so never too much."""
-    return sample.pages.copy.cost if sample.pages is not None and sample.pages.copy is not None else 0

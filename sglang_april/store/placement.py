@@ -8,7 +8,7 @@ with T), so under a byte budget the longest samples are kept first.
 import heapq
 from collections.abc import Callable
 
-from sglang_april.store.entry import Pages
+from sglang_april.store.entry import CopyTier, Pages
 from sglang_april.types import Sample
 
 Key = tuple[int, int, int]
@@ -124,3 +124,19 @@ def give_way(
             leaving[sample] = None
             short -= gain(sample)
     return list(leaving)
+
+
+def rests_in(tier: CopyTier) -> Callable[[Pages], bool]:
+    """Whether pages are there, and nowhere else but on their way there."""
+
+    def rests(pages: Pages) -> bool:
+        copy = pages.copy
+        there = copy is not None and copy.tier == tier
+        return there and (pages.slots is None or (pages.move is not None and pages.leaving))
+
+    return rests
+
+
+def copy_cost(sample: Sample) -> int:
+    """Without a prefix, which others may stand on: so never too much."""
+    return sample.pages.copy.cost if sample.pages is not None and sample.pages.copy is not None else 0
