@@ -32,6 +32,8 @@ class Size:
     pool_tokens: int
     """KV pool of each server. Ours holds the partials of several runs that take turns."""
     extra: tuple[str, ...] = ()
+    launcher: str = "sglang_april.launch_server"
+    """The module that starts ours."""
 
 
 def command(size: Size, port: int, patched: bool, gpu: bool) -> list[str]:
@@ -48,11 +50,7 @@ def command(size: Size, port: int, patched: bool, gpu: bool) -> list[str]:
         "--max-total-tokens", str(size.pool_tokens), "--disable-overlap-schedule", "--sleep-on-idle",
     ]
     # fmt: on
-    start = (
-        ["sglang_april.launch_server", "--april-quota", "1", "--april-kv", "keep"]
-        if patched
-        else ["sglang.launch_server"]
-    )
+    start = [size.launcher, "--april-quota", "1", "--april-kv", "keep"] if patched else ["sglang.launch_server"]
     return [sys.executable, "-m", *start, *flags, *size.extra]
 
 
@@ -65,6 +63,14 @@ def both(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
         for process, url, log in started:
             _wait(process, url, log)
         yield started[0][1], started[1][1]
+
+
+@contextlib.contextmanager
+def ours(size: Size, folder: Path) -> Iterator[str]:
+    """The URL of our server alone."""
+    with _running(size, folder, True, has_gpu()) as (process, url, log):
+        _wait(process, url, log)
+        yield url
 
 
 @contextlib.contextmanager

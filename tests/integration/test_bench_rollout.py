@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import overhead, stop_latency
+import pytest
+
+from bench import kernel_cases, overhead, stop_latency, suspend
 from bench.record import Row
 from bench.rollout.engine import Engine
 from bench.rollout.presets import PRESETS
@@ -53,6 +55,25 @@ def test_stops_are_timed_from_both_sides(server: Server) -> None:
     assert [row["tokens_after_end"] for row in rows[:2]] == [0, 0]  # the normal loop
     assert [row["reply_tokens"] for row in rows[3:]] == [20, 20]
     assert not server.state()["rounds"]
+
+
+def test_suspends_and_resumes_are_timed_in_every_tier(
+    server: Server, models: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspend, "AT_LEAST", 4)
+    # Importing SGLang's pool takes longer than all else here.
+    monkeypatch.setattr(kernel_cases, "_sglang_pool", lambda *_: (None, "left out of the test"))
+    plan = suspend.Plan(samples=3, beside=2, prompt=24, output=3, length=1500, repetitions=2)
+    server.loaded = models("qwen3", 0)
+    rows = asyncio.run(suspend.measure(server.url, server.folder, plan, server.loaded, False))
+    tiers, sglang = rows[:-1], rows[-1]
+    assert [row["tier"] for row in tiers] == list(suspend.TIERS)
+    assert [(row["suspended"], row["resumed"]) for row in tiers] == [(2 * 3, 2 * 3)] * 4
+    assert [row["kv_tokens"] >= 3 * 24 for row in tiers] == [True, True, True, False]
+    assert all(row["steps_seen"] >= 2 * 4 and row["reply_ms_p50"] > 0 and row["resume_ms_p50"] > 0 for row in tiers)
+    assert [row["copy_ms_p50"] > 0 for row in tiers] == [False, True, True, False]
+    assert sglang["skipped"]
+    assert not sum(server.state()["samples"].values())
 
 
 def test_a_round_stays_open_beside_other_requests(server: Server) -> None:

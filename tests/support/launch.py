@@ -22,6 +22,7 @@ sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
 
+from bench.stepped import note_copies  # noqa: E402
 from sglang_april import wire  # noqa: E402
 from sglang_april.launch_server import main  # noqa: E402
 
@@ -32,6 +33,7 @@ def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *a
     """One line per forward of the model on rank 0: whether it decodes, how many rows it has, and how many tokens."""
     if runner.ps.tp_rank == 0:
         line = {
+            "at": time.time(),
             "decode": bool(forward_batch.forward_mode.is_decode()),
             "rows": int(forward_batch.batch_size),
             "tokens": int(forward_batch.input_ids.numel()),
@@ -118,6 +120,7 @@ def install() -> None:
     from tests.support.guards import GUARDS
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
+    note_copies(FOLDER)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", spoil_free_pages, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_regex", hold_grammar, HookType.AROUND
