@@ -231,8 +231,10 @@ class Server:
         """Every forward of the model so far, as an independent wrapper on the model runner saw it."""
         path = self.folder / "forwards.jsonl"
         if path.exists():
-            with path.open() as lines:
+            with path.open("rb") as lines:
                 lines.seek(self._read_to)
-                self._forwards += map(json.loads, lines.read().splitlines())
-                self._read_to = lines.tell()
+                whole = lines.read().rpartition(b"\n")[0]  # the last line may be half written
+            if whole:
+                self._read_to += len(whole) + 1
+                self._forwards += map(json.loads, whole.split(b"\n"))
         return list(self._forwards)
