@@ -58,7 +58,7 @@ class Pages:
     """Number of the transfer between slots and copy whose end has not been broadcast yet (S9)."""
     leaving: bool = False
     """That transfer, or the last, went from the slots to the copy."""
-    worth: tuple[int, int, int] | None = None
+    worth: int | None = None
     """Who gives way before whom (`placement.worth`), once somebody has asked."""
 
     @property

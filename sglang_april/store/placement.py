@@ -11,91 +11,104 @@ from collections.abc import Callable
 from sglang_april.store.entry import CopyTier, Pages
 from sglang_april.types import Sample
 
-Key = tuple[int, int, int]
-_Entry = tuple[int, int, int, int, Sample, Pages]
 _SMALL = 64
 
 
-def worth(sample: Sample) -> Key:
+def worth(sample: Sample) -> int:
     """Smaller gives way first: least recompute time per byte, then less stale, then admitted later.
 
-    Constant while the sample is suspended, and so kept with its pages: the oldest token's version stands here, not the
+    The three in one number, 64 bits each: heaps compare it fastest, and it differs from sample to sample. Constant
+    while the sample is suspended, and so kept with its pages: the oldest token's version stands here, not the
     staleness, which rises for all alike.
     """
     pages = sample.pages
     assert pages is not None
     if pages.worth is None:
-        pages.worth = (pages.length, -(sample.oldest_version or 0), -sample.order)
+        pages.worth = (pages.length << 128) - ((sample.oldest_version or 0) << 64) - sample.order
     return pages.worth
 
 
 class Shelf:
     """The samples of one tier, ordered by who gives way first; mandatory groups (S4) last.
 
-    A heap, keyed once when a sample comes. Samples that left are found when their turn comes, and when the heap is four
-    times as large as after the last look, so that each costs O(log n) in all.
+    A heap of what they are worth, worked out once when a sample comes. Samples that left are found when their turn
+    comes, and when the heap is four times as large as after the last look, so that each costs O(log n) in all.
     """
 
     def __init__(self, there: Callable[[Pages], bool], must_finish: Callable[[Sample], bool]) -> None:
         """`there`: whether pages are still in this tier and may be moved."""
         self._there, self._must_finish = there, must_finish
-        self._heap: list[_Entry] = []
-        self._mandatory: list[_Entry] = []
+        self._heap: list[int] = []
+        self._mandatory: list[int] = []
         """Passed over so far."""
+        self._samples: dict[int, Sample] = {}
+        """Of both heaps; each worth stands in one of them, once."""
         self._limit = _SMALL
-        self._pushes = 0
-        """So that two entries of one sample never compare further."""
 
     def push(self, sample: Sample) -> None:
-        pages = sample.pages
-        assert pages is not None
-        self._pushes += 1
-        heapq.heappush(self._heap, (*worth(sample), self._pushes, sample, pages))
+        """Pages that left and came back may still be here."""
+        key = worth(sample)
+        if key in self._samples:
+            return
+        self._samples[key] = sample
+        heapq.heappush(self._heap, key)
         if len(self._heap) > self._limit:
-            # Pages that left and came back are here twice.
-            self._heap = list({id(e[5]): e for e in self._heap if self._valid(e)}.values())
-            heapq.heapify(self._heap)
-            self._limit = max(_SMALL, 4 * len(self._heap))
+            self._look_through()
 
     def first(self) -> Sample | None:
         """Who gives way first; stays on the shelf."""
-        heap, must_finish = self._heap, self._must_finish
+        heap, samples, must_finish = self._heap, self._samples, self._must_finish
         while heap:
-            entry = heap[0]
-            if not self._valid(entry):
-                heapq.heappop(heap)
-            elif must_finish(entry[4]):
+            key = heap[0]
+            sample = samples[key]
+            if not self._is_here(key, sample):
+                del samples[heapq.heappop(heap)]
+            elif must_finish(sample):
                 heapq.heappush(self._mandatory, heapq.heappop(heap))
             else:
-                return entry[4]
-        while self._mandatory and not self._valid(self._mandatory[0]):
-            heapq.heappop(self._mandatory)
-        return self._mandatory[0][4] if self._mandatory else None
+                return sample
+        while heap := self._mandatory:
+            sample = samples[heap[0]]
+            if self._is_here(heap[0], sample):
+                return sample
+            del samples[heapq.heappop(heap)]
+        return None
 
     def pop(self) -> Sample | None:
         sample = self.first()
         if sample is not None:
-            heapq.heappop(self._heap or self._mandatory)
+            del self._samples[heapq.heappop(self._heap or self._mandatory)]
         return sample
 
-    def pop_below(self, bound: tuple[bool, Key]) -> Sample | None:
+    def pop_below(self, bound: tuple[bool, int]) -> Sample | None:
         """Who gives way first, if it is worth less than (mandatory, worth)."""
-        if self.first() is None:
+        sample = self.first()
+        if sample is None:
             return None
         # Whoever leads the second heap is mandatory: the first is empty then.
         heap = self._heap or self._mandatory
-        if (heap is self._mandatory, heap[0][:3]) > bound:
+        if (heap is self._mandatory, heap[0]) > bound:
             return None
-        return heapq.heappop(heap)[4]
+        del self._samples[heapq.heappop(heap)]
+        return sample
 
     def bounds_changed(self) -> None:
         """A round has ended: what was mandatory in it may give way as others do."""
-        for entry in self._mandatory:
-            heapq.heappush(self._heap, entry)
+        for key in self._mandatory:
+            heapq.heappush(self._heap, key)
         self._mandatory = []
 
-    def _valid(self, entry: _Entry) -> bool:
-        return entry[4].pages is entry[5] and self._there(entry[5])
+    def _is_here(self, key: int, sample: Sample) -> bool:
+        pages = sample.pages
+        return pages is not None and pages.worth == key and self._there(pages)
+
+    def _look_through(self) -> None:
+        samples = self._samples
+        for key in [key for key in self._heap if not self._is_here(key, samples[key])]:
+            del samples[key]
+        self._heap = [key for key in self._heap if key in samples]
+        heapq.heapify(self._heap)
+        self._limit = max(_SMALL, 4 * len(self._heap))
 
 
 def give_way(
@@ -112,7 +125,7 @@ def give_way(
     Returns:
         As few as needed, each worth less than the newcomer; None, and nobody leaves, when the newcomer has to give way.
     """
-    leaving: dict[Sample, None] = {}
+    leaving: list[Sample] = []
     own = (mandatory, worth(newcomer))
     while short > 0:
         sample = shelf.pop_below(own)
@@ -120,10 +133,9 @@ def give_way(
             for stays in leaving:
                 shelf.push(stays)
             return None
-        if sample not in leaving:  # pages that left and came back are on the shelf twice
-            leaving[sample] = None
-            short -= gain(sample)
-    return list(leaving)
+        leaving.append(sample)
+        short -= gain(sample)
+    return leaving
 
 
 def rests_in(tier: CopyTier) -> Callable[[Pages], bool]:

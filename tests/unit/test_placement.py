@@ -109,7 +109,7 @@ def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool
 
 
 def test_a_sample_that_came_back_gives_way_once() -> None:
-    """S10: it is on the shelf twice, and its tokens are set free once."""
+    """S10: put on the shelf twice, and its tokens are set free once."""
     short, middle, long = stored(10, 20, 40)
     shelf = shelf_of([short, middle, short])
     assert give_way(shelf, long, mandatory=False, gain=length, short=15) == [short, middle]
