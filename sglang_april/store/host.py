@@ -2,13 +2,16 @@
 
 Pages are handed out in runs of neighbours, so that a run is one large copy. Memory is allocated slab by slab when it is
 first needed, by the rank's worker: pinning all of a large arena at start would take minutes. Pinned memory comes from
-`torch.empty(pin_memory=True)`: on ROCm, memory that is registered afterwards has another address on the device.
+`torch.empty(pin_memory=True)`: on ROCm, memory that is registered afterwards has another address on the device. Plain
+memory is on huge pages where there are any, so that the first copies do not wait for page faults.
 """
 
 import bisect
 from typing import NamedTuple
 
 import torch
+
+from april_kernels.kv_pages import blocks
 
 SLAB_BYTES = 256 << 20
 
@@ -79,4 +82,5 @@ class Arena:
         number = run.start // self._slab
         if number not in self._slabs:
             shape = (self._slab, self.page_words)
-            self._slabs[number] = torch.empty(shape, dtype=torch.int32, pin_memory=self.pinned)
+            slab = torch.empty(shape, dtype=torch.int32, pin_memory=True) if self.pinned else blocks.empty(shape)
+            self._slabs[number] = slab

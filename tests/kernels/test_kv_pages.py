@@ -1,6 +1,8 @@
 """The torch pages against a byte-by-byte model, and the public functions' promises on a CPU."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april_kernels import kv_pages
-from april_kernels.kv_pages import PlaneTable
+from april_kernels.kv_pages import PlaneTable, blocks
 from tests.kernels.pools import POISON, Shape, bytes_of, choose_slots, poisoned_allocations, pool, same
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32]
@@ -186,3 +188,24 @@ def test_warm_up_leaves_the_pool_alone() -> None:
     before = bytes_of(table)
     kv_pages.warm_up(table, 16)
     assert same(before, bytes_of(table))
+
+
+def test_large_new_blocks_are_on_huge_pages_where_the_system_has_any() -> None:
+    """Else every 4 KB that a copy writes to for the first time is a page fault."""
+    block = blocks.empty((blocks.FRESH_BYTES // 64 + 1, 16))
+    assert (block.dtype, block.shape) == (torch.int32, (blocks.FRESH_BYTES // 64 + 1, 16))
+    block[-1] = 7
+    assert int(block[-1].sum()) == 7 * 16
+    assert ("hg" in mapping_flags(block.data_ptr())) == Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert "hg" not in mapping_flags(blocks.empty((16, 16)).data_ptr())
+
+
+def mapping_flags(address: int) -> list[str]:
+    """Linux's flags of the mapping with this address; none elsewhere."""
+    smaps, there = Path("/proc/self/smaps"), False
+    for line in smaps.read_text().splitlines() if smaps.exists() else ():
+        if (bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            there = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif there and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []

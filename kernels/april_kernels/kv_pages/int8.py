@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from april_kernels.kv_pages import layout
+from april_kernels.kv_pages import blocks, layout
 from april_kernels.kv_pages.layout import PlaneTable
 
 LEVELS = 127.0
@@ -107,7 +107,7 @@ def pack(layout_: Int8Pages, slots: torch.Tensor, page_tokens: int, *, out: torc
     slots = layout.checked_slots(layout_.table.device, slots)
     n_pages, words = layout.page_count(slots.numel(), page_tokens), layout_.page_words(page_tokens)
     if out is None:
-        out = torch.empty((n_pages, words), dtype=torch.int32, device=layout_.table.device)
+        out = blocks.empty((n_pages, words), layout_.table.device)
     layout.checked_pages(layout_.table.device, out, n_pages, words)
     if slots.numel():
         out[:, layout_.used_words(page_tokens) :] = 0

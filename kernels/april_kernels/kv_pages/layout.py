@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from april_kernels.kv_pages import blocks
+
 WORD_BYTES = 4
 VECTOR_BYTES = 16
 """The widest load and store of one thread, on NVIDIA and on AMD."""
@@ -148,7 +150,7 @@ def pages_for(table: PlaneTable, slots: torch.Tensor, page_tokens: int, out: tor
     words = table.page_words(page_tokens)
     n_pages = page_count(slots.numel(), page_tokens)
     if out is None:
-        return torch.empty((n_pages, words), dtype=torch.int32, device=table.device)
+        return blocks.empty((n_pages, words), table.device)
     return checked_pages(table.device, out, n_pages, words)
 
 
