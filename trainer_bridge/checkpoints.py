@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sglang_april.durable import sync_folder
+
 
 @dataclass(slots=True)
 class State:
@@ -77,10 +79,10 @@ class Checkpoints:
         (made / "trainer").mkdir(parents=True)
         save_trainer(made / "trainer")
         _write(made / "state.json", json.dumps(asdict(state)))
-        _sync(made / "trainer")
-        _sync(made)
+        sync_folder(made / "trainer")
+        sync_folder(made)
         made.rename(self.path(state.step))
-        _sync(self._list)
+        sync_folder(self._list)
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(old))
 
@@ -111,12 +113,3 @@ def _write(path: Path, text: str) -> None:
         out.flush()
         os.fsync(out.fileno())
     part.replace(path)
-
-
-def _sync(folder: Path) -> None:
-    """Make a folder's entries durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

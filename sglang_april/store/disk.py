@@ -25,6 +25,7 @@ import torch
 
 from april_kernels import kv_pages
 from april_kernels.kv_pages import page_count
+from sglang_april.durable import sync_folder
 from sglang_april.store.entry import Found
 
 MAGIC = b"APRILKV1"
@@ -181,7 +182,7 @@ class Disk:
         try:
             for path in stale:
                 path.unlink(missing_ok=True)
-            _sync(self._folder)
+            sync_folder(self._folder)
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, life.encode(), 0)
             os.fsync(self._lock)
@@ -225,11 +226,3 @@ class Disk:
 def _framed(head: Header) -> bytes:
     body = msgspec.msgpack.encode(head)
     return MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

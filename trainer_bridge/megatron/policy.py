@@ -21,6 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from sglang_april.durable import sync_folder
 from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.hf_folder import write_hf
 from trainer_bridge.loss_settings import LossSettings
@@ -181,9 +182,7 @@ class Policy:
             out.flush()
             os.fsync(out.fileno())
         path.with_suffix(".part").rename(path)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync_folder(folder)
         dist.barrier()
 
     def load(self, folder: Path) -> None:
