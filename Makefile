@@ -6,6 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 
@@ -15,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
 
 test: $(READY)
-	@start=$$(date +%s); $(BIN)/pytest $(TEST_ARGS); status=$$?; \
+	@start=$$(date +%s); $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 check: $(READY)

@@ -1,14 +1,15 @@
-"""Live servers, shared over the session. At most `ALIVE` run at once; tests are ordered so that each starts once.
+"""Live servers, shared over a session. At most `ALIVE` run at once; tests are ordered so that each starts once.
 
 A test finds each server at rest, whatever the one before it left behind. One that fails is tried once more: these tests
 share few cores with the servers that they speak to. Both are said at the end of the output.
 """
 
 import itertools
+import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -16,8 +17,8 @@ from examples.tiny_model import make
 from tests.support.live import Live, living
 from tests.support.server import Server
 
-ALIVE = 3
-"""Live servers at once: about 3.5 GB each."""
+ALIVE = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 2
+"""Live servers at once, of each worker: about 3.5 GB each."""
 
 NORMAL = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]
@@ -27,11 +28,17 @@ SMALL = ["--max-total-tokens=400", "--max-running-requests=12", "--april-host-gb
 """400 tokens on the device and 292 on the host, of 1,024 bytes each."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live tests get a second try. Servers of few tests come first, then the shared two; what ends them is last."""
+    """Live tests get a second try. Servers of few tests come first, then the shared two; what ends them is last.
+
+    One worker has the shared servers and all tests of theirs, so that no second one starts them too.
+    """
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.flaky(reruns=1))
+            shared = SHARED & _fixtures(item)
+            item.add_marker(pytest.mark.xdist_group("shared servers" if shared else "servers of few tests"))
     items.sort(key=lambda item: (item.get_closest_marker("ends_server") is not None, bool(SHARED & _fixtures(item))))
 
 
@@ -40,13 +47,12 @@ def _fixtures(item: pytest.Item) -> set[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The guards and the tests that went red without them (test_guards.py); tests and servers that took two tries."""
+    """The guards and the tests that went red without them (test_guards.py); tests that took two tries."""
     again = [f"{report.nodeid}: {_reason(report)}" for report in terminalreporter.stats.get("rerun", ())]
-    for title, lines in (("live tests that were tried again", again), ("servers that were replaced", Pool.replaced)):
-        if lines:
-            terminalreporter.section(title)
-            for line in lines:
-                terminalreporter.write_line(line)
+    if again:
+        terminalreporter.section("live tests that were tried again")
+        for line in again:
+            terminalreporter.write_line(line)
     passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
     shown = [(dict(report.user_properties).get("guard"), report.nodeid) for report in passed]
     if any(guard for guard, _ in shown):
@@ -76,9 +82,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pat
 class Pool:
     """Starts servers on demand; the one used longest ago makes room."""
 
-    replaced: ClassVar[list[str]] = []
-    """Servers that could not be brought back to rest, for the summary."""
-
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
         self._models, self._folder = models, folder
         self._live: OrderedDict[str, Server] = OrderedDict()
@@ -87,7 +90,7 @@ class Pool:
         """The live server of this name, at rest; started if it does not run (any more)."""
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
-            self.replaced.append(f"{name}: {server.unrest}")
+            warnings.warn(f"server {name} was replaced: {server.unrest}", stacklevel=1)
             server.stop()
         if server is None or not server.alive:
             self.make_room()

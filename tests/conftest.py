@@ -1,0 +1,11 @@
+"""With several workers (`make test`), the tests of a file stay together: its fixtures are made once for all of them."""
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Called after the one of `integration/conftest.py`, which has groups of its own."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
