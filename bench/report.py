@@ -41,24 +41,29 @@ def by_variant(rows: Iterable[Row], distribution: str, ablation: str | None = No
     return found
 
 
-def headline(variant: list[Row], base: list[Row]) -> float | None:
-    """Median over the repetitions that both have of the smaller of token and group ratio."""
+RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
+
+
+def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float | None:
+    """Median over the repetitions that both have of the smaller of token and group ratio.
+
+    Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
+    two rows is no difference between them; `raw` leaves that out."""
     other = {row["repetition"]: row for row in base}
-    ratios = [
-        min(
-            row[field] / other[row["repetition"]][field]
-            for field in ("delivered_tokens_per_s", "delivered_groups_per_s")
-        )
-        for row in variant
-        if row["repetition"] in other
-    ]
+    pairs = [(row, other[row["repetition"]]) for row in variant if row["repetition"] in other]
+    ratios = [min(one[rate] / two[rate] for rate in RATES) * (1.0 if raw else _speed(two, one)) for one, two in pairs]
     return median(ratios) if ratios else None
+
+
+def _speed(one: Row, two: Row) -> float:
+    """How much faster the machine was around the one row than around the other."""
+    return float(one["full_batch_tokens_per_s"] / two["full_batch_tokens_per_s"])
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
     """The faster of the ways from outside."""
     there = [table[name] for name in OUTSIDE if name in table]
-    return max(there, key=lambda rows: mean(row["delivered_tokens_per_s"] for row in rows), default=[])
+    return max(there, key=lambda rows: mean(row["share_of_limit"] for row in rows), default=[])
 
 
 def _number(key: str, form: str) -> Callable[[list[Row]], str]:
@@ -101,10 +106,10 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 
 def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
     """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside."""
-    lines = [["variant", "× synchronous", "× outside", *COLUMNS]]
-    outside = better_outside(table)
+    lines = [["variant", "× synchronous", "× outside", "raw: × synchronous", "× outside", *COLUMNS]]
+    bases = table.get("synchronous", []), better_outside(table)
     for name, rows in table.items():
-        ratios = [headline(rows, table.get("synchronous", [])), headline(rows, outside)]
+        ratios = [headline(rows, base, raw=raw) for raw in (False, True) for base in bases]
         shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
         lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
     return lines
@@ -204,7 +209,8 @@ def _cell(value: object) -> str:
 STYLE = "body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:2px 8px;text-align:right}"
 NOTE = (
     "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
-    "group ratio, the median over interleaved repetitions. The limit is a decode rate without any prefill. Rows marked "
+    "group ratio, the median over interleaved repetitions, each rate in units of the full-batch rate just before "
+    "and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
     "biased deliver other lengths than their source has."
 )
 

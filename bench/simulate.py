@@ -46,12 +46,14 @@ def context_of(preset: Preset) -> float:
 
 
 def validate(preset: Preset, costs: Costs, rows: list[record.Row]) -> list[record.Row]:
-    """Model against measurement, variant by variant."""
+    """Model against measurement, variant by variant: delivered tokens/s in units of the full-batch rate of each, which
+    was measured around the rows, because machines do not stay as fast as they were when the costs were measured."""
     table = by_variant(newest(rows, preset.name), "lognormal")
+    limit = costs.full_rate(preset.plan.slots, context_of(preset))
     made = []
     for variant in (name for name in SIMULATED if name in table):
-        measured = mean(row["delivered_tokens_per_s"] for row in table[variant])
-        model = simulated(preset, Plan(**table[variant][0]["plan"]), variant, costs).rate
+        measured = mean(row["share_of_limit"] for row in table[variant])
+        model = simulated(preset, Plan(**table[variant][0]["plan"]), variant, costs).rate / limit
         ratio = model / measured
         made.append({"variant": variant, "measured": measured, "model": model, "ratio": ratio, "within": _near(ratio)})
     return made

@@ -1,10 +1,12 @@
 """`python -m bench.stepped`: the patched server, whose scheduler writes down when it steps and when copies end.
 
-Two files of JSON lines in the folder `APRIL_STEPS`: `forwards.jsonl`, one line as each forward of the model begins on
-rank 0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended.
+Files of JSON lines in the folder `APRIL_STEPS`: `forwards.jsonl`, one line as each forward of the model begins on rank
+0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended; where
+`APRIL_SPANS` is set too, `spans.jsonl`, one line for each piece of the scheduler's loop (`at`, `took`: seconds).
 SGLang spawns its scheduler, and a spawned process imports this file again: so the hooks are applied there too.
 """
 
+import bisect
 import contextlib
 import json
 import os
@@ -14,20 +16,49 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ENV = "APRIL_STEPS"
-FORWARDS, COPIES = "forwards.jsonl", "copies.jsonl"
+ENV, SPANS_ENV = "APRIL_STEPS", "APRIL_SPANS"
+FORWARDS, COPIES, SPANS = "forwards.jsonl", "copies.jsonl", "spans.jsonl"
 _FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 _REPORT = "sglang_april.adapter.v0_5_17.facts.Facts.report"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+PIECES = {
+    "forward": _FORWARD,
+    "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+    "run": f"{_SCHEDULER}run_batch",
+    "next": f"{_SCHEDULER}get_next_batch_to_run",
+    "results": f"{_SCHEDULER}process_batch_result",
+    "requests": f"{_SCHEDULER}process_input_requests",
+}
+"""Pieces of the loop, one method each. `run` contains `forward` and `sample`."""
 
 
 @contextlib.contextmanager
-def into(folder: Path) -> Iterator[None]:
+def into(folder: Path, *, spans: bool = False) -> Iterator[None]:
     """A server started in here writes there."""
-    os.environ[ENV] = str(folder)
+    os.environ |= {ENV: str(folder)} | ({SPANS_ENV: "1"} if spans else {})
     try:
         yield
     finally:
         del os.environ[ENV]
+        os.environ.pop(SPANS_ENV, None)
+
+
+class Lines:
+    """A file of JSON lines that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read_to, self._rest = path, 0, ""
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self, since: float) -> list[dict[str, Any]]:
+        """All that began at `since` or later."""
+        if self._path.exists():
+            with self._path.open() as file:
+                file.seek(self._read_to)
+                *whole, self._rest = (self._rest + file.read()).split("\n")
+                self._read_to = file.tell()
+            self._lines += map(json.loads, whole)
+        return self._lines[bisect.bisect_left(self._lines, since, key=lambda line: line["at"]) :]
 
 
 def note_forwards(folder: Path) -> None:
@@ -51,6 +82,27 @@ def note_copies(folder: Path) -> None:
     HookRegistry.register(_REPORT, ended, HookType.AFTER)
 
 
+def note_spans(folder: Path) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    out = (folder / SPANS).open("a", buffering=1)
+
+    def timed(piece: str) -> Callable[..., Any]:
+        def call(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            at, start = time.time(), time.perf_counter()
+            returned = stock(*args, **kwargs)
+            took = time.perf_counter() - start
+            rows = int(args[1].batch_size) if piece == "forward" else None
+            decode = bool(args[1].forward_mode.is_decode()) if piece == "forward" else None
+            out.write(json.dumps({"at": at, "took": took, "piece": piece, "rows": rows, "decode": decode}) + "\n")
+            return returned
+
+        return call
+
+    for piece, target in PIECES.items():
+        HookRegistry.register(target, timed(piece), HookType.AROUND)
+
+
 def _note(path: Path, **fields: Any) -> None:
     with path.open("a") as out:
         out.write(json.dumps({"at": time.time(), **fields}) + "\n")
@@ -59,6 +111,8 @@ def _note(path: Path, **fields: Any) -> None:
 if ENV in os.environ:
     note_forwards(Path(os.environ[ENV]))
     note_copies(Path(os.environ[ENV]))
+    if SPANS_ENV in os.environ:
+        note_spans(Path(os.environ[ENV]))
 
 if __name__ == "__main__":
     from sglang_april.launch_server import main

@@ -17,7 +17,6 @@ same pool, which the scheduler's thread would have to wait for.
 
 import argparse
 import asyncio
-import bisect
 import contextlib
 import json
 import sys
@@ -96,7 +95,7 @@ class Steps:
     """When the scheduler began its forwards and ended its copies, as its own process wrote it down."""
 
     def __init__(self, folder: Path) -> None:
-        self._forwards, self._copies = _Lines(folder / stepped.FORWARDS), _Lines(folder / stepped.COPIES)
+        self._forwards, self._copies = stepped.Lines(folder / stepped.FORWARDS), stepped.Lines(folder / stepped.COPIES)
 
     def decodes(self, since: float) -> list[tuple[float, int]]:
         """(time, rows) of each decode forward."""
@@ -123,23 +122,6 @@ class Steps:
                 raise RuntimeError(f"{len(found)} of {copies} copies have ended after {PATIENCE_S:.0f} s")
             await asyncio.sleep(POLL_S)
         return max(found, default=since)
-
-
-class _Lines:
-    """A file of JSON lines that grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._read_to, self._rest = path, 0, ""
-        self._lines: list[dict[str, Any]] = []
-
-    def read(self, since: float) -> list[dict[str, Any]]:
-        if self._path.exists():
-            with self._path.open() as file:
-                file.seek(self._read_to)
-                *whole, self._rest = (self._rest + file.read()).split("\n")
-                self._read_to = file.tell()
-            self._lines += map(json.loads, whole)
-        return self._lines[bisect.bisect_left(self._lines, since, key=lambda line: line["at"]) :]
 
 
 def prompt(name: str, tokens: int, length: int, salt: int) -> dict[str, Any]:

@@ -53,9 +53,12 @@ def check_identity(rounds: list[Measured], carry_before: int) -> bool | None:
     return True
 
 
-def figures(rounds: list[Measured], carry_before: int, plan: Plan, lengths: Lengths, limit: float) -> dict[str, Any]:
-    """The measured part of a row. `limit`: the engine's own full-batch decode rate in tokens/s; `carry_before`: carried
-    tokens when the first of the rounds began."""
+def figures(
+    rounds: list[Measured], carry_before: int, plan: Plan, lengths: Lengths, limits: tuple[float, float]
+) -> dict[str, Any]:
+    """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, just before the rounds
+    and just after; `carry_before`: carried tokens when the first of the rounds began."""
+    limit = mean(limits)
     seconds = sum(measured.seconds for measured in rounds)
     tokens = sum(measured.round.tokens for measured in rounds)
     groups = [group for measured in rounds for group in measured.round.groups if not group.rejected]
@@ -90,6 +93,7 @@ def figures(rounds: list[Measured], carry_before: int, plan: Plan, lengths: Leng
         "prefilled_tokens": sum(measured.prefilled for measured in rounds),
         "mean_running": decoded / steps if steps else None,
         "full_batch_tokens_per_s": limit,
+        "full_batch_before_after": [round(rate, 1) for rate in limits],
         "share_of_limit": tokens / seconds / limit,
         "off_policy_share": _share([group.off_policy for group in groups], tokens),
         "hybrid_share": _share([group.hybrid for group in groups], tokens),

@@ -38,8 +38,8 @@ class Bed:
     checkpoints: tuple[Path, Path]
     preset: Preset
     seed: int = 0
-    limits: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Full-batch rate in tokens/s by repetition and distribution."""
+    given_limit: float | None = None
+    """Full-batch rate in tokens/s, where it is not to be measured."""
     steps_ms: dict[str, float] = field(default_factory=dict)
     synchronous_s: float | None = None
     """Mean seconds of a synchronous round: what a trainer's time is a share of."""
@@ -52,21 +52,20 @@ class Bed:
         """A distribution at the preset's size."""
         return self.preset.lengths(distribution)
 
-    async def limit(self, cell: Cell) -> float:
-        """Measured anew in each repetition: machines change."""
-        key = (cell.repetition, cell.distribution)
-        if key not in self.limits:
-            length = round(self.lengths(cell.distribution).running_mean)
-            length = min(self.preset.longest, max(40, length))
-            tokens = self.preset.prompt_tokens
-            self.limits[key], step = await decode_rate(self.stock, self.preset.plan.slots, length, tokens)
-            if not self.steps_ms:
-                for batch in STEP_BATCHES:
-                    if batch < self.preset.plan.slots:
-                        _, took = await decode_rate(self.stock, batch, max(40, length), tokens)
-                        self.steps_ms[str(batch)] = round(1e3 * took, 3)
-                self.steps_ms[str(self.preset.plan.slots)] = round(1e3 * step, 3)
-        return self.limits[key]
+    async def limit(self, distribution: str) -> float:
+        """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""
+        if self.given_limit is not None:
+            return self.given_limit
+        slots, tokens = self.preset.plan.slots, self.preset.prompt_tokens
+        length = max(40, min(self.preset.longest, round(self.lengths(distribution).running_mean)))
+        rate, step = await decode_rate(self.stock, slots, length, tokens)
+        if not self.steps_ms:
+            for batch in STEP_BATCHES:
+                if batch < slots:
+                    _, took = await decode_rate(self.stock, batch, length, tokens)
+                    self.steps_ms[str(batch)] = round(1e3 * took, 3)
+            self.steps_ms[str(slots)] = round(1e3 * step, 3)
+        return rate
 
 
 class Track:
@@ -81,6 +80,10 @@ class Track:
         self.variant: Variant = KINDS[cell.variant](self.engine, self.plan, stream)
         self.carried: list[int] = []
         self._checkpoints = itertools.cycle(bed.checkpoints)
+        self.began = 0.0
+        """When the clock of its last round started, in seconds since the epoch."""
+        self.steady: bool | None = None
+        """None: not warmed up yet."""
         self._drawn = 0
         """Decoded tokens of this variant less the delivered ones: the carry of who cannot know it."""
 
@@ -89,7 +92,7 @@ class Track:
         what never stops."""
         ahead = isinstance(self.variant, (inflight.Asynchronous, april.Continue))
         before = await (self.engine.counters() if ahead else self.engine.settled())
-        start = time.perf_counter()
+        self.began, start = time.time(), time.perf_counter()
         await self.variant.push(next(self._checkpoints))
         done = await self.variant.round()
         if trainer_s:
@@ -109,30 +112,28 @@ class Track:
         self.carried.append(done.carry)
 
     async def warm(self) -> bool:
-        """Rounds until the carry is steady; False if the limit came first. Once steady, one round after a rest."""
-        if self.carried:
-            await self.round()
-            return True
+        """Rounds until the carry is steady, and a rest; False if the limit came first."""
         while len(self.carried) < self.bed.preset.warm_limit:
             await self.round(self.trainer_s)
             if is_steady(self.carried):
-                return True
-        return False
+                break
+        await self.variant.rest()
+        return is_steady(self.carried)
 
     @property
     def trainer_s(self) -> float:
         """Seconds that a trainer takes in each round."""
         return self.cell.trainer * (self.bed.synchronous_s or 0.0)
 
-    async def repetition(self) -> tuple[bool, int, list[Measured]]:
-        """Whether the carry was steady, the carry before, and the measured rounds."""
-        steady = await self.warm()
+    async def repetition(self) -> tuple[int, list[Measured]]:
+        """The carry before, and the measured rounds; the one after a rest is not measured."""
+        await self.round(self.trainer_s)
         carry = self.carried[-1]
         rounds = [await self.round(self.trainer_s) for _ in range(self.bed.preset.measured)]
         await self.variant.rest()
-        return steady, carry, rounds
+        return carry, rounds
 
-    async def emptied(self) -> tuple[bool, int, list[Measured]]:
+    async def emptied(self) -> tuple[int, list[Measured]]:
         """A fixed set of prompts from empty to empty, as one measured piece."""
         rounds = [await self.round() for _ in range(self.bed.preset.measured)]
         before = await self.engine.settled()
@@ -141,7 +142,7 @@ class Track:
         seconds = time.perf_counter() - start
         rounds.append(between(before, await self.engine.settled(), last, seconds))
         last.carry = 0
-        return True, 0, rounds
+        return 0, rounds
 
 
 class Runner:
@@ -171,11 +172,14 @@ class Runner:
         return 0
 
     async def _cell(self, cell: Cell, *, last: bool) -> None:
-        limit = await self._bed.limit(cell)
         if cell.trainer and self._bed.synchronous_s is None:
             self._bed.synchronous_s = await self._synchronous(cell)
         track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
-        steady, carry, rounds = await (track.emptied() if cell.drain else track.repetition())
+        if track.steady is None:
+            track.steady = cell.drain or await track.warm()
+        before = await self._bed.limit(cell.distribution)
+        carry, rounds = await (track.emptied() if cell.drain else track.repetition())
+        limits = before, await self._bed.limit(cell.distribution)
         row = {
             "bench": "rollout",
             "run_id": self._run_id,
@@ -185,12 +189,12 @@ class Runner:
             "variant": cell.variant,
             "ablation": cell.ablation,
             "repetition": cell.repetition,
-            "steady": steady,
+            "steady": track.steady,
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
             "trainer_s": track.trainer_s,
             "step_ms_by_batch": self._bed.steps_ms,
-            **figures(rounds, carry, track.plan, track.lengths, limit),
+            **figures(rounds, carry, track.plan, track.lengths, limits),
             "carry_source": "counter" if rounds[0].round.generated is None else "client",
             "samples_lost": None,
             "samples_twice": None,

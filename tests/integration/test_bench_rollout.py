@@ -29,7 +29,7 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
         async with Engine(server.url, patched=True) as engine:
             checkpoints = models("qwen3", 0), models("qwen3", 1)
             server.loaded = checkpoints[1]
-            bed = Bed(engine, engine, checkpoints, preset, limits={(0, "lognormal"): 1.0})
+            bed = Bed(engine, engine, checkpoints, preset, given_limit=1.0)
             return await Runner(bed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
 
     assert asyncio.run(scene()) == 0

@@ -99,7 +99,7 @@ def test_a_row() -> None:
         measured(round_of(10, 20, generated=30, carry=0, bytes_by_tier={"host": 7}), 1.0, decoded=28, steps=14),
         measured(round_of(4, 6, generated=10, carry=0, prolonged=True, bytes_by_tier={"host": 3}), 3.0, after_end=9),
     ]
-    row = figures(rounds, 0, PLAN, lengths, limit=20.0)
+    row = figures(rounds, 0, PLAN, lengths, limits=(15.0, 25.0))
     assert (row["delivered_tokens_per_s"], row["delivered_groups_per_s"], row["share_of_limit"]) == (10, 0.5, 0.5)
     assert (row["off_policy_share"], row["hybrid_share"]) == (4 / 40, 2 / 40)
     assert row["staleness"] == {"2": 2}

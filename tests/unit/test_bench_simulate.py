@@ -10,7 +10,7 @@ from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.round_model import Costs, Outcome, Simulation
-from bench.simulate import H100_4B, reach, simulated, validate
+from bench.simulate import H100_4B, context_of, reach, simulated, validate
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)
@@ -60,12 +60,13 @@ def test_decode_fit_finds_the_costs_and_none_below_zero() -> None:
 
 def test_validate_says_which_variants_are_within_ten_per_cent() -> None:
     preset = replace(PRESETS["tiny"], name="p")
-    rate = simulated(preset, preset.plan, "april-keep", H100_4B).rate
+    limit = H100_4B.full_rate(preset.plan.slots, context_of(preset))
+    share = simulated(preset, preset.plan, "april-keep", H100_4B).rate / limit
     row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
     plan = {"slots": 16, "groups": 3, "n": 2}
     rows = [
-        {**row, "plan": plan, "variant": "april-keep", "delivered_tokens_per_s": rate * 1.05},
-        {**row, "plan": plan, "variant": "synchronous", "delivered_tokens_per_s": rate * 99},
+        {**row, "plan": plan, "variant": "april-keep", "share_of_limit": share * 1.05},
+        {**row, "plan": plan, "variant": "synchronous", "share_of_limit": share * 99},
     ]
     told = {line["variant"]: line["within"] for line in validate(preset, H100_4B, rows)}
     assert told == {"synchronous": False, "april-keep": True}

@@ -1,0 +1,126 @@
+"""Where the seconds of a round go: the scheduler's loop, piece by piece, in rounds and in the full batch beside them.
+
+    python -m bench.timeline --record
+
+The workload and sizes are those of `bench.rollout --preset cpu`. Our server writes down when each piece of its
+scheduler's loop began and how long it took (`bench.stepped`). A row has the pieces' shares of the rounds' time, from
+the start of the push to the reply:
+
+- `decode`, `prefill`: the model's forwards; `sample`: drawing tokens; `run`: what else `run_batch` does;
+- `results`: tokens into requests, finished samples, our bookkeeping, what is sent to the detokenizer;
+- `next`: the choice of the next batch, ours included; `requests`: control requests: rounds, pushes of weights;
+- `between`: from the last step of a round to the first one of the next, less `requests`;
+- `loop`: the rest of the loop, between steps.
+
+A row of the full batch alone (the limit) has the same shares: what a round loses against it is the difference.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import record, stepped
+from bench.rollout.engine import Engine
+from bench.rollout.presets import PRESETS, Cell, Preset
+from bench.rollout.run import KINDS, Bed, Track
+from bench.rollout.servers import Size, ours
+from examples.tiny_model import make
+
+Window = tuple[float, float]
+"""Seconds since the epoch."""
+OURS = tuple(name for name in KINDS if name.startswith("april") and name not in ("april-factor", "april-continue"))
+
+
+def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, float]:
+    """Each piece's share of the windows' time; they add up to 1. `rows`, `steps`: of the decode forwards."""
+    took = dict.fromkeys(("decode", "prefill", "sample", "run", "results", "next", "requests", "between", "loop"), 0.0)
+    steps = rows = 0
+    for start, end in windows:
+        inside = [span for span in spans if start <= span["at"] < end]
+        for span in inside:
+            piece = span["piece"]
+            if piece == "forward":
+                piece = "decode" if span["decode"] else "prefill"
+                steps, rows = steps + span["decode"], rows + span["rows"] * span["decode"]
+            took[piece] += span["took"]
+            took["run"] -= span["took"] if piece in ("decode", "prefill", "sample") else 0.0
+        runs = [span for span in inside if span["piece"] == "run"]
+        first, last = (runs[0]["at"], runs[-1]["at"] + runs[-1]["took"]) if runs else (end, end)
+        asked = sum(span["took"] for span in inside if span["piece"] == "requests" and not first <= span["at"] < last)
+        took["between"] += max(0.0, (first - start) + (end - last) - asked)
+    total = sum(end - start for start, end in windows)
+    took["loop"] = total - sum(took.values())
+    return {"steps": steps, "rows": rows / steps if steps else 0.0, **{name: s / total for name, s in took.items()}}
+
+
+async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
+    """Rows: the full batch before, the variant's rounds in the steady state, the full batch after."""
+    spans = stepped.Lines(folder / stepped.SPANS)
+    began = time.time()
+    async with Engine(url, patched=True) as engine:
+        bed = Bed(engine, engine, checkpoints, preset)
+        track = Track(bed, Cell("lognormal", variant))
+        steady = await track.warm()
+        await bed.limit("lognormal")  # the first time, smaller batches are measured too
+        limits, full = [], []
+        for measured in (False, True, False):
+            if measured:
+                windows, tokens = await _rounds(track, preset.measured)
+                continue
+            start = time.time()
+            limits.append(await bed.limit("lognormal"))
+            full.append((start, time.time()))
+        await track.variant.drain()
+    seen = spans.read(began)
+    seconds = sum(end - start for start, end in windows)
+    told = {"variant": variant, "steady": steady, "delivered_tokens_per_s": tokens / seconds}
+    told["share_of_limit"] = told["delivered_tokens_per_s"] / (sum(limits) / len(limits))
+    return [
+        {"what": "rounds", "seconds": seconds, **told, **shares(seen, windows)},
+        {"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)},
+    ]
+
+
+async def _rounds(track: Track, count: int) -> tuple[list[Window], int]:
+    await track.round()
+    windows, tokens = [], 0
+    for _ in range(count):
+        measured = await track.round()
+        windows.append((track.began, track.began + measured.seconds))
+        tokens += measured.round.tokens
+    await track.variant.rest()
+    return windows, tokens
+
+
+def main(given: list[str] | None = None) -> int:
+    """0."""
+    parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
+    parser.add_argument("--variant", choices=OURS, default="april-keep")
+    parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
+    args = parser.parse_args(given)
+    preset = PRESETS[args.preset]
+    with tempfile.TemporaryDirectory(prefix="april-bench-") as name, stepped.into(Path(name), spans=True):
+        folder = Path(name)
+        checkpoints = make(folder / "v0", seed=0), make(folder / "v1", seed=1)
+        plan = preset.plan
+        pool = max(8 * plan.slots * int(preset.mean), 3 * plan.slots * preset.context)
+        size = Size(checkpoints[0], plan.slots, preset.context, pool, (), "bench.stepped")
+        facts = record.facts()
+        with ours(size, Path("out") / "bench") as url:
+            rows = asyncio.run(measure(url, folder, preset, args.variant, checkpoints))
+    for row in rows:
+        print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
+    if args.record:
+        run_id = f"timeline-{facts['time']}"
+        made = [{"bench": "timeline", "run_id": run_id, "preset": preset.name, **facts, **row} for row in rows]
+        record.append_rows(record.RESULTS / "timeline.json", made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
