@@ -17,9 +17,15 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
+from typing import TYPE_CHECKING
 
 from bench import record
+from bench.over_sampling import Point, knee, points
+from bench.over_sampling import table as over_sampling_table
 from bench.record import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OUTSIDE = ("outside", "outside-retry3s")
@@ -153,7 +159,7 @@ def plot(table: dict[str, list[Row]], title: str) -> str:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(table) + 1.2))
+    figure, axes = plt.subplots(figsize=(8, 0.45 * len(table) + 1.2), layout="tight")
     names = list(reversed(table))
     for at, name in enumerate(names):
         shares = [row["share_of_limit"] for row in table[name]]
@@ -164,8 +170,32 @@ def plot(table: dict[str, list[Row]], title: str) -> str:
     axes.set_xlabel("delivered tokens/s ÷ the engine's full-batch decode rate")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    return _data_url(figure)
+
+
+def plot_over_sampling(found: list[Point]) -> str:
+    """Slot-seconds saved over peak bytes; the knee is filled."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="tight")
+    best = knee(found)
+    for point in found:
+        at = point.peak_bytes / 1e6, point.saved
+        axes.plot(*at, "o", color="#1f6fb4", markerfacecolor="#1f6fb4" if point is best else "white")
+        axes.annotate(f" {point.name}" + (" (knee)" if point is best else ""), at, fontsize=9)
+    axes.set_xlabel("peak MB of carried KV, all tiers")
+    axes.set_ylabel("idle slot-seconds saved a round")
+    axes.spines[["top", "right"]].set_visible(False)
+    return _data_url(figure)
+
+
+def _data_url(figure: "Figure") -> str:
+    from matplotlib import pyplot as plt
+
     sink = io.StringIO()
-    figure.tight_layout()
     figure.savefig(sink, format="svg", metadata={"Date": None})
     plt.close(figure)
     return "data:image/svg+xml;base64," + base64.b64encode(sink.getvalue().encode()).decode()
@@ -188,6 +218,10 @@ def _rollout_sections(rows: list[Row]) -> Iterable[str]:
             yield f"<h3>{html.escape(title)}</h3>{_html_table(table_of(table))}"
             if ablation is None:
                 yield f'<img src="{plot(table, f"{preset}: {title}")}">'
+        for distribution in dict.fromkeys(row["distribution"] for row in run):
+            if len(found := points(run, distribution)) > 1:
+                yield f"<h3>{html.escape(distribution)}: over-sampling against demand-driven admission</h3>"
+                yield f'{_html_table(over_sampling_table(found))}<img src="{plot_over_sampling(found)}">'
 
 
 def _plain_sections(rows: list[Row]) -> Iterable[str]:

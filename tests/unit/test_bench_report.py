@@ -90,11 +90,32 @@ def test_a_readme_without_markers_passes(results: Path, tmp_path: Path) -> None:
     assert main(["--results", str(results), "--readme", str(text), "--check"]) == 0
 
 
-def test_the_page_has_every_table_and_stands_alone(results: Path, tmp_path: Path) -> None:
+def test_the_page_has_every_table(results: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     assert main(["--results", str(results), "--out", str(out)]) == 0
     page = out.read_text()
     assert page.count('<img src="data:image/svg+xml;base64,') == 1
     assert "<h3>lognormal, n 8</h3>" in page
     assert "<h2>other</h2>" in page
+    assert "over-sampling against" not in page
+
+
+def test_the_page_marks_the_knee_of_over_sampling(results: Path, tmp_path: Path) -> None:
+    more = {"peak_bytes": {"device": 10}, "carry_end": 1, "seconds": 8.0, "rounds": 8, "plan": {"slots": 4}}
+    rows = [
+        row("april-factor", 100, 10, ablation="over-sampling 1", mean_running=1, **more),
+        row("april-keep", 180, 15, mean_running=3, **{**more, "peak_bytes": {"device": 20}}),
+    ]
+    (results / "rollout.json").write_text(json.dumps(rows))
+    out = tmp_path / "report.html"
+    assert main(["--results", str(results), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "over-sampling against demand-driven admission" in page
+    assert "<td>knee</td>" in page
+
+
+def test_the_page_needs_nothing_else(results: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    main(["--results", str(results), "--out", str(out)])
+    page = out.read_text()
     assert "http" not in page.replace("http-equiv", "")

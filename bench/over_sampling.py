@@ -1,0 +1,113 @@
+"""Over-sampling's price: bytes of carried KV against idle slot-seconds saved, from rows alone, the knee marked.
+
+Whoever starts more than the quota keeps slots busy that would stand empty, and pays with partials that it carries. The
+points are ours with a fixed factor, and ours with prompts without end, admitted as slots become free (demand-driven).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+
+from bench.record import Row
+
+ABLATION = "over-sampling "
+FIXED, DRIVEN = "april-factor", "april-keep"
+DEMAND = "demand-driven"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to admit prompts. `idle`: slot-seconds a round in which no sample runs, in seconds of a machine at the
+    speed of all points' mean; `saved`: how many fewer than with the smallest factor."""
+
+    name: str
+    peak_bytes: int
+    carry: float
+    idle: float
+    saved: float
+    share: float
+
+
+def points(rows: list[Row], distribution: str) -> list[Point]:
+    """The factors in rising order, then demand-driven admission; none without the smallest factor."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["distribution"] == distribution and (name := _name(row)):
+            found.setdefault(name, []).append(row)
+    factors = sorted((name for name in found if name != DEMAND), key=lambda name: float(name.rstrip("×")))
+    if not factors:
+        return []
+    speed = mean(row["full_batch_tokens_per_s"] for rows in found.values() for row in rows)
+    least = _idle(found[factors[0]], speed)
+    return [
+        Point(
+            name,
+            max(sum(row["peak_bytes"].values()) for row in found[name]),
+            mean(row["carry_end"] for row in found[name]),
+            idle := _idle(found[name], speed),
+            least - idle,
+            mean(row["share_of_limit"] for row in found[name]),
+        )
+        for name in [*factors, *([DEMAND] if DEMAND in found else [])]
+    ]
+
+
+def knee(found: list[Point]) -> Point | None:
+    """The last point, by bytes, that is worth its price: it lies farthest above the line from the cheapest point to the
+    one that saves most, both axes scaled to 1 (Satopää et al., "Finding a 'Kneedle' in a Haystack", 2011)."""
+    front = _front(found)
+    if len(front) < 3:
+        return front[-1] if front else None
+    first, last = front[0], front[-1]
+    wide, high = last.peak_bytes - first.peak_bytes, last.saved - first.saved
+    return max(front, key=lambda p: (p.saved - first.saved) / high - (p.peak_bytes - first.peak_bytes) / wide)
+
+
+def table(found: list[Point]) -> list[list[str]]:
+    """Header and a line per point."""
+    best = knee(found)
+    head = [
+        "admission",
+        "peak bytes carried",
+        "tokens carried",
+        "idle slot-seconds a round",
+        "saved",
+        "of the limit",
+        "",
+    ]
+    return [
+        head,
+        *(
+            [
+                *(p.name, f"{p.peak_bytes:,}", f"{p.carry:,.0f}", f"{p.idle:.1f}", f"{p.saved:.1f}", f"{p.share:.2f}"),
+                "knee" if p is best else "",
+            ]
+            for p in found
+        ),
+    ]
+
+
+def _name(row: Row) -> str | None:
+    if row["variant"] == FIXED and (row["ablation"] or "").startswith(ABLATION):
+        return f"{float(row['ablation'].removeprefix(ABLATION)):g}×"
+    return DEMAND if (row["variant"], row["ablation"]) == (DRIVEN, None) else None
+
+
+def _idle(rows: list[Row], speed: float) -> float:
+    """Decode steps take their share of the time: what runs in a mean step, runs all the time."""
+    return mean(
+        row["seconds"] / row["rounds"] * row["full_batch_tokens_per_s"] / speed
+        * (row["plan"]["slots"] - (row["mean_running"] or 0.0))
+        for row in rows
+    )  # fmt: skip
+
+
+def _front(found: Iterable[Point]) -> list[Point]:
+    """Points that nothing cheaper equals, by bytes."""
+    front: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.peak_bytes, -p.saved)):
+        if not front or point.saved > front[-1].saved:
+            front.append(point)
+    assert all(one.peak_bytes < two.peak_bytes for one, two in pairwise(front))
+    return front
