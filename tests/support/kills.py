@@ -24,6 +24,7 @@ from tests.support.server import Server
 from tests.support.workload import prompt
 
 PATIENCE_S = 600.0
+TIERS = ("auto", "host", "disk", "none")
 OURS_ALONE = ("quota_to_built_s", "quota_to_reply_s")
 """Figures that the HTTP process adds while it answers; nobody knows them after its death."""
 
@@ -93,7 +94,7 @@ class Story:
                 name = f"{run}.{number}.{i}"
                 prompts.append(prompt(name, rng.choice((8, 20, 60, 200)), n=2, temperature=1.0, sampling_seed=number))
                 self.asked[name] = prompts[-1]
-            self.ask(run, number, prompts=prompts, quota=2, tier=rng.choice(("auto", "host", "none")))
+            self.ask(run, number, prompts=prompts, quota=2, tier=rng.choice(TIERS))
             number += 1
             if pushes and number % 2 == 0:
                 self.push(number // 2)
@@ -139,11 +140,12 @@ class Story:
             self.load(state["policy_version"])
         self.up.set()
 
-    def restart(self) -> None:
+    def restart(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """The end of one server and the start of the next. Trainers wait for `up`."""
         self.up.clear()
         self.server.stop()
         self.kills += 1
+        meanwhile()
         self.server.spawn()
         self.server.wait()
 
