@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from tests.support.warm import Forked, Warm
+
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 450.0
 COMMON = [
@@ -46,7 +48,9 @@ class Server:
     """Where its log, its digest files and its guard switches are."""
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    warm: Warm | None = None
+    """Where it is forked from; without one it is a process that imports SGLang itself."""
+    process: subprocess.Popen[bytes] | Forked | None = None
     http: httpx.Client = field(default_factory=httpx.Client)
     loaded: Path | None = None
     """The last policy that a test pushed."""
@@ -79,10 +83,14 @@ class Server:
             "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1",
             **self.env,
         }
-        command = [sys.executable, "-m", "tests.support.launch", f"--model-path={self.model}", f"--port={self.port}"]
+        argv = [f"--model-path={self.model}", f"--port={self.port}", "--april-quota=4", "--april-kv=keep"]
+        argv += [*COMMON, *self.flags]
         with self.log.open("wb") as log:
+            if self.warm is not None:
+                self.process = self.warm.start(argv, env, self.log, ROOT)
+                return
             self.process = subprocess.Popen(
-                [*command, "--april-quota=4", "--april-kv=keep", *COMMON, *self.flags],
+                [sys.executable, "-m", "tests.support.launch", *argv],
                 cwd=ROOT,
                 env=env,
                 stdout=log,
