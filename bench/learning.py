@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SEEDS = {"synchronous": 5, "recompute": 5, "keep": 5, "keep-uncorrected": 3, "cohort": 3}
 HELD_OUT_SEED = 20_000
-REGIME_STEPS = 12
+REGIME_STEPS = 30
 """Of the run that shows the regime; its second half counts."""
 ABOUT_TO_END_S = 30.0
 
@@ -70,6 +70,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=128, help="at once: many make short rounds (%(default)s)")
     parser.add_argument("--longest", type=int, default=320, help="longest list to sort (%(default)s)")
     parser.add_argument("--alpha", type=float, default=1.0, help="of the lengths' Pareto law (%(default)s)")
+    parser.add_argument("--max-staleness", type=int, default=24, help="versions: few make long rounds (%(default)s)")
     parser.add_argument("--held-out", type=int, default=512)
     parser.add_argument("--eval-interval", type=int, default=5)
     parser.add_argument("--lr", type=float, default=Training.lr)
@@ -79,7 +80,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-SIZES = ("steps", "groups", "samples", "pool", "slots", "longest", "alpha", "held_out", "eval_interval", "lr")
+SIZES = (
+    *("steps", "groups", "samples", "pool", "slots", "longest", "alpha"),
+    *("max_staleness", "held_out", "eval_interval", "lr"),
+)
 
 
 def plan(variants: list[str], seeds: int | None) -> Iterator[tuple[str, int]]:
@@ -113,6 +117,7 @@ def fields_of(variant: str, seed: int, args: argparse.Namespace, url: str, folde
         "rollout_max_response_len": args.longest + 32,
         "reward": "examples.sorting_task:reward",
         "reward_workers": 1,
+        "max_staleness": args.max_staleness,
         "lr": args.lr,
         "adam_beta2": 0.95,
         "train_dtype": "float32",
