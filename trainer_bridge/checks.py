@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
@@ -18,6 +20,8 @@ NEUTRAL = {
 }
 MODIFIES = (*NEUTRAL, "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 """Sampling parameters that draw from another distribution than softmax(logits / temperature)."""
+RATIO_LIMIT = 1e-4
+"""How far the first ratio may be from 1 in float32."""
 
 
 def modified_sampling(config: Config) -> list[str]:
@@ -77,6 +81,24 @@ def _check_strict(config: Config) -> None:
     whole = config.rollout_batch_size * config.n_samples_per_prompt
     if config.quota_unit == "group" and config.global_batch_size not in (None, whole):
         raise ConfigError("global_batch_size: strict_on_policy takes one optimiser step per round")
+
+
+def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:
+    """Figures of a round's optimiser steps under `strict_on_policy`; raises RuntimeError for what is not.
+
+    `exact`: in float32 the trainer's logprobs are the engine's, and the first ratio is 1; with fewer bits rounding
+    parts them.
+    """
+    for row in steps:
+        if row and (row["off_policy_share"] or row["hybrid_share"]):
+            raise RuntimeError(f"strict_on_policy: {row['off_policy_share']:.2%} of the tokens are off-policy")
+    if exact and steps and steps[0]:
+        furthest = max(abs(steps[0][name] - 1) for name in ("ratio_max", "ratio_min"))
+        if not furthest < RATIO_LIMIT:
+            raise RuntimeError(
+                f"strict_on_policy: the first ratio is up to {furthest:.2g} from 1: engine and trainer differ about "
+                "the tokens' logprobs; are both in float32?"
+            )
 
 
 def dry_run(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_april.client import AprilError
 from trainer_bridge.checkpoints import Checkpoints, State
-from trainer_bridge.checks import check, modified_sampling
+from trainer_bridge.checks import check, check_on_policy, modified_sampling
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData, read_rows
 from trainer_bridge.engine import Engines
@@ -142,7 +142,8 @@ class Loop:
                 reports.append(self.trainer.step([cut.batch for cut in batches], config.loss))
                 cuts += [(part, cut) for cut in batches]
         if config.strict_on_policy:
-            self._check_on_policy(reports)
+            exact = config.train_dtype == "float32" and not modified_sampling(config)
+            check_on_policy([report.stats.row() for report in reports], exact=exact)
         return reports, cuts
 
     def _fill_proximal(self, made: list[Response], version: int) -> None:
@@ -162,13 +163,6 @@ class Loop:
                 if self.config.proximal == "engine":
                     own = np.where(np.isnan(response.proximal), own, response.proximal)
                 response.proximal = own.astype(np.float32)
-
-    @staticmethod
-    def _check_on_policy(reports: list[StepReport]) -> None:
-        for report in reports:
-            row = report.stats.row()
-            if row and (row["off_policy_share"] or row["hybrid_share"]):
-                raise RuntimeError(f"strict_on_policy: {row['off_policy_share']:.2%} of the tokens are off-policy")
 
     # Engine and trainer agree
 

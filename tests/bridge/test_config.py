@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.checks import check, dry_run, modified_sampling
+from trainer_bridge.checks import check, check_on_policy, dry_run, modified_sampling
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.flags import load, parser
@@ -129,3 +129,28 @@ def test_a_refused_run_ends_with_one_sentence(capsys: pytest.CaptureFixture[str]
 def test_a_reward_must_name_a_function() -> None:
     with pytest.raises(ConfigError, match="reward"):
         dry_run(config(reward="mine"))
+
+
+ON_POLICY = {"off_policy_share": 0.0, "hybrid_share": 0.0, "ratio_max": 1.00003, "ratio_min": 0.99996}
+
+
+@pytest.mark.parametrize(
+    ("fields", "exact", "said"),
+    [
+        ({}, True, None),
+        ({"off_policy_share": 0.25}, False, r"25\.00% of the tokens are off-policy"),
+        ({"hybrid_share": 0.25}, False, "off-policy"),
+        ({"ratio_max": 1.0002}, True, r"first ratio is up to 0\.0002 from 1"),
+        ({"ratio_min": 0.998}, True, r"first ratio is up to 0\.002 from 1"),
+        ({"ratio_max": float("nan")}, True, "first ratio"),
+        ({"ratio_max": 1.01}, False, None),
+    ],
+)
+def test_strict_on_policy_is_looked_after(fields: dict[str, float], exact: bool, said: str | None) -> None:
+    rows = [{**ON_POLICY, **fields}, ON_POLICY]
+    check_on_policy([{}], exact=exact)
+    if said is None:
+        check_on_policy(rows, exact=exact)
+    else:
+        with pytest.raises(RuntimeError, match=said):
+            check_on_policy(rows, exact=exact)
