@@ -16,6 +16,7 @@ import pytest
 from examples.tiny_model import make
 from tests.support.live import Live, living
 from tests.support.server import Server
+from tests.support.warm import Warm
 
 ALIVE = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 2
 """Live servers at once, of each worker: about 3.5 GB each."""
@@ -83,11 +84,23 @@ class Pool:
     """Starts servers on demand; the one used longest ago makes room."""
 
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
-        self._models, self._folder = models, folder
+        self._models, self._folder, self._warm = models, folder, Warm()
         self._live: OrderedDict[str, Server] = OrderedDict()
 
-    def get(self, name: str, flags: list[str], family: str = "qwen3", env: dict[str, str] | None = None) -> Server:
-        """The live server of this name, at rest; started if it does not run (any more)."""
+    def get(
+        self,
+        name: str,
+        flags: list[str],
+        family: str = "qwen3",
+        env: dict[str, str] | None = None,
+        *,
+        forked: bool = False,
+    ) -> Server:
+        """The live server of this name, at rest; started if it does not run (any more).
+
+        `forked`: from a process that has imported SGLang (tests/support/warm.py), for servers of few tests, and such as
+        are killed: each start takes seconds.
+        """
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
             warnings.warn(f"server {name} was replaced: {server.unrest}", stacklevel=1)
@@ -98,6 +111,7 @@ class Pool:
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
             server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})
+            server.warm = self._warm if forked else None
             server.spawn()
             server.wait()
         self._live[name] = server
@@ -111,6 +125,7 @@ class Pool:
     def close(self) -> None:
         for server in self._live.values():
             server.stop()
+        self._warm.close()
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +180,7 @@ def tp2(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Server:
 @pytest.fixture
 def small(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
     """Overlap loop, with little memory on the device and on the host."""
-    with living(pool.get("small", SMALL, "llama"), lambda seed: models("llama", seed)) as live:
+    with living(pool.get("small", SMALL, "llama", forked=True), lambda seed: models("llama", seed)) as live:
         yield live
 
 

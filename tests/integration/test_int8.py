@@ -22,7 +22,7 @@ PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "drawn": {"te
 @pytest.fixture
 def int8(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
     """Normal loop, Qwen3 shape, lossy pages on the host and on the disk."""
-    server = pool.get("int8", [*NORMAL, "--april-kv-pages=int8"])
+    server = pool.get("int8", [*NORMAL, "--april-kv-pages=int8"], forked=True)
     with living(server, lambda seed: models("qwen3", seed)) as live:
         yield live
     server.stop()

@@ -37,7 +37,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 def journalled(pool: Pool, tmp_path: Path) -> Iterator[Server]:
     """A server of this test's own, with an empty journal: nobody else may have it killed."""
     flags = [*NORMAL, "--grammar-backend=llguidance", f"--april-journal={tmp_path / 'journal'}"]
-    server = pool.get("journal", flags)
+    server = pool.get("journal", flags, forked=True)
     yield server
     server.stop()
 

@@ -22,7 +22,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.8}
 @pytest.fixture(params=SHAPES)
 def shaped(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
     flags, family = SHAPES[request.param]
-    with living(pool.get(request.param, flags, family), lambda seed: models(family, seed)) as live:
+    with living(pool.get(request.param, flags, family, forked=True), lambda seed: models(family, seed)) as live:
         yield live
 
 

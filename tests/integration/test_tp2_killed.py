@@ -20,7 +20,7 @@ LENGTH = 60
 def journalled(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Iterator[Live]:
     """Two ranks, a journal and a disk tier, of this test's own: nobody else may have it killed."""
     flags = ["--tp-size=2", "--max-total-tokens=4000", f"--april-journal={tmp_path / 'journal'}"]
-    server = pool.get("tp2-journal", flags, "llama", {"SGLANG_APRIL_DIGEST": str(tmp_path)})
+    server = pool.get("tp2-journal", flags, "llama", {"SGLANG_APRIL_DIGEST": str(tmp_path)}, forked=True)
     with living(server, lambda seed: models("llama", seed)) as live:
         yield live
     server.stop()

@@ -87,6 +87,7 @@ class Server:
         argv += [*COMMON, *self.flags]
         with self.log.open("wb") as log:
             if self.warm is not None:
+                assert all(name.startswith("SGLANG_APRIL") for name in self.env), "SGLang was imported without these"
                 self.process = self.warm.start(argv, env, self.log, ROOT)
                 return
             self.process = subprocess.Popen(

@@ -29,13 +29,6 @@ BEFORE_IMPORT = {
     "SGLANG_APRIL_CPU": "1",
     "SYNC_TOKEN_IDS_ACROSS_TP": "1",
 }
-LATE = ("APRIL_", "SGLANG_APRIL", "PYTEST_")
-"""Beginnings of names that nothing reads while it is imported."""
-
-
-def at_import(env: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment may have been read for good while SGLang was imported."""
-    return {name: value for name, value in env.items() if not name.startswith(LATE)}
 
 
 @dataclass
@@ -65,12 +58,10 @@ class Warm:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._imported_under: dict[str, str] = {}
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> Forked:
         """Like `Popen([sys.executable, "-m", "tests.support.launch", *argv], …, start_new_session=True)`."""
         if self._process is None:
-            self._imported_under = at_import(env)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.warm"],
                 cwd=cwd,
@@ -79,7 +70,6 @@ class Warm:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-        assert at_import(env) == self._imported_under, "SGLang has been imported under another environment"
         asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None
         assert answers is not None
