@@ -69,8 +69,11 @@ def _check_fleet(config: Config) -> None:
     for name, needed in (("quota_unit", "group"), ("after_quota", "suspend"), ("quota_mode", "first")):
         if getattr(config, name) != needed:
             raise ConfigError(f"{name}: must be {needed} with several engines: the quota is counted outside of them")
-    if config.staleness_bound == 0:
-        raise ConfigError("max_staleness: several engines begin more groups than the quota needs; it must be 1 or more")
+    if config.staleness_bound == 0 and config.pool > config.rollout_batch_size:
+        raise ConfigError(
+            "over_sampling_batch_size: must be rollout_batch_size with several engines and a staleness bound of 0: "
+            "they begin all that they are handed, and nothing may be left over"
+        )
 
 
 def _check_strict(config: Config) -> None:

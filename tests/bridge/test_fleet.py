@@ -294,9 +294,27 @@ def test_several_servers_by_flags() -> None:
         ({"engines": 2, "after_quota": "continue"}, "after_quota"),
         ({"engines": 2, "quota_mode": "cohort"}, "quota_mode"),
         ({"engines": 2, "quota_unit": "sample", "advantage_estimator": "reinforce"}, "quota_unit"),
-        ({"engines": 2, "partial_rollout": False}, "max_staleness"),
+        ({"engines": 2, "partial_rollout": False}, "over_sampling_batch_size: must be rollout_batch_size"),
+        ({"engines": 2, "strict_on_policy": True}, "over_sampling_batch_size: must be rollout_batch_size"),
+        ({"engines": 2, "max_staleness": 0}, "over_sampling_batch_size: must be rollout_batch_size"),
     ],
 )
 def test_what_one_quota_over_several_engines_cannot_do_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(load(None, {"hf_checkpoint": "m", "prompt_data": "d", **fields}))
+
+
+@pytest.mark.parametrize("fields", [{"partial_rollout": False}, {"strict_on_policy": True}, {"max_staleness": 0}])
+def test_nothing_is_left_over_where_all_that_begins_is_waited_for(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A staleness bound of 0 over two engines, one of which is slow; an unfit group is replaced in the same round."""
+    fields = {**fields, "over_sampling_batch_size": 4, "dynamic_sampling": True, "advantage_estimator": "dapo"}
+    base = {"hf_checkpoint": "m", "prompt_data": "d", "engines": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
+    check(load(None, {**base, **fields}))
+    engines = [FakeEngine(), FakeEngine()]
+    made = rollouts(engines, tmp_path, ("equal", *["ok"] * 20), **fields)
+    for number in range(3):
+        done = made.round(f"run.{number}", 4)
+        assert len(done.groups) == 4
+        assert not made.pending
+        assert not any(engine.waiting or engine.finished for engine in engines)
+        assert all(engine.bodies[-1]["max_staleness"] == 0 for engine in engines)

@@ -146,6 +146,20 @@ def test_two_engines_deliver_one_quota(normal: Live, second: Live, config: Calla
         assert not told["http"]["rounds"]
 
 
+def test_two_engines_draw_what_one_draws_strictly_on_policy(
+    normal: Live, second: Live, config: Callable[..., Any]
+) -> None:
+    """All that is handed over begins and is waited for; which engine draws a sample changes none of its tokens."""
+    drawn = []
+    for name, server in (("one", normal.server.url), ("two", [normal.server.url, second.server.url])):
+        made = config(name, num_rollout=2, over_sampling_batch_size=4, lr=1e-5, strict_on_policy=True, server=server)
+        _, loop, rows = train(made)
+        assert [row["off_policy_share"] for row in rows] == [0.0, 0.0]
+        drawn.append([{(r.prompt_id, r.index): r.output_ids.tolist() for r in part} for part in loop.trained])
+    assert drawn[0] == drawn[1]
+    assert [len(part) for part in drawn[1]] == [16, 16]
+
+
 def kill_after(config: Any, step: int) -> None:
     """Start a trainer as a process of its own, and kill −9 it once it has done some steps."""
     folder = Path(config.save).parent
