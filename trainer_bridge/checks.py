@@ -1,5 +1,6 @@
 """What does not fit together in a configuration, and what of it can be checked without an engine."""
 
+import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ def check(config: Config) -> None:
     if config.overlong_buffer_len >= config.rollout_max_response_len:
         raise ConfigError("overlong_buffer_len: must be smaller than rollout_max_response_len")
     _check_strict(config)
+    _check_ray(config)
     if max(len(config.servers), config.engines) > 1:
         _check_fleet(config)
 
@@ -73,6 +75,21 @@ def _check_fleet(config: Config) -> None:
         raise ConfigError(
             "over_sampling_batch_size: must be rollout_batch_size with several engines and a staleness bound of 0: "
             "they begin all that they are handed, and nothing may be left over"
+        )
+
+
+def _check_ray(config: Config) -> None:
+    if not config.ray:
+        if config.ray_address is not None:
+            raise ConfigError("ray_address: needs ray: true")
+        return
+    try:
+        importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError("ray: is not installed; pip install 'sglang-april[ray]' installs it") from error
+    if config.colocate and config.trainer_device != "cpu":
+        raise ConfigError(
+            "colocate: trainer and engine cannot share GPUs under Ray; ray: false runs them on one machine"
         )
 
 

@@ -32,14 +32,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(config: Config) -> int:
-    from trainer_bridge.engine import EngineGoneError
     from trainer_bridge.handshake import HandshakeError
     from trainer_bridge.loop import Loop
-    from trainer_bridge.megatron.team import TrainerFailed
+    from trainer_bridge.megatron.ranks import TrainerFailed
+    from trainer_bridge.own_server import EngineGoneError
 
     # A terminated run still ends its server and its reward processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    loop = Loop(config)
+    try:
+        loop = Loop(config)
+    except ConfigError as error:
+        print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
+        return 2
     try:
         loop.run()
     except (EngineGoneError, HandshakeError, TrainerFailed) as error:

@@ -44,6 +44,10 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Steps between checkpoints; a round is acknowledged when its checkpoint is durable."""
     keep_checkpoints: Count = 2
     """How many checkpoints stay; older ones are deleted."""
+    ray: bool = False
+    """Trainer ranks and servers are Ray actors, on one machine or several; without it they are plain processes."""
+    ray_address: str | None = None
+    """Of a Ray cluster that runs already, as `ray.init` takes it; RAY_ADDRESS if not given, else one is started."""
 
     # Data
     prompt_data: str
@@ -185,7 +189,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     engines: Count = 1
     """How many servers are started."""
     server_gpus: Count = 1
-    """GPUs of each, if several are started on one machine: the next one's begin behind them."""
+    """GPUs of each, if several are started on one machine: the next one's begin behind them. What each asks Ray for."""
     server_flags: list[str] = []
     """More flags for the server that is started."""
     server_journal: bool = True
@@ -283,6 +287,5 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def as_yaml(self) -> str:
         """All fields, as they would be written in a file; the key is not shown."""
         fields = msgspec.to_builtins(self)
-        if fields["api_key"]:
-            fields["api_key"] = "(given)"
+        fields["api_key"] = fields["api_key"] and "(given)"
         return yaml.safe_dump(fields, sort_keys=False)

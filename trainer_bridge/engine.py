@@ -1,34 +1,29 @@
 """The engine of a run: a server that was given, or one that is started here and ended with the run."""
 
 import contextlib
-import socket
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from sglang_april.client import AprilClient
 from trainer_bridge.config import Config
 from trainer_bridge.fleet import Fleet
-from trainer_bridge.own_server import OwnServer
+from trainer_bridge.own_server import EngineGoneError, EngineLostError, OwnServer, ServerProcess
 from trainer_bridge.push.pusher import on_all
+
+if TYPE_CHECKING:
+    from trainer_bridge.ray_cluster import Cluster
 
 POLL_S = 0.5
 ANSWER_S = 600.0
 """The memory calls answer within that, or the engine hangs."""
-
-
-class EngineLostError(RuntimeError):
-    """The server does not answer; looking for it again may help. The message says what is known."""
-
-
-class EngineGoneError(RuntimeError):
-    """The server does not come back: the run ends, and can go on later from its last checkpoint."""
 
 
 class Engine:
@@ -38,14 +33,23 @@ class Engine:
     that is killed: the next one finds it by its record, with all that it carries.
     """
 
-    def __init__(self, config: Config, folder: Path, number: int = 0, url: str | None = None) -> None:
-        """`url`: of a server that was given; `number`: of one that is started here, among several."""
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        number: int = 0,
+        url: str | None = None,
+        cluster: "Cluster | None" = None,
+    ) -> None:
+        """`url`: of a server that was given; `number`: of one that is started here (or by Ray), among several."""
         name = f"server-{number}" if number else "server"
         self._config, self._number, self._log = config, number, folder / f"{name}.log"
         self._journal = folder / f"{name}.journal"
-        self._own = OwnServer(folder / f"{name}.json") if url is None else None
-        known = self._own.url if self._own is not None else url
-        self.url = known or f"http://127.0.0.1:{_free_port()}"
+        self._own: ServerProcess | None = None
+        if url is None:
+            self._own = _own_server(folder / f"{name}.json", config, cluster)
+            url = self._own.url or self._own.new_url()
+        self.url = url
         self.client = AprilClient(self.url, config.api_key)
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S, headers=headers)
@@ -90,14 +94,15 @@ class Engine:
 
     def _command(self) -> list[str]:
         config = self._config
-        port = self.url.rpartition(":")[2]
+        at = urlsplit(self.url)
         command = [sys.executable, "-m", "sglang_april.launch_server", f"--model-path={config.hf_checkpoint}"]
-        command += [f"--port={port}", f"--april-quota={config.rollout_batch_size}", *config.server_flags]
+        command += [f"--host={at.hostname}", f"--port={at.port}", f"--april-quota={config.rollout_batch_size}"]
+        command += config.server_flags
         if config.server_journal and not any(flag.startswith("--april-journal") for flag in config.server_flags):
             command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")
-        if self._number:
+        if self._number and not config.ray:  # Ray shows each actor its own GPUs
             command.append(f"--base-gpu-id={self._number * config.server_gpus}")
         return command
 
@@ -105,9 +110,9 @@ class Engine:
 class Engines:
     """All engines of a run, and one client for them."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, cluster: "Cluster | None" = None) -> None:
         urls: list[str | None] = [*config.servers] or [None] * config.engines
-        self.each = [Engine(config, folder, number, url) for number, url in enumerate(urls)]
+        self.each = [Engine(config, folder, number, url, cluster) for number, url in enumerate(urls)]
         clients = [engine.client for engine in self.each]
         self.client: AprilClient | Fleet = clients[0] if len(clients) == 1 else Fleet(clients)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="engines")
@@ -133,7 +138,9 @@ class Engines:
         on_all(self._threads, [partial(call, engine) for engine in self.each])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _own_server(record: Path, config: Config, cluster: "Cluster | None") -> ServerProcess:
+    if cluster is None:
+        return OwnServer(record)
+    from trainer_bridge.ray_server import RayServer
+
+    return RayServer(record.resolve(), cluster, config.server_gpus)

@@ -13,8 +13,9 @@ import httpx
 from sglang_april.client import AprilClient, AprilError
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
-from trainer_bridge.engine import EngineGoneError, EngineLostError, Engines
+from trainer_bridge.engine import Engines
 from trainer_bridge.handshake import NoEngineError
+from trainer_bridge.own_server import EngineGoneError, EngineLostError
 from trainer_bridge.push.pusher import PushFailed
 from trainer_bridge.rollout import Rollouts
 from trainer_bridge.trainer import Trainer

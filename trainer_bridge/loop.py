@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -23,11 +23,15 @@ from trainer_bridge.engine import Engines
 from trainer_bridge.evaluation import evaluate
 from trainer_bridge.figures import step_row
 from trainer_bridge.link import Link
+from trainer_bridge.megatron.team import make_trainer
 from trainer_bridge.progress import Progress
 from trainer_bridge.rewards import Rewards
 from trainer_bridge.rollout import Rollout, Rollouts
 from trainer_bridge.samples import Cut, Response, known_proximal, micro_batches, responses, updates
-from trainer_bridge.trainer import StepReport, Trainer, make_trainer
+from trainer_bridge.trainer import StepReport, Trainer
+
+if TYPE_CHECKING:
+    from trainer_bridge.ray_cluster import Cluster
 
 MOST_ROUNDS = 10
 """A step that needs more than this has a reward that always fails, or never differs."""
@@ -52,8 +56,9 @@ class Loop:
         self.rewards = Rewards(
             place, config.reward_workers, config.reward_timeout, of_groups=config.group_reward is not None
         )
-        self.engine = Engines(config, folder)
-        self.trainer = trainer or make_trainer(config.trainer)
+        self._cluster = _cluster(config)
+        self.engine = Engines(config, folder, self._cluster)
+        self.trainer = trainer or make_trainer(config.trainer, self._cluster)
         self.rollouts = Rollouts(self.engine.client, self.run_name, self._data, self.rewards, config, self.store)
         self.link = Link(self.engine, self.trainer, self.rollouts, self.store, self.run_name, config)
         self.state = State()
@@ -66,6 +71,8 @@ class Loop:
         self.trainer.close()
         self.engine.close()
         self.progress.close()
+        if self._cluster is not None:
+            self._cluster.close()
 
     def run(self) -> State:
         """All steps that are left, and the end."""
@@ -256,3 +263,11 @@ class Loop:
         if name.startswith("colocate") and not self.config.colocate:
             return
         self._spent[name] = self._spent.get(name, 0.0) + seconds
+
+
+def _cluster(config: Config) -> "Cluster | None":
+    if not config.ray:
+        return None
+    from trainer_bridge.ray_cluster import Cluster
+
+    return Cluster(config.ray_address)

@@ -115,10 +115,3 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """End the trainer's processes and groups."""
-
-
-def make_trainer(settings: TrainerSettings) -> Trainer:
-    """Megatron-core in this process for `world_size` 1, else in as many processes."""
-    from trainer_bridge.megatron.team import start
-
-    return start(settings)

@@ -12,8 +12,8 @@ from tests.support.live import until
 from trainer_bridge.checkpoints import Checkpoints, State
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config
-from trainer_bridge.engine import Engine, EngineGoneError, EngineLostError, Engines
-from trainer_bridge.own_server import OwnServer
+from trainer_bridge.engine import Engine, Engines
+from trainer_bridge.own_server import EngineGoneError, EngineLostError, OwnServer
 
 SERVES = """
 import http.server, sys

@@ -10,8 +10,8 @@ import pytest
 from sglang_april.client import AprilError
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
-from trainer_bridge.engine import EngineGoneError
 from trainer_bridge.link import Link
+from trainer_bridge.own_server import EngineGoneError
 from trainer_bridge.push.pusher import PushFailed
 
 UNNAMED = "the journal is at policy version 3: name the version by --april-version or by a push"

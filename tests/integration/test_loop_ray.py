@@ -1,0 +1,81 @@
+"""A run whose trainer ranks and server are Ray actors learns from the samples that the same run in processes draws."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from tests.integration.conftest import NORMAL, Pool
+from tests.support.bridge import Recorded, configuration, keys, training
+from tests.support.live import Live
+from tests.support.server import COMMON
+from trainer_bridge.progress import read_rows
+
+pytestmark = pytest.mark.timeout(1800)
+"""Starts of a server, which on a busy machine take their time."""
+
+
+class Killed(Recorded):
+    """A loop whose server's actor is killed −9 after the first group of round 2; the server goes with it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.warnings: list[str] = []
+        self.killed = False
+        stream, warn = self.engine.client.stream, self.progress.warn
+
+        def dying_stream(**body: Any) -> Iterator[Any]:
+            for event in stream(**body):
+                yield event
+                if body["round_id"].endswith(".2") and not self.killed:
+                    self.killed = True
+                    actor: Any = self.engine.each[0]._own
+                    told = actor._actor.__ray_call__.remote(lambda _: os.getpid())
+                    os.kill(ray.get(told), signal.SIGKILL)
+
+        def heard(text: str) -> None:
+            self.warnings.append(text)
+            warn(text)
+
+        self.engine.client.stream = dying_stream  # type: ignore[method-assign]
+        self.progress.warn = heard  # type: ignore[method-assign]
+
+
+def test_actors_learn_what_processes_learn_whatever_dies(
+    pool: Pool,
+    normal: Live,
+    models: Callable[[str, int], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every round waits for all, so what is drawn follows from seeds and weights alone."""
+    model, same = models("qwen3", 0), {"partial_rollout": False, "over_sampling_batch_size": 4, "lr": 1e-5}
+    same |= {"num_rollout": 3, "trainer_processes": 2}
+    with training(configuration(tmp_path / "processes", normal.server.url, model, **same)) as plain:
+        plain.run()
+    monkeypatch.setenv("SGLANG_APRIL_CHECK", "1")
+    pool.make_room()
+    own = {"server": None, "server_flags": [*COMMON, *NORMAL], "ray": True}
+    made = configuration(tmp_path / "actors", "", model, **same, **own)
+    others = set(psutil.Process().children(recursive=True))
+    with training(made, Killed) as loop:
+        assert loop.run().step == 3
+        state = loop.engine.client.state()
+        started = set(psutil.Process().children(recursive=True)) - others
+    assert loop.killed
+    assert [text for text in loop.warnings if "the engine is lost" in text]
+    assert state["http"]["journal"]["warnings"] == []
+    drawn = [
+        [{(r.prompt_id, r.index): r.output_ids.tolist() for r in part} for part in each.trained]
+        for each in (plain, loop)
+    ]
+    assert drawn[0] == drawn[1]
+    assert [len(keys(part)) for part in loop.trained] == [16, 16, 16]
+    losses = [[row["loss"] for row in read_rows(tmp_path / n / "run" / "steps.jsonl")] for n in ("processes", "actors")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert not psutil.wait_procs(started, 30)[1], "Ray leaves nothing behind"
