@@ -56,6 +56,8 @@ def check(config: Config) -> None:
         raise ConfigError("eval_interval: needs eval_prompt_data")
     if config.overlong_buffer_len >= config.rollout_max_response_len:
         raise ConfigError("overlong_buffer_len: must be smaller than rollout_max_response_len")
+    if config.offload_trainer is True and not config.colocate:
+        raise ConfigError("offload_trainer: makes room for an engine on the same GPU; it needs colocate: true")
     _check_strict(config)
     _check_ray(config)
     if max(len(config.servers), config.engines) > 1:

@@ -182,6 +182,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Of the trainer's weights."""
     colocate: bool = False
     """Engine and trainer share the GPU: the engine's memory is released while the trainer works."""
+    offload_trainer: Literal["auto"] | bool = "auto"
+    """Colocated: the trainer's memory goes to the host while the engine generates; `auto`: on a GPU."""
 
     # Engine
     server: str | list[str] | None = None
@@ -231,6 +233,11 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         return self.max_staleness if self.partial_rollout and not self.strict_on_policy else 0
 
     @property
+    def offloads(self) -> bool:
+        """Whether the trainer is told to make room for the engine; with `auto` it decides by its device."""
+        return self.colocate and self.offload_trainer is not False
+
+    @property
     def loss(self) -> LossSettings:
         """What the loss needs of this; raises ValueError for what does not fit together."""
         return LossSettings(
@@ -264,6 +271,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             adam_beta2=self.adam_beta2,
             clip_grad=self.clip_grad,
             seed=self.seed,
+            offload=self.offload_trainer,
         )
 
     @property

@@ -18,7 +18,7 @@ from trainer_bridge.handshake import NoEngineError
 from trainer_bridge.own_server import EngineGoneError, EngineLostError
 from trainer_bridge.push.pusher import PushFailed
 from trainer_bridge.rollout import Rollouts
-from trainer_bridge.trainer import Trainer
+from trainer_bridge.trainer import PARTS, Trainer
 
 TRIES = 3
 """How often one call may find the engine gone."""
@@ -51,8 +51,10 @@ class Link:
         for left in reversed(range(TRIES)):
             try:
                 if not at_once:
+                    self._make_room()  # a server that starts takes what memory it finds
                     self._find()
                     self.align()
+                    self._make_room()
                 return do()
             except LOST as error:
                 if not left:
@@ -89,6 +91,11 @@ class Link:
             if error.status not in (404, 410):
                 raise
             return False
+
+    def _make_room(self) -> None:
+        """Colocated: all of the trainer's memory, until it is needed."""
+        if self._config.offloads:
+            self._trainer.offload(*PARTS)
 
     def _find(self) -> None:
         """Find the engine (again): does it serve, is it ours, does it know the run."""

@@ -28,7 +28,7 @@ from trainer_bridge.progress import Progress
 from trainer_bridge.rewards import Rewards
 from trainer_bridge.rollout import Rollout, Rollouts
 from trainer_bridge.samples import Cut, Response, known_proximal, micro_batches, responses, updates
-from trainer_bridge.trainer import StepReport, Trainer
+from trainer_bridge.trainer import PARTS, Part, StepReport, Trainer
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import Cluster
@@ -94,6 +94,9 @@ class Loop:
         with self._part("colocate_release"):
             if self.config.colocate:
                 self._with_engine(self.engine.release)
+        with self._part("colocate_onload"):
+            if self.config.offloads:
+                self.trainer.onload(*PARTS)
         reports, cuts = self._train(made, version)
         self.state.step = self.link.step = number
         self.state.position = self._data.position
@@ -174,15 +177,25 @@ class Loop:
     # Engine and trainer agree
 
     def _push(self) -> None:
-        """Step 8; colocated, the engine first takes its weights' memory back, and its KV pool after the push."""
+        """Step 8; colocated, the engine first takes its weights' memory back, and its KV pool after the push.
+
+        The trainer makes room for each: for the weights its optimiser's memory, for the KV pool all that is left.
+        """
+        self._offload("optimizer")
         with self._part("colocate_weights"):
             if self.config.colocate:
                 self._with_engine(lambda: self.engine.resume("weights"))
         with self._part("push"):
             self._with_engine(self.link.align)
+        self._offload("weights")
         with self._part("colocate_kv"):
             if self.config.colocate:
                 self._with_engine(lambda: self.engine.resume("kv_cache", "cuda_graph"))
+
+    def _offload(self, part: Part) -> None:
+        with self._part("colocate_offload"):
+            if self.config.offloads:
+                self.trainer.offload(part)
 
     def _restore(self) -> None:
         """The last checkpoint, and an engine that has its weights."""

@@ -12,6 +12,9 @@ from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.loss_stats import LossStats
 
 PushWay = Literal["distributed", "tensor", "disk"]
+Part = Literal["weights", "optimizer"]
+"""Of a trainer's memory; gradients go with the optimiser."""
+PARTS: tuple[Part, ...] = ("weights", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class TrainerSettings:
     clip_grad: float = 1.0
     """Largest gradient norm; 0: no clip."""
     seed: int = 0
+    offload: Literal["auto"] | bool = "auto"
+    """Whether `Trainer.offload` moves anything; `auto`: on a GPU."""
 
     def __post_init__(self) -> None:
         if self.tensor_model_parallel_size < 1 or self.world_size % self.tensor_model_parallel_size:
@@ -103,6 +108,12 @@ class Trainer(Protocol):
 
         Raises `PushFailed`: the engines then refuse rounds with the reason until a push succeeds.
         """
+
+    def offload(self, *parts: Part) -> None:
+        """Free the device memory of these parts: an engine on the same GPU wants it. They wait on the host."""
+
+    def onload(self, *parts: Part) -> None:
+        """Bring these parts back. Calls that need one that is away do so by themselves."""
 
     def save(self, folder: Path) -> None:
         """Weights, optimiser and random state into a folder, one file a rank; durable when it returns."""

@@ -92,7 +92,7 @@ def test_evaluation_changes_no_training_sample(config: Callable[..., Any], tmp_p
         {"advantage_estimator": "ppo", "proximal": "loglinear", "correction": "decoupled"},
         {"correction": "tis", "proximal": "engine", "kv": "recompute", "global_batch_size": 8},
         {"correction": "icepop", "proximal": "trainer", "rollout_temperature": 0.8},
-        {"correction": "mask_stale", "push": "disk", "colocate": True},
+        {"correction": "mask_stale", "push": "disk", "colocate": True, "offload_trainer": True},
     ],
     ids=lambda fields: "-".join(str(value) for value in fields.values()),
 )
@@ -106,7 +106,9 @@ def test_each_algorithm_and_correction_takes_steps(config: Callable[..., Any], f
     else:
         assert all(report.stats.row()["on_policy_gap"] < 1e-4 for report in loop.reports)
     if fields.get("colocate"):
-        assert {"colocate_release", "colocate_weights", "colocate_kv"} <= rows[0]["seconds"].keys()
+        parts = ("release", "onload", "offload", "weights", "kv")
+        assert {f"colocate_{part}" for part in parts} <= rows[0]["seconds"].keys()
+        assert rows[0]["seconds"]["colocate_offload"] > 0
 
 
 def test_dynamic_sampling_rejects_what_has_no_variance(config: Callable[..., Any]) -> None:

@@ -30,8 +30,9 @@ from trainer_bridge.losses import Terms, policy_loss
 from trainer_bridge.megatron import device as devices
 from trainer_bridge.megatron import model as models
 from trainer_bridge.megatron import weights
+from trainer_bridge.megatron.offload import Offload
 from trainer_bridge.megatron.shapes import ModelShape
-from trainer_bridge.trainer import SequenceFigures, StepReport, TrainerSettings
+from trainer_bridge.trainer import PARTS, Part, SequenceFigures, StepReport, TrainerSettings
 
 START_LIMIT = timedelta(minutes=10)
 """For the ranks to find each other."""
@@ -69,6 +70,8 @@ class Policy:
         self.steps = 0
         with devices.allocations(self.device):
             self._ddp, self._optimizer = self._trainable(dtype)
+        self._offloads = self.device.type == "cuda" if settings.offload == "auto" else settings.offload
+        self._memory = Offload(self._ddp, self._optimizer, self.device)
 
     def _trainable(self, dtype: torch.dtype) -> tuple[Any, Any]:
         s = self.settings
@@ -94,11 +97,13 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[Sequences]) -> list[Tensor]:
         """log π of the response tokens of each micro-batch, float32 [T] on the CPU."""
+        self.onload("weights")
         return [models.logprobs(self._ddp, each.to(self.device)).cpu() for each in sequences]
 
     def step(self, batches: Sequence[MicroBatch], loss: LossSettings) -> StepReport:
         """One optimiser step over the micro-batches of this data-parallel rank; `sequences` are its own, all else is
         the whole step's."""
+        self.onload(*PARTS)
         started = time.perf_counter()
         ranks = parallel_state.get_data_parallel_world_size()
         stats, figures, total = LossStats(), list[SequenceFigures](), 0.0
@@ -149,8 +154,18 @@ class Policy:
 
     # --- weights and state
 
+    def offload(self, *parts: Part) -> None:
+        """Free these parts' memory on the device, if that is asked for (`TrainerSettings.offload`)."""
+        if self._offloads:
+            self._memory.to_host(*parts)
+
+    def onload(self, *parts: Part) -> None:
+        """Bring these parts back, where they are away."""
+        self._memory.to_device(*parts)
+
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The policy by Hugging Face names (`weights.hf_tensors`)."""
+        self.onload("weights")
         return weights.hf_tensors(self.model, self.shape)
 
     def export(self, folder: Path) -> None:
@@ -171,8 +186,8 @@ class Policy:
             "settings": {name: str(value) for name, value in asdict(self.settings).items()},
             "shape": asdict(self.shape),
             "steps": self.steps,
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self._memory.readable(self.model.state_dict()),
+            "optimizer": self._memory.readable(self._optimizer.state_dict()),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }
@@ -187,12 +202,14 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """What `save` wrote on this rank of a trainer of the same shape and size."""
+        self.onload(*PARTS)
         state = torch.load(self._state_file(folder), map_location=self.device, weights_only=False)
         if state["shape"] != asdict(self.shape):
             raise ValueError(f"{folder} holds another model shape than {self.settings.hf_checkpoint}")
         self.model.load_state_dict(state["model"])
         with devices.allocations(self.device):
             self._optimizer.load_state_dict(state["optimizer"])
+        self._memory = Offload(self._ddp, self._optimizer, self.device)
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"] is not None:

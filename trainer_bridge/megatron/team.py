@@ -14,7 +14,7 @@ from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.megatron.rank import Rank
 from trainer_bridge.megatron.ranks import Here, Processes, Ranks
-from trainer_bridge.trainer import PushReport, PushWay, StepReport, TrainerSettings
+from trainer_bridge.trainer import Part, PushReport, PushWay, StepReport, TrainerSettings
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import Cluster
@@ -56,6 +56,14 @@ class Team:
     def push(self, version: int | None = None) -> PushReport:
         """As `Trainer.push`."""
         return self._ranks.call("push", self._same(version))[0]
+
+    def offload(self, *parts: Part) -> None:
+        """As `Trainer.offload`."""
+        self._ranks.call("offload", self._same(*parts))
+
+    def onload(self, *parts: Part) -> None:
+        """As `Trainer.onload`."""
+        self._ranks.call("onload", self._same(*parts))
 
     def save(self, folder: Path) -> None:
         """As `Trainer.save`."""
