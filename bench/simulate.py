@@ -12,6 +12,8 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
@@ -21,9 +23,11 @@ from bench.costs import measured_costs
 from bench.report import by_variant, newest
 from bench.rollout.lengths import named
 from bench.rollout.presets import PRESETS, Preset
+from bench.rollout.servers import Size, stock
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.round_model import Costs, Outcome, Simulation
+from examples.tiny_model import make
 from sglang_april.scheduler.admission import Gathering
 
 COSTS = record.ROOT / "out" / "bench" / "costs.json"
@@ -116,22 +120,33 @@ def _share(preset: Preset, gpus: int) -> Preset:
     return replace(preset, plan=replace(preset.plan, groups=groups, slots=groups * preset.plan.n))
 
 
+def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:
+    """Step costs of a stock server: the one at `url`, or one that is started for it with a tiny model."""
+    with ExitStack() as stack:
+        if checkpoint is None:
+            checkpoint = make(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-"))), seed=0)
+        if url is None:
+            size = Size(checkpoint, preset.plan.slots, preset.context, preset.pool_tokens)
+            url = stack.enter_context(stock(size, record.ROOT / "out" / "bench"))
+        return asyncio.run(measured_costs(url, checkpoint, preset))
+
+
 def main(given: list[str] | None = None) -> int:
     """0; `validate` fails without rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("measure", "validate", "reach", "project"))
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
     parser.add_argument("--costs", type=Path, default=COSTS, help="seconds as `measure` writes them")
-    parser.add_argument("--server", metavar="URL", help="measure: a running stock server with the preset's slots")
+    parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
     parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
     parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
     if args.what == "measure":
-        if not args.server or not args.checkpoint:
-            parser.error("measure needs --server and --checkpoint")
-        costs = asyncio.run(measured_costs(args.server, args.checkpoint, preset))
+        if args.server and not args.checkpoint:
+            parser.error("--server needs --checkpoint, of the same model")
+        costs = measure(args.server, args.checkpoint, preset)
         args.costs.parent.mkdir(parents=True, exist_ok=True)
         args.costs.write_text(json.dumps(asdict(costs), indent=2) + "\n")
         print(args.costs.read_text())

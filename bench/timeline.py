@@ -107,9 +107,7 @@ def main(given: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name, stepped.into(Path(name), spans=True):
         folder = Path(name)
         checkpoints = make(folder / "v0", seed=0), make(folder / "v1", seed=1)
-        plan = preset.plan
-        pool = max(8 * plan.slots * int(preset.mean), 3 * plan.slots * preset.context)
-        size = Size(checkpoints[0], plan.slots, preset.context, pool, (), "bench.stepped")
+        size = Size(checkpoints[0], preset.plan.slots, preset.context, preset.pool_tokens, (), "bench.stepped")
         facts = record.facts()
         with ours(size, Path("out") / "bench") as url:
             rows = asyncio.run(measure(url, folder, preset, args.variant, checkpoints))

@@ -111,10 +111,8 @@ def main(given: list[str] | None = None) -> int:
                 urls = args.stock_server or args.server, args.server
             else:
                 model, _ = checkpoints_of(args, preset, folder)
-                plan = preset.plan
-                pool = max(8 * plan.slots * int(preset.mean), 3 * plan.slots * preset.context)
                 extra = tuple(args.server_options.split())
-                size = Size(model, plan.slots, preset.context, pool, extra)
+                size = Size(model, preset.plan.slots, preset.context, preset.pool_tokens, extra)
                 urls = stack.enter_context(both(size, Path("out") / "bench"))
             left = asyncio.run(measure(args, preset, urls, folder, until))
         except (ServerError, EngineError, httpx.HTTPError) as problem:

@@ -60,6 +60,11 @@ class Preset:
         longest = max(self.longest, self.short * self.extreme) if self.everything else self.longest
         return self.prompt_tokens + longest + 8
 
+    @property
+    def pool_tokens(self) -> int:
+        """KV pool of a server: the partials of several runs that take turns, and every slot at its longest."""
+        return max(8 * self.plan.slots * int(self.mean), 3 * self.plan.slots * self.context)
+
     def lengths(self, distribution: str) -> Lengths:
         """A distribution at this size."""
         if distribution.startswith("extreme"):

@@ -74,6 +74,14 @@ def ours(size: Size, folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def stock(size: Size, folder: Path) -> Iterator[str]:
+    """The URL of a stock server alone."""
+    with _running(size, folder, False, has_gpu()) as (process, url, log):
+        _wait(process, url, log)
+        yield url
+
+
+@contextlib.contextmanager
 def _running(size: Size, folder: Path, patched: bool, gpu: bool) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     folder.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), folder / f"{'april' if patched else 'stock'}.log"
