@@ -30,8 +30,9 @@ from trainer_bridge.ray_cluster import Cluster, NoRoomError
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One of our own; nothing of it is left afterwards."""
+    before = psutil.Process().children(recursive=True)
     made = Cluster()
-    started = psutil.Process().children(recursive=True)
+    started = [child for child in psutil.Process().children(recursive=True) if child not in before]
     yield made
     made.close()
     _, left = psutil.wait_procs(started, 30)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import kernel_cases, overhead, stop_latency, suspend
+from bench import kernel_cases, overhead, resume, stop_latency, suspend
 from bench.record import Row
 from bench.rollout.engine import Engine
 from bench.rollout.presets import PRESETS
@@ -74,6 +74,15 @@ def test_suspends_and_resumes_are_timed_in_every_tier(
     assert [row["copy_ms_p50"] > 0 for row in tiers] == [False, True, True, False]
     assert sglang["skipped"]
     assert not sum(server.state()["samples"].values())
+
+
+def test_resumed_samples_are_compared_with_such_as_never_stopped(server: Server) -> None:
+    rows = asyncio.run(resume.measure(server.url, samples=3, tokens=24, length=40))
+    assert [row["tier"] for row in rows] == list(suspend.TIERS)
+    assert all(row["suspended"] == 3 and resume.passed(row, 1e-5) for row in rows), rows
+    assert not resume.passed({**rows[0], "first_token_equal": 0.8}, 0.0)
+    assert not resume.passed({**rows[1], "logprob_gap": 0.2}, 0.1)
+    assert not resume.passed({**rows[2], "resumed_kept": 0}, 0.1)
 
 
 def test_a_round_stays_open_beside_other_requests(server: Server) -> None:

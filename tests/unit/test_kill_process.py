@@ -1,15 +1,26 @@
 """A thousand kills -9 of a process that drives ledger, journal and page store without a model (S8, design rule 1)."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.unit.lives import one_life
 from tests.unit.lives_client import Client
 
 KILLS = 1000
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_thousand_kills(tmp_path: Path) -> None:
+    """The parent that forks is a process of its own, without the threads that a test run has."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.unit.test_kill_process", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+def kills(tmp_path: Path) -> None:
     """Moments are counted in words of the dying process, never in time."""
     client, rng = Client(), random.Random(7)
     words = whole = halves = 0
@@ -29,3 +40,7 @@ def test_a_thousand_kills(tmp_path: Path) -> None:
     assert len(client.delivered) > 2 * KILLS
     assert regained
     assert whole > KILLS // 100
+
+
+if __name__ == "__main__":
+    kills(Path(sys.argv[1]))

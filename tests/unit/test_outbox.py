@@ -11,6 +11,7 @@ from sglang_april import wire
 from sglang_april.scheduler.outbox import Outbox
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.store.journal import Journal
+from sglang_april.store.tables import Op
 from tests.unit.fake_engine import FakeEngine
 
 ANSWER, STATE = wire.Answer(1), wire.Answer(2)
@@ -67,13 +68,32 @@ class Heard:
         return [event for event in self.events if isinstance(event, kind)]
 
 
+class SmallDisk(Journal):
+    """A journal that cannot grow until there is `room`.
+
+    Only the writer's thread may use the connection: an error of one thread's statement is lost in Python's sqlite3 when
+    another thread's succeeds at that moment.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.room = threading.Event()
+        self._limit(self._db.execute("PRAGMA page_count").fetchone()[0])
+
+    def _limit(self, pages: int) -> None:
+        self._db.execute(f"PRAGMA max_page_count={pages}")
+
+    def _transaction(self, ops: list[Op]) -> str:
+        if self.room.is_set():
+            self._limit(1_000_000)
+        return super()._transaction(ops)
+
+
 def test_a_full_disk_holds_promises_and_nothing_else(tmp_path: Path) -> None:
     """Generation goes on, questions are answered, the fault is told; with room again everything leaves in its order."""
     engine, heard = FakeEngine(), Heard()
     engine.on_event = heard
-    journal = Journal(tmp_path / "j")
-    limit = journal._db.execute("PRAGMA page_count").fetchone()[0]
-    journal._db.execute(f"PRAGMA max_page_count={limit}")
+    journal = SmallDisk(tmp_path / "j")
     controller, recorder = engine.controller, Recorder(engine, journal, 2)
     controller.context.recorder = recorder
     prompt = wire.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
@@ -88,7 +108,7 @@ def test_a_full_disk_holds_promises_and_nothing_else(tmp_path: Path) -> None:
     assert not heard.of(wire.RoundEnded)
     (fault,) = heard.of(wire.JournalFault)
     assert "database or disk is full" in fault.reason
-    journal._db.execute("PRAGMA max_page_count=1000000")
+    journal.room.set()
     heard.wait(lambda events: len(events) == 6)
     assert [type(e) for e in heard.events] == [
         wire.JournalFault,

@@ -1,0 +1,121 @@
+"""Whether a resumed sample is what it would have been without the interruption: tier by tier, on any server.
+
+    python -m bench.resume                                     # on a CPU with a tiny model
+    python -m bench.resume --model DIR --server-options "--attention-backend fa3"
+
+The same prompts with the same seeds are drawn twice: in one round, and cut off by a quota after a few tokens and
+resumed. Kernels round differently in batches of another size (tests/integration/test_resume.py has batches of the same:
+there nothing differs by a bit), so a sample may take another turn at a near tie; what may not be is a first token after
+the resume that differs for more than one sample in ten, or logprobs of the same tokens that differ by more than the
+tolerance. Either ends with exit code 1.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import record
+from bench.rollout.engine import Engine
+from bench.rollout.servers import Size, ours
+from bench.suspend import TIERS, prompt
+from examples.april_demo.server import has_gpu
+from examples.tiny_model import make
+from sglang_april.replies import Reply, Sample
+
+CUT = 12
+"""Tokens after which the quota is met."""
+FIRST_SAME = 0.9
+TOLERANCE = {"cpu": 1e-5, "gpu": 0.1}
+"""Of logprobs: float32 rounds them in the seventh digit, bf16 by a few hundredths."""
+
+
+async def draw(engine: Engine, prompts: list[dict[str, Any]], **body: Any) -> Reply:
+    """A round until the quota, or until everything has finished."""
+    return await engine.rollout({"prompts": prompts, "quota": None, "kv": "keep", **body})
+
+
+async def compared(engine: Engine, tier: str, plain: dict[str, Sample], prompts: list[dict[str, Any]]) -> record.Row:
+    """A row: the samples of a run that was cut off and resumed from this tier, against the plain ones."""
+    run = f"resume-{uuid.uuid4().hex[:8]}"
+    end = prompt("end", 16, CUT, 999_983)
+    cut = await draw(engine, [*prompts, end], run=run, quota=1, tier=tier)
+    partials = (await engine.get(f"/april/partials?run={run}"))["partials"]
+    seams = {one["id"]: one["spans"][-1][1] for one in partials}
+    rest = await draw(engine, [], run=run)
+    resumed = {group.id: group.samples[0] for group in rest.finished}
+    told = [(seam, *difference(plain[name], resumed[name])) for name, seam in seams.items()]
+    return {
+        "tier": tier,
+        "suspended": cut.carried["samples"],
+        "resumed_kept": rest.stats["resumed_kept"],
+        "resumed_recomputed": rest.stats["resumed_recomputed"],
+        "samples_equal": sum(at is None for _, at, _ in told),
+        "first_token_equal": float(np.mean([at is None or at > seam for seam, at, _ in told])) if told else 0.0,
+        "logprob_gap": max((gap for _, _, gap in told), default=float("nan")),
+    }
+
+
+def difference(plain: Sample, resumed: Sample) -> tuple[int | None, float]:
+    """The first token that differs (None: none), and the largest gap between the logprobs of the tokens before it."""
+    same = np.asarray(plain.output_ids) == np.asarray(resumed.output_ids)
+    at = None if same.all() else int(np.argmin(same))
+    gaps = np.abs(np.asarray(plain.logprobs)[:at] - np.asarray(resumed.logprobs)[:at])
+    return at, float(gaps.max(initial=0.0))
+
+
+async def measure(url: str, samples: int, tokens: int, length: int) -> list[record.Row]:
+    """One row per tier."""
+    prompts = [prompt(str(i), tokens, length, i) for i in range(samples)]
+    for number, one in enumerate(prompts):
+        one["sampling_params"]["sampling_seed"] = number
+    async with Engine(url, patched=True) as engine:
+        reply = await draw(engine, prompts, run=f"plain-{uuid.uuid4().hex[:8]}")
+        plain = {group.id: group.samples[0] for group in reply.finished}
+        return [await compared(engine, tier, plain, prompts) for tier in TIERS]
+
+
+def passed(row: record.Row, tolerance: float) -> bool:
+    """Whether a tier is as invisible as it has to be, and was used at all."""
+    used = row["suspended"] > 0 and row["resumed_kept" if row["tier"] != "none" else "resumed_recomputed"] > 0
+    return bool(used and row["first_token_equal"] >= FIRST_SAME and row["logprob_gap"] <= tolerance)
+
+
+def main(given: list[str] | None = None) -> int:
+    """0; 1 if a tier shows."""
+    parser = argparse.ArgumentParser(prog="python -m bench.resume", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=96, help="tokens")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--tolerance", type=float, help="of logprobs (1e-5 on a CPU, 0.1 on a GPU)")
+    parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
+    parser.add_argument("--server-options", default="", help="more flags of the server")
+    parser.add_argument("--record", action="store_true", help="append the rows to bench/results/resume.json")
+    args = parser.parse_args(given)
+    tolerance = args.tolerance if args.tolerance is not None else TOLERANCE["gpu" if has_gpu() else "cpu"]
+    facts = {"bench": "resume", "run_id": uuid.uuid4().hex[:12], **record.facts(), "options": args.server_options}
+    with tempfile.TemporaryDirectory(prefix="april-bench-") as name:
+        folder = Path(name)
+        model = args.model or make(folder / "model", dtype="float32")
+        (folder / "disk").mkdir()
+        flags = (f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=10", *args.server_options.split())
+        context = args.prompt + args.length + 32
+        size = Size(model, args.samples + 2, context, 2 * (args.samples + 2) * context, flags)
+        with ours(size, record.ROOT / "out" / "bench") as url:
+            rows = asyncio.run(measure(url, args.samples, args.prompt, args.length))
+    for row in rows:
+        row["passed"] = passed(row, tolerance)
+        told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        print("  ".join(told))
+    if args.record:
+        record.append_rows(record.RESULTS / "resume.json", [{**facts, **row} for row in rows])
+    return int(not all(row["passed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
