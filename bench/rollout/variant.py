@@ -71,7 +71,8 @@ class Plan:
     """`dapo`: rejected groups do not count."""
     over_sampling: float = 2.0
     """Clients outside start this many times the groups that they need."""
-    max_staleness: int | None = 5
+    max_staleness: int | None = None
+    """A bound for ours; nobody outside has one. Where it bites, a round waits for its longest responses."""
     unit: str = "group"
     concurrency: int | str | None = None
     quota_mode: str = "first"
