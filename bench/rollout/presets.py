@@ -116,6 +116,7 @@ class Preset:
             name = f"max_staleness {'unlimited' if bound is None else bound}"
             for variant in FEW:
                 yield Cell(f"extreme:{self.extreme}", variant, ablation=name, plan=changed)
+        yield Cell("lognormal", "april-keep", ablation="max_staleness 5", plan=replace(plan, max_staleness=5))
         for share in (0.5, 0.75):
             changed = replace(plan, concurrency=round(plan.slots * share))
             yield Cell("lognormal", "april-keep", ablation=f"concurrency {changed.concurrency}", plan=changed)
