@@ -232,6 +232,14 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         "upstream seeds single rows with every backend",
     ),
     Target(
+        "sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp",
+        "around",
+        _SAMPLING + "sync_tokens",
+        "one rank alone has nothing to agree on",
+        SOURCE + "layers/sampler.py#L493",
+        "upstream skips the collective of one rank",
+    ),
+    Target(
         "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
         "around",
         "sglang_april.adapter.v0_5_17.proximal:with_proximal",
