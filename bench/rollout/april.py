@@ -39,10 +39,9 @@ class April:
         return self.stream.taken
 
     async def push(self, checkpoint: Path) -> None:
-        """No old prefix could be hit without the flush (the version is in every request's cache key), but all of them
-        would lie in the radix tree until the pool is full, and then every step would look through them for room."""
+        """No flush: the version is in every request's cache key, and old prefixes leave the tree when it moves."""
         await self.engine.post("/april/push/begin", {})
-        await self.engine.load_weights(checkpoint, flush=True)
+        await self.engine.load_weights(checkpoint, flush=False)
         self._pushed.append((await self.engine.post("/april/push/end", {}))["policy_version"])
 
     async def round(self) -> Round:

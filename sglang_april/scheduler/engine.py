@@ -138,4 +138,4 @@ class Engine(Protocol):
         """Pool tokens, in whole pages, that device pages hold outside of the tree."""
 
     def renew_keys(self) -> None:
-        """The version has moved: renew the cache key of every request without KV."""
+        """The version has moved: renew the cache key of every request without KV; prefixes of older ones are let go."""

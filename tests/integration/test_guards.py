@@ -39,16 +39,18 @@ def tree_insert(server: Server, run: str) -> None:
 
 
 def version_key(server: Server, run: str) -> None:
-    """Rule 4, S6: the same prompt again is a cache hit before a push and none after it."""
-    body = {"input_ids": token_ids(20, len(run)), "sampling_params": {"max_new_tokens": 2}}
+    """Rule 4, S6: a prompt is a cache hit before a push and none after it, though a partial keeps its prefix alive."""
+    ids = token_ids(20, len(run))
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
 
     def cached() -> int:
         return int(server.post("/generate", body)["meta_info"]["cached_tokens"])
 
-    cached()
+    server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 30, ids=ids)], quota=1, tier="device")
     assert cached() > 0
     server.push(server.model, flush=False)
     assert cached() == 0
+    assert len(server.drain(run)) == 1
 
 
 def flush_rescue(server: Server, run: str) -> None:

@@ -186,6 +186,19 @@ def test_s6_a_prompt_cached_before_a_push_is_not_used_after_it(live: Live, run: 
         assert cached_tokens() == 0, "a prompt of /generate stood on KV of an older policy"
 
 
+def test_s6_prefixes_of_older_policies_leave_the_tree(live: Live, run: str) -> None:
+    """Nobody can hit them any more; room in the pool is not left for every later step to look for."""
+    server, prompt = live.server, list(range(30, 62))
+    server.rollout(run=run, prompts=[*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)], quota=1)
+    server.post("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}})
+    assert server.state()["pool"]["evictable"] > 0
+    live.push(1, flush=False)
+    pool = server.state()["pool"]
+    assert pool["evictable"] == 0
+    assert pool["protected"] > 0, "a partial stands on its prompt"
+    assert len(server.drain(run, kv="keep")) == 1
+
+
 def test_s6_kept_kv_never_enters_the_tree(live: Live, run: str) -> None:
     """Rule 4: what a sample wrote on kept KV is no prefix for anyone, not even under its own version."""
     server = live.server

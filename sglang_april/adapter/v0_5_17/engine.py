@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting, pool_tokens
@@ -294,6 +295,12 @@ class SchedulerEngine:
         for req in itertools.chain(self._s.waiting_queue, self._grammar_queue):
             if req.kv is None:
                 self._renew(req)
+        tree, allocator = self._s.tree_cache, self._s.token_to_kv_pool_allocator
+        if not tree.is_chunk_cache():
+            # What nobody stands on is of older versions now, and would be looked through for room at every step.
+            allocator.free_group_begin()
+            tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+            allocator.free_group_end()
 
     def _renew(self, req: Req) -> None:
         req.extra_key = versioned_key(req.april_base_key, self.version)
