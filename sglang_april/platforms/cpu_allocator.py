@@ -11,9 +11,43 @@ def make_allocator(
     size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool
 ) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
     """One slot at a time for pages of one token, else pages."""
+    if page_size == 1 and not need_sort:
+        return StackAllocator(size, dtype, device, kvcache, need_sort)
     if page_size == 1:
         return TokenToKVPoolAllocator(size, dtype, device, kvcache, need_sort)
     return TorchPagedAllocator(size, page_size, dtype, device, kvcache, need_sort)
+
+
+class StackAllocator(TokenToKVPoolAllocator):
+    """SGLang's allocator with a stack of free slots: whoever frees pays for what is freed, not for all that is free.
+
+    The parent makes a new list of all free slots for every free, megabytes in a large pool, and hands out the slot that
+    has lain longest. Here it is the one freed last, whose KV is still in the processor's cache.
+    """
+
+    _slots: torch.Tensor
+    """int64 [size]; the free ones are at its end, and `free_pages` is a view of them."""
+
+    def clear(self) -> None:
+        """All slots are free."""
+        super().clear()
+        self._slots = self.free_pages
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """int64 [need_size], or None if there are too few."""
+        taken = super().alloc(need_size)
+        return None if taken is None else taken.clone()  # the next free writes where they lay
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Slots that were taken, each once."""
+        if not self.is_not_in_free_group:
+            super().free(free_index)
+            return
+        top = len(self._slots) - len(self.free_pages)
+        if free_index.numel() > top:
+            raise ValueError(f"{free_index.numel()} slots are freed, and {top} are taken")
+        self._slots[top - free_index.numel() : top] = free_index
+        self.free_pages = self._slots[top - free_index.numel() :]
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):

@@ -1,10 +1,14 @@
 """The CPU platform: cores for every rank, and pages that stay whole."""
 
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_april.platforms import cpu
-from sglang_april.platforms.cpu_allocator import TorchPagedAllocator, make_allocator
+from sglang_april.platforms.cpu_allocator import StackAllocator, TorchPagedAllocator, make_allocator
 
 PAGE = 4
 
@@ -53,12 +57,6 @@ def test_too_few_pages_change_nothing(allocator: TorchPagedAllocator) -> None:
     assert prefill(allocator, [1]) is not None
 
 
-def test_pages_of_one_token_use_sglang_s_own_allocator() -> None:
-    allocator = make_allocator(8, 1, torch.float32, "cpu", kvcache=None, need_sort=False)
-    assert not isinstance(allocator, TorchPagedAllocator)
-    assert allocator.available_size() == 8
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "expected"),
     [([0, 1], 2, "0|1"), ([0, 1, 2, 3], 2, "0,1|2,3"), ([5], 2, "5|5"), ([0, 1, 2], 2, "0|1")],
@@ -66,3 +64,56 @@ def test_pages_of_one_token_use_sglang_s_own_allocator() -> None:
 def test_every_rank_gets_cores(cores: list[int], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cores))
     assert cpu.cores_by_rank(ranks) == expected
+
+
+@pytest.fixture
+def stack() -> StackAllocator:
+    made = make_allocator(8, 1, torch.float32, "cpu", kvcache=None, need_sort=False)
+    assert isinstance(made, StackAllocator)
+    return made
+
+
+def test_what_is_freed_last_is_taken_first(stack: StackAllocator) -> None:
+    first, second = stack.alloc(3), stack.alloc(2)
+    assert first is not None
+    assert second is not None
+    assert [*first.tolist(), *second.tolist()] == [1, 2, 3, 4, 5]
+    stack.free(first)
+    assert stack.available_size() == 6
+    taken = stack.alloc(4)
+    assert taken is not None
+    assert taken.tolist() == [1, 2, 3, 6]
+    assert stack.alloc(3) is None
+    assert second.tolist() == [4, 5], "what was handed out stays as it was"
+
+
+def test_a_free_group_counts_when_it_ends(stack: StackAllocator) -> None:
+    slots = stack.alloc(8)
+    assert slots is not None
+    stack.free_group_begin()
+    stack.free(slots[2:4])
+    stack.free(slots[6:].to(torch.int32))
+    assert stack.available_size() == 0
+    stack.free_group_end()
+    assert sorted(stack.free_pages.tolist()) == [3, 4, 7, 8]
+
+
+def test_more_freed_than_taken_is_an_error(stack: StackAllocator) -> None:
+    with pytest.raises(ValueError, match="2 slots are freed, and 1 are taken"):
+        stack.alloc(1)
+        stack.free(torch.tensor([1, 1]))
+
+
+@given(st.lists(st.integers(1, 6), max_size=40), st.randoms(use_true_random=False))
+def test_every_slot_is_free_or_taken_once(sizes: list[int], rng: random.Random) -> None:
+    made = make_allocator(16, 1, torch.float32, "cpu", kvcache=None, need_sort=False)
+    taken: list[torch.Tensor] = []
+    for size in sizes:
+        if taken and rng.random() < 0.5:
+            made.free(taken.pop(rng.randrange(len(taken))))
+        elif (slots := made.alloc(size)) is not None:
+            taken.append(slots)
+        owners = torch.cat([made.free_pages, *taken]).tolist()
+        assert sorted(owners) == list(range(1, 17))
+    made.clear()
+    assert sorted(made.free_pages.tolist()) == list(range(1, 17))
