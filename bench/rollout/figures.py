@@ -1,6 +1,7 @@
 """Rounds to rows. Every figure is counted; None where the variant cannot know it."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, quantiles
 from typing import Any
@@ -54,10 +55,10 @@ def check_identity(rounds: list[Measured], carry_before: int) -> bool | None:
 
 
 def figures(
-    rounds: list[Measured], carry_before: int, plan: Plan, lengths: Lengths, limits: tuple[float, float]
+    rounds: list[Measured], carry_before: int, plan: Plan, lengths: Lengths, limits: Sequence[float]
 ) -> dict[str, Any]:
-    """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, just before the rounds
-    and just after; `carry_before`: carried tokens when the first of the rounds began."""
+    """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, before the rounds,
+    between them where rows are measured in turns, and after; `carry_before`: carried tokens at their start."""
     limit = mean(limits)
     seconds = sum(measured.seconds for measured in rounds)
     tokens = sum(measured.round.tokens for measured in rounds)
@@ -93,7 +94,7 @@ def figures(
         "prefilled_tokens": sum(measured.prefilled for measured in rounds),
         "mean_running": decoded / steps if steps else None,
         "full_batch_tokens_per_s": limit,
-        "full_batch_before_after": [round(rate, 1) for rate in limits],
+        "full_batch_looks": [round(rate, 1) for rate in limits],
         "share_of_limit": tokens / seconds / limit,
         "off_policy_share": _share([group.off_policy for group in groups], tokens),
         "hybrid_share": _share([group.hybrid for group in groups], tokens),

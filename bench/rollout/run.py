@@ -27,6 +27,9 @@ KINDS: dict[str, type[Variant]] = {
     )
 }
 STEP_BATCHES = (1, 8, 32)
+IN_TURNS = ("synchronous", "outside", "april-keep", "april-recompute", "april-auto", "april-factor")
+"""Between two rounds of these nothing runs, and their next push leaves no prefix to be found: their rounds are measured
+in turns, round by round, and a machine that becomes faster or slower meanwhile does so for all of them."""
 
 
 @dataclass
@@ -125,14 +128,6 @@ class Track:
         """Seconds that a trainer takes in each round."""
         return self.cell.trainer * (self.bed.synchronous_s or 0.0)
 
-    async def repetition(self) -> tuple[int, list[Measured]]:
-        """The carry before, and the measured rounds; the one after a rest is not measured."""
-        await self.round(self.trainer_s)
-        carry = self.carried[-1]
-        rounds = [await self.round(self.trainer_s) for _ in range(self.bed.preset.measured)]
-        await self.variant.rest()
-        return carry, rounds
-
     async def emptied(self) -> tuple[int, list[Measured]]:
         """A fixed set of prompts from empty to empty, as one measured piece."""
         rounds = [await self.round() for _ in range(self.bed.preset.measured)]
@@ -154,32 +149,60 @@ class Runner:
 
     async def run(self, cells: list[Cell], until: float) -> int:
         """Rows of the cells, as many as fit before the monotonic clock's `until`; returns how many were left out."""
-        slowest = 0.0
-        for number, cell in enumerate(cells):
+        slowest, done = 0.0, 0
+        for group in in_turns(cells):
             if time.monotonic() + slowest > until:
-                return len(cells) - number
+                return len(cells) - done
             start = time.monotonic()
-            more = any(_key(later) == _key(cell) for later in cells[number + 1 :])
+            done += len(group)
+            last = [not any(_key(later) == _key(cell) for later in cells[done:]) for cell in group]
             try:
-                await self._cell(cell, last=not more)
+                await self._measure(group, last)
             except IdentityError as error:
-                raise IdentityError(f"{cell}: {error}") from error
+                raise IdentityError(f"{group}: {error}") from error
             except EngineError as refusal:
                 # A field that this version of the server does not have: the other rows are still worth having.
-                print(f"{cell.distribution} {cell.variant} {cell.ablation or ''} was not run: {refusal}", flush=True)
-                self._tracks.pop(_key(cell), None)
+                for cell in group:
+                    name = f"{cell.distribution} {cell.variant} {cell.ablation or ''}"
+                    print(f"{name} was not run: {refusal}", flush=True)
+                    self._tracks.pop(_key(cell), None)
             slowest = max(0.8 * slowest, time.monotonic() - start)
         return 0
 
-    async def _cell(self, cell: Cell, *, last: bool) -> None:
+    async def _measure(self, cells: list[Cell], last: list[bool]) -> None:
+        """One row for each of the cells, which are measured in turns."""
+        tracks = [await self._warm(cell) for cell in cells]
+        limits = [await self._bed.limit(cells[0].distribution)]
+        if cells[0].drain:
+            parts = [await track.emptied() for track in tracks]
+        else:
+            for track in tracks:
+                await track.round(track.trainer_s)  # the one after a rest is not measured
+            carries = [track.carried[-1] for track in tracks]
+            taken: list[list[Measured]] = [[] for _ in tracks]
+            for number in range(self._bed.preset.measured):
+                if number and len(tracks) > 1:
+                    limits.append(await self._bed.limit(cells[0].distribution))
+                for track, rounds in zip(tracks, taken, strict=True):
+                    rounds.append(await track.round(track.trainer_s))
+            for track in tracks:
+                await track.variant.rest()
+            parts = list(zip(carries, taken, strict=True))
+        limits.append(await self._bed.limit(cells[0].distribution))
+        for track, (carry, rounds), is_last in zip(tracks, parts, last, strict=True):
+            await self._row(track, carry, rounds, limits, last=is_last)
+
+    async def _warm(self, cell: Cell) -> Track:
         if cell.trainer and self._bed.synchronous_s is None:
             self._bed.synchronous_s = await self._synchronous(cell)
         track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
+        track.cell = cell
         if track.steady is None:
             track.steady = cell.drain or await track.warm()
-        before = await self._bed.limit(cell.distribution)
-        carry, rounds = await (track.emptied() if cell.drain else track.repetition())
-        limits = before, await self._bed.limit(cell.distribution)
+        return track
+
+    async def _row(self, track: Track, carry: int, rounds: list[Measured], limits: list[float], *, last: bool) -> None:
+        cell = track.cell
         row = {
             "bench": "rollout",
             "run_id": self._run_id,
@@ -212,6 +235,23 @@ class Runner:
     async def _synchronous(self, cell: Cell) -> float:
         track = Track(self._bed, Cell(cell.distribution, "synchronous"))
         return sum([(await track.round()).seconds for _ in range(3)]) / 3
+
+
+def in_turns(cells: list[Cell]) -> list[list[Cell]]:
+    """The cells in their order, those together whose rounds can be measured in turns."""
+    groups: list[list[Cell]] = []
+    for cell in cells:
+        before = groups[-1][-1] if groups else None
+        alike = before is not None and _table(before) == _table(cell) and not cell.drain
+        if alike and before is not None and before.variant in IN_TURNS and cell.variant in IN_TURNS:
+            groups[-1].append(cell)
+        else:
+            groups.append([cell])
+    return groups
+
+
+def _table(cell: Cell) -> tuple[str, str | None, int, float]:
+    return cell.distribution, cell.ablation, cell.repetition, cell.trainer
 
 
 def _key(cell: Cell) -> tuple[str, str, str | None]:

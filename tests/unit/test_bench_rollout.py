@@ -14,8 +14,8 @@ from bench.rollout.engine import Counters
 from bench.rollout.figures import IdentityError, Measured, between, check_identity, figures, ratios
 from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import of_snapshots
-from bench.rollout.presets import MAIN, PRESETS
-from bench.rollout.run import KINDS
+from bench.rollout.presets import MAIN, PRESETS, Cell
+from bench.rollout.run import IN_TURNS, KINDS, in_turns
 from bench.rollout.steady import is_steady
 from bench.rollout.stock import Leg, Open, Outside
 from bench.rollout.variant import Group, Plan, Round
@@ -199,3 +199,20 @@ def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> Non
     assert PRESETS["april/8"].longest == 2048
     assert set(PRESETS["cpu"].lengths("extreme:100").grid) == {20, 2000}
     assert PRESETS["cpu"].context >= 16 + 2000
+
+
+def test_what_is_compared_is_measured_in_turns() -> None:
+    cells = list(PRESETS["cpu"].cells())
+    groups = in_turns(cells)
+    assert [cell for group in groups for cell in group] == cells
+    assert [[cell.variant for cell in group] for group in groups[:5]] == [list(MAIN)] * 5
+    assert [group[0].repetition for group in groups[:5]] == [0, 1, 2, 3, 4]
+    for group in groups:
+        assert len({(cell.distribution, cell.ablation, cell.repetition) for cell in group}) == 1
+        assert len(group) == 1 or {cell.variant for cell in group} <= set(IN_TURNS)
+    assert ["outside", "april-factor"] in [[cell.variant for cell in group] for group in groups]
+
+
+def test_what_leaves_something_in_the_engine_is_measured_alone() -> None:
+    assert len(in_turns([Cell("lognormal", name) for name in ("stale-reuse", "async", "april-continue")])) == 3
+    assert len(in_turns([Cell("lognormal", name, drain=True) for name in MAIN])) == len(MAIN)
