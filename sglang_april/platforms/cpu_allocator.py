@@ -25,6 +25,7 @@ class StackAllocator(TokenToKVPoolAllocator):
     has lain longest. Here it is the one freed last, whose KV is still in the processor's cache.
     """
 
+    free_pages: torch.Tensor
     _slots: torch.Tensor
     """int64 [size]; the free ones are at its end, and `free_pages` is a view of them."""
 
