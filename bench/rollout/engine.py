@@ -17,6 +17,8 @@ import msgspec
 from sglang_april.replies import Group, Reply, Summary, read_event, read_reply
 
 POLL_S = 0.02
+KEEP_ALIVE_S = 2.0
+"""Less than the five seconds after which the server closes a connection: one that it closes while it is taken is lost."""
 PACKED = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 
 
@@ -43,7 +45,9 @@ class Engine:
     def __init__(self, url: str, patched: bool) -> None:
         self.patched = patched
         self._http = aiohttp.ClientSession(
-            url, timeout=aiohttp.ClientTimeout(total=None, sock_connect=60), connector=aiohttp.TCPConnector(limit=0)
+            url,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         )
 
     async def __aenter__(self) -> Self:
