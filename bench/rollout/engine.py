@@ -18,7 +18,7 @@ from sglang_april.replies import Group, Reply, Summary, read_event, read_reply
 
 POLL_S = 0.02
 KEEP_ALIVE_S = 2.0
-"""Less than the five seconds after which the server closes a connection: one that it closes while it is taken is lost."""
+"""Less than the five seconds after which the server closes an idle connection, perhaps while a request is written."""
 PACKED = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 
 

@@ -159,6 +159,17 @@ def _resume(controller: Controller) -> bool:
     return not controller.context.broken and controller.resume()
 
 
+def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
+    """AROUND Scheduler.maybe_sleep_on_idle: samples of ours that can start wait in no queue of SGLang's."""
+    if not _has_work(s.april):
+        orig(s)
+
+
+@guarded
+def _has_work(controller: Controller) -> bool:
+    return not controller.context.broken and controller.has_work()
+
+
 def results(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result: step 3, count."""
     _progress(s.april, batch)
@@ -170,13 +181,11 @@ def _progress(controller: Controller, batch: ScheduleBatch) -> None:
 
 
 def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
-    prefill = batch.forward_mode.is_extend()
+    lengths = batch.extend_lens if batch.forward_mode.is_extend() else None
     for i, req in enumerate(batch.reqs):
         sample = req.april
-        if sample is None or sample.state is not State.RUNNING or sample.request is not req:
-            continue
-        prefilled = batch.extend_lens[i] if prefill and batch.extend_lens else 0
-        yield Progress(sample, len(req.output_ids), prefilled, req.finished())
+        if sample is not None and sample.state is State.RUNNING and sample.request is req:
+            yield sample, len(req.output_ids), lengths[i] if lengths else 0, req.finished_reason is not None
 
 
 def keep_from_detokenizer(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:

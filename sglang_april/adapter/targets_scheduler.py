@@ -40,6 +40,14 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         "upstream has a batch quota",
     ),
     Target(
+        "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle",
+        "around",
+        _LOOP + "sleep_on_idle",
+        "an idle loop does not sleep while samples of ours can start",
+        SOURCE + "managers/scheduler.py#L4734",
+        "upstream has a batch quota",
+    ),
+    Target(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "after",
         _LOOP + "results",

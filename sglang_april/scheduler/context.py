@@ -69,8 +69,11 @@ class Context:
 
     def lane(self, sample: Sample) -> Round | None:
         """The round under whose rules the sample runs: the open one, or the last one where its run runs ahead."""
-        name = sample.group.run.name
-        return self.rounds.get(name) or self.ahead.get(name)
+        return self.lane_of(sample.group.run.name)
+
+    def lane_of(self, run: str) -> Round | None:
+        """The same, by the name of the run."""
+        return self.rounds.get(run) or self.ahead.get(run)
 
     def tunes(self) -> bool:
         """Whether a round is open, or goes on, that leaves its concurrency to us."""

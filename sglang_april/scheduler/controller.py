@@ -6,7 +6,7 @@ input.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_april import wire
 from sglang_april.policy.push import Refused
@@ -19,18 +19,11 @@ from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.store.saved import Saved
-from sglang_april.types import Group, Sample, State
+from sglang_april.types import Group, Run, Sample, State
 
-
-class Progress(NamedTuple):
-    """What one step did to one of our samples."""
-
-    sample: Sample
-    length: int
-    """Output tokens now."""
-    prefilled: int
-    """Tokens computed by a prefill in this step; 0 in a decode step."""
-    finished: bool
+Progress = tuple[Sample, int, int, bool]
+"""What one step did to one of our samples: its output tokens now, how many tokens a prefill computed (0 in a decode
+step), whether it has finished. A plain tuple: one is made for every running sample in every step."""
 
 
 class Controller:
@@ -100,26 +93,42 @@ class Controller:
     def resume(self) -> bool:
         return self.context.may_step() and self.resumer.resume()
 
+    def has_work(self) -> bool:
+        return self.resumer.has_work()
+
     # --- results of a step
 
     def progress(self, steps: Iterable[Progress]) -> None:
         """Step 3: count tokens and finishes; finished samples leave at once."""
         done: list[wire.FinishedSample] = []
+        run, tokens = None, 0
         for sample, length, prefilled, finished in steps:
-            rnd = self.context.lane(sample)
-            if rnd is not None:
-                rnd.stats.tokens_generated += length - sample.length
-                if rnd.stats.t_quota_met is not None:
-                    rnd.stats.tokens_after_quota += length - sample.length
-                if sample.recomputing:
+            drawn, group = length - sample.length, sample.group
+            if group.run is not run:
+                self._count(run, tokens)
+                run, tokens = group.run, 0
+            tokens += drawn
+            if sample.recomputing:
+                if rnd := self.context.lane(sample):
                     rnd.stats.reprefilled_tokens += prefilled
-            if length > sample.length:
-                sample.recomputing, sample.let_go = False, ""
-                self._note_first_round(sample.group)
+                sample.recomputing = drawn <= 0
+            if drawn > 0:
+                sample.let_go = ""
+                if group.first_round < 0:
+                    self._note_first_round(group)
             sample.length = length
             if finished:
                 done.append(self._finish(sample, None))
+        self._count(run, tokens)
         self._announce(done)
+
+    def _count(self, run: Run | None, tokens: int) -> None:
+        """Output tokens of one step, for the figures of the round under which they were drawn."""
+        rnd = self.context.lane_of(run.name) if run is not None else None
+        if rnd is not None:
+            rnd.stats.tokens_generated += tokens
+            if rnd.stats.t_quota_met is not None:
+                rnd.stats.tokens_after_quota += tokens
 
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
         """The engine gave the sample up outside of a step (queue limit, out of memory, …): delivered as such (S3)."""
@@ -137,9 +146,8 @@ class Controller:
 
     def _note_first_round(self, group: Group) -> None:
         """What runs ahead of a round belongs to it: its tokens are delivered there at the earliest."""
-        if group.first_round < 0:
-            run = group.run
-            group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
+        run = group.run
+        group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> wire.FinishedSample:
         self.tiers.left(sample)

@@ -36,7 +36,7 @@ class Resumer:
         """
         self._resumable = []
         rounds = _with_work(self._c.rounds)
-        ahead = [r for r in _with_work(self._c.ahead) if not r.rests]
+        ahead = self._running_ahead()
         if not rounds and not ahead:
             return
         slots = self._slots()
@@ -55,6 +55,18 @@ class Resumer:
         due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
         if due or self._c.engine.strangers_waiting() or self._c.engine.mid_prefill():
             self._start(chosen)
+
+    def has_work(self) -> bool:
+        """Whether the next step could start a sample: then an idle loop must not sleep until somebody writes to it.
+
+        The end of a copy is such a message; until it comes there is nothing to do.
+        """
+        if len(self._tiers.moves) or not self._c.may_step():
+            return False
+        return bool(pick(_with_work(self._c.rounds), 1) or pick(self._running_ahead(), 1))
+
+    def _running_ahead(self) -> list[Round]:
+        return [r for r in _with_work(self._c.ahead) if not r.rests]
 
     def _slots(self) -> int:
         """Free slots, shared with stock requests that wait for one, so that both progress."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.background import Background, until
 from tests.support.compare import assert_same, by_key
-from tests.support.server import Server
+from tests.support.server import SLOTS, Server
 from tests.support.workload import Forwards, flush, in_one_round, prompt, stoppers, token_ids
 
 
@@ -108,12 +108,25 @@ def deliver_once(server: Server, run: str) -> None:
     assert sorted(by_key(groups)) == [("long", 0, 0), ("stop-4", 0, 0)]
 
 
+def no_sleep_on_work(server: Server, run: str) -> None:
+    """S6: samples in all slots that end in the same step leave an idle engine, and the next ones start all the same.
+
+    A server that sleeps when idle would wait for a message: those samples are in no queue of SGLang's.
+    """
+    before = len(server.forwards())
+    server.rollout(run=run, prompts=[prompt(f"p{i}", 5, ids=1, n=SLOTS) for i in range(3)], quota=None)
+    forwards = [f["at"] for f in server.forwards()[before:]]
+    assert len(forwards) == 3 * 5
+    assert [at for at in server.sleeps() if forwards[0] < at < forwards[-1]] == []
+
+
 Property = Callable[[Server, str], None]
 LIVING: dict[str, Property] = {
     "tree insert": tree_insert,
     "version key": version_key,
     "in-step stop": in_step_stop,
     "deliver once": deliver_once,
+    "no sleep on work": no_sleep_on_work,
 }
 DEADLY: dict[str, tuple[Property, str]] = {
     "flush rescue": (flush_rescue, "AccountingError"),

@@ -57,6 +57,7 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
     "in-step stop": (OURS + "scheduler.ending.Endings.end_due", _some_steps_later),
+    "no sleep on work": (OURS + "scheduler.resume.Resumer.has_work", _nothing),
     "every page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _leak_a_page),
     "no page freed twice": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _free_a_page_twice),
     "penalty replay": (OURS + "adapter.v0_5_17.penalties.replay_penalties", _nothing),

@@ -46,6 +46,13 @@ def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *a
     return stock(runner, forward_batch, *args, **kwargs)
 
 
+def note_sleep(stock: Callable[..., Any], sleeper: Any) -> None:
+    """One line as the idle loop goes to sleep, until somebody writes to it or a second has passed."""
+    with (FOLDER / "sleeps.jsonl").open("a") as out:
+        out.write(json.dumps({"at": time.time()}) + "\n")
+    stock(sleeper)
+
+
 def force_rates(text: str) -> None:
     """What the switch `rates` holds is broadcast instead of what was measured at start; empty: that again."""
     from sglang_april.adapter.hooks_scheduler import Process
@@ -120,6 +127,9 @@ def install() -> None:
     from tests.support.guards import GUARDS
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", note_sleep, HookType.AROUND
+    )
     note_copies(FOLDER)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", spoil_free_pages, HookType.AFTER)
     HookRegistry.register(

@@ -20,10 +20,11 @@ from tests.support.warm import Forked, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 450.0
+SLOTS = 48
 COMMON = [
     "--mem-fraction-static=0.6",
     "--context-length=2048",
-    "--max-running-requests=48",
+    f"--max-running-requests={SLOTS}",
     "--chunked-prefill-size=64",
     "--dtype=float32",
     "--sleep-on-idle",
@@ -235,6 +236,11 @@ class Server:
     def _switches_off(self) -> None:
         for name in ("guard", "slow", "grammars", "fault", "rates"):
             (self.folder / name).write_text("")
+
+    def sleeps(self) -> list[float]:
+        """When the idle loop went to sleep, in seconds since the epoch, each time so far."""
+        path = self.folder / "sleeps.jsonl"
+        return [json.loads(line)["at"] for line in path.read_text().splitlines()] if path.exists() else []
 
     def forwards(self) -> list[dict[str, Any]]:
         """Every forward of the model so far, as an independent wrapper on the model runner saw it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april.scheduler.controller import Controller, Progress
+from sglang_april.scheduler.controller import Controller
 from sglang_april.types import Sample, State
 from sglang_april.wire import Provenance
 from tests.unit.fake_copies import Copies
@@ -211,7 +211,7 @@ class FakeLoop:
                 self.let_go(request)
         self.on_results(rows, grown)
         self.controller.progress(
-            Progress(r.request.sample, len(r.request.output), r.prefilled, r.request.reason is not None)
+            (r.request.sample, len(r.request.output), r.prefilled, r.request.reason is not None)
             for r in rows
             if r.request.sample is not None
             and r.request.sample.state is State.RUNNING
