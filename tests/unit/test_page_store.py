@@ -3,61 +3,19 @@
 import errno
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from april_kernels.kv_pages import PlaneTable
-from sglang_april.store.device import CpuCopier
 from sglang_april.store.disk import Disk, DiskError, Key
 from sglang_april.store.entry import Found
-from sglang_april.store.form import FullPages
 from sglang_april.store.host import Arena, Run
-from sglang_april.store.pages import DiskPages, HostPages, PageStore
+from sglang_april.store.pages import DiskPages, HostPages
 from sglang_april.store.regain import Search
-
-PAGE, SLOTS = 4, 256
-
-
-class Rank:
-    """A store on a pool of two layers; K and V rows of different sizes. One page is a piece, so copies are cut."""
-
-    def __init__(
-        self, folder: Path | None, pages: int = 64, write: Callable[[int, memoryview], int] = os.write
-    ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.k, self.v = ([torch.rand(SLOTS, 2, dim, generator=generator) for _ in range(2)] for dim in (4, 2))
-        copier = CpuCopier(FullPages(PlaneTable.mha(self.k, self.v), PAGE), piece_bytes=1)
-        self.arena = Arena(pages, copier.page_words, pinned=False)
-        self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words, write)
-        self.reports: dict[int, str] = {}
-        self.store = PageStore(copier, self.arena, self.disk, self.reports.__setitem__)
-
-    def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """The KV of tokens, and nothing else of the pool."""
-        return torch.cat([buffer[slots].flatten(1) for buffer in (*self.k, *self.v)], dim=1)
-
-    def fill(self, slots: torch.Tensor) -> None:
-        """As a forward does."""
-        for buffer in (*self.k, *self.v):
-            buffer[slots] = torch.rand(len(slots), *buffer.shape[1:])
-
-    def outcome(self, order: int) -> str:
-        self.store.wait(order)
-        while order not in self.reports:
-            time.sleep(0)  # reported right after
-        return self.reports[order]
-
-    def close(self) -> None:
-        self.store.close()
-        self.disk.close()
+from tests.unit.rank import ELSEWHERE, KEY, PAGE, Rank, slots_of
 
 
 @pytest.fixture
@@ -65,15 +23,6 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rank = Rank(tmp_path)
     yield rank
     rank.close()
-
-
-def slots_of(count: int, seed: int = 1) -> torch.Tensor:
-    """Scattered slots."""
-    return torch.tensor(random.Random(seed).sample(range(SLOTS // 2), count))
-
-
-ELSEWHERE = torch.arange(SLOTS // 2, SLOTS)
-KEY = Key("run", "prompt", 0, 1)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 37])
@@ -317,123 +266,3 @@ def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(MemoryError, match="cannot grow"):
         fresh.take(3)
     assert fresh.free_pages == 10
-
-
-class Story(RuleBasedStateMachine):
-    """Put, spill, resume, drop, crash and reopen, in any order, against a dictionary."""
-
-    folder: Path
-    names = st.integers(0, 5)
-
-    @initialize()
-    def start(self) -> None:
-        for path in self.folder.iterdir():
-            path.unlink()
-        self.rank = Rank(self.folder, pages=20)
-        self.rank.disk.begin("life 0")
-        self.lives = 0
-        self.known: dict[int, tuple[torch.Tensor, bool]] = {}
-        """KV by name, and whether it is on disk."""
-        self.orders = 0
-        self.free = 20
-
-    def _order(self) -> int:
-        self.orders += 1
-        return self.orders
-
-    def _key(self, name: int) -> Key:
-        return Key("run", f"p{name}", 0, 0)
-
-    @rule(name=names, length=st.integers(1, 30), disk=st.booleans(), seed=st.integers(0, 99))
-    def put(self, name: int, length: int, disk: bool, seed: int) -> None:
-        if name in self.known:
-            self.drop(name)
-        slots, order = slots_of(length, seed), self._order()
-        self.rank.fill(slots)
-        if disk:
-            self.rank.store.put_on_disk(order, name, slots, self._key(name), 1)
-        else:
-            self.rank.store.put(order, name, slots, None)
-        fits = disk or -(-length // PAGE) <= self.free
-        assert (self.rank.outcome(order) == "") == fits
-        if fits:
-            self.known[name] = (self.rank.rows(slots), disk)
-            self.free -= 0 if disk else -(-length // PAGE)
-
-    @rule(name=names)
-    def spill(self, name: int) -> None:
-        kv, on_disk = self.known.get(name, (None, True))
-        if kv is not None and not on_disk:
-            order = self._order()
-            self.rank.store.spill(order, name, self._key(name), len(kv), 1)
-            assert self.rank.outcome(order) == ""
-            self.known[name] = (kv, True)
-            self.free += -(-len(kv) // PAGE)
-
-    @rule(name=names)
-    def get(self, name: int) -> None:
-        order = self._order()
-        kv = self.known.get(name, (None, True))[0]
-        self.rank.store.get(order, name, ELSEWHERE[: len(kv) if kv is not None else 1])
-        assert (self.rank.outcome(order) == "") == (kv is not None)
-        if kv is not None:
-            assert torch.equal(self.rank.rows(ELSEWHERE[: len(kv)]), kv)
-
-    @rule(name=names)
-    def drop(self, name: int) -> None:
-        kv, on_disk = self.known.pop(name, (None, True))
-        self.rank.store.discard(name)
-        if kv is not None and not on_disk:
-            self.free += -(-len(kv) // PAGE)
-
-    @rule(keep=st.sets(names), spoilt=st.sets(names, max_size=2), older=st.sets(names, max_size=2), lost=st.booleans())
-    def crash_and_reopen(self, keep: set[int], spoilt: set[int], older: set[int], lost: bool) -> None:
-        """`older`: the journal has another length; `lost`: it went through a life without this directory."""
-        self.lives += lost
-        self.rank.close()
-        self.rank = Rank(self.folder, pages=20)
-        self.free = 20
-        disk = self.rank.disk
-        there = {name: kv for name, (kv, on_disk) in self.known.items() if on_disk}
-        spoilt = spoilt & there.keys()
-        for name in spoilt:
-            path = disk._path(self._key(name))
-            data = path.read_bytes()
-            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
-        said = Search(disk, f"life {self.lives}").look(wanted)
-        good = [not lost and name in there and name not in spoilt | older for name in range(6)]
-        assert [outcome == "" for outcome in said] == good
-        assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]
-        self.lives += 1
-        disk.begin(f"life {self.lives}", [self._key(name) for name in keep if good[name]])
-        self.known = {name: (kv, True) for name, kv in there.items() if name in keep and good[name]}
-        for name, (kv, _) in self.known.items():
-            self.rank.store.adopt(name, self._key(name), len(kv))
-
-    @invariant()
-    def room_and_files_are_what_they_should_be(self) -> None:
-        order = self._order()
-        self.rank.store.verify(order)
-        assert self.rank.outcome(order) == ""
-        assert self.rank.arena.free_pages == self.free
-        assert len(list(self.folder.glob("*.kv"))) == sum(on_disk for _, on_disk in self.known.values())
-
-    def teardown(self) -> None:
-        if hasattr(self, "rank"):
-            self.rank.close()
-
-
-def test_any_story_of_a_store(tmp_path: Path) -> None:
-    """Put, promote, demote, evict, resume, drop, crash, reopen: what the model has comes back bit for bit."""
-    machine: Any = type("StoryHere", (Story,), {"folder": tmp_path})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=25,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

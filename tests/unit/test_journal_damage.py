@@ -1,0 +1,98 @@
+"""A damaged journal (S8): what is wrong in it never comes back, and costs no more than itself."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_april.store import tables
+from sglang_april.store.journal import JournalError
+from tests.unit.journal_file import accept, chunk, ended, finish_both, ids, query, read, sample, spec, written
+
+
+def flipped(path: Path, table: str, where: str) -> None:
+    """Flip the last bit of a record."""
+    (body,) = query(path, f"SELECT body FROM {table} WHERE {where}")
+    query(path, f"UPDATE {table} SET body=? WHERE {where}", body[:-1] + bytes([body[-1] ^ 1]))
+
+
+def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_path: Path) -> None:
+    pieces = [tables.tokens(0, 0, start, chunk(10 + start, start=start)) for start in range(4)]
+    path = written(tmp_path / "j", accept(0, spec("a", "p")), *pieces)
+    flipped(path, "chunks", "start=2")
+    saved = read(path)
+    kept = saved.groups[0].samples[0].chunk
+    assert kept is not None
+    assert (kept.output_ids, saved.corrupt) == (ids(10, 11), 1)
+    # The sample draws token 2 again. The old chunk of token 3 must not join it.
+    again = read(written(path, tables.tokens(0, 0, 2, chunk(99, start=2))))
+    assert again.groups[0].samples[0].chunk.output_ids == ids(10, 11, 99)
+    assert again.corrupt == 0
+
+
+@pytest.mark.parametrize("where", ["chunks", "finished"])
+def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
+    records = [accept(0, spec("a", "p")), tables.tokens(0, 0, 0, chunk(5)), tables.finished(0, 1, 4, sample("p", 0, 6))]
+    path = written(tmp_path / "j", *records)
+    flipped(path, where, "idx=0")
+    saved = read(path)
+    kept = saved.groups[0].samples[0]
+    assert kept.finished is None
+    assert (kept.chunk.output_ids if kept.chunk else None) == (ids(5) if where == "finished" else None)
+    assert saved.corrupt >= 1
+    assert read(path).corrupt == 0
+
+
+def test_a_damaged_reply_is_gone_and_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", accept(0, spec("a", "p")), *finish_both(0, "p"), tables.ended(ended("a", "p"), 2))
+    flipped(path, "finished", "idx=1")
+    saved = read(path)
+    assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
+
+
+def test_a_damaged_round_or_prompt_costs_itself_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", accept(0, spec("a", "p", "q")))
+    query(path, "UPDATE rounds SET spec=x'00112233'")
+    query(path, "UPDATE groups SET prompt=x'00112233' WHERE id='p'")
+    saved = read(path)
+    assert ([g.prompt.id for g in saved.groups], saved.rounds, saved.gone, saved.corrupt) == (["q"], [], ["a"], 2)
+    assert read(path).corrupt == 0
+
+
+def test_no_damage_makes_a_wrong_token(tmp_path: Path) -> None:
+    """Any byte of the file, any number of them: what is read is true, or counted, or the journal is refused."""
+    records = [tables.version(3)]
+    for gid in range(6):
+        name = f"p{gid}"
+        records += [accept(gid, spec(f"r{gid}", name))]
+        records += [tables.tokens(gid, 0, s, chunk(*range(s, s + 10), start=s)) for s in (0, 10, 20)]
+        records += finish_both(gid, name)[1:] if gid % 2 else []
+        records += [*finish_both(gid, name), tables.ended(ended(f"r{gid}", name), keep=2)] if gid < 3 else []
+    whole = written(tmp_path / "whole", *records).read_bytes()
+    outcomes = [_read_damaged(tmp_path / f"{seed}", whole, random.Random(seed)) for seed in range(400)]
+    assert set(outcomes) == {"true", "counted", "refused"}
+
+
+def _read_damaged(path: Path, whole: bytes, rng: random.Random) -> str:
+    data = bytearray(whole)
+    for _ in range(rng.choice((1, 1, 3, 50))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    try:
+        saved = read(path)
+    except JournalError:
+        return "refused"
+    for group in saved.groups:
+        assert [group.prompt] == spec("", f"p{group.gid}").prompts
+        for known in group.samples:
+            if known.chunk is not None:
+                got = np.frombuffer(known.chunk.output_ids, "<i4").tolist()
+                assert got == list(range(len(got)))
+                assert np.frombuffer(known.chunk.logprobs, "<f4").tolist() == got
+            if known.finished is not None:
+                assert known.finished == sample(f"p{group.gid}", known.index, 5, 1)
+    for reply in saved.replies:
+        assert {s.index: s for s in reply.samples} == {i: sample(reply.prompts[0].id, i, 5, 1) for i in (0, 1)}
+    assert saved.version == 3 or saved.corrupt
+    return "counted" if saved.corrupt else "true"

@@ -1,0 +1,112 @@
+"""Stops, pushes, clients that leave, state and drops, through the real app and service."""
+
+import asyncio
+
+from sglang_april import wire
+from tests.unit.routes import client_of, open_round, run, until
+from tests.unit.scheduler_link import prompt, service
+
+
+def test_a_client_that_leaves_ends_only_its_wait() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            body = {"round_id": "r", "prompts": [prompt(id="a")]}
+            task = await open_round(client, engine, **body)
+            task.cancel()
+            await asyncio.wait([task])
+            engine.finish(engine.opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            await until(lambda: april.rounds.kept)
+            assert (await client.get("/april/rounds/r")).json()["finished"][0]["id"] == "a"
+
+    run(scenario())
+
+
+def test_stop_is_idempotent_and_waits_for_nothing() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            response = await client.post("/april/rounds/r/stop", json={"deliver": ["a"]})
+            assert response.json() == {"round_id": "r", "state": "open"}
+            assert engine.commands[-1].deliver == ["a"]
+            engine.end(engine.opened, reason="stopped")
+            await task
+            assert (await client.post("/april/rounds/r/stop")).json() == {"round_id": "r", "state": "ended"}
+            assert (await client.post("/april/rounds/none/stop")).status_code == 404
+
+    run(scenario())
+
+
+def test_a_stop_before_the_round_is_open_is_kept() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            await engine.lock.acquire_writer()
+            task = asyncio.create_task(client.post("/april/rollout", json={"round_id": "r"}))
+            await until(lambda: april.rounds.open)
+            assert (await client.post("/april/rounds/r/stop")).json()["state"] == "opening"
+            assert not engine.commands
+            await engine.lock.release_writer()
+            await until(lambda: isinstance(engine.commands[-1] if engine.commands else None, wire.StopRound))
+            engine.end(engine.opened, reason="stopped")
+            assert (await task).json()["end_reason"] == "stopped"
+
+    run(scenario())
+
+
+def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, prompts=[prompt(id="a")])
+            writer = asyncio.create_task(engine.lock.acquire_writer())
+            await asyncio.sleep(0.01)
+            assert not writer.done()
+            assert (await client.post("/april/push/begin")).status_code == 200
+            await asyncio.wait_for(writer, 1)
+            ended = (await client.post("/april/push/end", json={"version": 3})).json()
+            assert ended == {"push_open": False, "policy_version": 1}
+            assert engine.commands[-1].version == 3
+            assert not april.holds.held
+            await engine.lock.release_writer()
+            await until(lambda: april.holds.held)
+            engine.end(engine.opened, reason="stopped")
+            await task
+            assert not await engine.lock.is_locked()
+
+    run(scenario())
+
+
+def test_a_push_that_the_scheduler_refuses_gives_no_reader_up() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            await open_round(client, engine, prompts=[prompt(id="a")])
+            engine.answers[wire.PushEnd] = wire.Answer(0, 409, "push", "no push is open")
+            refused = await client.post("/april/push/end")
+            assert (refused.status_code, refused.json()["error"]["reason"]) == (409, "no push is open")
+            assert len(april.holds.held) == 1
+
+    run(scenario())
+
+
+def test_state_partials_drop_and_ack() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", keep_until_ack=True, prompts=[prompt(id="a")])
+            state = (await client.get("/april/state")).json()
+            assert state["http"]["rounds"] == {"r": {"run": "default", "state": "open"}}
+            assert (await client.post("/april/rounds/r/ack")).status_code == 409
+            engine.end(engine.opened, reason="stopped")
+            await task
+            assert (await client.post("/april/rounds/r/ack")).json() == {"round_id": "r", "acknowledged": True}
+            assert (await client.get("/april/partials", params={"run": "x"})).status_code == 200
+            assert engine.commands[-1].run == "x"
+            assert len(april.vault) == 1
+            assert (await client.post("/april/drop", json={"run": "default", "ids": ["a"]})).status_code == 200
+            assert not len(april.vault)
+
+    run(scenario())
