@@ -91,7 +91,11 @@ def _lost(rows: list[Row]) -> str:
 
 
 def _marks(rows: list[Row]) -> str:
-    marks = [("not steady", any(not row["steady"] for row in rows)), ("biased", any(row["biased"] for row in rows))]
+    marks = [
+        ("not steady", any(not row["steady"] for row in rows)),
+        ("biased", any(row["biased"] for row in rows)),
+        ("alone", any(len(row.get("full_batch_looks", ())) == 2 for row in rows)),
+    ]
     return ", ".join(name for name, there in marks if there)
 
 
@@ -245,7 +249,8 @@ NOTE = (
     "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
     "group ratio, the median over interleaved repetitions, each rate in units of the full-batch rate just before "
     "and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
-    "biased deliver other lengths than their source has."
+    "biased deliver other lengths than their source has; those marked alone were not measured in turns with the others, and "
+    "their ratios are as uncertain as the machine's speed, a fifth or more."
 )
 
 
