@@ -249,8 +249,8 @@ NOTE = (
     "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
     "group ratio, the median over interleaved repetitions, each rate in units of the full-batch rate just before "
     "and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
-    "biased deliver other lengths than their source has; those marked alone were not measured in turns with the others, and "
-    "their ratios are as uncertain as the machine's speed, a fifth or more."
+    "biased deliver other lengths than their source has; those marked alone were not measured in turns with the "
+    "others: their ratios are as uncertain as the machine's speed, by a fifth or more."
 )
 
 
