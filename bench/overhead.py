@@ -1,24 +1,29 @@
 """What our plugin costs SGLang's own requests: `sglang.bench_serving` on the stock server and on ours.
 
-    python -m bench.overhead --repetitions 5
+    python -m bench.overhead --repetitions 8
 
-Three cases in turn, round by round: stock; ours idle (the plugin is active, no round is open); ours with a round open
-whose samples hold one slot, so that the round's bookkeeping runs in every step. Rows carry output tokens/s and the
-ratio to the stock figure of the same repetition.
+Two pairs, whose order changes from one repetition to the next: the stock server and ours with the plugin idle (active,
+no round open); and both with one more request that decodes beside the measured ones, which for the stock server is a
+plain one and for ours a round's sample, so that the round's bookkeeping runs in every step. Rows carry output tokens/s
+and, for ours, the ratio to the stock server's of the same pair.
 """
 
 import argparse
 import contextlib
 import json
-import subprocess
+import multiprocessing
+import runpy
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+
+import httpx
+from rich.console import Console
 
 from bench import record
 from bench.rollout.presets import PRESETS
@@ -26,45 +31,76 @@ from bench.rollout.servers import Size, both
 from examples.tiny_model import make
 from sglang_april.client import AprilClient
 
-CASES = ("stock", "idle", "round open")
-PROMPTS, INPUT, OUTPUT = 256, 32, 64
+CLIENT = "sglang.bench_serving"
+PAIRS = (("stock", "idle"), ("stock, a request beside", "round open"))
+PROMPTS, INPUT, OUTPUT = 512, 32, 64
 CONTEXT = 8192
 OPEN_LIMIT_S = 60.0
-ENDLESS = 32
-"""So many samples of a whole context, one after the other, outlast any measurement."""
+RUN_LIMIT_S = 600.0
+BESIDE = [9, 10, 11]
+ENDLESS = CONTEXT - 16
+"""A response of a whole context outlasts any measurement."""
 
 
-def serve(url: str, model: Path, prompts: int, slots: int) -> float:
-    """Output tokens/s of one `sglang.bench_serving` run with random ids and fixed lengths."""
+def serve(url: str, model: Path, prompts: int, at_once: int, seed: int) -> float:
+    """Output tokens/s of one run of SGLang's client with random ids and fixed lengths, new prompts for each seed.
+
+    It runs in a fork of a process that has imported it, which takes longer than the measurement.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
         # fmt: off
-        command = [
-            sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url,
-            "--dataset-name", "random-ids", "--num-prompts", str(prompts), "--random-input-len", str(INPUT),
-            "--random-output-len", str(OUTPUT), "--random-range-ratio", "1.0", "--max-concurrency", str(slots),
-            "--model", str(model), "--tokenizer", str(model), "--output-file", str(out), "--disable-tqdm",
+        options = [
+            "--backend", "sglang", "--base-url", url, "--dataset-name", "random-ids", "--num-prompts", str(prompts),
+            "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--random-range-ratio", "1.0",
+            "--max-concurrency", str(at_once), "--seed", str(seed), "--model", str(model), "--tokenizer", str(model),
+            "--tokenize-prompt", "--disable-stream", "--disable-tqdm", "--output-file", str(out),
         ]
         # fmt: on
-        subprocess.run(command, check=True, capture_output=True, cwd=record.ROOT)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([CLIENT])
+        client = context.Process(target=_client, args=(options, Path(folder) / "client.log"))
+        client.start()
+        client.join(RUN_LIMIT_S)
+        if client.exitcode != 0:
+            client.kill()
+            raise RuntimeError(f"{CLIENT} failed:\n{(Path(folder) / 'client.log').read_text()[-2000:]}")
         return float(json.loads(out.read_text().splitlines()[-1])["output_throughput"])
 
 
+def _client(options: list[str], log: Path) -> None:
+    with log.open("w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        sys.argv = [CLIENT, *options]
+        runpy.run_module(CLIENT, run_name="__main__")
+
+
 @contextlib.contextmanager
-def open_round(url: str, tokens: int) -> Iterator[None]:
-    """A round that has one sample running at any time; it is stopped and dropped at the end."""
+def plain_request(url: str, tokens: int = ENDLESS) -> Iterator[None]:
+    """One request of SGLang's own that decodes all the time; it is aborted at the end."""
+    rid = f"overhead-{uuid.uuid4().hex[:8]}"
+    body = {"rid": rid, "input_ids": BESIDE, "sampling_params": _sampling(tokens)}
+    waiter = threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body, timeout=None), daemon=True)
+    waiter.start()
+    _wait(lambda: _running(url) > 0, "the request did not start")
+    try:
+        yield
+        still = waiter.is_alive()
+    finally:
+        httpx.post(f"{url}/abort_request", json={"rid": rid}, timeout=OPEN_LIMIT_S)
+        waiter.join(OPEN_LIMIT_S)
+    _check(still)
+
+
+@contextlib.contextmanager
+def open_round(url: str, tokens: int = ENDLESS) -> Iterator[None]:
+    """A round with one sample that decodes all the time; it is stopped and dropped at the end."""
     run = f"overhead-{uuid.uuid4().hex[:8]}"
-    endless = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
-    prompts = [{"id": str(i), "input_ids": [9, 10, 11], "sampling_params": endless} for i in range(ENDLESS)]
+    prompts = [{"id": "beside", "input_ids": BESIDE, "sampling_params": _sampling(tokens)}]
     with AprilClient(url) as client:
         events = client.stream(run=run, round_id=run, prompts=prompts, quota=None, concurrency=1)
         waiter = threading.Thread(target=lambda: list(events), daemon=True)
         waiter.start()
-        deadline = time.monotonic() + OPEN_LIMIT_S
-        while not _is_open(client, run):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the round did not open")
-            time.sleep(0.01)
+        _wait(lambda: _is_open(client, run) and _running(url) > 0, "the round did not open")
         try:
             yield
             still = _is_open(client, run)
@@ -72,42 +108,88 @@ def open_round(url: str, tokens: int) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 client.stop(run)
             client.drop(run)
-        if not still:
-            raise RuntimeError("the round ended before the measurement did: give its sample more tokens")
+        _check(still)
+
+
+def _sampling(tokens: int) -> dict[str, int | float | bool]:
+    return {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
 
 
 def _is_open(client: AprilClient, round_id: str) -> bool:
     return any(one["round_id"] == round_id for one in client.state()["rounds"])
 
 
+def _running(url: str) -> int:
+    loads = httpx.get(f"{url}/v1/loads", timeout=OPEN_LIMIT_S).json()["loads"]
+    return sum(int(load["num_running_reqs"]) for load in loads)
+
+
+def _wait(until: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + OPEN_LIMIT_S
+    while not until():
+        if time.monotonic() > deadline:
+            raise RuntimeError(otherwise)
+        time.sleep(0.01)
+
+
+def _check(still: bool) -> None:
+    if not still:
+        raise RuntimeError("what decodes beside the measured requests ended before they did: measure fewer prompts")
+
+
+class Measured:
+    """The rates of all cases, repetition by repetition, and where their rows go."""
+
+    def __init__(self, urls: dict[str, str], model: Path, prompts: int, at_once: int) -> None:
+        self._urls, self._model, self._prompts, self._at_once = urls, model, prompts, at_once
+        self._seed = 0
+        self.ratios: dict[str, list[float]] = {ours: [] for _, ours in PAIRS}
+
+    def case(self, case: str) -> float:
+        """Output tokens/s of one run of one case."""
+        patched = case in self.ratios
+        url = self._urls["ours" if patched else "stock"]
+        beside = case in PAIRS[1]
+        self._seed += 1
+        with (open_round(url) if patched else plain_request(url)) if beside else contextlib.nullcontext():
+            return serve(url, self._model, self._prompts, self._at_once, self._seed)
+
+    def repetition(self, number: int) -> list[record.Row]:
+        """A row per case; every second repetition begins with ours."""
+        rows: list[record.Row] = []
+        for pair in PAIRS:
+            rates = {case: self.case(case) for case in (pair if number % 2 == 0 else pair[::-1])}
+            ratio = rates[pair[1]] / rates[pair[0]]
+            self.ratios[pair[1]].append(ratio)
+            for case, of_stock in zip(pair, (1.0, ratio), strict=True):
+                row = {"case": case, "repetition": number, "output_tokens_per_s": rates[case], "ratio": of_stock}
+                rows.append(row)
+        return rows
+
+
 def main(given: list[str] | None = None) -> int:
-    """Appends three rows per repetition."""
+    """Appends four rows per repetition."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--repetitions", type=int, default=8, help="four measurements each (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests of a measurement (%(default)s)")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "overhead.json")
-    args = parser.parse_args(given)
+    args, console = parser.parse_args(given), Console(highlight=False)
     plan = PRESETS["cpu"].plan
     facts = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.facts()}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         model = make(Path(folder) / "v0")
         size = Size(model, plan.slots, CONTEXT, 140_000)
         with both(size, record.ROOT / "out" / "bench") as (stock, ours):
+            # One slot is left for what decodes beside.
+            measured = Measured({"stock": stock, "ours": ours}, model, args.prompts, plan.slots - 1)
             for url in (stock, ours):
-                serve(url, model, plan.slots, plan.slots)
-            ratios: dict[str, list[float]] = {case: [] for case in CASES}
-            for repetition in range(args.repetitions):
-                rates = {"stock": serve(stock, model, args.prompts, plan.slots)}
-                rates["idle"] = serve(ours, model, args.prompts, plan.slots)
-                with open_round(ours, CONTEXT - 16):
-                    rates["round open"] = serve(ours, model, args.prompts, plan.slots)
-                for case, rate in rates.items():
-                    ratio = rate / rates["stock"]
-                    ratios[case].append(ratio)
-                    row = {"case": case, "repetition": repetition, "output_tokens_per_s": rate, "ratio": ratio}
-                    record.append_rows(args.out, [{**facts, **row}])
-                    print(f"{case:<12} {rate:9.0f} tokens/s  {ratio:.3f}", flush=True)
-    print("  ".join(f"{case}: {median(values):.3f}" for case, values in ratios.items()))
+                serve(url, model, plan.slots, plan.slots - 1, 0)
+            for number in range(args.repetitions):
+                rows = measured.repetition(number)
+                record.append_rows(args.out, [{**facts, **row} for row in rows])
+                for row in rows:
+                    console.print(f"{row['case']:<24} {row['output_tokens_per_s']:9.0f} tokens/s  {row['ratio']:.3f}")
+    console.print("  ".join(f"{case}: {median(values):.3f}" for case, values in measured.ratios.items()))
     return 0
 
 

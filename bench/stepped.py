@@ -2,7 +2,8 @@
 
 Files of JSON lines in the folder `APRIL_STEPS`: `forwards.jsonl`, one line as each forward of the model begins on rank
 0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended; where
-`APRIL_SPANS` is set too, `spans.jsonl`, one line for each piece of the scheduler's loop (`at`, `took`: seconds).
+`APRIL_SPANS` is set too, `spans.jsonl`, one line for each piece of the scheduler's loop (`at`, `took`: seconds; a
+forward's has `rows` and `context`, the tokens of all rows, too).
 SGLang spawns its scheduler, and a spawned process imports this file again: so the hooks are applied there too.
 """
 
@@ -92,9 +93,12 @@ def note_spans(folder: Path) -> None:
             at, start = time.time(), time.perf_counter()
             returned = stock(*args, **kwargs)
             took = time.perf_counter() - start
-            rows = int(args[1].batch_size) if piece == "forward" else None
-            decode = bool(args[1].forward_mode.is_decode()) if piece == "forward" else None
-            out.write(json.dumps({"at": at, "took": took, "piece": piece, "rows": rows, "decode": decode}) + "\n")
+            line = {"at": at, "took": took, "piece": piece}
+            if piece == "forward":
+                batch = args[1]
+                decode, context = bool(batch.forward_mode.is_decode()), int(batch.seq_lens_sum)
+                line |= {"rows": int(batch.batch_size), "decode": decode, "context": context}
+            out.write(json.dumps(line) + "\n")
             return returned
 
         return call

@@ -36,16 +36,18 @@ OURS = tuple(name for name in KINDS if name.startswith("april") and name not in 
 
 
 def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, float]:
-    """Each piece's share of the windows' time; they add up to 1. `rows`, `steps`: of the decode forwards."""
+    """Each piece's share of the windows' time; they add up to 1. Beside them of the decode forwards: how many
+    `steps`, and the means of their `rows`, of a row's `context` (tokens) and of a forward's `decode_ms`."""
     took = dict.fromkeys(("decode", "prefill", "sample", "run", "results", "next", "requests", "between", "loop"), 0.0)
-    steps = rows = 0
+    steps = rows = context = 0
     for start, end in windows:
         inside = [span for span in spans if start <= span["at"] < end]
         for span in inside:
             piece = span["piece"]
             if piece == "forward":
                 piece = "decode" if span["decode"] else "prefill"
-                steps, rows = steps + span["decode"], rows + span["rows"] * span["decode"]
+                if span["decode"]:
+                    steps, rows, context = steps + 1, rows + span["rows"], context + span["context"]
             took[piece] += span["took"]
             took["run"] -= span["took"] if piece in ("decode", "prefill", "sample") else 0.0
         runs = [span for span in inside if span["piece"] == "run"]
@@ -54,7 +56,9 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
         took["between"] += max(0.0, (first - start) + (end - last) - asked)
     total = sum(end - start for start, end in windows)
     took["loop"] = total - sum(took.values())
-    return {"steps": steps, "rows": rows / steps if steps else 0.0, **{name: s / total for name, s in took.items()}}
+    of_steps = {"rows": rows / max(steps, 1), "context": context / max(rows, 1)}
+    of_steps["decode_ms"] = 1000 * took["decode"] / max(steps, 1)
+    return {"steps": steps, **of_steps, **{name: seconds / total for name, seconds in took.items()}}
 
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:

@@ -1,9 +1,10 @@
-"""Decode attention for the CPU platform: SGLang's `torch_native` with one gather for the whole batch.
+"""Decode attention for the CPU platform: SGLang's `torch_native` with a faster decode.
 
 The parent gathers keys and values, repeats grouped heads and calls SDPA once per request and layer, in several small
-operations each. Here the slots of a step are looked up once for all layers, keys and values are gathered once per
-layer, and each request is one SDPA over a view of its own tokens, the query heads of a KV head as rows. A request's
-result depends on nothing but its own tokens, as in the parent, to which everything unusual falls back.
+operations each. Here float32 has a kernel of its own (decode_kernel.py). For half precision the slots of a step are
+looked up once for all layers, keys and values are gathered once per layer, and each request is one SDPA over a view of
+its own tokens, the query heads of a KV head as rows. A request's result depends on nothing but its own tokens, as in
+the parent, to which everything unusual falls back.
 
 By the name `torch_native` alone SGLang knows that no Triton kernel may be started, so the backend keeps it: `install`
 puts a factory in its place in SGLang's registry, which makes ours only where the platform, not the user, chose it.
@@ -17,6 +18,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_april.platforms.cpu import CHOSEN_HERE
+from sglang_april.platforms.decode_kernel import decode_attention, fits
 
 
 def install() -> None:
@@ -82,6 +84,10 @@ class TorchCpuAttention(TorchNativeAttnBackend):
                 is_cross_attn,
                 sliding_window_size,
             )
+        if scaling is not None and fits(query, k_cache, v_cache, req_to_token):
+            return output.copy_(
+                decode_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scaling)
+            )
         if self._step is None:
             self._step = ragged_slots(req_to_token, req_pool_indices, seq_lens)
         slots, lengths = self._step
@@ -98,8 +104,13 @@ class TorchCpuAttention(TorchNativeAttnBackend):
 def ragged_slots(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, list[int]]:
-    """The slots of all requests one after the other, int [sum of lengths], and the lengths."""
+    """The slots of all requests one after the other, int [sum of lengths], and the lengths.
+
+    By the positions in the flat table: a table as wide as the longest request would cost every step what that one has.
+    """
     lengths = seq_lens.tolist()
-    longest = max(lengths, default=0)
-    table = req_to_token[req_pool_indices, :longest]
-    return table[torch.arange(longest, device=table.device) < seq_lens[:, None]], lengths
+    # All tokens of a request are as far from where they go to.
+    shift = req_pool_indices * req_to_token.stride(0) - (seq_lens.cumsum(0) - seq_lens)
+    where = torch.repeat_interleave(shift, seq_lens, output_size=sum(lengths))
+    where += torch.arange(len(where), device=where.device)
+    return req_to_token.view(-1).index_select(0, where), lengths

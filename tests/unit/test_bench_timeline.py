@@ -8,7 +8,8 @@ from bench.timeline import shares
 
 
 def span(piece: str, at: float, took: float, rows: int | None = None, *, decode: bool | None = None) -> dict[str, Any]:
-    return {"piece": piece, "at": at, "took": took, "rows": rows, "decode": decode}
+    of_forward = {} if rows is None else {"rows": rows, "decode": decode, "context": 100 * rows}
+    return {"piece": piece, "at": at, "took": took, **of_forward}
 
 
 def test_the_pieces_add_up_to_the_rounds() -> None:
@@ -24,7 +25,7 @@ def test_the_pieces_add_up_to_the_rounds() -> None:
         span("run", 25.0, 1.0),
     ]
     told = shares(spans, [(10.0, 20.0)])
-    assert (told.pop("steps"), told.pop("rows")) == (1, 8)
+    assert [told.pop(name) for name in ("steps", "rows", "context", "decode_ms")] == [1, 8, 100, 3000]
     assert told == pytest.approx(
         # 1 s before the first step and 2 s after the last, 0.4 s of them for a control request.
         {
@@ -44,4 +45,4 @@ def test_the_pieces_add_up_to_the_rounds() -> None:
 
 def test_rounds_without_a_step_are_all_between() -> None:
     told = shares([], [(0.0, 2.0)])
-    assert (told["between"], told["steps"], told["rows"]) == (1.0, 0, 0.0)
+    assert (told["between"], told["steps"], told["rows"], told["context"]) == (1.0, 0, 0.0, 0.0)

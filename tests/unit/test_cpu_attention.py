@@ -78,12 +78,12 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, size: int) -> No
 
 
 def test_a_new_step_is_looked_up_again_and_layers_share_one() -> None:
-    case = Case(4, 2, torch.float32)
+    case = Case(4, 2, torch.bfloat16)
     assert not torch.equal(case.answer(case.ours, [0]), case.answer(case.ours, [1]))
     step = case.ours._step
     case.ours.use_sliding_window_kv_pool = False
     case.ours._run_sdpa_forward_decode(
-        case.query[[1]], torch.empty(1, 4, 32), case.keys, case.values, None, None, None, scaling=0.2
+        case.query[[1]], torch.empty(1, 4, 32).bfloat16(), case.keys, case.values, None, None, None, scaling=0.2
     )
     assert case.ours._step is step
 

@@ -2,13 +2,22 @@
 
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers import sampler
 
-from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32, seeded_sample
+from april_kernels import seeded_sampling
+from april_kernels.compiled import compiled
+from april_kernels.seeded_sampling import reference
+from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32
 
+Sampler = Callable[..., torch.Tensor]
+BOTH = pytest.mark.parametrize("seeded_sample", [reference.seeded_sample, seeded_sampling.seeded_sample])
+"""The oracle, and what runs on a CPU: compiled."""
 SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 0x1234_5678_9ABC_DEF0]
 POSITIONS = [0, 1, 17, 2**16, 131_071, 2**31 - 1, 5]
 
@@ -44,7 +53,8 @@ def test_hash(dtype: torch.dtype) -> None:
     ]
 
 
-def test_draw() -> None:
+@BOTH
+def test_draw(seeded_sample: Sampler) -> None:
     rng = random.Random(0)
     rows = [[rng.random() ** 4 for _ in range(50)] for _ in SEEDS]
     probs = torch.tensor(rows)
@@ -63,13 +73,34 @@ def test_draw() -> None:
     assert torch.equal(probs, before)
 
 
-def test_a_row_s_draw_does_not_depend_on_the_others() -> None:
+@BOTH
+def test_a_row_s_draw_does_not_depend_on_the_others(seeded_sample: Sampler) -> None:
     torch.manual_seed(0)
     probs, seeds, positions = torch.rand(7, 64), torch.tensor(SEEDS), torch.tensor(POSITIONS)
     whole = seeded_sample(probs, seeds, positions)
     for row in range(7):
         one = slice(row, row + 1)
         assert torch.equal(seeded_sample(probs[one], seeds[one], positions[one]), whole[one])
+
+
+@pytest.mark.parametrize(("columns", "sharpness"), [(1, 1), (50, 0), (512, 1), (512, 6), (5000, 3)])
+def test_the_compiled_draws_are_the_reference_s(columns: int, sharpness: int) -> None:
+    torch.manual_seed(columns + sharpness)
+    for _ in range(20):
+        probs = (torch.randn(64, columns) * sharpness).softmax(dim=-1)
+        given = probs, torch.randint(0, 2**63 - 1, (64,)), torch.randint(0, 2**31 - 1, (64,), dtype=torch.int32)
+        keep = torch.rand_like(probs) < 0.3
+        keep[:, 0] = True
+        assert torch.equal(seeded_sampling.seeded_sample(*given), reference.seeded_sample(*given))
+        assert torch.equal(seeded_sampling.seeded_sample(*given, keep), reference.seeded_sample(*given, keep))
+
+
+def test_what_cannot_be_kept_on_disk_is_compiled_all_the_same() -> None:
+    said: dict[str, Any] = {}
+    exec("def fill(out, value): out[:] = value", said)
+    answer = np.zeros(3, np.float32)
+    compiled("(f4[::1], f4)")(said["fill"])(answer, 3.0)
+    assert answer.tolist() == [3, 3, 3]
 
 
 @pytest.fixture
@@ -99,7 +130,8 @@ def test_cuts_are_those_of_sglang(cuts: tuple[torch.Tensor, ...], monkeypatch: p
     assert 1 < int(theirs.sum(-1).max()) <= 200
 
 
-def test_draws_stay_within_the_cuts(cuts: tuple[torch.Tensor, ...]) -> None:
+@BOTH
+def test_draws_stay_within_the_cuts(cuts: tuple[torch.Tensor, ...], seeded_sample: Sampler) -> None:
     probs, *bounds = cuts
     keep = keep_mask(probs, *bounds)
     for seed in range(50):
@@ -107,7 +139,8 @@ def test_draws_stay_within_the_cuts(cuts: tuple[torch.Tensor, ...]) -> None:
         assert bool(keep.gather(1, drawn[:, None]).all())
 
 
-def test_cut_rows_keep_their_proportions() -> None:
+@BOTH
+def test_cut_rows_keep_their_proportions(seeded_sample: Sampler) -> None:
     """Chi-square over the 4 columns that are left, 3 degrees of freedom: below 16.3 in 999 of 1,000 cases."""
     count = 20_000
     probs = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.05])

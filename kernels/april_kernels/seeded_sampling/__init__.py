@@ -11,10 +11,15 @@ __all__ = ["TOP_K_ALL", "keep_mask", "murmur_hash32", "seeded_sample"]
 def seeded_sample(
     probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """One column per row by the Gumbel trick: `reference.seeded_sample`, on a GPU (CUDA or ROCm) in a fused kernel."""
-    if not probs.is_cuda:
-        return reference.seeded_sample(probs, seeds, positions, keep)
-    # Imported where it is needed: a CPU installation of torch has no Triton.
-    from april_kernels.seeded_sampling import triton_impl
+    """One column per row by the Gumbel trick: `reference.seeded_sample`, on a GPU (CUDA or ROCm) in a fused kernel, on
+    a CPU in a compiled loop."""
+    # Imported where they are needed: a CPU installation of torch has no Triton.
+    if probs.is_cuda:
+        from april_kernels.seeded_sampling import triton_impl
 
-    return triton_impl.seeded_sample(probs, seeds, positions, keep)
+        return triton_impl.seeded_sample(probs, seeds, positions, keep)
+    if probs.dtype is torch.float32 and probs.device.type == "cpu":
+        from april_kernels.seeded_sampling import cpu
+
+        return cpu.seeded_sample(probs, seeds, positions, keep)
+    return reference.seeded_sample(probs, seeds, positions, keep)
