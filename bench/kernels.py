@@ -8,10 +8,11 @@ each has all that is needed to repeat it. What cannot be run here is a row too, 
 """
 
 import argparse
+import math
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,38 +24,53 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from bench import record
-from bench.kernel_cases import Bed, Config, Missing, cases
+from bench.kernel_cases import Bed, Case, Config, Missing, cases
 
 CPU_REPEATS = 7
+CPU_AT_LEAST_S = 0.02
+"""So long is one of the repeats: what is shorter is called several times."""
+
+Times = tuple[float, float, float]
+"""Milliseconds of one call: 20th, 50th and 80th percentile."""
 
 
-def timed(run: Callable[[], object], device: str) -> tuple[float, float, float]:
-    """Milliseconds of one call: 20th, 50th and 80th percentile."""
+def timed(runs: Sequence[Callable[[], object]], device: str) -> list[Times]:
+    """Each run's times. On a CPU in turns: what else runs there comes and goes, and ratios are what is asked for."""
     if device != "cpu":
-        import triton.testing
+        from triton.testing import do_bench
 
         # It empties the L2 cache before every call.
-        p20, p50, p80 = triton.testing.do_bench(run, warmup=25, rep=200, quantiles=[0.2, 0.5, 0.8])
-        return p20, p50, p80
-    run()
-    took = []
-    for _ in range(CPU_REPEATS):
-        start = time.perf_counter()
+        return [tuple(do_bench(run, warmup=25, rep=200, quantiles=[0.2, 0.5, 0.8])) for run in runs]
+    for run in runs:
         run()
-        took.append(1e3 * (time.perf_counter() - start))
-    took.sort()
-    return took[CPU_REPEATS // 5], took[CPU_REPEATS // 2], took[-1 - CPU_REPEATS // 5]
+    calls = [max(1, math.ceil(CPU_AT_LEAST_S / _seconds(run, 1))) for run in runs]
+    took: list[list[float]] = [[] for _ in runs]
+    for _ in range(CPU_REPEATS):
+        for run, count, mine in zip(runs, calls, took, strict=True):
+            mine.append(1e3 * _seconds(run, count) / count)
+    for mine in took:
+        mine.sort()
+    return [(mine[CPU_REPEATS // 5], mine[CPU_REPEATS // 2], mine[-1 - CPU_REPEATS // 5]) for mine in took]
+
+
+def _seconds(run: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return time.perf_counter() - start
 
 
 def measured(config: Config, tokens: int, device: str) -> list[dict[str, Any]]:
     """One row per case, shares of the peaks filled in."""
     bed = Bed(config, tokens, device)
+    found = list(cases(bed))
+    times = iter(timed([case.run for case in found if isinstance(case, Case)], device))
     rows: list[dict[str, Any]] = []
-    for case in cases(bed):
+    for case in found:
         if isinstance(case, Missing):
             rows.append({"name": case.name, "tokens": tokens, "skipped": case.why})
             continue
-        p20, p50, p80 = timed(case.run, device)
+        p20, p50, p80 = next(times)
         moved = case.passes * (case.kv_bytes or bed.kv_bytes)
         rate = {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "gb_per_s": moved / p50 / 1e6}
         row = {"name": case.name, "tokens": tokens, "programs": case.programs, "bytes_moved": moved, **rate}
