@@ -7,7 +7,11 @@ import numba
 
 
 def compiled(signature: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: compiled for one signature, kept on disk where there is a place for it, else once per process."""
+    """A decorator: compiled for one signature, kept on disk where there is a place for it, else once per process.
+
+    As torch's own loops do, it lets other threads run (copies of pages, for one), and divides by zero without an error.
+    """
+    options = {"nogil": True, "error_model": "numpy", **options}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         try:
