@@ -14,7 +14,7 @@ mpl.use("Agg")
 import numpy as np
 from matplotlib import pyplot as plt
 
-from bench.learning_stats import LAST, MARGIN, cost_to, in_regime, ks_distance, paired
+from bench.learning_stats import LAST, MARGIN, cost_to, in_regime, ks_distance, paired, reward_at
 from bench.record import Row
 
 BASE = "synchronous"
@@ -63,10 +63,11 @@ def table(found: dict[str, dict[int, Row]]) -> list[list[str]]:
 
 def _line(name: str, runs: dict[int, Row], base: dict[int, Row], goal: float | None) -> list[str]:
     rows = list(runs.values())
-    line = [name, str(len(rows)), _mean(rows, "reward_before", ".4f"), _mean(rows, "reward_final", ".4f")]
+    ends = {seed: _end(row, base.get(seed, row)) for seed, row in runs.items()}
+    line = [name, str(len(rows)), _mean(rows, "reward_before", ".4f"), format(mean(ends.values()), ".4f")]
     compared = None
     if name != BASE:
-        compared = paired(*({seed: row["reward_final"] for seed, row in each.items()} for each in (runs, base)))
+        compared = paired(ends, {seed: row["reward_final"] for seed, row in base.items()})
     if compared is None:
         line += ["–", "–", "–"]
     else:
@@ -77,6 +78,11 @@ def _line(name: str, runs: dict[int, Row], base: dict[int, Row], goal: float | N
     line += [_mean(rows, key, ".1%") for key in ("off_policy_share", "over_three_versions", "hybrid_share")]
     distances = [ks_distance(_counts(row), _counts(base[seed])) for seed, row in runs.items() if seed in base]
     return [*line, _mean(rows, "kv_drift", ".4f"), f"{mean(distances):.3f}" if distances else "–"]
+
+
+def _end(row: Row, base: Row) -> float:
+    """Held-out reward at the numbers of samples of the synchronous run's last evaluations."""
+    return reward_at([point["samples_so_far"] for point in base["evaluations"][1:][-LAST:]], row["evaluations"])
 
 
 def _mean(rows: list[Row], key: str, form: str) -> str:
@@ -155,8 +161,9 @@ def _said(rows: list[Row], found: dict[str, dict[int, Row]]) -> str:
     lines = [
         f"Run {first['run_id']}, {first['machine']['cpu']}, {first['machine']['cores']} cores, commit "
         f"{first['commit'][:8]}, {first['time']}; sizes: {first['sizes']}.",
-        f"Held-out reward is the mean of a run's last {LAST} evaluations. Differences are paired over seeds, with the "
-        f"95 % interval of Student's t; “not inferior” means that its lower end is above −{MARGIN}.",
+        f"Held-out reward is the mean of a run's last {LAST} evaluations; where a variant's steps deliver more "
+        "samples than the synchronous ones, it is taken at the same numbers of samples. Differences are paired over "
+        f"seeds, with the 95 % interval of Student's t; “not inferior” means that its lower end is above −{MARGIN}.",
     ]
     if regime:
         seen = regime[-1]["off_policy_share"], regime[-1]["over_three_versions"]

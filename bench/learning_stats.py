@@ -54,6 +54,13 @@ def final_reward(evaluations: Sequence[Mapping[str, Any]]) -> float:
     return float(np.mean([row["reward"] for row in evaluations if row["step"] > 0][-LAST:]))
 
 
+def reward_at(samples: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> float:
+    """Mean held-out reward at these numbers of delivered samples, linear between evaluations: for variants whose steps
+    deliver more than others'."""
+    seen, rewards = ([row[key] for row in evaluations] for key in ("samples_so_far", "reward"))
+    return float(np.interp(samples, seen, rewards).mean())
+
+
 def cost_to(target: float, evaluations: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """`samples_so_far` or `seconds_so_far` when held-out reward first reached the target, linear between evaluations;
     None if it never did."""

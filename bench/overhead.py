@@ -76,9 +76,9 @@ def _client(options: list[str], log: Path) -> None:
 
 @contextlib.contextmanager
 def plain_request(url: str, tokens: int = ENDLESS) -> Iterator[None]:
-    """One request of SGLang's own that decodes all the time; it is aborted at the end."""
+    """One request of SGLang's own that decodes all the time, with logprobs, as in rounds; it is aborted at the end."""
     rid = f"overhead-{uuid.uuid4().hex[:8]}"
-    body = {"rid": rid, "input_ids": BESIDE, "sampling_params": _sampling(tokens)}
+    body = {"rid": rid, "input_ids": BESIDE, "sampling_params": _sampling(tokens), "return_logprob": True}
     waiter = threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body, timeout=None), daemon=True)
     waiter.start()
     _wait(lambda: _running(url) > 0, "the request did not start")

@@ -12,7 +12,7 @@ from scipy import stats
 from bench import record
 from bench.learning import SIZES, Bench, arguments, fields_of, plan, regime_of
 from bench.learning_page import page, table, target
-from bench.learning_stats import Paired, cost_to, final_reward, in_regime, ks_distance, paired
+from bench.learning_stats import Paired, cost_to, final_reward, in_regime, ks_distance, paired, reward_at
 from trainer_bridge.flags import load
 
 
@@ -73,6 +73,12 @@ def evaluations(*rewards: float) -> list[dict[str, Any]]:
 def test_final_reward_is_of_the_last_five_without_the_one_before_training() -> None:
     assert final_reward(evaluations(0.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0)) == 3.0
     assert final_reward(evaluations(0.0, 0.5, 0.7)) == pytest.approx(0.6)
+
+
+def test_a_reward_at_given_samples_is_linear_between_evaluations() -> None:
+    seen = [{"samples_so_far": count, "reward": reward} for count, reward in ((0, 0.2), (100, 0.4), (300, 0.8))]
+    assert reward_at([100, 300], seen) == pytest.approx(0.6)
+    assert reward_at([50, 200], seen) == pytest.approx((0.3 + 0.6) / 2)
 
 
 def test_cost_to_a_target_is_linear_between_evaluations() -> None:
@@ -148,6 +154,14 @@ def test_table_and_page_from_rows() -> None:
     assert text.count("<img") == 3
     assert "a &lt;cpu&gt;" in text
     assert "No rows" in page([])
+
+
+def test_a_variant_with_larger_steps_is_compared_at_equal_samples() -> None:
+    base = run_row("synchronous", 0, 0.9)
+    twice = [{**row, "samples_so_far": 2 * row["samples_so_far"]} for row in base["evaluations"]]
+    _, _, cohort = table({"synchronous": {0: base}, "cohort": {0: run_row("cohort", 0, 0.9, evaluations=twice)}})
+    # Of 0, 200 and 400 samples with 0.5, 0.9 and 0.9, at 100 and 200.
+    assert cohort[3:5] == ["0.8000", "-0.1000"]
 
 
 def test_a_run_goes_on_and_refuses_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
