@@ -67,8 +67,9 @@ def _speed(one: Row, two: Row) -> float:
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
-    """The faster of the ways from outside."""
+    """The faster of the ways from outside; of those measured in turns with ours, if any was."""
     there = [table[name] for name in OUTSIDE if name in table]
+    there = [rows for rows in there if not any(map(_alone, rows))] or there
     return max(there, key=lambda rows: mean(row["share_of_limit"] for row in rows), default=[])
 
 
@@ -90,11 +91,16 @@ def _lost(rows: list[Row]) -> str:
     return str(sum(known)) if known else "–"
 
 
+def _alone(row: Row) -> bool:
+    """Whether the limit was looked at before and after the row only, not between turns."""
+    return len(row.get("full_batch_looks", ())) == 2
+
+
 def _marks(rows: list[Row]) -> str:
     marks = [
         ("not steady", any(not row["steady"] for row in rows)),
         ("biased", any(row["biased"] for row in rows)),
-        ("alone", any(len(row.get("full_batch_looks", ())) == 2 for row in rows)),
+        ("alone", any(map(_alone, rows))),
     ]
     return ", ".join(name for name, there in marks if there)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from bench.rollout.lengths import Lengths, named
 from bench.rollout.variant import Plan
 
-MAIN = ("synchronous", "outside", "april-keep", "april-recompute", "april-auto")
-OTHERS = ("outside-retry3s", "stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
+MAIN = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto")
+OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
 FEW = ("synchronous", "outside", "april-keep")
 DISTRIBUTIONS = ("constant", "pareto", "uniform")
 TRAINER = (0.0, 0.5, 1.0)
@@ -89,7 +89,7 @@ class Preset:
         for repetition in range(self.repetitions):
             yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
         yield from (Cell("constant", variant) for variant in MAIN)
-        yield from (Cell("lognormal", variant) for variant in OTHERS[:4])
+        yield from (Cell("lognormal", variant) for variant in OTHERS[:3])
         yield from self._ahead()
         for distribution in self.distributions[1:]:
             yield from (Cell(distribution, variant) for variant in FEW)
@@ -102,7 +102,7 @@ class Preset:
 
     def _ahead(self) -> Iterator[Cell]:
         for trainer in TRAINER if self.everything else TRAINER[:1]:
-            for variant in OTHERS[4:]:
+            for variant in OTHERS[3:]:
                 yield Cell("lognormal", variant, ablation=f"trainer {trainer:g}" if trainer else None, trainer=trainer)
 
     def _ablations(self) -> Iterator[Cell]:

@@ -27,7 +27,7 @@ KINDS: dict[str, type[Variant]] = {
     )
 }
 STEP_BATCHES = (1, 8, 32)
-IN_TURNS = ("synchronous", "outside", "april-keep", "april-recompute", "april-auto", "april-factor")
+IN_TURNS = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto", "april-factor")
 """Between two rounds of these nothing runs, and their next push leaves no prefix to be found: their rounds are measured
 in turns, round by round, and a machine that becomes faster or slower meanwhile does so for all of them."""
 

@@ -52,6 +52,19 @@ def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_
     assert lines["april-keep"][-2:] == ["0", "biased"]
 
 
+def test_what_was_measured_alone_is_no_base_for_what_was_measured_in_turns() -> None:
+    alone, turns = [900, 1100], [1000, 1000, 1000]
+    table = by_variant(
+        [
+            row("outside", 150, 12, full_batch_looks=turns),
+            row("outside-retry3s", 160, 14, full_batch_looks=alone),
+        ],
+        "lognormal",
+    )
+    assert better_outside(table) == table["outside"]
+    assert better_outside({"outside-retry3s": table["outside-retry3s"]}) == table["outside-retry3s"]
+
+
 def test_a_machine_that_became_faster_is_no_gain() -> None:
     table = by_variant(
         [row("synchronous", 100, 10), row("april-keep", 180, 20, full_batch_tokens_per_s=1200)], "lognormal"
