@@ -89,9 +89,10 @@ def table(found: list[Point]) -> list[list[str]]:
 
 
 def _name(row: Row) -> str | None:
-    if row["variant"] == FIXED and (row["ablation"] or "").startswith(ABLATION):
-        return f"{float(row['ablation'].removeprefix(ABLATION)):g}×"
-    return DEMAND if (row["variant"], row["ablation"]) == (DRIVEN, None) else None
+    if not (row["ablation"] or "").startswith(ABLATION) or row["variant"] not in (FIXED, DRIVEN):
+        return None
+    what = row["ablation"].removeprefix(ABLATION)
+    return DEMAND if what == DEMAND else f"{float(what):g}×"
 
 
 def _idle(rows: list[Row], speed: float) -> float:

@@ -9,23 +9,18 @@ table of the newest run of that preset.
 """
 
 import argparse
-import base64
 import html
-import io
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 from bench import record
-from bench.over_sampling import Point, knee, points
+from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
+from bench.plots import plot, plot_over_sampling
 from bench.record import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OUTSIDE = ("outside", "outside-retry3s")
@@ -67,9 +62,8 @@ def _speed(one: Row, two: Row) -> float:
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
-    """The faster of the ways from outside; of those measured in turns with ours, if any was."""
+    """The faster of the ways from outside."""
     there = [table[name] for name in OUTSIDE if name in table]
-    there = [rows for rows in there if not any(map(_alone, rows))] or there
     return max(there, key=lambda rows: mean(row["share_of_limit"] for row in rows), default=[])
 
 
@@ -91,16 +85,10 @@ def _lost(rows: list[Row]) -> str:
     return str(sum(known)) if known else "–"
 
 
-def _alone(row: Row) -> bool:
-    """Whether the limit was looked at before and after the row only, not between turns."""
-    return len(row.get("full_batch_looks", ())) == 2
-
-
 def _marks(rows: list[Row]) -> str:
     marks = [
         ("not steady", any(not row["steady"] for row in rows)),
         ("biased", any(row["biased"] for row in rows)),
-        ("alone", any(map(_alone, rows))),
     ]
     return ", ".join(name for name, there in marks if there)
 
@@ -128,6 +116,22 @@ def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
         ratios = [headline(rows, base, raw=raw) for raw in (False, True) for base in bases]
         shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
         lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
+    return lines
+
+
+def ablations_of(rows: list[Row], together: str) -> list[list[str]]:
+    """Header and one line for each of the ablations that were measured in turns, against the first of them."""
+    table: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.get("together") == together:
+            table.setdefault((row["variant"], row["ablation"]), []).append(row)
+    base = next(iter(table.values()))
+    lines = [["variant", "ablation", "× the first", "KS distance", *COLUMNS]]
+    for names, mine in table.items():
+        ratio = headline(mine, base) or 0.0
+        lines.append(
+            [*names, f"{ratio:.2f}", _number("ks_distance", ".3f")(mine), *(c(mine) for c in COLUMNS.values())]
+        )
     return lines
 
 
@@ -162,55 +166,6 @@ def readme(text: str, rows: list[Row]) -> str:
     return MARKER.sub(fill, text)
 
 
-def plot(table: dict[str, list[Row]], title: str) -> str:
-    """Delivered tokens/s as a share of the full-batch rate, a dot for each repetition; an SVG as a data URL."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.45 * len(table) + 1.2), layout="tight")
-    names = list(reversed(table))
-    for at, name in enumerate(names):
-        shares = [row["share_of_limit"] for row in table[name]]
-        axes.barh(at, mean(shares), color="#1f6fb4" if name.startswith("april") else "#9a9a9a", height=0.6)
-        axes.plot(shares, [at] * len(shares), "k.", markersize=5)
-    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("delivered tokens/s ÷ the engine's full-batch decode rate")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    return _data_url(figure)
-
-
-def plot_over_sampling(found: list[Point]) -> str:
-    """Slot-seconds saved over peak bytes; the knee is filled."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.4), layout="tight")
-    best = knee(found)
-    for point in found:
-        at = point.peak_bytes / 1e6, point.saved
-        axes.plot(*at, "o", color="#1f6fb4", markerfacecolor="#1f6fb4" if point is best else "white")
-        axes.annotate(f" {point.name}" + (" (knee)" if point is best else ""), at, fontsize=9)
-    axes.set_xlabel("peak MB of carried KV, all tiers")
-    axes.set_ylabel("idle slot-seconds saved a round")
-    axes.spines[["top", "right"]].set_visible(False)
-    return _data_url(figure)
-
-
-def _data_url(figure: "Figure") -> str:
-    from matplotlib import pyplot as plt
-
-    sink = io.StringIO()
-    figure.savefig(sink, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return "data:image/svg+xml;base64," + base64.b64encode(sink.getvalue().encode()).decode()
-
-
 def _html_table(lines: list[list[str]]) -> str:
     def cells(line: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
@@ -222,12 +177,15 @@ def _rollout_sections(rows: list[Row]) -> Iterable[str]:
     for preset in dict.fromkeys(row["preset"] for row in rows if row.get("bench") == "rollout"):
         run = newest(rows, preset)
         yield f"<h2>Preset {html.escape(preset)}</h2><p>{html.escape(said(run))}</p>"
-        for distribution, ablation in dict.fromkeys((row["distribution"], row["ablation"]) for row in run):
-            table = by_variant(run, distribution, ablation)
+        apart = [row for row in run if not row.get("together")]
+        for distribution, ablation in dict.fromkeys((row["distribution"], row["ablation"]) for row in apart):
+            table = by_variant(apart, distribution, ablation)
             title = distribution + (f", {ablation}" if ablation else "")
             yield f"<h3>{html.escape(title)}</h3>{_html_table(table_of(table))}"
             if ablation is None:
                 yield f'<img src="{plot(table, f"{preset}: {title}")}">'
+        for name in dict.fromkeys(row["together"] for row in run if row.get("together")):
+            yield f"<h3>{html.escape(name)}, in turns</h3>{_html_table(ablations_of(run, name))}"
         for distribution in dict.fromkeys(row["distribution"] for row in run):
             if len(found := points(run, distribution)) > 1:
                 yield f"<h3>{html.escape(distribution)}: over-sampling against demand-driven admission</h3>"
@@ -255,8 +213,7 @@ NOTE = (
     "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
     "group ratio, the median over interleaved repetitions, each rate in units of the full-batch rate just before "
     "and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
-    "biased deliver other lengths than their source has; those marked alone were not measured in turns with the "
-    "others: their ratios are as uncertain as the machine's speed, by a fifth or more."
+    "biased deliver other lengths than their source has."
 )
 
 

@@ -1,9 +1,9 @@
 """A discrete-event model of one engine and of rounds on it, for bench/simulate.py.
 
-An engine takes steps. A step is a prefill of what joins, which costs `prefill_s + tokens × prefill_token_s`, or a
-decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. A round begins with a push and a
-gap; the variants differ in what they start, when they stop, and what a continued sample costs. Everything is counted in
-engine steps; nothing is drawn at random but the lengths.
+An engine takes steps. A step is a prefill of what joins, which costs `prefill_s + samples × prefill_sample_s + tokens ×
+prefill_token_s`, or a decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. A round
+begins with a push and a gap; the variants differ in what they start, when they stop, and what a continued sample costs.
+Everything is counted in engine steps; nothing is drawn at random but the lengths.
 """
 
 from collections import deque
@@ -13,15 +13,16 @@ from bench.rollout.variant import Plan
 from bench.rollout.workload import Prompt, Stream
 from sglang_april.scheduler.admission import Gathering
 
-WARM, MEASURED = 12, 20
+WARM, MEASURED = 12, 40
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds. `step_s`, `row_s`, `kv_token_s`: a decode step, each row, each KV token read; `prefill_s`,
-    `prefill_token_s`: a prefill forward and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the
-    first step of the next round, beside the push; `abort_s`: the same for a client that aborts and sends again;
-    `join_s`: a kept sample that joins the batch."""
+    `prefill_sample_s`, `prefill_token_s`: a prefill forward, each sample in it (what else the engine does for one that
+    comes and goes, too) and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the first step of
+    the next round, beside the push; `abort_s`: the same for a client that aborts and sends again; `join_s`: a kept
+    sample that joins the batch."""
 
     step_s: float
     row_s: float
@@ -32,6 +33,7 @@ class Costs:
     gap_s: float = 0.0
     abort_s: float = 0.0
     join_s: float = 0.0
+    prefill_sample_s: float = 0.0
 
     def decode(self, rows: int, tokens: int) -> float:
         """One decode step of so many rows that read so many KV tokens in all."""
@@ -167,7 +169,7 @@ class Simulation:
         took = costs.join_s * (len(samples) - len(fresh))
         if fresh:
             tokens = sum(len(sample.group.prompt.input_ids) + sample.done for sample in fresh)
-            took += costs.prefill_s + tokens * costs.prefill_token_s
+            took += costs.prefill_s + len(fresh) * costs.prefill_sample_s + tokens * costs.prefill_token_s
         self.outcome.seconds += took
         self.outcome.prefill_s += took
         for sample in samples:

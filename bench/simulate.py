@@ -1,11 +1,11 @@
 """A discrete-event model of one engine and of rounds on it: what should be, and what is reachable.
 
     python -m bench.simulate measure              # step costs of this machine -> out/bench/costs.json (a quiet machine)
-    python -m bench.simulate validate             # against the newest rows of bench.rollout: within 10 % or not
+    python -m bench.simulate validate             # against the newest rows of bench.rollout, with the costs found there
     python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k contexts
 
-The model is bench/round_model.py. It needs this machine's step costs, or given ones.
+The model is bench/round_model.py. `reach` needs this machine's step costs, or given ones.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import mean
 
 from bench import record
-from bench.costs import measured_costs
 from bench.report import by_variant, newest
+from bench.rollout.bed import Bed
+from bench.rollout.engine import Engine
 from bench.rollout.lengths import named
 from bench.rollout.presets import PRESETS, Preset
 from bench.rollout.servers import Size, stock
@@ -34,6 +35,7 @@ COSTS = record.ROOT / "out" / "bench" / "costs.json"
 WITHIN = 0.10
 GATHERED = (0.0, 0.25, 0.5, 1.0, 2.0)
 """What admission may take a prefill to cost, in decode steps; 0: one prefill for every sample that ends."""
+LOOKS = 6
 SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 
@@ -49,15 +51,17 @@ def context_of(preset: Preset) -> float:
     return preset.prompt_tokens + named("lognormal", preset.mean, preset.longest).running_mean / 2
 
 
-def validate(preset: Preset, costs: Costs, rows: list[record.Row]) -> list[record.Row]:
-    """Model against measurement, variant by variant: delivered tokens/s in units of the full-batch rate of each, which
-    was measured around the rows, because machines do not stay as fast as they were when the costs were measured."""
+def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
+    """Model against measurement, variant by variant: delivered tokens/s, means over the repetitions, each with the
+    costs that were found beside its own rounds."""
     table = by_variant(newest(rows, preset.name), "lognormal")
-    limit = costs.full_rate(preset.plan.slots, context_of(preset))
     made = []
     for variant in (name for name in SIMULATED if name in table):
-        measured = mean(row["share_of_limit"] for row in table[variant])
-        model = simulated(preset, Plan(**table[variant][0]["plan"]), variant, costs).rate / limit
+        known = [row for row in table[variant] if row.get("costs")]
+        if not known:
+            continue
+        measured = mean(row["delivered_tokens_per_s"] for row in known)
+        model = mean(simulated(preset, Plan(**row["plan"]), variant, Costs(**row["costs"])).rate for row in known)
         ratio = model / measured
         made.append({"variant": variant, "measured": measured, "model": model, "ratio": ratio, "within": _near(ratio)})
     return made
@@ -128,7 +132,16 @@ def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:
         if url is None:
             size = Size(checkpoint, preset.plan.slots, preset.context, preset.pool_tokens)
             url = stack.enter_context(stock(size, record.ROOT / "out" / "bench"))
-        return asyncio.run(measured_costs(url, checkpoint, preset))
+        return asyncio.run(_looks(url, checkpoint, preset))
+
+
+async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
+    servers = Engine(url, patched=False)
+    async with servers:
+        bed = Bed(servers, servers, (checkpoint, checkpoint), preset)
+        for _ in range(LOOKS):
+            await bed.look("lognormal")
+    return bed.observed.costs()
 
 
 def main(given: list[str] | None = None) -> int:
@@ -151,15 +164,17 @@ def main(given: list[str] | None = None) -> int:
         args.costs.write_text(json.dumps(asdict(costs), indent=2) + "\n")
         print(args.costs.read_text())
         return 0
-    costs = H100_4B if args.what == "project" else Costs(**json.loads(args.costs.read_text()))
+    given_costs = {}
     if args.what == "validate":
-        made = validate(preset, costs, record.read_rows(args.rows))
+        made = validate(preset, record.read_rows(args.rows))
     else:
+        costs = H100_4B if args.what == "project" else Costs(**json.loads(args.costs.read_text()))
+        given_costs = {"costs": asdict(costs)}
         made = reach(preset, costs) if args.what == "reach" else project(costs)
     facts = {"bench": f"simulate {args.what}", "run_id": f"{args.what}-{record.facts()['time']}", **record.facts()}
     for row in made:
         print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
-    record.append_rows(args.out, [{**facts, "costs": asdict(costs), **row} for row in made])
+    record.append_rows(args.out, [{**facts, **given_costs, **row} for row in made])
     return int(not made)
 
 

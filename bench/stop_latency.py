@@ -26,6 +26,8 @@ from examples.tiny_model import make
 
 SHORT = 24
 LONG = 1000
+REPLY_LENGTH = 100
+"""Tokens of each sample of a big reply: as many samples as it takes, one after the other in the slots."""
 
 
 def workload(running: int) -> list[dict[str, Any]]:
@@ -78,7 +80,7 @@ async def outside(engine: Engine, running: int) -> record.Row:
 
 async def big_reply(engine: Engine, running: int, tokens: int) -> Iterable[record.Row]:
     """A reply of at least `tokens` tokens, in both formats: from the quota to the last byte."""
-    length = min(LONG, -(-tokens // running))
+    length = min(REPLY_LENGTH, -(-tokens // running))
     count = -(-tokens // length)
     params = {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": length}
     rows = []

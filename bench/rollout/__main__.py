@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 
 from bench import record
+from bench.rollout.bed import Bed
 from bench.rollout.engine import Engine, EngineError
 from bench.rollout.presets import PRESETS, Cell, Preset
-from bench.rollout.run import KINDS, Bed, Runner
+from bench.rollout.run import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both
 from examples.tiny_model import make
 

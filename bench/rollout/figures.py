@@ -40,25 +40,33 @@ def between(before: Counters, after: Counters, done: Round, seconds: float) -> M
     )
 
 
-def check_identity(rounds: list[Measured], carry_before: int) -> bool | None:
-    """Over the measured rounds; None for variants that do not know what their requests in flight have."""
-    if any(measured.round.generated is None for measured in rounds):
-        return None
-    generated = sum(measured.round.generated or 0 for measured in rounds)
-    delivered = sum(measured.round.tokens for measured in rounds)
-    wasted = sum(measured.round.wasted for measured in rounds)
-    grown = (rounds[-1].round.carry or 0) - carry_before
-    if generated != delivered + grown + wasted:
-        told = f"{generated} generated, {delivered} delivered, carry grown by {grown}, {wasted} wasted"
-        raise IdentityError(told)
+@dataclass
+class Block:
+    """Measured rounds in a row, and the tokens carried into the first of them."""
+
+    carry_before: int
+    rounds: list[Measured]
+
+
+def check_identity(blocks: Sequence[Block]) -> bool | None:
+    """Over each block; None for variants that do not know what their requests in flight have."""
+    for block in blocks:
+        if any(measured.round.generated is None for measured in block.rounds):
+            return None
+        generated = sum(measured.round.generated or 0 for measured in block.rounds)
+        delivered = sum(measured.round.tokens for measured in block.rounds)
+        wasted = sum(measured.round.wasted for measured in block.rounds)
+        grown = (block.rounds[-1].round.carry or 0) - block.carry_before
+        if generated != delivered + grown + wasted:
+            told = f"{generated} generated, {delivered} delivered, carry grown by {grown}, {wasted} wasted"
+            raise IdentityError(told)
     return True
 
 
-def figures(
-    rounds: list[Measured], carry_before: int, plan: Plan, lengths: Lengths, limits: Sequence[float]
-) -> dict[str, Any]:
+def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Sequence[float]) -> dict[str, Any]:
     """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, before the rounds,
-    between them where rows are measured in turns, and after; `carry_before`: carried tokens at their start."""
+    between them, and after."""
+    rounds = [measured for block in blocks for measured in block.rounds]
     limit = mean(limits)
     seconds = sum(measured.seconds for measured in rounds)
     tokens = sum(measured.round.tokens for measured in rounds)
@@ -79,9 +87,9 @@ def figures(
         "generated_tokens": total,
         "generated_tokens_per_s": (decoded if total is None else total) / seconds,
         "wasted_tokens": sum(measured.round.wasted for measured in rounds),
-        "carry_start": carry_before,
+        "carry_start": blocks[0].carry_before,
         "carry_end": rounds[-1].round.carry,
-        "identity": check_identity(rounds, carry_before),
+        "identity": check_identity(blocks),
         "ks_distance": round(distance, 4),
         "biased": distance > BIASED_ABOVE,
         "length_mean": mean(delivered) if delivered else None,

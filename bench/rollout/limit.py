@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.rollout.engine import Counters, Engine
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
@@ -9,30 +11,70 @@ from bench.rollout.workload import FIRST_TOKEN, VOCAB
 POLL_S = 0.02
 
 
-async def decode_rate(engine: Engine, batch: int, length: int, prompt_tokens: int) -> tuple[float, float]:
-    """Tokens/s and seconds a step with exactly `batch` samples decoding, each from empty to `length` tokens.
+class Point(NamedTuple):
+    """Mean seconds of a decode step of so many rows, whose KV is so many tokens in all."""
+
+    rows: int
+    kv_tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A batch that was decoded alone: tokens/s and seconds a step over all its steps, and its halves by themselves,
+    because their contexts differ."""
+
+    rate: float
+    step_s: float
+    halves: tuple[Point, ...]
+
+
+async def decode_rate(engine: Engine, batch: int, length: int, prompt_tokens: int) -> Decoded:
+    """Exactly `batch` samples decoding, each from empty to `length` tokens.
 
     Take the length-biased mean of the workload as `length`: then the mean context is that of a full batch of it.
     """
-    prompts = [
-        [FIRST_TOKEN + (17 * row + column) % (VOCAB - FIRST_TOKEN) for column in range(prompt_tokens)]
-        for row in range(batch)
-    ]
-    params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": length}
-    body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+    body = {"input_ids": prompts(batch, prompt_tokens), "sampling_params": params(length), **LOGPROBS}
     task = asyncio.ensure_future(engine.post("/generate", body))
     seen: list[Counters] = []
     while not task.done():
         seen.append(await engine.counters())
         await asyncio.wait([task], timeout=POLL_S)
     await task
-    return of_snapshots(seen, batch)
+    return of_snapshots(seen, batch, prompt_tokens)
 
 
-def of_snapshots(seen: Sequence[Counters], batch: int) -> tuple[float, float]:
-    """Tokens/s and seconds a step between the first and the last look at a full batch with nothing waiting."""
+LOGPROBS = {"return_logprob": True, "logprob_start_len": -1}
+
+
+def params(length: int) -> dict[str, object]:
+    """Sampling to a fixed length."""
+    return {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": length}
+
+
+def prompts(count: int, tokens: int) -> list[list[int]]:
+    """Token ids, the same every time."""
+    return [
+        [FIRST_TOKEN + (17 * row + column) % (VOCAB - FIRST_TOKEN) for column in range(tokens)] for row in range(count)
+    ]
+
+
+def of_snapshots(seen: Sequence[Counters], batch: int, prompt_tokens: int = 0) -> Decoded:
+    """From the looks at a full batch with nothing waiting."""
     full = [look for look in seen if look.running == batch and not look.waiting]
-    if len(full) < 2 or full[-1].steps <= full[0].steps:
+    full = [look for number, look in enumerate(full) if not number or look.steps > full[number - 1].steps]
+    if len(full) < 2:
         raise RuntimeError(f"the batch of {batch} was never seen full twice: give it more tokens")
+    begun = seen[0].decoded
+    middle = full[len(full) // 2]
+    pieces = [(one, two) for one, two in ((full[0], middle), (middle, full[-1])) if two.steps > one.steps]
+    halves = tuple(
+        Point(batch, batch * prompt_tokens + (one.decoded + two.decoded) / 2 - begun, _step(one, two))
+        for one, two in pieces
+    )
     seconds = full[-1].time - full[0].time
-    return (full[-1].decoded - full[0].decoded) / seconds, seconds / (full[-1].steps - full[0].steps)
+    return Decoded((full[-1].decoded - full[0].decoded) / seconds, _step(full[0], full[-1]), halves)
+
+
+def _step(one: Counters, two: Counters) -> float:
+    return (two.time - one.time) / (two.steps - one.steps)

@@ -28,6 +28,8 @@ class Cell:
     plan: Plan | None = None
     """Where it differs from the preset's."""
     trainer: float = 0.0
+    together: str | None = None
+    """Ablations of one name are measured in turns, as one table."""
     drain: bool = False
     """The second figure: a fixed set of prompts from empty to empty."""
 
@@ -107,29 +109,32 @@ class Preset:
 
     def _ablations(self) -> Iterator[Cell]:
         plan = self.plan
+        yield Cell("lognormal", "april-keep", 0, "over-sampling demand-driven", plan, together="over-sampling")
         for factor in (1.0, 1.25, 1.5, 2.0, 3.0):
             changed = replace(plan, over_sampling=factor)
-            yield Cell("lognormal", "outside", ablation=f"over-sampling {factor:g}", plan=changed)
-            yield Cell("lognormal", "april-factor", ablation=f"over-sampling {factor:g}", plan=changed)
+            for variant in ("outside", "april-factor"):
+                yield Cell("lognormal", variant, 0, f"over-sampling {factor:g}", changed, together="over-sampling")
         for bound in (5, None):
             changed = replace(plan, max_staleness=bound)
             name = f"max_staleness {'unlimited' if bound is None else bound}"
             for variant in FEW:
                 yield Cell(f"extreme:{self.extreme}", variant, ablation=name, plan=changed)
-        yield Cell("lognormal", "april-keep", ablation="max_staleness 5", plan=replace(plan, max_staleness=5))
-        for share in (0.5, 0.75):
-            changed = replace(plan, concurrency=round(plan.slots * share))
-            yield Cell("lognormal", "april-keep", ablation=f"concurrency {changed.concurrency}", plan=changed)
-        changed = replace(plan, unit="sample")
-        yield Cell("lognormal", "april-keep", ablation="quota by sample", plan=changed)
+        for name, changed in self._knobs():
+            yield Cell("lognormal", "april-keep", ablation=name, plan=changed, together="knobs")
         for n in (1, 8):
             changed = replace(plan, n=n, groups=plan.samples // n)
             yield from (Cell("lognormal", variant, ablation=f"n {n}", plan=changed) for variant in FEW)
-        for name, changed in (
-            ("concurrency auto", replace(plan, concurrency="auto")),
-            ("cohort", replace(plan, quota_mode="cohort")),
-        ):
-            yield Cell("lognormal", "april-keep", ablation=name, plan=changed)
+
+    def _knobs(self) -> Iterator[tuple[str, Plan]]:
+        """Ours with one thing changed, beside itself with none."""
+        plan = self.plan
+        yield "as it is", plan
+        yield "max_staleness 5", replace(plan, max_staleness=5)
+        for share in (0.5, 0.75):
+            yield f"concurrency {round(plan.slots * share)}", replace(plan, concurrency=round(plan.slots * share))
+        yield "concurrency auto", replace(plan, concurrency="auto")
+        yield "quota by sample", replace(plan, unit="sample")
+        yield "cohort", replace(plan, quota_mode="cohort")
 
 
 class Short(Preset):

@@ -3,18 +3,17 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from bench.record import Row
 from bench.rollout import april, inflight, stock
-from bench.rollout.engine import Engine, EngineError
-from bench.rollout.figures import IdentityError, Measured, between, figures
-from bench.rollout.lengths import Lengths
-from bench.rollout.limit import decode_rate
-from bench.rollout.presets import Cell, Preset
+from bench.rollout.bed import Bed, Ruler
+from bench.rollout.engine import EngineError
+from bench.rollout.figures import Block, IdentityError, Measured, between, figures
+from bench.rollout.presets import Cell
 from bench.rollout.steady import is_steady
+from bench.rollout.turns import BLOCK, Turns, in_turns, kind
 from bench.rollout.variant import Plan, Variant, lost
 from bench.rollout.workload import Stream
 
@@ -26,49 +25,6 @@ KINDS: dict[str, type[Variant]] = {
         *(april.Keep, april.Recompute, april.Auto, april.Continue, april.Factor),
     )
 }
-STEP_BATCHES = (1, 8, 32)
-IN_TURNS = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto", "april-factor")
-"""Between two rounds of these nothing runs, and their next push leaves no prefix to be found: their rounds are measured
-in turns, round by round, and a machine that becomes faster or slower meanwhile does so for all of them."""
-
-
-@dataclass
-class Bed:
-    """Where cells run: two servers, two checkpoints, and what was measured of the machine."""
-
-    stock: Engine
-    april: Engine
-    checkpoints: tuple[Path, Path]
-    preset: Preset
-    seed: int = 0
-    given_limit: float | None = None
-    """Full-batch rate in tokens/s, where it is not to be measured."""
-    steps_ms: dict[str, float] = field(default_factory=dict)
-    synchronous_s: float | None = None
-    """Mean seconds of a synchronous round: what a trainer's time is a share of."""
-
-    def engine(self, variant: str) -> Engine:
-        """Ours for our variants, the stock one for the others."""
-        return self.april if variant.startswith("april") else self.stock
-
-    def lengths(self, distribution: str) -> Lengths:
-        """A distribution at the preset's size."""
-        return self.preset.lengths(distribution)
-
-    async def limit(self, distribution: str) -> float:
-        """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""
-        if self.given_limit is not None:
-            return self.given_limit
-        slots, tokens = self.preset.plan.slots, self.preset.prompt_tokens
-        length = max(40, min(self.preset.longest, round(self.lengths(distribution).running_mean)))
-        rate, step = await decode_rate(self.stock, slots, length, tokens)
-        if not self.steps_ms:
-            for batch in STEP_BATCHES:
-                if batch < slots:
-                    _, took = await decode_rate(self.stock, batch, length, tokens)
-                    self.steps_ms[str(batch)] = round(1e3 * took, 3)
-            self.steps_ms[str(slots)] = round(1e3 * step, 3)
-        return rate
 
 
 class Track:
@@ -128,7 +84,16 @@ class Track:
         """Seconds that a trainer takes in each round."""
         return self.cell.trainer * (self.bed.synchronous_s or 0.0)
 
-    async def emptied(self) -> tuple[int, list[Measured]]:
+    async def block(self, rounds: int) -> Block:
+        """One round that is not measured, because others ran before it, and so many that are; then a rest, unless
+        there are none."""
+        await self.round(self.trainer_s)
+        done = Block(self.carried[-1], [await self.round(self.trainer_s) for _ in range(rounds)])
+        if rounds:
+            await self.variant.rest()
+        return done
+
+    async def emptied(self) -> Block:
         """A fixed set of prompts from empty to empty, as one measured piece."""
         rounds = [await self.round() for _ in range(self.bed.preset.measured)]
         before = await self.engine.settled()
@@ -137,7 +102,7 @@ class Track:
         seconds = time.perf_counter() - start
         rounds.append(between(before, await self.engine.settled(), last, seconds))
         last.carry = 0
-        return 0, rounds
+        return Block(0, rounds)
 
 
 class Runner:
@@ -172,25 +137,32 @@ class Runner:
     async def _measure(self, cells: list[Cell], last: list[bool]) -> None:
         """One row for each of the cells, which are measured in turns."""
         tracks = [await self._warm(cell) for cell in cells]
-        limits = [await self._bed.limit(cells[0].distribution)]
+        ruler = Ruler(self._bed, cells[0])
+        blocks: list[list[Block]] = [[] for _ in tracks]
         if cells[0].drain:
-            parts = [await track.emptied() for track in tracks]
+            for track, mine in zip(tracks, blocks, strict=True):
+                await ruler.look()
+                mine.append(await track.emptied())
+        elif kind(cells[0]) is Turns.ROUNDS:
+            await self._round_by_round(tracks, blocks, ruler)
         else:
-            for track in tracks:
-                await track.round(track.trainer_s)  # the one after a rest is not measured
-            carries = [track.carried[-1] for track in tracks]
-            taken: list[list[Measured]] = [[] for _ in tracks]
-            for number in range(self._bed.preset.measured):
-                if number and len(tracks) > 1:
-                    limits.append(await self._bed.limit(cells[0].distribution))
-                for track, rounds in zip(tracks, taken, strict=True):
-                    rounds.append(await track.round(track.trainer_s))
-            for track in tracks:
-                await track.variant.rest()
-            parts = list(zip(carries, taken, strict=True))
-        limits.append(await self._bed.limit(cells[0].distribution))
-        for track, (carry, rounds), is_last in zip(tracks, parts, last, strict=True):
-            await self._row(track, carry, rounds, limits, last=is_last)
+            for _ in range(-(-self._bed.preset.measured // BLOCK)):
+                for track, mine in zip(tracks, blocks, strict=True):
+                    await ruler.look()
+                    mine.append(await track.block(min(BLOCK, self._bed.preset.measured)))
+        await ruler.look()
+        for track, mine, is_last in zip(tracks, blocks, last, strict=True):
+            await self._row(track, mine, ruler, last=is_last)
+
+    async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler) -> None:
+        for track, mine in zip(tracks, blocks, strict=True):
+            mine.append(await track.block(0))
+        for _ in range(self._bed.preset.measured):
+            await ruler.look()
+            for track, mine in zip(tracks, blocks, strict=True):
+                mine[0].rounds.append(await track.round(track.trainer_s))
+        for track in tracks:
+            await track.variant.rest()
 
     async def _warm(self, cell: Cell) -> Track:
         if cell.trainer and self._bed.synchronous_s is None:
@@ -201,7 +173,7 @@ class Runner:
             track.steady = cell.drain or await track.warm()
         return track
 
-    async def _row(self, track: Track, carry: int, rounds: list[Measured], limits: list[float], *, last: bool) -> None:
+    async def _row(self, track: Track, blocks: Sequence[Block], ruler: Ruler, *, last: bool) -> None:
         cell = track.cell
         row = {
             "bench": "rollout",
@@ -211,14 +183,16 @@ class Runner:
             "distribution": cell.distribution,
             "variant": cell.variant,
             "ablation": cell.ablation,
+            "together": cell.together,
             "repetition": cell.repetition,
             "steady": track.steady,
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
             "trainer_s": track.trainer_s,
-            "step_ms_by_batch": self._bed.steps_ms,
-            **figures(rounds, carry, track.plan, track.lengths, limits),
-            "carry_source": "counter" if rounds[0].round.generated is None else "client",
+            "step_ms_by_batch": self._bed.observed.step_ms(),
+            "costs": ruler.costs(),
+            **figures(blocks, track.plan, track.lengths, ruler.limits),
+            "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",
             "samples_lost": None,
             "samples_twice": None,
         }
@@ -235,23 +209,6 @@ class Runner:
     async def _synchronous(self, cell: Cell) -> float:
         track = Track(self._bed, Cell(cell.distribution, "synchronous"))
         return sum([(await track.round()).seconds for _ in range(3)]) / 3
-
-
-def in_turns(cells: list[Cell]) -> list[list[Cell]]:
-    """The cells in their order, those together whose rounds can be measured in turns."""
-    groups: list[list[Cell]] = []
-    for cell in cells:
-        before = groups[-1][-1] if groups else None
-        alike = before is not None and _table(before) == _table(cell) and not cell.drain
-        if alike and before is not None and before.variant in IN_TURNS and cell.variant in IN_TURNS:
-            groups[-1].append(cell)
-        else:
-            groups.append([cell])
-    return groups
-
-
-def _table(cell: Cell) -> tuple[str, str | None, int, float]:
-    return cell.distribution, cell.ablation, cell.repetition, cell.trainer
 
 
 def _key(cell: Cell) -> tuple[str, str, str | None]:

@@ -27,7 +27,8 @@ ROWS = [
     row("april-factor", "over-sampling 1.5", 200, 50),
     row("april-factor", "over-sampling 1", 100, 20),
     row("april-factor", "over-sampling 3", 1000, 54),
-    row("april-keep", None, 300, 60),
+    row("april-keep", "over-sampling demand-driven", 300, 60),
+    row("april-keep", None, 10, 64),
     row("outside", "over-sampling 1", 0, 20),
     row("april-keep", "n 8", 50, 63),
 ]

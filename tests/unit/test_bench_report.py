@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.report import better_outside, by_variant, headline, main, newest, table_of
+from bench.report import ablations_of, better_outside, by_variant, headline, main, newest, table_of
 
 
 def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest: Any) -> dict[str, Any]:
@@ -52,17 +52,19 @@ def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_
     assert lines["april-keep"][-2:] == ["0", "biased"]
 
 
-def test_what_was_measured_alone_is_no_base_for_what_was_measured_in_turns() -> None:
-    alone, turns = [900, 1100], [1000, 1000, 1000]
-    table = by_variant(
-        [
-            row("outside", 150, 12, full_batch_looks=turns),
-            row("outside-retry3s", 160, 14, full_batch_looks=alone),
-        ],
-        "lognormal",
-    )
-    assert better_outside(table) == table["outside"]
-    assert better_outside({"outside-retry3s": table["outside-retry3s"]}) == table["outside-retry3s"]
+def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
+    knobs = {"together": "knobs", "ks_distance": 0.02}
+    rows = [
+        row("april-keep", 100, 10, ablation="as it is", **knobs),
+        row("april-keep", 90, 8, ablation="cohort", **knobs),
+        row("april-keep", 50, 5, ablation="n 8"),
+    ]
+    lines = ablations_of(rows, "knobs")
+    assert [line[:4] for line in lines[1:]] == [
+        ["april-keep", "as it is", "1.00", "0.020"],
+        ["april-keep", "cohort", "0.80", "0.020"],
+    ]
+    assert {len(line) for line in lines} == {len(lines[0])}
 
 
 def test_a_machine_that_became_faster_is_no_gain() -> None:
@@ -117,7 +119,14 @@ def test_the_page_marks_the_knee_of_over_sampling(results: Path, tmp_path: Path)
     more = {"peak_bytes": {"device": 10}, "carry_end": 1, "seconds": 8.0, "rounds": 8, "plan": {"slots": 4}}
     rows = [
         row("april-factor", 100, 10, ablation="over-sampling 1", mean_running=1, **more),
-        row("april-keep", 180, 15, mean_running=3, **{**more, "peak_bytes": {"device": 20}}),
+        row(
+            "april-keep",
+            180,
+            15,
+            mean_running=3,
+            ablation="over-sampling demand-driven",
+            **{**more, "peak_bytes": {"device": 20}},
+        ),
     ]
     (results / "rollout.json").write_text(json.dumps(rows))
     out = tmp_path / "report.html"

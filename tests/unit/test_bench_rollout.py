@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from bench.rollout.engine import Counters
-from bench.rollout.figures import IdentityError, Measured, between, check_identity, figures, ratios
+from bench.rollout.figures import Block, IdentityError, Measured, between, check_identity, figures, ratios
 from bench.rollout.lengths import SIGMA, named
-from bench.rollout.limit import of_snapshots
+from bench.rollout.limit import Point, of_snapshots
 from bench.rollout.presets import MAIN, PRESETS, Cell
-from bench.rollout.run import IN_TURNS, KINDS, in_turns
+from bench.rollout.run import KINDS
 from bench.rollout.steady import is_steady
 from bench.rollout.stock import Leg, Open, Outside
+from bench.rollout.turns import Turns, in_turns, kind
 from bench.rollout.variant import Group, Plan, Round
 from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
 
@@ -85,12 +86,13 @@ def test_the_identity_catches_a_lost_token() -> None:
         measured(round_of(10, 20, generated=45, carry=20)),
         measured(round_of(5, 5, generated=8, carry=16, wasted=2)),
     ]
-    assert check_identity(good, carry_before=5) is True
+    later = Block(30, [measured(round_of(7, generated=5, carry=28))])  # others had their turn in between
+    assert check_identity([Block(5, good), later]) is True
     good[0].round.generated = 46
     with pytest.raises(IdentityError, match="54 generated, 40 delivered, carry grown by 11, 2 wasted"):
-        check_identity(good, carry_before=5)
+        check_identity([later, Block(5, good)])
     good[0].round.generated = None
-    assert check_identity(good, carry_before=5) is None
+    assert check_identity([Block(5, good)]) is None
 
 
 def test_a_row() -> None:
@@ -99,7 +101,7 @@ def test_a_row() -> None:
         measured(round_of(10, 20, generated=30, carry=0, bytes_by_tier={"host": 7}), 1.0, decoded=28, steps=14),
         measured(round_of(4, 6, generated=10, carry=0, prolonged=True, bytes_by_tier={"host": 3}), 3.0, after_end=9),
     ]
-    row = figures(rounds, 0, PLAN, lengths, limits=(15.0, 25.0))
+    row = figures([Block(0, rounds[:1]), Block(0, rounds[1:])], PLAN, lengths, limits=(15.0, 25.0))
     assert (row["delivered_tokens_per_s"], row["delivered_groups_per_s"], row["share_of_limit"]) == (10, 0.5, 0.5)
     assert (row["off_policy_share"], row["hybrid_share"]) == (4 / 40, 2 / 40)
     assert row["staleness"] == {"2": 2}
@@ -113,7 +115,7 @@ def test_rejected_groups_are_not_delivered_tokens() -> None:
     done = round_of(3, 4, generated=18, carry=0, wasted=11)
     done.groups.append(Group("b", [5, 6], rejected=True))
     assert (done.tokens, done.trained_groups) == (7, 1)
-    assert check_identity([measured(done)], 0)
+    assert check_identity([Block(0, [measured(done)])])
 
 
 def counters(time: float, running: int, steps: int, decoded: int, waiting: int = 0) -> Counters:
@@ -127,9 +129,21 @@ def test_tokens_after_the_end_are_counted_from_the_clients_look() -> None:
 
 def test_the_limit_is_taken_while_the_batch_is_full() -> None:
     seen = [counters(0, 4, 0, 0, 2), counters(1, 8, 10, 80), counters(3, 8, 30, 240), counters(4, 5, 40, 300)]
-    assert of_snapshots(seen, 8) == (80.0, 0.1)
+    assert (of_snapshots(seen, 8).rate, of_snapshots(seen, 8).step_s) == (80.0, 0.1)
     with pytest.raises(RuntimeError, match="never seen full twice"):
         of_snapshots(seen[:2], 8)
+
+
+def test_the_halves_of_a_full_batch_have_their_own_contexts() -> None:
+    seen = [
+        counters(0, 0, 5, 50),
+        counters(1, 8, 15, 130),
+        counters(1, 8, 15, 130),
+        counters(2, 8, 35, 290),
+        counters(4, 8, 55, 450),
+    ]
+    # 8 rows of 3 prompt tokens; 50 tokens had been decoded before this batch.
+    assert of_snapshots(seen, 8, 3).halves == (Point(8, 24 + 160, 0.05), Point(8, 24 + 320, 0.1))
 
 
 def test_hybrid_are_tokens_of_this_version_on_older_kv() -> None:
@@ -183,7 +197,7 @@ def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
     first, last, variant = asyncio.run(scene())
     assert [group.lengths for group in first.groups] == [[5, 5]]
     assert (first.generated, first.carry) == (10 + 10 + 2, 10 + 2)  # the second to finish is surplus, the third cut
-    assert check_identity([measured(first), measured(last)], 0)
+    assert check_identity([Block(0, [measured(first), measured(last)])])
     assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
     assert last.reprefilled == 6
 
@@ -208,11 +222,18 @@ def test_what_is_compared_is_measured_in_turns() -> None:
     assert [[cell.variant for cell in group] for group in groups[:5]] == [list(MAIN)] * 5
     assert [group[0].repetition for group in groups[:5]] == [0, 1, 2, 3, 4]
     for group in groups:
-        assert len({(cell.distribution, cell.ablation, cell.repetition) for cell in group}) == 1
-        assert len(group) == 1 or {cell.variant for cell in group} <= set(IN_TURNS)
-    assert ["outside", "april-factor"] in [[cell.variant for cell in group] for group in groups]
+        assert len({(cell.distribution, cell.together or cell.ablation, cell.repetition) for cell in group}) == 1
+        assert len({kind(cell) for cell in group}) == 1
+    tables = [[(cell.variant, cell.ablation) for cell in group] for group in groups]
+    assert next(table for table in tables if len(table) > 1 and table[0][0] == "stale-reuse")[-2:] == [
+        ("async", None),
+        ("april-continue", None),
+    ]
+    assert max(map(len, tables)) == 11  # over-sampling: two ways at five factors, and demand-driven admission
 
 
-def test_what_leaves_something_in_the_engine_is_measured_alone() -> None:
-    assert len(in_turns([Cell("lognormal", name) for name in ("stale-reuse", "async", "april-continue")])) == 3
-    assert len(in_turns([Cell("lognormal", name, drain=True) for name in MAIN])) == len(MAIN)
+def test_each_kind_takes_turns_with_its_own() -> None:
+    names = ("synchronous", "april-keep", "async", "april-continue")
+    cells = [Cell("lognormal", name) for name in names] + [Cell("lognormal", name, drain=True) for name in names]
+    assert [len(group) for group in in_turns(cells)] == [2, 2, 4]
+    assert [kind(group[0]) for group in in_turns(cells)] == [Turns.ROUNDS, Turns.BLOCKS, Turns.DRAINS]

@@ -1,16 +1,17 @@
 """bench.simulate: the model against what can be said without it."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from bench.costs import decode_fit
+from bench.costs import Observed, Stall
 from bench.rollout.lengths import named
+from bench.rollout.limit import Point
 from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import Costs, Outcome, Simulation
-from bench.simulate import H100_4B, context_of, reach, simulated, validate
+from bench.round_model import MEASURED, Costs, Outcome, Simulation
+from bench.simulate import H100_4B, reach, simulated, validate
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)
@@ -49,27 +50,47 @@ def test_admission_that_waits_saves_prefills_and_costs_slots() -> None:
 
 
 def test_a_gap_between_rounds_is_counted_once_a_round() -> None:
-    assert run("april-keep", costs=replace(FLAT, push_s=3.0, gap_s=2.0)).between_s == pytest.approx(20 * 5.0)
+    assert run("april-keep", costs=replace(FLAT, push_s=3.0, gap_s=2.0)).between_s == pytest.approx(MEASURED * 5.0)
 
 
-def test_decode_fit_finds_the_costs_and_none_below_zero() -> None:
-    points = [(rows, kv, 0.01 + 2e-4 * rows + 1e-6 * kv) for rows in (1, 16, 64) for kv in (100, 5000, 40_000)]
-    assert decode_fit(points) == pytest.approx((0.01, 2e-4, 1e-6), rel=1e-6)
-    assert decode_fit([(rows, kv, 0.01 - 1e-7 * kv) for rows, kv, _ in points])[2] == 0.0
-
-
-def test_validate_says_which_variants_are_within_ten_per_cent() -> None:
-    preset = replace(PRESETS["tiny"], name="p")
-    limit = H100_4B.full_rate(preset.plan.slots, context_of(preset))
-    share = simulated(preset, preset.plan, "april-keep", H100_4B).rate / limit
-    row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
-    plan = {"slots": 16, "groups": 3, "n": 2}
-    rows = [
-        {**row, "plan": plan, "variant": "april-keep", "share_of_limit": share * 1.05},
-        {**row, "plan": plan, "variant": "synchronous", "share_of_limit": share * 99},
+def test_costs_are_found_again_and_none_is_below_zero() -> None:
+    seen = Observed(pushes=[0.2, 0.1, 0.3], aborts=[0.05])
+    seen.decodes = [Point(rows, kv, 0.01 + 2e-4 * rows + 1e-6 * kv) for rows in (1, 16, 64) for kv in (100, 5000)]
+    seen.stalls = [
+        Stall(count, ids, 0.008 + 1e-3 * count + 2e-5 * ids) for count, ids in ((1, 16), (16, 256), (1, 256))
     ]
-    told = {line["variant"]: line["within"] for line in validate(preset, H100_4B, rows)}
-    assert told == {"synchronous": False, "april-keep": True}
+    seen.gathers = [(64, 1024, 0.008 + 64e-3 + 1024 * 2e-5 + 0.03)]
+    costs = seen.costs()
+    assert (costs.step_s, costs.row_s, costs.kv_token_s) == pytest.approx((0.01, 2e-4, 1e-6), rel=1e-6)
+    assert (costs.prefill_s, costs.prefill_sample_s, costs.prefill_token_s) == pytest.approx((0.008, 1e-3, 2e-5))
+    assert (costs.push_s, costs.gap_s, costs.abort_s) == pytest.approx((0.2, 0.03, 0.08))
+    assert seen.step_ms().keys() == {"1", "16", "64"}
+    assert seen.step_ms()["16"] == pytest.approx(13.2 + 2.55, abs=1e-3)
+    falling = Observed(seen.decodes, [Stall(count, ids, 0.01 - 1e-6 * ids) for count, ids, _ in seen.stalls])
+    assert falling.costs().prefill_token_s == 0.0
+
+
+def test_samples_that_join_cost_something_of_their_own() -> None:
+    out = run("april-keep", costs=replace(FLAT, prefill_sample_s=1.0))
+    assert out.prefill_s == pytest.approx(MEASURED * PLAN.samples, rel=0.05)  # one for each that is delivered
+    assert out.rate < 0.8 * run("april-keep").rate
+
+
+def test_validate_takes_each_row_with_the_costs_beside_it() -> None:
+    preset = replace(PRESETS["tiny"], name="p")
+    row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
+    row |= {"plan": {"slots": 16, "groups": 3, "n": 2}}
+    slow = replace(H100_4B, step_s=0.05)
+    rates = [simulated(preset, preset.plan, "april-keep", costs).rate for costs in (H100_4B, slow)]
+    told = [
+        {**row, "variant": "april-keep", "delivered_tokens_per_s": rates[0] * 1.05, "costs": asdict(H100_4B)},
+        {**row, "variant": "april-keep", "delivered_tokens_per_s": rates[1] * 1.05, "costs": asdict(slow)},
+        {**row, "variant": "outside", "delivered_tokens_per_s": 1.0, "costs": None},
+        {**row, "variant": "synchronous", "delivered_tokens_per_s": rates[0] * 99, "costs": asdict(H100_4B)},
+    ]
+    found = {line["variant"]: line for line in validate(preset, told)}
+    assert {name: line["within"] for name, line in found.items()} == {"synchronous": False, "april-keep": True}
+    assert found["april-keep"]["ratio"] == pytest.approx(1 / 1.05)
 
 
 def test_reach_accounts_for_all_the_time() -> None:

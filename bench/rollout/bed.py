@@ -1,0 +1,89 @@
+"""Where cells run, and the looks at the machine between their rounds."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.costs import BATCHES, Observed, look
+from bench.record import Row
+from bench.rollout.engine import Engine
+from bench.rollout.lengths import Lengths
+from bench.rollout.limit import decode_rate
+from bench.rollout.presets import Cell, Preset
+from bench.rollout.turns import Turns, kind
+
+
+@dataclass
+class Bed:
+    """Where cells run: two servers, two checkpoints, and what was measured of the machine."""
+
+    stock: Engine
+    april: Engine
+    checkpoints: tuple[Path, Path]
+    preset: Preset
+    seed: int = 0
+    given_limit: float | None = None
+    """Full-batch rate in tokens/s, where it is not to be measured."""
+    observed: Observed = field(default_factory=Observed)
+    """What the steps of this machine cost, over the whole run."""
+    _batches: Iterator[int] = field(default_factory=lambda: itertools.cycle(BATCHES))
+    synchronous_s: float | None = None
+    """Mean seconds of a synchronous round: what a trainer's time is a share of."""
+
+    def engine(self, variant: str) -> Engine:
+        """Ours for our variants, the stock one for the others."""
+        return self.april if variant.startswith("april") else self.stock
+
+    def lengths(self, distribution: str) -> Lengths:
+        """A distribution at the preset's size."""
+        return self.preset.lengths(distribution)
+
+    async def limit(self, distribution: str) -> float:
+        """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""
+        if self.given_limit is not None:
+            return self.given_limit
+        slots, tokens = self.preset.plan.slots, self.preset.prompt_tokens
+        decoded = await decode_rate(self.stock, slots, self._length(distribution), tokens)
+        self.observed.decodes += decoded.halves
+        return decoded.rate
+
+    async def look(self, distribution: str) -> tuple[float, Observed]:
+        """The limit, and what else the model of bench.simulate is to know of the machine, now."""
+        if self.given_limit is not None:
+            return self.given_limit, Observed()
+        known = len(self.observed.decodes)
+        rate = await self.limit(distribution)
+        slots, tokens = self.preset.plan.slots, self.preset.prompt_tokens
+        batch = min(slots, next(self._batches))
+        seen = await look(self.stock, self.checkpoints[0], slots, self._length(distribution), tokens, batch)
+        full = Observed(self.observed.decodes[known:])
+        self.observed.add(seen)
+        full.add(seen)
+        return rate, full
+
+    def _length(self, distribution: str) -> int:
+        return max(40, min(self.preset.longest, round(self.lengths(distribution).running_mean)))
+
+
+class Ruler:
+    """The looks at the machine around and between the rounds of cells that take turns."""
+
+    def __init__(self, bed: Bed, cell: Cell) -> None:
+        self._bed, self._distribution = bed, cell.distribution
+        self._closely = kind(cell) is Turns.ROUNDS and cell.ablation is None
+        self.limits: list[float] = []
+        self.observed = Observed()
+
+    async def look(self) -> None:
+        """At the full batch, and in a main table at what else a step costs."""
+        if not self._closely:
+            self.limits.append(await self._bed.limit(self._distribution))
+            return
+        rate, seen = await self._bed.look(self._distribution)
+        self.limits.append(rate)
+        self.observed.add(seen)
+
+    def costs(self) -> Row | None:
+        """What a step cost meanwhile, where that was looked at: `Costs` of bench.round_model."""
+        return asdict(self.observed.costs()) if self.observed.stalls else None

@@ -1,0 +1,37 @@
+"""Which cells are measured in turns, and how."""
+
+import enum
+import itertools
+
+from bench.rollout.presets import Cell
+
+IN_TURNS = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto", "april-factor")
+"""Between two rounds of these nothing runs, and their next push leaves no prefix to be found: their rounds are measured
+in turns, round by round, and a machine that becomes faster or slower meanwhile does so for all of them."""
+BLOCK = 4
+"""The others leave something in the engine between rounds: they take turns of so many rounds, after one that is not
+measured."""
+
+
+class Turns(enum.Enum):
+    """How cells of one table take turns."""
+
+    ROUNDS = "round by round"
+    BLOCKS = "in blocks of rounds"
+    DRAINS = "from empty to empty"
+
+
+def kind(cell: Cell) -> Turns:
+    """How a cell is measured among others."""
+    if cell.drain:
+        return Turns.DRAINS
+    return Turns.ROUNDS if cell.variant in IN_TURNS else Turns.BLOCKS
+
+
+def in_turns(cells: list[Cell]) -> list[list[Cell]]:
+    """The cells in their order, those together that are measured in turns."""
+    return [list(group) for _, group in itertools.groupby(cells, lambda cell: (*_table(cell), kind(cell)))]
+
+
+def _table(cell: Cell) -> tuple[str, str | None, int, float]:
+    return cell.distribution, cell.together or cell.ablation, cell.repetition, cell.trainer
