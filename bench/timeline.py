@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import record, stepped
+from bench.rollout.bed import Bed
 from bench.rollout.engine import Engine
 from bench.rollout.presets import PRESETS, Cell, Preset
-from bench.rollout.run import KINDS, Bed, Track
+from bench.rollout.run import KINDS, Track
 from bench.rollout.servers import Size, ours
 from examples.tiny_model import make
 

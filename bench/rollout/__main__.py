@@ -30,6 +30,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run-id", help="go on with this run: what it has rows for is not measured again")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "rollout.json")
     parser.add_argument("--variants", nargs="+", choices=tuple(KINDS), help="only these")
+    parser.add_argument("--ablation", help="only the tables of this one, e.g. over-sampling, knobs, drain, 'n 8'")
     parser.add_argument("--distribution", help="instead of the preset's cells: this one, e.g. trace:lengths.json")
     parser.add_argument("--repetitions", type=int, help="of the main table")
     parser.add_argument("--over-sampling", type=float, help="factor of the clients outside")
@@ -62,6 +63,8 @@ def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -
         cells = [Cell(args.distribution, v, r) for r in range(preset.repetitions) for v in args.variants or KINDS]
     if args.variants:
         cells = [cell for cell in cells if cell.variant in args.variants]
+    if args.ablation:
+        cells = [cell for cell in cells if args.ablation in (cell.ablation, cell.together)]
     have = {(row["distribution"], row["variant"], row["ablation"], row["repetition"]) for row in done}
     return [cell for cell in cells if (cell.distribution, cell.variant, cell.ablation, cell.repetition) not in have]
 
