@@ -1,6 +1,6 @@
 """Rollout benchmarks: rounds under every way to run them, side by side, in the steady state.
 
-``python -m bench.rollout --preset cpu --budget-minutes 12`` starts a stock SGLang server and one of ours with the same
+``python -m bench.rollout --preset cpu --budget-minutes 60`` starts a stock SGLang server and one of ours with the same
 flags, runs the variants' repetitions in turn and appends rows to ``bench/results/rollout.json``.
 
 - ``lengths.py``   response lengths: the distributions, and how far a sample is from one
@@ -13,5 +13,8 @@ flags, runs the variants' repetitions in turn and appends rows to ``bench/result
 - ``april.py``     ours
 - ``steady.py``    when measuring may begin
 - ``figures.py``   rounds to rows; the identity generated = delivered + Δcarry + wasted
+- ``limit.py``     the full batch's decode rate; ``../costs.py``: what else a step costs
+- ``bed.py``       the servers, and the looks at the machine between the rounds
+- ``turns.py``     which cells are measured in turns, and how
 - ``run.py``       cells, repetitions, the budget
 """

@@ -148,6 +148,8 @@ class Runner:
         else:
             for _ in range(-(-self._bed.preset.measured // BLOCK)):
                 for track, mine in zip(tracks, blocks, strict=True):
+                    # Nobody's turn is to pay for what others left in the tree, nor is the look.
+                    await self._bed.stock.flush()
                     await ruler.look()
                     mine.append(await track.block(min(BLOCK, self._bed.preset.measured)))
         await ruler.look()
