@@ -73,17 +73,20 @@ def _near(ratio: float) -> bool:
 
 def reach(preset: Preset, costs: Costs) -> list[record.Row]:
     """Where a round's time goes, and what changes would give, as shares of the full-batch rate."""
-    limit = costs.full_rate(preset.plan.slots, context_of(preset))
     usual = float(Gathering.STEPS)
     cases = [(variant, costs, usual, "as it is") for variant in SIMULATED]
     cases += [("april-keep", costs, gather, f"if a prefill counted as {gather:g} steps") for gather in GATHERED]
-    cases.append(("april-keep", replace(costs, prefill_s=0.0, prefill_token_s=0.0), 0.0, "if prefills were free"))
+    free = replace(costs, prefill_s=0.0, prefill_sample_s=0.0, prefill_token_s=0.0)
+    cases.append(("april-keep", free, 0.0, "if prefills were free"))
     cases.append(("april-keep", replace(costs, push_s=0.0, gap_s=0.0), usual, "if rounds had no gap"))
+    flat = replace(costs, step_s=costs.decode(preset.plan.slots, 0), row_s=0.0)
+    cases += [(variant, flat, usual, "if a step took as long with fewer rows") for variant in SIMULATED]
     made = []
     for variant, changed, gather, what in cases:
         out = simulated(preset, preset.plan, variant, changed, gather)
         parts = {"decode": out.decode_s, "prefill": out.prefill_s, "between": out.between_s}
         shares = {name: seconds / out.seconds for name, seconds in parts.items()}
+        limit = changed.full_rate(preset.plan.slots, context_of(preset))
         made.append({"variant": variant, "what": what, "share_of_limit": out.rate / limit, **shares})
     return made
 
