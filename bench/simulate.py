@@ -139,9 +139,8 @@ def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:
 
 
 async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
-    servers = Engine(url, patched=False)
-    async with servers:
-        bed = Bed(servers, servers, (checkpoint, checkpoint), preset)
+    async with Engine(url, patched=False) as engine:
+        bed = Bed(engine, engine, (checkpoint, checkpoint), preset)
         for _ in range(LOOKS):
             await bed.look("lognormal")
     return bed.observed.costs()
