@@ -1,13 +1,15 @@
 """A discrete-event model of one engine and of rounds on it, for bench/simulate.py.
 
 An engine takes steps. A step is a prefill of what joins, which costs `prefill_s + samples × prefill_sample_s + tokens ×
-prefill_token_s`, or a decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. A round
-begins with a push and a gap; the variants differ in what they start, when they stop, and what a continued sample costs.
+prefill_token_s`, or a decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. In ours one
+member of a group is prefilled in a round, and the others join on its prompt for `prefill_sample_s` each. A round begins
+with a push and a gap; the variants differ in what they start, when they stop, and what a continued sample costs.
 Everything is counted in engine steps; nothing is drawn at random but the lengths.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Prompt, Stream
@@ -61,6 +63,8 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample] = field(default_factory=list)
+    prefilled_in: int = -1
+    """The round in which some member has been prefilled: the KV of its prompt is there for the others."""
 
     @property
     def whole(self) -> bool:
@@ -93,6 +97,7 @@ class Simulation:
         self._ours = variant.startswith("april")
         self._gather = gather if self._ours else 0.0
         self._lost = 0
+        self._number = -1
         self._queue: deque[Sample] = deque()
         self._running: list[Sample] = []
         self._pile: list[Group] = []
@@ -102,6 +107,7 @@ class Simulation:
     def run(self, warm: int = WARM, measured: int = MEASURED) -> Outcome:
         """The steady state's figures."""
         for number in range(warm + measured):
+            self._number = number
             if number == warm:
                 self.outcome = Outcome()
             self._round()
@@ -142,19 +148,22 @@ class Simulation:
         self._running, self._kv = [], 0
 
     def _step(self) -> None:
-        """Kept samples join, or a prefill for the others if it is due, else a decode step."""
+        """Whoever needs no prefill joins, or a prefill for the others if it is due, else a decode step."""
         free = self._plan.slots - len(self._running)
         if self._ours:
-            while len(self._queue) < free:
+            while len(self._queue) < free + len(self._running):
                 self._start(1)
-        first = [self._queue[at] for at in range(min(free, len(self._queue)))]
-        kept = [sample for sample in first if sample.kept]
-        if kept or (first and self._due(free)):
-            joining = kept or first
-            self._queue = deque(sample for sample in self._queue if sample not in set(joining))
-            self._join(joining)
+        first = list(islice(self._queue, free))
+        if ready := [sample for sample in first if self._is_ready(sample)]:
+            self._join(ready)
+        elif first and self._due(free):
+            self._prefill(self._leaders(free) if self._ours else first)
         else:
             self._decode()
+
+    def _is_ready(self, sample: Sample) -> bool:
+        follows = self._ours and not sample.done and sample.group.prefilled_in == self._number
+        return sample.kept or follows
 
     def _due(self, free: int) -> bool:
         self._lost += free
@@ -163,17 +172,41 @@ class Simulation:
         self._lost = 0
         return True
 
+    def _leaders(self, free: int) -> list[Sample]:
+        """As `scheduler/prompts.py` has it: one of each group, of groups enough for one batch."""
+        room, led, chosen = free + len(self._running), set[Group](), list[Sample]()
+        for sample in self._queue:
+            if len(chosen) == free or room <= 0:
+                break
+            if sample.done:
+                room -= 1
+            elif sample.group in led:
+                continue
+            else:
+                led.add(sample.group)
+                room -= sum(not other.done for other in sample.group.samples)
+            chosen.append(sample)
+        return chosen
+
     def _join(self, samples: list[Sample]) -> None:
+        """On KV that is there: their next token comes with the next decode."""
+        kept = sum(sample.kept for sample in samples)
+        self._enter(samples, kept * self._costs.join_s + (len(samples) - kept) * self._costs.prefill_sample_s)
+
+    def _prefill(self, samples: list[Sample]) -> None:
         costs = self._costs
-        fresh = [sample for sample in samples if not sample.kept]
-        took = costs.join_s * (len(samples) - len(fresh))
-        if fresh:
-            tokens = sum(len(sample.group.prompt.input_ids) + sample.done for sample in fresh)
-            took += costs.prefill_s + len(fresh) * costs.prefill_sample_s + tokens * costs.prefill_token_s
+        tokens = sum(len(sample.group.prompt.input_ids) + sample.done for sample in samples)
+        for sample in samples:
+            sample.group.prefilled_in = self._number
+            sample.done += 1
+        self._enter(samples, costs.prefill_s + len(samples) * costs.prefill_sample_s + tokens * costs.prefill_token_s)
+
+    def _enter(self, samples: list[Sample], took: float) -> None:
+        gone = set(samples)
+        self._queue = deque(sample for sample in self._queue if sample not in gone)
         self.outcome.seconds += took
         self.outcome.prefill_s += took
         for sample in samples:
-            sample.done += not sample.kept  # a prefill gives a token
             sample.kept = False
             self._kv += len(sample.group.prompt.input_ids) + sample.done
         self._running += samples

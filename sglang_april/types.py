@@ -132,6 +132,10 @@ class Group:
     """Where admission finds its queued members: "new", "begun", or "" when it has none (`Ledger` keeps it)."""
     prefix: Prefix | None = None
     """Under which the prompt was last stored on the host."""
+    leader: "Sample | None" = None
+    """Whose prefill computes, or has computed, the prompt for the others (`prompts.py`)."""
+    prompt_version: int = -1
+    """Policy version under which the engine was last given the whole prompt's KV; -1 = none of it is known."""
     first_round: int = -1
     """Number of the round in which it got its first token; what runs ahead belongs to the next one. -1 = none yet."""
     engine_params: Any = None

@@ -78,11 +78,11 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: Disk | 
 
 def _look(s: Scheduler, search: Search, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
     """On all ranks together. A sample with a grammar is prefilled again in any case: its request waits for one."""
-    asked = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample)]
+    asked = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
     said: list[Any] = [None] * s.ps.tp_size
     torch.distributed.all_gather_object(said, search.look(asked), group=s.tp_cpu_group)
     outcomes = iter(agreed(said))
-    return [None if has_grammar(sample) else next(outcomes) for sample, _ in wanted]
+    return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
 
 
 def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:

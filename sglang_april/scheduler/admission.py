@@ -4,7 +4,7 @@ Demand-driven over-provisioning: a sample starts only when a slot is free, so th
 as possible, and prompts that were never started stay untouched. Pure: the same ledger, the same order on every rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from sglang_april.scheduler.quota import Round
@@ -42,9 +42,9 @@ def _queued(group: Group) -> list[Sample]:
     return [s for s in group.samples.values() if s.state is State.QUEUED]
 
 
-def pick(rounds: list[Round], slots: int) -> list[Sample]:
+def pick(rounds: list[Round], slots: int, among: Callable[[Round], Iterator[Sample]] = candidates) -> list[Sample]:
     """At most `slots` samples, round-robin over the open rounds in their order (S6), each within its `concurrency`."""
-    lanes = [islice(candidates(rnd), places(rnd, slots)) for rnd in rounds]
+    lanes = [islice(among(rnd), places(rnd, slots)) for rnd in rounds]
     chosen: list[Sample] = []
     while lanes and len(chosen) < slots:
         alive = []

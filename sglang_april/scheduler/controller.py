@@ -13,6 +13,7 @@ from sglang_april.policy.push import Refused
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.ending import Endings
+from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.restore import Look, regain, restore
 from sglang_april.scheduler.resume import Resumer
@@ -114,6 +115,8 @@ class Controller:
                 sample.recomputing = drawn <= 0
             if drawn > 0:
                 sample.let_go = ""
+                if prefilled:
+                    Prompts.prefilled(sample)
                 if group.first_round < 0:
                     self._note_first_round(group)
             sample.length = length

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
-from sglang_april.types import Sample
+from sglang_april.types import Group, Sample
 from sglang_april.wire import Event, FinishedSample
 
 
@@ -70,12 +70,21 @@ class Engine(Protocol):
         """Tokens that the first waiting request, anyone's, needs by that estimate; 0 without one."""
 
     def remaining_estimate(self, sample: Sample) -> int:
-        """Tokens that SGLang's budget sets aside for the rest of this sample."""
+        """Tokens that SGLang's budget sets aside for the rest of this sample; it may have no request yet."""
 
     # --- samples
 
     def start(self, sample: Sample, *, proximal: bool) -> None:
         """Put a sample without KV into the waiting queue: a new one, or one whose old tokens are prefilled again."""
+
+    def shares_prompt(self, group: Group) -> bool:
+        """Whether its members can `follow` one that has been prefilled; the answer never changes."""
+
+    def follow(self, sample: Sample) -> bool:
+        """Put a queued sample on the KV of its prompt, but for the last token: in `sample.pages`, ready to `attach`.
+
+        False, and nothing changed, where the engine does not have all of it.
+        """
 
     def attach(self, samples: Sequence[Sample]) -> None:
         """Let samples on their device pages join the running batch as plain decode rows."""

@@ -80,8 +80,8 @@ class Round:
 
     def _someone_must_finish(self) -> bool:
         groups = self.run.groups
-        if self.on_policy:
-            return any(not g.whole and g.oldest_version() is not None for g in groups.values())
+        if self.on_policy and any(not g.whole and g.oldest_version() is not None for g in groups.values()):
+            return True
         return any(not g.whole and groups.get(g.id) is g for g in (*self.mandatory, *self.cohort))
 
     def starts_left(self) -> int | None:

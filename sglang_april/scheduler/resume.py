@@ -1,16 +1,20 @@
 """Step 2 and 9 of 9 (admit, resume): free slots go to partials, then to groups already begun, then to new groups.
 
-A sample on stored pages joins the running batch as a plain decode row, in a step that launches no prefill; one without
-pages, or whose round wants fresh KV, is prefilled again through SGLang's own waiting queue.
+A sample on stored pages, or on the KV of a prompt that another member of its group has brought, joins the running batch
+as a plain decode row, in a step that launches no prefill; any other, or one whose round wants fresh KV, is prefilled
+through SGLang's own waiting queue.
 """
+
+import functools
 
 from sglang_april.policy.auto import Reason, why_not_resume
 from sglang_april.scheduler.admission import Gathering, pick
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.store.entry import Pages, Tier
-from sglang_april.types import Sample
+from sglang_april.types import Sample, State
 
 AHEAD = 4
 """Partials at most that are loaded before there is a slot for them."""
@@ -28,9 +32,10 @@ class Resumer:
         two runs could load in each other's room for ever."""
         self._turn = False
         self._gathering = Gathering()
+        self._prompts = Prompts(context)
 
     def admit(self) -> None:
-        """Once per step: fill the free slots. Samples with pages come first and alone; they join in `resume`.
+        """Once per step: fill the free slots. Samples with KV come first and alone; they join in `resume`.
 
         The others gather for a prefill that they share, unless somebody else's is launched anyway.
         """
@@ -49,12 +54,14 @@ class Resumer:
             for lanes in (self._c.rounds, self._c.ahead):
                 _take_turns(lanes)
         self._hold = False
-        self._resumable = [s for s in chosen if s.pages is not None and self._goes_on(s, s.pages)]
-        if self._resumable:
+        self._resumable = [s for s in chosen if self._joins(s)]
+        if self._resumable or all(self._prompts.waits(s) for s in chosen):
             return
         due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
         if due or self._c.engine.strangers_waiting() or self._c.engine.mid_prefill():
-            self._start(chosen)
+            starters = functools.partial(self._prompts.starters, slots=slots)
+            chosen = pick(rounds, slots, starters)
+            self._start(chosen + pick(ahead, slots - len(chosen), starters))
 
     def has_work(self) -> bool:
         """Whether the next step could start a sample: then an idle loop must not sleep until somebody writes to it.
@@ -78,6 +85,10 @@ class Resumer:
             self._turn = not self._turn
             return int(self._turn)
         return slots - min(strangers, slots // 2)
+
+    def _joins(self, sample: Sample) -> bool:
+        """It needs no prefill."""
+        return self._goes_on(sample, sample.pages) if sample.pages is not None else self._prompts.follows(sample)
 
     def _goes_on(self, sample: Sample, pages: Pages) -> bool:
         return not self._why_recompute(sample, pages) and self._has_request(sample)
@@ -103,27 +114,31 @@ class Resumer:
 
     def _start(self, samples: list[Sample]) -> None:
         self._c.trace("start", samples)
-        version = self._c.clock.version
         for sample in samples:
             if sample.pages is not None:
                 sample.let_go = self._why_recompute(sample, sample.pages)
                 self._tiers.release(sample)
             rnd = self._round(sample)
             stats = rnd.stats
-            stats.started += sample.length == 0
             stats.resumed_recomputed += sample.length > 0
             if sample.length and rnd.spec.kv == "auto":
                 stats.recomputed[sample.let_go or "no_pages"] += 1
                 stats.kv_fallback += not sample.let_go
             elif sample.length and rnd.spec.kv == "keep":
                 stats.kv_fallback += 1
-            self._c.ledger.admit(sample)
-            sample.admitted_round = rnd.number
-            self._c.recorder.admitted(sample)
-            sample.kv_version = version
+            self._prompts.starts(sample)
+            self._enter(sample, rnd)
             sample.recomputing = sample.length > 0
-            sample.open_span(version, "recomputed" if sample.length else "fresh")
             self._c.engine.start(sample, proximal=rnd.spec.proximal)
+
+    def _enter(self, sample: Sample, rnd: Round) -> None:
+        """It goes on, or begins, on KV of the current policy."""
+        rnd.stats.started += sample.length == 0
+        self._c.ledger.admit(sample)
+        sample.admitted_round = rnd.number
+        self._c.recorder.admitted(sample)
+        sample.kv_version = self._c.clock.version
+        sample.open_span(sample.kv_version, "recomputed" if sample.length else "fresh")
 
     # --- on stored pages
 
@@ -141,11 +156,15 @@ class Resumer:
         self._resumable = []
         if not taken:
             return False
-        taken.sort(key=lambda s: s.order)
+        taken.sort(key=lambda s: (s.order < 0, s.order))
         self._c.trace("resume", taken)
         version = self._c.clock.version
         for sample in taken:
             rnd = self._round(sample)
+            if sample.state is State.QUEUED:
+                self._enter(sample, rnd)
+                rnd.stats.started_on_prompt_kv += 1
+                continue
             rnd.stats.resumed_kept += 1
             self._c.ledger.admit(sample)
             sample.admitted_round = rnd.number
@@ -176,6 +195,11 @@ class Resumer:
                 if not self._clear_the_way(sample, need):
                     self._hold = True
                     break
+            if sample.pages is None:
+                cost = self._prompts.give_pages(sample, budget - need)
+                if cost is None:
+                    continue
+                budget -= cost
             if sample.pages is None or sample.pages.ready:
                 taken.append(sample)
             elif sample.pages.loading or self._tiers.load(sample):
@@ -185,13 +209,17 @@ class Resumer:
             budget -= need
         self._hold |= bool(loading)
         if loading and engine.idle():
+            self._prompts.take_back(taken)
             taken = []
         loading += [s for s in before if s in samples and s not in taken and s not in loading]
         return taken
 
     def _need(self, sample: Sample) -> int:
         need = self._c.engine.remaining_estimate(sample)
-        if sample.pages is not None and sample.pages.slots is None:
+        if sample.pages is None and self._c.engine.idle():
+            # Nobody stands on its prompt, and the way is cleared for all of it.
+            need += len(sample.group.prompt.input_ids) // 4
+        elif sample.pages is not None and sample.pages.slots is None:
             need += sample.pages.length + self._c.engine.page_size
         return need
 

@@ -51,6 +51,8 @@ class RoundStats:
     resumed_kept: int = 0
     resumed_recomputed: int = 0
     started: int = 0
+    started_on_prompt_kv: int = 0
+    """Of these, who needed no prefill: another member of the group had brought the prompt's KV."""
     retracted: int = 0
     suspended_for_memory: int = 0
     kv_fallback: int = 0
@@ -97,6 +99,7 @@ class RoundStats:
             "resumed_kept": self.resumed_kept,
             "resumed_recomputed": self.resumed_recomputed,
             "started": self.started,
+            "started_on_prompt_kv": self.started_on_prompt_kv,
             "retracted": self.retracted,
             "suspended_for_memory": self.suspended_for_memory,
             "kv_fallback": self.kv_fallback,

@@ -12,7 +12,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
-from sglang_april.types import Sample
+from sglang_april.types import Group, Sample
 from tests.unit.fake_copies import Copies, Whose
 from tests.unit.fake_loop import FakeLoop, Request
 
@@ -52,11 +52,14 @@ class FakeEngine(FakeLoop):
         fail_every: int = 0,
         queue_limit: int = 10**6,
         digest: Any = None,
+        shares: bool = False,
     ) -> None:
         super().__init__(slots, pool, chunk, overlap, queue_limit)
         self.first_start: dict[str, int] = {}
         """Requests by name, numbered when they first came."""
         self.starts = 0
+        self.shares = shares
+        """Whether members of a group start on the KV of its prompt, as a tree with pages of one token lets them."""
         self.ended: dict[tuple[str, str, int, int], Request] = {}
         """Requests of finished samples, for whoever checks them."""
         self.on_event: Callable[[wire.Event], None] = lambda event: None
@@ -110,6 +113,8 @@ class FakeEngine(FakeLoop):
         return first.prompt + len(first.output) + first.rest if first is not None else 0
 
     def remaining_estimate(self, sample: Sample) -> int:
+        if sample.request is None:
+            return abs(msgspec.msgpack.decode(sample.group.params)) + 1
         return sample.request.rest + 1
 
     # --- samples
@@ -121,6 +126,25 @@ class FakeEngine(FakeLoop):
             self.starts += 1
         request.recomputed = bool(request.output)
         self.queue(request)
+
+    def shares_prompt(self, group: Group) -> bool:
+        return self.shares and group.prompt.n > 1 and len(group.prompt.input_ids) > 4
+
+    def follow(self, sample: Sample) -> bool:
+        """As if the KV were shared: it gets slots of its own, and whoever stands on them cannot tell."""
+        tokens = len(sample.group.prompt.input_ids) // 4 - 1
+        if self.prompts.get(sample.group) != (self.version, self.life) or len(self.free) < tokens:
+            return False
+        request = build(sample)
+        if request.name not in self.first_start:
+            self.first_start[request.name] = self.starts
+            self.starts += 1
+        slots = [self.free.pop() for _ in range(tokens)]
+        for position, slot in enumerate(slots):
+            self.cells[slot] = (request.name, position, self.version)
+        sample.pages = Pages(tokens, 0, slots, None, None)
+        self.followed += 1
+        return True
 
     def attach(self, samples: Sequence[Sample]) -> None:
         for sample in samples:

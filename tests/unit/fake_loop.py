@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.scheduler.controller import Controller
-from sglang_april.types import Sample, State
+from sglang_april.types import Group, Sample, State
 from sglang_april.wire import Provenance
 from tests.unit.fake_copies import Copies
 
@@ -86,6 +86,9 @@ class FakeLoop:
         self.last: list[Row] | None = None
         """The last batch, if it was a prefill whose rows have not joined the running batch."""
         self.in_flight: list[Row] | None = None
+        self.prompts: dict[Group, tuple[int, int]] = {}
+        """Whose KV the tree has: the version that wrote it, and in which life of the server."""
+        self.followed = 0
         self.forwards = 0
         self.retracts = 0
         self.late_abort = False
@@ -199,6 +202,8 @@ class FakeLoop:
             request = row.request
             if row.leg != request.leg or request.reason is not None or row.drew is None:
                 continue
+            if row.prefilled and request.sample is not None:
+                self.prompts[request.sample.group] = row.drew[0], self.life
             request.output.append(token(request.seed, len(request.output)))
             request.drawn_under.append(row.drew)
             request.lives.append(self.life)
@@ -255,6 +260,7 @@ class FakeLoop:
             return False
         self.controller.suspender.evacuate()
         self.cells, self.free = [None] * self.pool, list(range(self.pool))
+        self.prompts.clear()
         return True
 
     def check_pending_flush(self) -> None:

@@ -1,5 +1,6 @@
 """`concurrency: auto`: where more samples stop to pay, and what a message about it does to a scheduler (S9)."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -66,6 +67,41 @@ def test_what_has_not_been_seen_for_long_is_looked_at_again() -> None:
     assert run(tuner, flat, LOOK * 10)[-1] == 64
     assert run(tuner, linear, MEMORY + LOOK * 20)[-1] == 1
     assert 64 in run(tuner, flat, 2 * MEMORY + LOOK * 40)
+
+
+def test_a_machine_whose_speed_drifts_is_not_taken_for_a_curve() -> None:
+    """Twice as slow within a minute and fast again, as shared ones are, while the batch varies: every slot pays."""
+    for period in (9000, 18_000, 36_000):
+        rng, tuner, limits = random.Random(period), Tuner(64), []
+        for step in range(60_000):
+            speed = 1.5 + 0.5 * math.sin(2 * math.pi * step / period)
+            batch = tuner.limit - rng.randrange(1 + tuner.limit // 5)
+            tuner.note(batch, speed * (0.0042 + 0.00016 * batch))
+            if step % LOOK == LOOK - 1:
+                limits.append(tuner.tune())
+        assert limits.count(64) >= 0.9 * len(limits), (period, limits)
+
+
+@pytest.mark.parametrize(("pauses", "then"), [(False, 32), (True, 64)])
+def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
+    """Between two looks other runs had the engine, or nobody: without it the larger batch would seem to be worth less
+    than nothing; with it nothing has been found, and the larger is tried again."""
+    tuner = Tuner(64)
+    assert run(tuner, linear, LOOK) == [45]
+    if pauses:
+        tuner.pause()
+    assert run(tuner, flat, LOOK) == [then]
+
+
+def test_a_move_that_changes_nothing_says_nothing() -> None:
+    """With fewer samples than the limit, the smaller one is tried once and left."""
+    tuner, limits = Tuner(64), []
+    for step in range(LOOK * 20):
+        tuner.note(20, 0.01)
+        if step % LOOK == LOOK - 1:
+            limits.append(tuner.tune())
+    assert limits[:3] == [45, 64, 64]
+    assert set(limits[2:]) == {64}
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 300])

@@ -28,6 +28,7 @@ ENGINES = {
     "copy_delay": (0, 1, 4),
     "fail_every": (0, 0, 3),
     "queue_limit": (10**6, 10**6, 6),
+    "shares": (False, True),
 }
 SPECS: dict[str, tuple[Any, ...]] = {
     "quota": (1, 2, 3, None),

@@ -90,6 +90,21 @@ def test_strict_on_policy_waits_for_every_group_with_tokens() -> None:
     assert rnd.ends_now() == "quota"
 
 
+def test_strict_on_policy_waits_for_its_cohort_too() -> None:
+    """S3, S4: a group of an older round whose members with tokens have been delivered already."""
+    hand = Hand()
+    old, new = hand.groups(2, 1)
+    hand.finish(old.samples[0])
+    old.first_round = 0
+    hand.ledger.deliver(old, [0])
+    rnd = hand.round(unit="sample", max_staleness=0, quota_mode="cohort")
+    rnd.mark_cohort()
+    hand.finish(new.samples[0])
+    assert rnd.ends_now() is None
+    hand.finish(old.samples[1])
+    assert rnd.ends_now() == "quota"
+
+
 # --- staleness
 
 

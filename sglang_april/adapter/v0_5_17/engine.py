@@ -17,14 +17,15 @@ from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting, pool_tokens
 from sglang_april.adapter.v0_5_17.facts import Facts
 from sglang_april.adapter.v0_5_17.pages import PagePool
+from sglang_april.adapter.v0_5_17.prompts import PromptPages, rest_of
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
-from sglang_april.adapter.v0_5_17.recall import chunk_of, recall, revive
+from sglang_april.adapter.v0_5_17.recall import chunk_of, make_request, recall, revive
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.adapter.v0_5_17.store import build_store, caps, key_of, page_form
 from sglang_april.config import AprilConfig
 from sglang_april.store.entry import Pages
 from sglang_april.store.saved import Chunk
-from sglang_april.types import Proximal, Sample
+from sglang_april.types import Group, Proximal, Sample
 from sglang_april.wire import Event, FinishedSample, encode
 
 
@@ -34,6 +35,7 @@ class SchedulerEngine:
     def __init__(self, scheduler: Scheduler, config: AprilConfig) -> None:
         self._s = scheduler
         self.pages = PagePool(scheduler)
+        self.prompts = PromptPages(scheduler)
         self.version = 0
         self.overlap: bool = scheduler.enable_overlap
         self.page_size = self.pages.page_size
@@ -148,7 +150,7 @@ class SchedulerEngine:
         return queue[0].seqlen + _rest(queue[0]) + self.page_size if queue else 0
 
     def remaining_estimate(self, sample: Sample) -> int:
-        return _rest(sample.request) + self.page_size
+        return (_rest(sample.request) if sample.request is not None else rest_of(sample)) + self.page_size
 
     # --- samples
 
@@ -162,6 +164,14 @@ class SchedulerEngine:
         if proximal and is_eligible(req) and (sample.proximal is None or sample.proximal.version < self.version):
             sample.proximal = Proximal(self.version)
         s._add_request_to_queue(req)
+
+    def shares_prompt(self, group: Group) -> bool:
+        return self.prompts.shares(group)
+
+    def follow(self, sample: Sample) -> bool:
+        return self.prompts.follow(
+            sample, lambda: make_request(self._s, self.samples, sample), lambda: self.forget(sample)
+        )
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]

@@ -121,7 +121,8 @@ def _fill_decode_tensors(s: Scheduler, batch: ScheduleBatch, lengths: list[int])
     batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
     batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     batch.seq_lens_sum = sum(lengths)
-    last_tokens = torch.tensor([r.output_ids[-1] for r in batch.reqs], dtype=torch.int64, device=device)
+    last = [r.output_ids[-1] if r.output_ids else r.origin_input_ids[-1] for r in batch.reqs]
+    last_tokens = torch.tensor(last, dtype=torch.int64, device=device)
     s.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
     batch.input_ids = None
     batch.multimodal_inputs = [r.multimodal_inputs for r in batch.reqs]

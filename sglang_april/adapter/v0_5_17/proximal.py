@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.types import Proximal, Sample
 
@@ -22,9 +23,13 @@ CHUNK_ROWS = 512
 
 def is_eligible(req: Req) -> bool:
     """Whether plain logits, bias and temperature are all that this sample was drawn from."""
-    p = req.sampling_params
-    penalised = p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
-    return not penalised and req.grammar is None
+    return not is_penalised(req.sampling_params) and req.grammar is None
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    """What is drawn next depends on the tokens drawn before in more than their logits."""
+    penalties = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    return bool(penalties or params.min_new_tokens)
 
 
 def recomputed_rows(batch: ScheduleBatch) -> list[Sample | None] | None:

@@ -59,12 +59,22 @@ def recall(req: Req, sample: Sample, chunk: Chunk) -> None:
 
 
 def revive(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
-    """A request that needs no prefill, made at SGLang's own door; False, and nothing has changed, if it is refused.
+    """A request for a sample whose copy was found; False, and nothing has changed, if it is refused."""
+    pages, tokens = sample.pages, sample.recall
+    assert pages is not None
+    req = make_request(s, ours, sample)
+    if req is None:
+        sample.recall = tokens
+        return False
+    pages.extra_key = versioned_key(req.april_base_key, sample.kv_version)
+    return True
+
+
+def make_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> Req | None:
+    """A request that needs no prefill, made at SGLang's own door; None, and nothing has changed, if it is refused.
 
     Behind the door is a queue of its own meanwhile, so that nobody else's request is moved or given up.
     """
-    pages, tokens = sample.pages, sample.recall
-    assert pages is not None
     ours[rid_of(sample)] = sample
     queue, s.waiting_queue = s.waiting_queue, []
     try:
@@ -74,10 +84,9 @@ def revive(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
     req: Req | None = sample.request
     if req is None or queued != [req] or req.to_finish is not None:
         del ours[rid_of(sample)]
-        sample.request, sample.recall = None, tokens
-        return False
-    pages.extra_key = versioned_key(req.april_base_key, sample.kv_version)
-    return True
+        sample.request = None
+        return None
+    return req
 
 
 def advance_grammar(req: Req) -> None:

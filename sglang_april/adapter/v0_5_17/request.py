@@ -28,7 +28,7 @@ def rid_of(sample: Sample) -> str:
 def build_request(sample: Sample) -> TokenizedGenerateReqInput:
     """A request for a sample that has no token yet."""
     group = sample.group
-    params = msgspec.structs.replace(_params_of(group), sampling_seed=sample.seed)
+    params = msgspec.structs.replace(params_of(group), sampling_seed=sample.seed)
     if group.prompt.max_new_tokens is not None:
         params.max_new_tokens = group.prompt.max_new_tokens[sample.index]
     return TokenizedGenerateReqInput(
@@ -48,13 +48,14 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
     )
 
 
-def has_grammar(sample: Sample) -> bool:
-    """Its output has to follow a grammar, which SGLang compiles while the request waits for its prefill."""
-    params = _params_of(sample.group)
+def has_grammar(group: Group) -> bool:
+    """Its outputs have to follow a grammar, which SGLang compiles while a request waits for its prefill."""
+    params = params_of(group)
     return any(x is not None for x in (params.json_schema, params.regex, params.ebnf, params.structural_tag))
 
 
-def _params_of(group: Group) -> SamplingParams:
+def params_of(group: Group) -> SamplingParams:
+    """Decoded once; not to be changed."""
     if group.engine_params is None:
         group.engine_params = msgspec.msgpack.decode(group.params, type=SamplingParams)
     return group.engine_params

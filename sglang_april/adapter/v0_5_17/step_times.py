@@ -24,11 +24,14 @@ class StepTimes:
     def boundary(self, context: Context) -> None:
         """Top of a scheduling step."""
         before, self._began = self._began, time.perf_counter()
+        if not context.tunes():
+            self._tuner.pause()
+            return
         if not self._rows:
             return
         self._tuner.note(self._rows, self._began - before)
         self._steps += 1
-        if self._steps % EVERY == 0 and context.tunes():
+        if self._steps % EVERY == 0:
             curve = self._tuner.curve().values()
             self._facts.say(wire.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve]))
 

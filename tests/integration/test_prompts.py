@@ -1,0 +1,83 @@
+"""A prompt is prefilled once for its group; the other members follow on its KV, and draw what they would have drawn."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.compare import by_key
+from tests.support.live import Live
+from tests.support.server import Server
+from tests.support.workload import Forwards, flush, prompt, token_ids
+
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95}
+ALONE: dict[str, Any] = {**SAMPLED, "min_new_tokens": 1}
+"""The same distribution, and a request that SGLang has to prefill: it counts output tokens."""
+
+
+def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any]]:
+    return [prompt(f"p{i}", length, ids=token_ids(9 + i, i), n=n, **params) for i in range(count)]
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_followers_draw_what_they_would_have_drawn(live: Live, run: str, tier: str) -> None:
+    """S5, S7: noise depends on neither leg nor slot; stopped on the way, the two ways give the same tokens."""
+    server = live.server
+    flush(server)
+    count = Forwards(server)
+    first = server.rollout(run=run, prompts=groups(5, 4, 24, **SAMPLED), quota=1, tier=tier)
+    assert sum(count.rows(decode=False)) == 5
+    assert (first["stats"]["started"], first["stats"]["started_on_prompt_kv"]) == (20, 15)
+    followed = by_key([*first["finished"], *server.drain(run)])
+    flush(server)
+    count = Forwards(server)
+    reply = server.rollout(run=f"{run}-alone", prompts=groups(5, 4, 24, **ALONE), quota=None)
+    assert sum(count.rows(decode=False)) == 20
+    assert reply["stats"]["started_on_prompt_kv"] == 0
+    alone = by_key(reply["finished"])
+    assert followed.keys() == alone.keys()
+    for key, sample in followed.items():
+        assert sample["output_ids"] == alone[key]["output_ids"], key
+        assert sample["logprobs"] == pytest.approx(alone[key]["logprobs"], abs=1e-4)
+    live.check(reply["finished"], {g["id"]: SAMPLED for g in reply["finished"]})
+
+
+def test_prompts_are_computed_anew_under_a_new_policy(normal: Live, run: str) -> None:
+    """S6: KV of one version is never a prefix under another; every token is its own version's."""
+    server, count = normal.server, Forwards(normal.server)
+    first = server.rollout(run=run, prompts=groups(1, 12, 30, **SAMPLED), quota=2, quota_unit="sample", concurrency=4)
+    assert first["stats"]["started_on_prompt_kv"] >= 3
+    normal.push(1, flush=False)
+    rest = server.rollout(run=run, prompts=[], quota=None, kv="recompute")
+    assert rest["stats"]["started_on_prompt_kv"] > 0
+    begun = first["stats"]["started"]
+    assert rest["stats"]["started"] == 12 - begun
+    # The first leader; the partials that are recomputed; and one leader of those who had not begun.
+    assert sum(count.rows(decode=False)) == 1 + rest["stats"]["resumed_recomputed"] + 1
+    pieces = [*first["finished"], *rest["finished"]]
+    normal.check(pieces, {"p0": SAMPLED})
+
+
+def test_a_prompt_that_was_let_go_is_computed_again(server: Server, run: str) -> None:
+    """A flush empties the tree while members wait for a slot."""
+    first = server.rollout(run=run, prompts=groups(1, 12, 30), quota=2, quota_unit="sample", concurrency=4)
+    begun = first["stats"]["started"]
+    flush(server)
+    count = Forwards(server)
+    rest = server.rollout(run=run, prompts=[], quota=None)
+    assert sum(count.rows(decode=False)) == 1
+    assert rest["stats"]["started_on_prompt_kv"] == 12 - begun - 1
+    assert len(by_key([*first["finished"], *rest["finished"]])) == 12
+
+
+def test_what_has_to_be_prefilled_is(server: Server, run: str) -> None:
+    """One token, penalties, a grammar: every member has a prefill of its own."""
+    asked = [
+        prompt("one", 4, ids=1, n=3),
+        prompt("penalty", 4, n=3, presence_penalty=0.5),
+        prompt("grammar", 4, n=3, regex="[ab]+"),
+        prompt("shared", 4, n=3),
+    ]
+    count = Forwards(server)
+    reply = server.rollout(run=run, prompts=asked, quota=None)
+    assert sum(count.rows(decode=False)) == 3 * 3 + 1
+    assert reply["stats"]["started_on_prompt_kv"] == 2

@@ -1,0 +1,131 @@
+"""A group's prompt is prefilled once: who leads, who follows, and who leads when the KV is gone."""
+
+import pytest
+
+from sglang_april.policy.push import PushClock
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.prompts import Prompts
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_loop import Row
+from tests.unit.pure import Hand, names
+from tests.unit.world import Build, World
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return Prompts(Context(FakeEngine(shares=True), PushClock(), 0))
+
+
+def prefills(w: World) -> list[int]:
+    """Per prefill from now on: how many samples it was for."""
+    seen: list[int] = []
+    check = w.engine.on_forward
+
+    def forward(rows: list[Row]) -> None:
+        if rows[0].prefilled:
+            seen.append(len(rows))
+        check(rows)
+
+    w.engine.on_forward = forward
+    return seen
+
+
+def test_one_of_each_group_is_prefilled(prompts: Prompts) -> None:
+    """For eight free slots: groups whose members fill them, and whoever nobody follows."""
+    hand = Hand()
+    hand.groups(4, 1, 2, 4, 4)
+    assert names(list(prompts.starters(hand.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
+    assert names(list(prompts.starters(hand.round(concurrency=4), 8))) == ["g0.0"]
+
+
+def test_leaders_of_a_whole_batch_share_a_prefill(prompts: Prompts) -> None:
+    """Three slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
+    hand = Hand()
+    hand.start(*(g.samples[0] for g in hand.groups(*[1] * 24)))
+    hand.groups(*[8] * 9)
+    assert names(list(prompts.starters(hand.round(), 3))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
+
+
+def test_nobody_follows_before_the_prompt_is_there(prompts: Prompts) -> None:
+    hand = Hand()
+    (group,) = hand.groups(3)
+    leader, other, _ = group.samples.values()
+    prompts.starts(leader)
+    hand.start(leader)
+    assert prompts.waits(other)
+    assert not prompts.follows(other)
+    assert names(list(prompts.starters(hand.round(), 8))) == []
+    prompts.prefilled(leader)
+    hand.grow(leader)
+    assert prompts.follows(other)
+    assert not prompts.waits(other)
+    assert not prompts.follows(leader), "it has a token"
+    assert names(list(prompts.starters(hand.round(), 8))) == []
+
+
+def test_another_leads_when_the_leader_leaves_without_a_token(prompts: Prompts) -> None:
+    hand = Hand()
+    (group,) = hand.groups(3)
+    leader, other, _ = group.samples.values()
+    prompts.starts(leader)
+    hand.start(leader)
+    hand.ledger.suspend(leader)
+    assert not prompts.waits(other)
+    assert names(list(prompts.starters(hand.round(), 8))) == ["g0.0"]
+
+
+def test_followers_need_no_prefill(world: Build) -> None:
+    """Twelve groups of four on eight slots: one row of a prefill each; tokens and spans are checked by the world."""
+    w = world(slots=8, pool=2000, chunk=64, shares=True)
+    rows = prefills(w)
+    w.open("run", {f"p{i}": (5, 4, 9 + i % 5) for i in range(12)}, quota=12)
+    reply = w.reply()
+    assert sum(rows) == 12
+    assert reply.stats["started"] == 48
+    assert reply.stats["started_on_prompt_kv"] == 36
+    assert w.engine.followed == 36
+
+
+def test_without_sharing_every_member_is_prefilled(world: Build) -> None:
+    """Pages of more than one token, penalties, a grammar, no tree: as SGLang does it."""
+    w = world(slots=8, pool=2000, chunk=64)
+    rows = prefills(w)
+    w.open("run", {f"p{i}": (5, 4, 9 + i % 5) for i in range(12)}, quota=12)
+    assert w.reply().stats["started_on_prompt_kv"] == 0
+    assert sum(rows) == 48
+
+
+def test_a_new_policy_has_leaders_of_its_own(world: Build) -> None:
+    """S6: KV of one version is never a prefix under another."""
+    w = world(slots=2, pool=300, chunk=64, shares=True)
+    rows = prefills(w)
+    w.open("run", {"p": (5, 8, -20)}, quota=1)
+    w.step(6)
+    w.push_begin()
+    w.push_end()
+    w.reply()
+    assert sum(rows) == 2, "six members had not begun: one of them leads"
+    assert w.engine.followed == 6
+
+
+def test_kv_that_is_gone_is_computed_again(world: Build) -> None:
+    """The tree may let a prompt go that nobody stands on; a flush empties it."""
+    w = world(slots=2, pool=300, chunk=64, shares=True)
+    rows = prefills(w)
+    w.open("run", {"p": (5, 8, -20)}, quota=1)
+    w.step(6)
+    w.do(lambda e: e.prompts.clear())
+    w.reply()
+    assert sum(rows) == 2
+    assert w.engine.followed == 6
+
+
+def test_strangers_are_served_while_followers_join(world: Build) -> None:
+    """S6: a join launches no prefill; `/generate` gets every second step then, and both progress."""
+    w = world(slots=2, pool=300, chunk=64, shares=True)
+    w.open("run", {f"p{i}": (5, 8, -2) for i in range(8)}, quota=8)
+    w.step(3)
+    stranger = w.do(lambda e: e.add_stranger("s", 7, 4, 3))
+    w.step(24)
+    assert stranger.reason is not None
+    w.reply()
