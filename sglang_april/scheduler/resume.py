@@ -196,7 +196,8 @@ class Resumer:
                     self._hold = True
                     break
             if sample.pages is None:
-                cost = self._prompts.give_pages(sample, budget - need)
+                alone = not taken and not loading and engine.idle()
+                cost = self._prompts.give_pages(sample, need if alone else budget - need)
                 if cost is None:
                     continue
                 budget -= cost

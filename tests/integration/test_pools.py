@@ -67,3 +67,13 @@ def at_rest(live: Live) -> None:
     assert (state["closed"], sum(state["samples"].values()), state["tokens"]["device"]) == ("", 0, 0)
     pool = until(lambda: (p := live.server.state()["pool"])["running"] == 0 and p, "nothing runs")
     assert pool["available"] + pool["evictable"] + pool["protected"] == pool["total"]
+
+
+def test_who_starts_on_the_prompt_of_another(shaped: Live, run: str) -> None:
+    """With pages of sixteen, whoever's last token is the first of a page; without a tree, nobody. All draw alike."""
+    params = {**PARAMS, "top_p": 0.9}
+    prompts = [prompt(f"p{n}", 9, ids=token_ids(n, n), n=3, **params) for n in (16, 17, 18, 33)]
+    reply = shaped.server.rollout(run=run, prompts=prompts, quota=None)
+    paged = "--page-size=16" in shaped.server.flags
+    assert reply["stats"]["started_on_prompt_kv"] == (2 * 2 if paged else 0)
+    shaped.check(reply["finished"], dict.fromkeys(("p16", "p17", "p18", "p33"), params))
