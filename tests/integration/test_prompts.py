@@ -10,8 +10,6 @@ from tests.support.server import Server
 from tests.support.workload import Forwards, flush, prompt, token_ids
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95}
-ALONE: dict[str, Any] = {**SAMPLED, "min_new_tokens": 1}
-"""The same distribution, and a request that SGLang has to prefill: it counts output tokens."""
 
 
 def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any]]:
@@ -20,25 +18,17 @@ def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_followers_draw_what_they_would_have_drawn(live: Live, run: str, tier: str) -> None:
-    """S5, S7: noise depends on neither leg nor slot; stopped on the way, the two ways give the same tokens."""
+    """S5, S7: stopped on the way or not, every token and logprob is that of a plain forward and the sample's seed."""
     server = live.server
     flush(server)
     count = Forwards(server)
     first = server.rollout(run=run, prompts=groups(5, 4, 24, **SAMPLED), quota=1, tier=tier)
     assert sum(count.rows(decode=False)) == 5
     assert (first["stats"]["started"], first["stats"]["started_on_prompt_kv"]) == (20, 15)
-    followed = by_key([*first["finished"], *server.drain(run)])
-    flush(server)
-    count = Forwards(server)
-    reply = server.rollout(run=f"{run}-alone", prompts=groups(5, 4, 24, **ALONE), quota=None)
-    assert sum(count.rows(decode=False)) >= 20  # a long prefill goes in chunks
-    assert reply["stats"]["started_on_prompt_kv"] == 0
-    alone = by_key(reply["finished"])
-    assert followed.keys() == alone.keys()
-    for key, sample in followed.items():
-        assert sample["output_ids"] == alone[key]["output_ids"], key
-        assert sample["logprobs"] == pytest.approx(alone[key]["logprobs"], abs=1e-4)
-    live.check(reply["finished"], {g["id"]: SAMPLED for g in reply["finished"]})
+    pieces = [*first["finished"], *server.drain(run)]
+    assert len(by_key(pieces)) == 20
+    assert {len(x["output_ids"]) for x in by_key(pieces).values()} == {24}
+    live.check(pieces, {g["id"]: SAMPLED for g in pieces})
 
 
 def test_prompts_are_computed_anew_under_a_new_policy(normal: Live, run: str) -> None:
