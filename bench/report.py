@@ -5,7 +5,7 @@
     python -m bench.report --readme --check   # fails when README says anything else than the rows
 
 A marker in README is ``<!-- bench:PRESET DISTRIBUTION -->``, its end ``<!-- /bench -->``; between them stands the main
-table of the newest run of that preset.
+table of that distribution. Each table is that of the newest run which has it, and rows of two runs are never compared.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from bench import record
 from bench.over_sampling import points
@@ -27,10 +28,19 @@ OUTSIDE = ("outside", "outside-retry3s")
 
 
 def newest(rows: Iterable[Row], preset: str) -> list[Row]:
-    """The rows of the newest run of a preset (a run may have gone on for days)."""
+    """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days)."""
     mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
-    last = max(mine, key=lambda row: row["time"], default=None)
-    return [row for row in mine if last is not None and row["run_id"] == last["run_id"]]
+    last: dict[tuple[Any, ...], Row] = {}
+    for row in mine:
+        if row["time"] >= last.get(_table(row), row)["time"]:
+            last[_table(row)] = row
+    return [row for row in mine if row["run_id"] == last[_table(row)]["run_id"]]
+
+
+def _table(row: Row) -> tuple[Any, ...]:
+    """What the rows of one table have in common."""
+    together = row.get("together")
+    return row["distribution"], together or row["ablation"], bool(together)
 
 
 def by_variant(rows: Iterable[Row], distribution: str, ablation: str | None = None) -> dict[str, list[Row]]:
@@ -154,13 +164,17 @@ def said(rows: list[Row]) -> str:
     )
 
 
+def _flat(table: dict[str, list[Row]]) -> list[Row]:
+    return [row for rows in table.values() for row in rows]
+
+
 def readme(text: str, rows: list[Row]) -> str:
     """README with the tables that the rows give; markers without rows lose their table."""
 
     def fill(found: re.Match[str]) -> str:
         run = newest(rows, found[2])
         table = by_variant(run, found[3])
-        body = f"{said(run)}.\n\n{markdown(table_of(table))}" if table else "No rows yet.\n"
+        body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}" if table else "No rows yet.\n"
         return f"{found[1]}{body}{found[4]}"
 
     return MARKER.sub(fill, text)
@@ -176,20 +190,25 @@ def _html_table(lines: list[list[str]]) -> str:
 def _rollout_sections(rows: list[Row]) -> Iterable[str]:
     for preset in dict.fromkeys(row["preset"] for row in rows if row.get("bench") == "rollout"):
         run = newest(rows, preset)
-        yield f"<h2>Preset {html.escape(preset)}</h2><p>{html.escape(said(run))}</p>"
+        yield f"<h2>Preset {html.escape(preset)}</h2>"
         apart = [row for row in run if not row.get("together")]
         for distribution, ablation in dict.fromkeys((row["distribution"], row["ablation"]) for row in apart):
             table = by_variant(apart, distribution, ablation)
             title = distribution + (f", {ablation}" if ablation else "")
-            yield f"<h3>{html.escape(title)}</h3>{_html_table(table_of(table))}"
+            yield f"{_headed(title, _flat(table))}{_html_table(table_of(table))}"
             if ablation is None:
                 yield f'<img src="{plot(table, f"{preset}: {title}")}">'
         for name in dict.fromkeys(row["together"] for row in run if row.get("together")):
-            yield f"<h3>{html.escape(name)}, in turns</h3>{_html_table(ablations_of(run, name))}"
+            mine = [row for row in run if row.get("together") == name]
+            yield f"{_headed(f'{name}, in turns', mine)}{_html_table(ablations_of(mine, name))}"
         for distribution in dict.fromkeys(row["distribution"] for row in run):
             if len(found := points(run, distribution)) > 1:
                 yield f"<h3>{html.escape(distribution)}: over-sampling against demand-driven admission</h3>"
                 yield f'{_html_table(over_sampling_table(found))}<img src="{plot_over_sampling(found)}">'
+
+
+def _headed(title: str, rows: list[Row]) -> str:
+    return f"<h3>{html.escape(title)}</h3><p>{html.escape(said(rows))}</p>"
 
 
 def _plain_sections(rows: list[Row]) -> Iterable[str]:

@@ -52,6 +52,16 @@ def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_
     assert lines["april-keep"][-2:] == ["0", "biased"]
 
 
+def test_each_table_is_that_of_the_newest_run_which_has_it() -> None:
+    """A new main table does not hide what only an older run has; rows of two runs never stand in one table."""
+    new = {"run_id": "new", "time": "2026-02-01"}
+    rows = [*ROWS, row("synchronous", 100, 10, **new), row("april-keep", 250, 25, **new)]
+    found = newest(rows, "cpu")
+    assert {r["run_id"] for r in found if r["ablation"] is None} == {"new"}
+    assert [r["run_id"] for r in found if r["ablation"] == "n 8"] == ["r"]
+    assert "outside" not in by_variant(found, "lognormal")
+
+
 def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
     knobs = {"together": "knobs", "ks_distance": 0.02}
     rows = [
