@@ -91,6 +91,9 @@ class Tuner:
         self._curve[here] = now, self._steps
         if before is not None and before[0] != here:
             self._compare({before[0]: before[1], here: now})
+        elif here > 0 and before is None and here - 1 not in self._worth:
+            # A pause fell into the try: rounds are too short for one, and would be spent on trying for ever.
+            self._worth[here - 1] = 1.0, self._steps
         return now
 
     def _compare(self, sides: dict[int, Steps]) -> None:

@@ -93,6 +93,19 @@ def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
     assert run(tuner, flat, LOOK) == [then]
 
 
+def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
+    """With a pause after every hundred steps no two looks can be compared: one try, and no more for long."""
+    tuner, limits = Tuner(64), []
+    for step in range(LOOK * 40):
+        if step % 100 == 0:
+            tuner.pause()
+        tuner.note(tuner.limit, flat(tuner.limit))
+        if step % LOOK == LOOK - 1:
+            limits.append(tuner.tune())
+    assert limits.count(45) == 1
+    assert limits.count(64) == 39
+
+
 def test_a_move_that_changes_nothing_says_nothing() -> None:
     """With fewer samples than the limit, the smaller one is tried once and left."""
     tuner, limits = Tuner(64), []
