@@ -5,6 +5,7 @@ import pytest
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import Prompts
+from sglang_april.types import Sample
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Row
 from tests.unit.pure import Hand, names
@@ -30,6 +31,16 @@ def prefills(w: World) -> list[int]:
     return seen
 
 
+def led(prompts: Prompts) -> tuple[Hand, Sample, Sample]:
+    """A group whose first member is being prefilled: that one, and another."""
+    hand = Hand()
+    (group,) = hand.groups(3)
+    leader, other, _ = group.samples.values()
+    prompts.starts(leader)
+    hand.start(leader)
+    return hand, leader, other
+
+
 def test_one_of_each_group_is_prefilled(prompts: Prompts) -> None:
     """For eight free slots: groups whose members fill them, and whoever nobody follows."""
     hand = Hand()
@@ -47,11 +58,7 @@ def test_leaders_of_a_whole_batch_share_a_prefill(prompts: Prompts) -> None:
 
 
 def test_nobody_follows_before_the_prompt_is_there(prompts: Prompts) -> None:
-    hand = Hand()
-    (group,) = hand.groups(3)
-    leader, other, _ = group.samples.values()
-    prompts.starts(leader)
-    hand.start(leader)
+    hand, leader, other = led(prompts)
     assert prompts.waits(other)
     assert not prompts.follows(other)
     assert names(list(prompts.starters(hand.round(), 8))) == []
@@ -64,11 +71,7 @@ def test_nobody_follows_before_the_prompt_is_there(prompts: Prompts) -> None:
 
 
 def test_another_leads_when_the_leader_leaves_without_a_token(prompts: Prompts) -> None:
-    hand = Hand()
-    (group,) = hand.groups(3)
-    leader, other, _ = group.samples.values()
-    prompts.starts(leader)
-    hand.start(leader)
+    hand, leader, other = led(prompts)
     hand.ledger.suspend(leader)
     assert not prompts.waits(other)
     assert names(list(prompts.starters(hand.round(), 8))) == ["g0.0"]

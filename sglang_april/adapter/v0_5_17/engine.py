@@ -102,9 +102,13 @@ class SchedulerEngine(Room):
         return self.prompts.shares(group)
 
     def follow(self, sample: Sample) -> bool:
-        return self.prompts.follow(
-            sample, lambda: make_request(self._s, self.samples, sample), lambda: self.forget(sample)
-        )
+        req = make_request(self._s, self.samples, sample)
+        if req is None:
+            return False
+        sample.pages = self.prompts.find(req)
+        if sample.pages is None:
+            self.forget(sample)
+        return sample.pages is not None
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]

@@ -4,8 +4,6 @@ SGLang's tree has that KV once the prefill has been taken in (`cache_unfinished_
 its input token and draws the next one; with the prompt's last token as input it is all that is left of the prefill.
 """
 
-from collections.abc import Callable
-
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -39,22 +37,17 @@ class PromptPages:
             return False
         return not is_penalised(params_of(group)) and not has_grammar(group)
 
-    def follow(self, sample: Sample, make_request: Callable[[], Req | None], forget: Callable[[], None]) -> bool:
-        """Give the sample a request, and `Pages` of all its prompt's tokens but the last, locked in the tree."""
-        req = make_request()
-        if req is None:
-            return False
+    def find(self, req: Req) -> Pages | None:
+        """All of its prompt but the last token, locked in the tree; None where the tree has less."""
         key = RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key)
         found = self._tree.match_prefix(MatchPrefixParams(key=key, req=req))
         length = len(req.origin_input_ids) - 1
         if len(found.device_indices) < length:
-            forget()
-            return False
+            return None
         # On the leader's own node, so that its copy on the host is that of all.
         self._tree.inc_lock_ref(found.last_device_node)
         slots = found.device_indices[:length].to(torch.int64, copy=True)
-        sample.pages = Pages(length, length, slots, found.last_device_node, req.extra_key)
-        return True
+        return Pages(length, length, slots, found.last_device_node, req.extra_key)
 
 
 def rest_of(sample: Sample) -> int:
