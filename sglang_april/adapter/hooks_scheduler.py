@@ -213,6 +213,7 @@ def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted
     """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key.
 
     Ours ask for no input logprobs: in a recompute the default would give the old tokens' logits a whole lm_head (S6).
+    What a request of a higher priority preempts is retracted too, but not said to be.
     """
     if Process.engine is not None and req.kv is None:
         Process.engine._renew(req)
@@ -221,7 +222,7 @@ def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted
             if req.april.recall is not None:
                 advance_grammar(req)
                 req.april.recall = None
-    if is_retracted and req.april is not None:
+    if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recomputing)):
         s.april.retracted(req.april)
     return orig(s, req, is_retracted)
 

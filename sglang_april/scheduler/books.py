@@ -31,7 +31,9 @@ class Books:
 
     def prefix_for(self, sample: Sample, pages: Pages) -> Prefix | None:
         """What the sample's first tokens are, or will be, stored under; picked up once, for a copy."""
-        length = pages.protected // self._c.store_page * self._c.store_page
+        # A leader stands on its whole prompt, a follower on all but its last token.
+        shared = min(pages.protected, len(sample.group.prompt.input_ids) // 4 - 1)
+        length = shared // self._c.store_page * self._c.store_page
         prefix, group = sample.prefix, sample.group
         if prefix is None and length and pages.node is not None:
             prefix = group.prefix

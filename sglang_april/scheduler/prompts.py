@@ -6,6 +6,7 @@ many groups as make one batch.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 from sglang_april.scheduler.admission import candidates, places
 from sglang_april.scheduler.context import Context
@@ -26,12 +27,14 @@ class Prompts:
         return sample.state is State.QUEUED and _is_led(sample.group)
 
     def starters(self, rnd: Round, slots: int) -> Iterator[Sample]:
-        """Whoever is to be prefilled for `slots` free slots, of groups whose members can follow the first only.
+        """At most `slots` samples that are to be prefilled, of groups whose members can follow the first only.
 
         Their followers take the slots that come free next, so there may be as many as run at once; more would only be
         groups begun early.
         """
-        room = rnd.run.running + places(rnd, slots)
+        return islice(self._starters(rnd, rnd.run.running + places(rnd, slots)), slots)
+
+    def _starters(self, rnd: Round, room: int) -> Iterator[Sample]:
         led: set[Group] = set()
         for sample in candidates(rnd):
             group = sample.group

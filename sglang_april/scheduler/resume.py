@@ -5,7 +5,7 @@ as a plain decode row, in a step that launches no prefill; any other, or one who
 through SGLang's own waiting queue.
 """
 
-import functools
+from collections import Counter
 
 from sglang_april.policy.auto import Reason, why_not_resume
 from sglang_april.scheduler.admission import Gathering, pick
@@ -14,7 +14,7 @@ from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.store.entry import Pages, Tier
-from sglang_april.types import Sample, State
+from sglang_april.types import Group, Sample, State
 
 AHEAD = 4
 """Partials at most that are loaded before there is a slot for them."""
@@ -31,6 +31,8 @@ class Resumer:
         """A sample that has a slot waits for its pages or for room: the next turn is not taken before it has joined, or
         two runs could load in each other's room for ever."""
         self._turn = False
+        self._joined = False
+        """Samples joined the batch where a prefill could have been launched, and none could be since."""
         self._gathering = Gathering()
         self._prompts = Prompts(context)
 
@@ -59,9 +61,9 @@ class Resumer:
             return
         due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
         if due or self._c.engine.strangers_waiting() or self._c.engine.mid_prefill():
-            starters = functools.partial(self._prompts.starters, slots=slots)
-            chosen = pick(rounds, slots, starters)
-            self._start(chosen + pick(ahead, slots - len(chosen), starters))
+            # Each lane keeps its share: what its leaders leave of it is for their followers.
+            share = Counter(s.group.run for s in chosen)
+            self._start(pick([*rounds, *ahead], slots, lambda rnd: self._prompts.starters(rnd, share[rnd.run])))
 
     def has_work(self) -> bool:
         """Whether the next step could start a sample: then an idle loop must not sleep until somebody writes to it.
@@ -149,6 +151,11 @@ class Resumer:
             self._tiers.expected = []
         if not self._resumable or engine.mid_prefill():
             # What loads takes room, and the next chunk of a prompt has none set aside.
+            self._joined = False
+            return False
+        if self._joined and engine.first_waiting_need():
+            # Whoever waits for a prefill, also after a retract, has every second step.
+            self._joined, self._hold = False, True
             return False
         # A round may have ended since `admit`: a full queue can give a sample up at once.
         wanted = [s for s in self._resumable if self._c.lane(s) is not None]
@@ -174,6 +181,7 @@ class Resumer:
                     rnd.stats.kept[_came_from(sample)] += 1
             self._tiers.resumed(sample)
         engine.attach(taken)
+        self._joined = True
         return True
 
     def _fit(self, samples: list[Sample]) -> list[Sample]:
@@ -185,6 +193,7 @@ class Resumer:
         engine = self._c.engine
         taken: list[Sample] = []
         loading: list[Sample] = []
+        unfit: set[Group] = set()
         before, self._tiers.expected = self._tiers.expected, loading
         budget = min(engine.prefill_budget(), engine.tokens_free() - engine.tokens_for_next_decode())
         for sample in samples:
@@ -196,9 +205,12 @@ class Resumer:
                     self._hold = True
                     break
             if sample.pages is None:
+                if sample.group in unfit:
+                    continue
                 alone = not taken and not loading and engine.idle()
                 cost = self._prompts.give_pages(sample, need if alone else budget - need)
                 if cost is None:
+                    unfit.add(sample.group)
                     continue
                 budget -= cost
             if sample.pages is None or sample.pages.ready:

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
+from tests.support.background import Background
 from tests.support.compare import assert_same
 from tests.support.live import Live, living, until
+from tests.support.server import SLOTS
 from tests.support.workload import in_one_round, in_rounds, prompt, stoppers, token_ids
 
 SHAPES = {
-    "treeless": ([*NORMAL, "--disable-radix-cache"], "qwen3"),
-    "paged": ([*OVERLAP, "--page-size=16"], "llama"),
+    "treeless": ([*NORMAL, "--disable-radix-cache", "--enable-priority-scheduling"], "qwen3"),
+    "paged": ([*OVERLAP, "--page-size=16", "--enable-priority-scheduling"], "llama"),
 }
 STOPS = [5, 11, 16, 22]
 PARAMS: dict[str, Any] = {"temperature": 0.8}
@@ -58,6 +60,23 @@ def test_pushes_flushes_and_recomputes(shaped: Live, run: str) -> None:
     shaped.check(groups, {g["id"]: PARAMS if not g["id"].startswith("stop") else {} for g in groups})
     spans = [[(s["version"], s["kv"]) for s in x["spans"]] for g in groups if g["id"] == "inside" for x in g["samples"]]
     assert spans == [[(v, "fresh"), (v + 1, "kept"), (v + 2, "recomputed")]] * 2
+    at_rest(shaped)
+
+
+def test_a_preempted_sample_is_computed_again_and_says_so(shaped: Live, run: str) -> None:
+    """S6: a request of a higher priority takes a slot when all are taken; SGLang retracts a sample of ours for it."""
+    server = shaped.server
+    prompts = [prompt(f"p{i}", 150, ids=16, **PARAMS) for i in range(SLOTS)]
+    rounds = Background(server, run=run, prompts=prompts, quota=None)
+    until(lambda: server.forwards() and server.forwards()[-1]["rows"] == SLOTS, "all slots are taken")
+    urgent = {"input_ids": [7] * 9, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, "priority": 5}
+    assert len(server.post("/generate", urgent)["output_ids"]) == 3
+    reply = rounds.reply()
+    assert reply["stats"]["retracted"] >= 1
+    assert reply["stats"]["reprefilled_tokens"] > 0
+    kinds = {tuple(span["kv"] for span in x["spans"]) for g in reply["finished"] for x in g["samples"]}
+    assert kinds == {("fresh",), ("fresh", "recomputed")}
+    shaped.check(reply["finished"], {g["id"]: PARAMS for g in reply["finished"]})
     at_rest(shaped)
 
 

@@ -9,8 +9,8 @@ from sglang_april.types import Group, Sample
 from sglang_april.wire import OpenRound, Prompt
 
 
-def prompt(name: str, n: int = 1, seed: int = 0) -> Prompt:
-    return Prompt(name, b"\0" * 12, n, 0, seed)
+def prompt(name: str, n: int = 1, seed: int = 0, tokens: int = 3) -> Prompt:
+    return Prompt(name, b"\0" * 4 * tokens, n, 0, seed)
 
 
 class Hand:

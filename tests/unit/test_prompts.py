@@ -9,7 +9,7 @@ from sglang_april.types import Sample
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Row
 from tests.unit.pure import Hand, names
-from tests.unit.world import Build, World
+from tests.unit.world import Build, World, lengths
 
 
 @pytest.fixture
@@ -50,11 +50,12 @@ def test_one_of_each_group_is_prefilled(prompts: Prompts) -> None:
 
 
 def test_leaders_of_a_whole_batch_share_a_prefill(prompts: Prompts) -> None:
-    """Three slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
+    """Five slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
     hand = Hand()
     hand.start(*(g.samples[0] for g in hand.groups(*[1] * 24)))
     hand.groups(*[8] * 9)
-    assert names(list(prompts.starters(hand.round(), 3))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
+    assert names(list(prompts.starters(hand.round(), 5))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
+    assert names(list(prompts.starters(hand.round(), 2))) == ["g24.0", "g25.0"]
 
 
 def test_nobody_follows_before_the_prompt_is_there(prompts: Prompts) -> None:
@@ -132,3 +133,44 @@ def test_strangers_are_served_while_followers_join(world: Build) -> None:
     w.step(24)
     assert stranger.reason is not None
     w.reply()
+
+
+def test_strangers_are_served_although_others_follow_in_every_step(world: Build) -> None:
+    """S6: a join launches no prefill; whoever waits for one has every second step, however many slots are free."""
+    w = world(slots=24, pool=4000, chunk=64, shares=True)
+    for length in (3, 4, 5, 7):
+        w.open(f"run-{length}", {"p": (5, 100, -length)}, quota=1)
+    w.step(30)
+    stranger = w.do(lambda e: e.add_stranger("s", 7, 4, 3))
+    w.step(6)
+    assert stranger.reason is not None
+
+
+def test_leaders_leave_the_partials_of_others_alone(world: Build) -> None:
+    """S6: what one run's leaders leave of its free slots is for their followers, not for a run that runs ahead; its
+    partials wait, and go on on their KV."""
+    w = world(slots=8, pool=2000, chunk=64, shares=True)
+    w.open("b", lengths(2, 40, 40, 40, 40, 40), quota=1, ahead=4, after_quota="continue")
+    w.reply("b")
+    w.open("a", {f"a{i}": (5, 4, -12) for i in range(4)}, quota=4)
+    w.step(4)
+    w.push_begin()
+    w.push_end()
+    w.step(3)
+    assert w.ledger.runs["b"].suspended, "all slots are for the open round"
+    w.reply("a")
+    w.step(40)
+    kinds = {span.kv for i in range(1, 6) for span in w.sample("b", f"p{i}").closed_spans()}
+    assert kinds == {"fresh", "kept"}
+
+
+def test_two_runs_have_equal_shares_of_a_prefill(world: Build) -> None:
+    """S6, round-robin: 16 slots each, of which one run's leader leaves 15 to its followers, not to the other run."""
+    w = world(slots=32, pool=4000, chunk=400, shares=True)
+    rows = prefills(w)
+    w.freeze(True)
+    w.open("a", {f"a{i}": (5, 16, -20) for i in range(4)}, quota=4)
+    w.open("b", {f"b{i}": (5, 1, -20) for i in range(40)}, quota=40)
+    w.freeze(False)
+    w.step(2)
+    assert rows[0] == 1 + 16

@@ -10,7 +10,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.store.entry import Pages
 from sglang_april.types import Sample
-from tests.unit.pure import Hand
+from tests.unit.pure import Hand, prompt
 from tests.unit.test_pressure import tiers as tiers_of
 from tests.unit.world import Build, lengths
 
@@ -51,15 +51,15 @@ class Orders:
 
 
 class Group:
-    """Four partials of one prompt of 40 tokens, prefilled together: the tree owns its slots."""
+    """Four partials of one prompt of 40 tokens: the tree owns its slots."""
 
-    def __init__(self, host: int = 1000, disk: int = 0) -> None:
+    def __init__(self, host: int = 1000, disk: int = 0, prompt_tokens: int = 40) -> None:
         self.engine: Any = Orders()
         hand = Hand()
         self.context = Context(self.engine, PushClock(), host, disk, PAGE, ledger=hand.ledger)
         self.tiers = Tiers(self.context)
         self.hand, self.node = hand, object()
-        (group,) = hand.groups(4)
+        (group,) = hand.accept(prompt("g0", 4, tokens=prompt_tokens))
         self.samples = list(group.samples.values())
         for i, sample in enumerate(self.samples):
             hand.start(sample)
@@ -104,6 +104,15 @@ def test_a_prompt_is_stored_once_over_all_rounds_and_goes_with_its_last_user() -
     g.tiers.left(g.samples[1])
     assert g.engine.said[-1] == ("discard", number)
     assert g.tiers.used == {"host": 0, "disk": 0}
+
+
+def test_a_leader_and_its_followers_share_a_prefix() -> None:
+    """The leader stands on all 48 tokens of its prompt, a follower on 47: 32 of them, in whole pages, are both's."""
+    g = Group(prompt_tokens=48)
+    for sample, protected in zip(g.samples, (47, 48, 47, 48), strict=True):
+        sample.pages.protected = protected  # type: ignore[union-attr]
+        g.tiers.demote(sample)
+    assert {said[3] for said in g.engine.said} == {(g.engine.said[0][3][0], 32)}
 
 
 def test_a_prompt_computed_again_is_another_prefix() -> None:
