@@ -22,6 +22,7 @@ from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
 from bench.plots import plot, plot_over_sampling
 from bench.record import Row
+from bench.rollout.turns import IN_TURNS
 
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 OUTSIDE = ("outside", "outside-retry3s")
@@ -56,19 +57,29 @@ RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
 
 
 def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float | None:
-    """Median over the repetitions that both have of the smaller of token and group ratio.
+    """The smaller of the token and the group ratio: the median over the repetitions that both have, where they were
+    measured in turns, else the ratio of the medians of all there are.
 
     Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
     two rows is no difference between them; `raw` leaves that out."""
+    if not variant or not base:
+        return None
+    if not in_turns(variant[0], base[0]):
+        medians = [(median(_rates(variant, rate, raw)), median(_rates(base, rate, raw))) for rate in RATES]
+        return min(one / two for one, two in medians)
     other = {row["repetition"]: row for row in base}
-    pairs = [(row, other[row["repetition"]]) for row in variant if row["repetition"] in other]
-    ratios = [min(one[rate] / two[rate] for rate in RATES) * (1.0 if raw else _speed(two, one)) for one, two in pairs]
+    pairs = [([row], [other[row["repetition"]]]) for row in variant if row["repetition"] in other]
+    ratios = [min(_rates(one, rate, raw)[0] / _rates(two, rate, raw)[0] for rate in RATES) for one, two in pairs]
     return median(ratios) if ratios else None
 
 
-def _speed(one: Row, two: Row) -> float:
-    """How much faster the machine was around the one row than around the other."""
-    return float(one["full_batch_tokens_per_s"] / two["full_batch_tokens_per_s"])
+def in_turns(one: Row, other: Row) -> bool:
+    """Whether rows of one table were measured in turns with one another."""
+    return (one["variant"] in IN_TURNS) == (other["variant"] in IN_TURNS)
+
+
+def _rates(rows: list[Row], rate: str, raw: bool) -> list[float]:
+    return [row[rate] if raw else row[rate] / row["full_batch_tokens_per_s"] for row in rows]
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
@@ -104,9 +115,11 @@ def _marks(rows: list[Row]) -> str:
 
 
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "rows": lambda rows: str(len(rows)),
     "delivered tokens/s": _spread,
     "groups/s": _number("delivered_groups_per_s", ".2f"),
     "of the limit": _number("share_of_limit", ".2f"),
+    "mean length": _number("length_mean", ".1f"),
     "mean batch": _number("mean_running", ".1f"),
     "round p50 s": _number("round_s_p50", ".2f"),
     "after the end": _number("tokens_after_end", ",.0f"),
@@ -119,11 +132,15 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 
 
 def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
-    """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside."""
-    lines = [["variant", "× synchronous", "× outside", "raw: × synchronous", "× outside", *COLUMNS]]
+    """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside.
+
+    What generates while the trainer works is compared with the asynchronous client only."""
+    lines = [["variant", "× synchronous", "× outside", "× async", "raw: × synchronous", "× outside", *COLUMNS]]
     bases = table.get("synchronous", []), better_outside(table)
     for name, rows in table.items():
-        ratios = [headline(rows, base, raw=raw) for raw in (False, True) for base in bases]
+        ahead = name == "april-continue"
+        against = [headline(rows, [] if ahead else base, raw=raw) for raw in (False, True) for base in bases]
+        ratios = [*against[:2], headline(rows, table.get("async", [])) if ahead else None, *against[2:]]
         shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
         lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
     return lines
@@ -156,11 +173,12 @@ def said(rows: list[Row]) -> str:
     """One sentence on where and when the rows come from."""
     first = rows[0]
     machine, count = first["machine"], max(row["repetition"] for row in rows) + 1
+    commits = ", ".join(dict.fromkeys(row["commit"][:8] + row["commit"][40:] for row in rows))
     where = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     load = max(row.get("load", 0.0) for row in rows)
     return (
-        f"{where}; SGLang {first['versions'].get('sglang')}; commit {first['commit'][:8]}; run {first['run_id']}, "
-        f"{count} interleaved repetition{'s' * (count > 1)}, load average at the start {load:.1f}"
+        f"{where}; SGLang {first['versions'].get('sglang')}; commit {commits}; run {first['run_id']}, "
+        f"{'up to ' * (count > 1)}{count} repetition{'s' * (count > 1)}, load average at the start {load:.1f}"
     )
 
 
@@ -230,8 +248,8 @@ def _cell(value: object) -> str:
 STYLE = "body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:2px 8px;text-align:right}"
 NOTE = (
     "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
-    "group ratio, the median over interleaved repetitions, each rate in units of the full-batch rate just before "
-    "and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
+    "group ratio, the median over repetitions in turns (of what was measured apart, the ratio of the medians), each "
+    "rate in units of the full-batch rate just before and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
     "biased deliver other lengths than their source has."
 )
 

@@ -99,6 +99,8 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
 
     async with Engine(urls[0], patched=urls[0] == urls[1]) as stock, Engine(urls[1], patched=True) as april:
         bed = Bed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
+        for row in done:
+            bed.note_synchronous(row)
         return await Runner(bed, record.facts(), args.run_id, keep).run(cells, until)
 
 

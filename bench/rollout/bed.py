@@ -28,8 +28,8 @@ class Bed:
     observed: Observed = field(default_factory=Observed)
     """What the steps of this machine cost, over the whole run."""
     _batches: Iterator[int] = field(default_factory=lambda: itertools.cycle(BATCHES))
-    synchronous_s: float | None = None
-    """Mean seconds of a synchronous round: what a trainer's time is a share of."""
+    synchronous_s: dict[str, float] = field(default_factory=dict)
+    """Mean seconds of a synchronous round, by distribution: what a trainer's time is a share of."""
 
     def engine(self, variant: str) -> Engine:
         """Ours for our variants, the stock one for the others."""
@@ -38,6 +38,11 @@ class Bed:
     def lengths(self, distribution: str) -> Lengths:
         """A distribution at the preset's size."""
         return self.preset.lengths(distribution)
+
+    def note_synchronous(self, row: Row) -> None:
+        """How long a synchronous round takes, if the row is of those."""
+        if row["variant"] == "synchronous" and row["ablation"] is None:
+            self.synchronous_s[row["distribution"]] = row["seconds"] / row["rounds"]
 
     async def limit(self, distribution: str) -> float:
         """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""
@@ -63,7 +68,7 @@ class Bed:
         return rate, full
 
     def _length(self, distribution: str) -> int:
-        return max(40, min(self.preset.longest, round(self.lengths(distribution).running_mean)))
+        return max(40, min(self.preset.longest_of_all, round(self.lengths(distribution).running_mean)))
 
 
 class Ruler:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 from bench.rollout.engine import Counters
@@ -76,7 +76,7 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
     decoded, steps = sum(measured.decoded for measured in rounds), sum(measured.steps for measured in rounds)
     generated = [measured.round.generated for measured in rounds]
     total = None if None in generated else sum(count or 0 for count in generated)
-    took = sorted(measured.seconds for measured in rounds)
+    took = [measured.seconds for measured in rounds]
     return {
         "rounds": len(rounds),
         "seconds": round(seconds, 4),
@@ -93,8 +93,8 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
         "ks_distance": round(distance, 4),
         "biased": distance > BIASED_ABOVE,
         "length_mean": mean(delivered) if delivered else None,
-        "round_s_p50": took[len(took) // 2],
-        "round_s_p95": quantiles(took, n=20)[-1] if len(took) > 1 else took[0],
+        "round_s_p50": median(took),
+        "round_s_p95": quantiles(took, n=20, method="inclusive")[-1] if len(took) > 1 else took[0],
         "tokens_after_end": sum(measured.after_end for measured in rounds),
         "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
         "decoded_tokens": decoded,

@@ -57,10 +57,14 @@ class Preset:
     """Whether ablations are run."""
 
     @property
+    def longest_of_all(self) -> int:
+        """Tokens of the longest response under any distribution."""
+        return max(self.longest, self.short * self.extreme) if self.everything else self.longest
+
+    @property
     def context(self) -> int:
         """The server's context length."""
-        longest = max(self.longest, self.short * self.extreme) if self.everything else self.longest
-        return self.prompt_tokens + longest + 8
+        return self.prompt_tokens + self.longest_of_all + 8
 
     @property
     def pool_tokens(self) -> int:
@@ -101,6 +105,7 @@ class Preset:
         yield from self._ablations()
         for distribution in self.distributions:
             yield from (Cell(distribution, variant, 1) for variant in FEW)
+        yield from (Cell("lognormal", variant, 1) for variant in OTHERS)
 
     def _ahead(self) -> Iterator[Cell]:
         for trainer in TRAINER if self.everything else TRAINER[:1]:
@@ -155,7 +160,7 @@ class Tiny(Preset):
 
     def cells(self) -> Iterator[Cell]:
         yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))
-        yield Cell("lognormal", "april-keep", ablation="drain", drain=True)
+        yield from (Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW)
         changed = replace(self.plan, filtered=True)
         yield from (Cell("lognormal", variant, ablation="filter", plan=changed) for variant in FEW)
 

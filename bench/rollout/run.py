@@ -82,7 +82,7 @@ class Track:
     @property
     def trainer_s(self) -> float:
         """Seconds that a trainer takes in each round."""
-        return self.cell.trainer * (self.bed.synchronous_s or 0.0)
+        return self.cell.trainer and self.cell.trainer * self.bed.synchronous_s[self.cell.distribution]
 
     async def block(self, rounds: int) -> Block:
         """One round that is not measured, because others ran before it, and so many that are; then a rest, unless
@@ -94,15 +94,14 @@ class Track:
         return done
 
     async def emptied(self) -> Block:
-        """A fixed set of prompts from empty to empty, as one measured piece."""
-        rounds = [await self.round() for _ in range(self.bed.preset.measured)]
-        before = await self.engine.settled()
-        start = time.perf_counter()
-        last = await self.variant.drain()
-        seconds = time.perf_counter() - start
-        rounds.append(between(before, await self.engine.settled(), last, seconds))
-        last.carry = 0
-        return Block(0, rounds)
+        """A fixed set of prompts from empty to empty: the rounds' quotas are all that there is."""
+        count = self.bed.preset.measured
+        self.variant.stream.ends_after = count * self.plan.groups
+        done = Block(0, [await self.round() for _ in range(count)])
+        groups = sum(len(measured.round.groups) for measured in done.rounds)
+        if groups != count * self.plan.groups:
+            raise IdentityError(f"{groups} groups of {count * self.plan.groups} were delivered")
+        return done
 
 
 class Runner:
@@ -167,8 +166,8 @@ class Runner:
             await track.variant.rest()
 
     async def _warm(self, cell: Cell) -> Track:
-        if cell.trainer and self._bed.synchronous_s is None:
-            self._bed.synchronous_s = await self._synchronous(cell)
+        if cell.trainer and cell.distribution not in self._bed.synchronous_s:
+            self._bed.synchronous_s[cell.distribution] = await self._synchronous(cell)
         track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
         track.cell = cell
         if track.steady is None:
@@ -198,8 +197,7 @@ class Runner:
             "samples_lost": None,
             "samples_twice": None,
         }
-        if cell.variant == "synchronous" and cell.ablation is None:
-            self._bed.synchronous_s = row["seconds"] / row["rounds"]
+        self._bed.note_synchronous(row)
         if last:
             # Only now can it be said of every sample where it went.
             if not cell.drain:
@@ -210,6 +208,7 @@ class Runner:
 
     async def _synchronous(self, cell: Cell) -> float:
         track = Track(self._bed, Cell(cell.distribution, "synchronous"))
+        await track.round()
         return sum([(await track.round()).seconds for _ in range(3)]) / 3
 
 

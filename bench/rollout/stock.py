@@ -234,10 +234,24 @@ class Outside(Stock):
 
 
 class OutsideRetry(Outside):
-    """The same with the pause between aborts that slime's code has."""
+    """The same with slime's way to end a round (`abort_server_until_idle` in
+    slime/backends/sglang_utils/server_control.py of THUDM/slime, commit 15b8e50): abort, ask for the load, and while
+    there is any, sleep three seconds and do it again. An aborted request is in the batch for one more step."""
 
     name = "outside-retry3s"
     abort_again_s = 3.0
+
+    async def _abort(self, pending: set[asyncio.Task[Open]]) -> None:
+        look = await self.engine.counters()
+        while True:
+            await self.engine.abort_all()
+            load = await self.engine.counters()
+            if not load.running + load.waiting:
+                break
+            await asyncio.sleep(self.abort_again_s)
+        if pending:
+            await asyncio.wait(pending)
+        self._round.decoded_at_end = look.decoded
 
 
 class StaleReuse(Outside):

@@ -87,6 +87,7 @@ class Variant(Protocol):
     """One way to run rounds on one engine."""
 
     name: str
+    stream: Stream
     delivered: Counter[str]
     """How often each sample has been delivered, by ``prompt/index``; `drain` completes it."""
 

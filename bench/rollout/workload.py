@@ -29,14 +29,17 @@ class Prompt:
 
 
 class Stream:
-    """Endless prompts in a fixed order; `taken` counts them."""
+    """Prompts in a fixed order, endless unless it `ends_after` so many; `taken` counts them."""
 
     def __init__(self, seed: int, lengths: Lengths, n: int, prompt_tokens: int) -> None:
         self.taken = 0
+        self.ends_after: int | None = None
         self._prompts = self._generate(random.Random(f"rollout-{seed}"), lengths, n, prompt_tokens)
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts."""
+        if self.ends_after is not None:
+            count = min(count, self.ends_after - self.taken)
         count = max(0, count)
         self.taken += count
         return [next(self._prompts) for _ in range(count)]

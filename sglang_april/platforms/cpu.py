@@ -51,10 +51,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
         return "cpu"
 
     def init_backend(self) -> None:
-        """Our decode attention, in each worker."""
-        from sglang_april.platforms.attention import install
+        """Our decode attention and draws, in each worker."""
+        from sglang_april.platforms import attention, sampling
 
-        install()
+        attention.install()
+        sampling.install()
 
     def get_default_attention_backend(self) -> str:
         """PyTorch's scaled dot product attention."""

@@ -48,8 +48,21 @@ def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_
     assert headline(table["april-keep"], []) is None
     assert better_outside(table) == table["outside-retry3s"]
     lines = {line[0]: line for line in table_of(table)}
-    assert lines["april-keep"][1:6] == ["1.50", "1.07", "1.50", "1.07", "240 (180–300)"]
+    assert lines["april-keep"][1:8] == ["1.50", "1.07", "–", "1.50", "1.07", "2", "240 (180–300)"]
     assert lines["april-keep"][-2:] == ["0", "biased"]
+
+
+def test_what_was_measured_apart_is_compared_by_medians() -> None:
+    """In units of the full batch: a fast minute of the one is no advantage over the other's slow one."""
+    rows = [*ROWS, row("outside", 900, 90, 1, full_batch_tokens_per_s=3000), row("outside", 100, 9, 2)]
+    apart = {"full_batch_tokens_per_s": 500}
+    rows += [row("async", 90, 9, **apart), row("async", 30, 3, 1, **apart), row("april-continue", 240, 24)]
+    table = by_variant(newest(rows, "cpu"), "lognormal")
+    # Medians: (0.18 + 0.06) / 2 of the full batch against 0.15, and 0.012 against 0.012: the smaller is 0.8.
+    assert headline(table["async"], table["outside"]) == pytest.approx(0.8)
+    lines = {line[0]: line for line in table_of(table)}
+    assert lines["april-continue"][1:6] == ["–", "–", "1.33", "–", "–"]
+    assert lines["async"][3] == "–"
 
 
 def test_each_table_is_that_of_the_newest_run_which_has_it() -> None:
@@ -104,7 +117,7 @@ def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
     filled = text.read_text()
     assert filled.startswith("before\n")
     assert filled.endswith("<!-- /bench -->\nafter\n")
-    assert "| april-keep | 1.50 | 1.07 | 1.50 | 1.07 |" in filled
+    assert "| april-keep | 1.50 | 1.07 | – | 1.50 | 1.07 |" in filled
     text.write_text(filled.replace("| 1.50 |", "| 1.51 |", 1))
     assert main([*command, "--check"]) == 1
 

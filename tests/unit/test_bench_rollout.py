@@ -6,19 +6,22 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench.record import Row
+from bench.rollout.bed import Bed
 from bench.rollout.engine import Counters
 from bench.rollout.figures import Block, IdentityError, Measured, between, check_identity, figures, ratios
 from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import Point, of_snapshots
 from bench.rollout.presets import MAIN, PRESETS, Cell
-from bench.rollout.run import KINDS
+from bench.rollout.run import KINDS, Runner
 from bench.rollout.steady import is_steady
 from bench.rollout.stock import Leg, Open, Outside
-from bench.rollout.turns import Turns, in_turns, kind
+from bench.rollout.turns import BLOCK, Turns, in_turns, kind
 from bench.rollout.variant import Group, Plan, Round
 from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
 
@@ -237,3 +240,36 @@ def test_each_kind_takes_turns_with_its_own() -> None:
     cells = [Cell("lognormal", name) for name in names] + [Cell("lognormal", name, drain=True) for name in names]
     assert [len(group) for group in in_turns(cells)] == [2, 2, 4]
     assert [kind(group[0]) for group in in_turns(cells)] == [Turns.ROUNDS, Turns.BLOCKS, Turns.DRAINS]
+
+
+class Takings(Runner):
+    """A runner whose tracks only note that it was their turn."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        stock: Any = SimpleNamespace(flush=self._flushed)
+        preset = replace(PRESETS["tiny"], measured=2 * BLOCK)
+        super().__init__(Bed(stock, stock, (Path("a"), Path("b")), preset, given_limit=1.0), {}, "run", self._kept)
+
+    async def _flushed(self) -> None:
+        self.seen.append("flush")
+
+    def _kept(self, _row: Row) -> None:
+        raise AssertionError("there are no rows")
+
+    async def _warm(self, cell: Cell) -> Any:
+        async def block(rounds: int) -> None:
+            assert rounds == BLOCK
+            self.seen.append(cell.variant)
+
+        return SimpleNamespace(block=block)
+
+    async def _row(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def test_no_block_pays_for_what_others_left_in_the_tree() -> None:
+    runner = Takings()
+    left_out = asyncio.run(runner.run([Cell("lognormal", "async"), Cell("lognormal", "april-continue")], float("inf")))
+    assert left_out == 0
+    assert runner.seen == ["flush", "async", "flush", "april-continue"] * 2

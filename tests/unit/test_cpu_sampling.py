@@ -1,0 +1,45 @@
+"""Draws of the CPU platform in the place of SGLang's."""
+
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from sglang.srt.layers import sampler
+
+from sglang_april.platforms.sampling import draw, install
+
+PROBS = torch.tensor([0.5, 0.2, 0.0, 0.25, 0.05, 0.0])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The draws are installed, and what SGLang's own were asked for meanwhile."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(sampler, "sampling_from_probs_torch", lambda *given: calls.append(given))
+    install()
+    install()
+    return calls
+
+
+@pytest.mark.usefixtures("asked")
+def test_draws_have_the_given_probabilities() -> None:
+    torch.manual_seed(0)
+    drawn = sampler.sampling_from_probs_torch(PROBS.expand(20_000, -1))
+    assert drawn.dtype == torch.int32
+    counts = torch.bincount(drawn.long(), minlength=len(PROBS))
+    assert counts[PROBS == 0].sum() == 0, "what is impossible is never drawn"
+    possible = PROBS > 0
+    assert stats.chisquare(counts[possible], 20_000 * PROBS[possible].double().numpy()).pvalue > 0.001
+
+
+def test_seeded_draws_and_other_types_stay_sglangs(asked: list[tuple[Any, ...]]) -> None:
+    seeds, positions, half = torch.arange(3), torch.arange(3), PROBS.bfloat16()
+    sampler.sampling_from_probs_torch(PROBS, seeds, positions)
+    sampler.sampling_from_probs_torch(half)
+    assert asked == [(PROBS, seeds, positions), (half, None, None)]
+
+
+def test_a_draw_at_the_very_end_is_the_last_possible_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda rows, dtype: torch.ones(rows, dtype=dtype))
+    assert draw(PROBS.repeat(3, 1)).tolist() == [4, 4, 4]
