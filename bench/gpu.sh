@@ -1,22 +1,38 @@
 #!/usr/bin/env bash
-# Kernels, stop latency, resumes under three attention backends and the /8 presets on one GPU (CUDA or ROCm); leaves rows
-# under bench/results. No registry is reached. What fails (ROCm has no fa3) is named at the end.
-# Usage: bench/gpu.sh CHECKPOINT_A CHECKPOINT_B   (two checkpoints of one model, of the shape of Qwen3-4B)
-# Needs SGLang, torch and this repository importable. Never run yet: no row from a GPU exists.
-set -euo pipefail
+# What runs on one GPU (CUDA or ROCm), piece by piece; leaves rows under bench/results. No registry is reached.
+# Usage: bench/gpu.sh CHECKPOINT_A CHECKPOINT_B [PART…]
+#   two checkpoints of one model of Qwen3-4B's shape; folders that do not exist are made, with random weights
+#   parts: kernels stop resume april/8 long/8 short-rounds/8 dapo/8; all of them if none is named
+# What fails (ROCm has no fa3) is named at the end, and the rest is run. Never run yet: no row from a GPU exists.
+set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 a=${1:?two checkpoints are needed} b=${2:?two checkpoints are needed}
+shift 2
+[ $# -gt 0 ] || set -- kernels stop resume april/8 long/8 short-rounds/8 dapo/8
 # The attention and sampling backends that need no kernel package beside SGLang and triton.
 options="--attention-backend triton --sampling-backend pytorch"
-python -m bench.kernels
-python -m bench.stop_latency --running 64 256 1024 --reply-tokens 1000000
 failed=""
-for backend in flashinfer fa3 triton; do
-  python -m bench.resume --model "$a" --server-options "--attention-backend $backend" --record || failed+=" $backend"
+try() { echo "== $*" >&2; "$@" || failed+=$'\n'"  $*"; }
+checkpoints() {
+  [ -e "$a/config.json" ] || try python -m bench.random_checkpoint "$a" --seed 0
+  [ -e "$b/config.json" ] || try python -m bench.random_checkpoint "$b" --seed 1
+}
+for part in "$@"; do
+  case $part in
+    kernels) try python -m bench.kernels ;;
+    stop) try python -m bench.stop_latency --running 64 256 1024 --reply-tokens 1000000 --server-options "$options" ;;
+    resume)
+      checkpoints
+      for backend in flashinfer fa3 triton; do
+        try python -m bench.resume --model "$a" --server-options "--attention-backend $backend" --record
+      done ;;
+    */8)
+      checkpoints
+      try python -m bench.rollout --preset "$part" --budget-minutes 8 --checkpoints "$a" "$b" \
+        --server-options "$options" ;;
+    *) failed+=$'\n'"  $part: no such part" ;;
+  esac
 done
-for preset in april/8 long/8 short-rounds/8 dapo/8; do
-  python -m bench.rollout --preset "$preset" --budget-minutes 9 --checkpoints "$a" "$b" --server-options "$options"
-done
-python -m bench.report
-[ -z "$failed" ] || { echo "resumes failed under:$failed" >&2; exit 1; }
+try python -m bench.report
+[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

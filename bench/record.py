@@ -38,14 +38,18 @@ def commit() -> str:
 
 def machine() -> Row:
     """The processor, its cores, and the GPU that the driver names (None without one)."""
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or _output("rocminfo")
-    named = [line for line in gpus.splitlines() if line.strip()]
-    return {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "os": platform.system(),
-        "gpu": named[0].strip() if named else None,
-    }
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "os": platform.system(), "gpu": gpu_name()}
+
+
+def gpu_name() -> str | None:
+    """What the driver calls the first GPU, CUDA or ROCm; None without one."""
+    if named := _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"):
+        return named.splitlines()[0].strip()
+    if not _output("rocminfo"):
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 def versions() -> Row:

@@ -25,6 +25,8 @@ from bench.record import Row
 from bench.rollout.turns import IN_TURNS
 
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+ROUNDS = 8
+"""Measured rounds of a whole row."""
 OUTSIDE = ("outside", "outside-retry3s")
 
 
@@ -110,6 +112,7 @@ def _marks(rows: list[Row]) -> str:
     marks = [
         ("not steady", any(not row["steady"] for row in rows)),
         ("biased", any(row["biased"] for row in rows)),
+        ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
     ]
     return ", ".join(name for name, there in marks if there)
 
@@ -249,8 +252,8 @@ STYLE = "body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}td,
 NOTE = (
     "Every figure is computed from rows under bench/results. The headline ratio is the smaller of the token and the "
     "group ratio, the median over repetitions in turns (of what was measured apart, the ratio of the medians), each "
-    "rate in units of the full-batch rate just before and after it (raw: as they are). The limit is that rate, a decode without any prefill. Rows marked "
-    "biased deliver other lengths than their source has."
+    "rate in units of the full-batch rate just before and after it (raw: as they are). The limit is that rate, a "
+    "decode without any prefill. Rows marked biased deliver other lengths than their source has."
 )
 
 

@@ -129,6 +129,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "stop_latency.json")
     parser.add_argument("--server", metavar="URL", help="a running server of ours")
     parser.add_argument("--stock-server", metavar="URL", help="with --server; else the same is used for both")
+    parser.add_argument("--model", type=Path, help="instead of a tiny one, which some attention backends do not take")
+    parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")
     args = parser.parse_args(given)
     facts = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.facts()}
     if args.server:
@@ -136,7 +138,8 @@ def main(given: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         slots = max(args.running)
-        size = Size(make(Path(folder) / "v0"), slots, LONG + 32, slots * (LONG + 100) + 20_000)
+        model, extra = args.model or make(Path(folder) / "v0"), tuple(args.server_options.split())
+        size = Size(model, slots, LONG + 32, slots * (LONG + 100) + 20_000, extra)
         with both(size, record.ROOT / "out" / "bench") as urls:
             asyncio.run(measure(args, urls, facts))
     return 0

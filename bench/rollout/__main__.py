@@ -8,11 +8,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import aiohttp
 import httpx
 
 from bench import record
 from bench.rollout.bed import Bed
 from bench.rollout.engine import Engine, EngineError
+from bench.rollout.limit import NeverFullError
 from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.run import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both
@@ -121,7 +123,7 @@ def main(given: list[str] | None = None) -> int:
                 size = Size(model, preset.plan.slots, preset.context, preset.pool_tokens, extra)
                 urls = stack.enter_context(both(size, Path("out") / "bench"))
             left = asyncio.run(measure(args, preset, urls, folder, until))
-        except (ServerError, EngineError, httpx.HTTPError) as problem:
+        except (ServerError, EngineError, NeverFullError, httpx.HTTPError, aiohttp.ClientError) as problem:
             print(problem or type(problem).__name__, file=sys.stderr)
             return 1
     print(f"rows of run {args.run_id}: {args.out}")

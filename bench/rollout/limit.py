@@ -11,6 +11,10 @@ from bench.rollout.workload import FIRST_TOKEN, VOCAB
 POLL_S = 0.02
 
 
+class NeverFullError(RuntimeError):
+    """The full batch never ran as a whole."""
+
+
 class Point(NamedTuple):
     """Mean seconds of a decode step of so many rows, whose KV is so many tokens in all."""
 
@@ -64,7 +68,7 @@ def of_snapshots(seen: Sequence[Counters], batch: int, prompt_tokens: int = 0) -
     full = [look for look in seen if look.running == batch and not look.waiting]
     full = [look for number, look in enumerate(full) if not number or look.steps > full[number - 1].steps]
     if len(full) < 2:
-        raise RuntimeError(f"the batch of {batch} was never seen full twice: give it more tokens")
+        raise NeverFullError(f"the batch of {batch} was never seen full twice: give it more tokens, or a larger pool")
     begun = seen[0].decoded
     middle = full[len(full) // 2]
     pieces = [(one, two) for one, two in ((full[0], middle), (middle, full[-1])) if two.steps > one.steps]

@@ -13,6 +13,10 @@ MAIN = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recomp
 OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
 FEW = ("synchronous", "outside", "april-keep")
 DISTRIBUTIONS = ("constant", "pareto", "uniform")
+EIGHTH_POOL = 330_000
+"""Tokens of each of two pools of Qwen3-4B on one GPU of 141 GB: 144 KiB of KV a token, 48 GB, and 8 GB of weights."""
+EIGHTH_TOKENS = EIGHTH_POOL / 5
+"""For what runs at the workload's mean: the rest is for long responses and for the carry of three runs of ours."""
 TRAINER = (0.0, 0.5, 1.0)
 """Trainer time per round as a share of a synchronous rollout, for what generates while the trainer works."""
 
@@ -55,6 +59,8 @@ class Preset:
     """`extreme`: 95 % of the responses have `short` tokens, 5 % so many times as many."""
     everything: bool = True
     """Whether ablations are run."""
+    pool: int = 0
+    """Tokens of each server's KV pool; 0: what the sizes ask for."""
 
     @property
     def longest_of_all(self) -> int:
@@ -69,7 +75,7 @@ class Preset:
     @property
     def pool_tokens(self) -> int:
         """KV pool of a server: the partials of several runs that take turns, and every slot at its longest."""
-        return max(8 * self.plan.slots * int(self.mean), 3 * self.plan.slots * self.context)
+        return self.pool or max(8 * self.plan.slots * int(self.mean), 3 * self.plan.slots * self.context)
 
     def lengths(self, distribution: str) -> Lengths:
         """A distribution at this size."""
@@ -78,15 +84,19 @@ class Preset:
         return named(distribution, self.mean, self.longest)
 
     def eighth(self) -> "Preset":
-        """Lengths ÷ 8: all variants in one call of a few minutes on a GPU."""
+        """Lengths ÷ 8, and as many slots as the pools of two servers on one GPU have room for, with a quota as large
+        against the slots as before: all variants in one call of a few minutes."""
+        slots = min(self.plan.slots, round(EIGHTH_TOKENS / (self.mean / 8 + self.prompt_tokens)))
+        groups = max(2, round(self.plan.groups * slots / self.plan.slots))
         return replace(
             self,
             name=f"{self.name}/8",
+            plan=replace(self.plan, slots=slots, groups=groups),
             mean=self.mean / 8,
             longest=self.longest // 8,
             repetitions=1,
-            measured=4,
             warm_limit=6,
+            pool=EIGHTH_POOL,
             everything=False,
         )
 

@@ -121,7 +121,7 @@ class Runner:
             done += len(group)
             last = [not any(_key(later) == _key(cell) for later in cells[done:]) for cell in group]
             try:
-                await self._measure(group, last)
+                await self._measure(group, last, until)
             except IdentityError as error:
                 raise IdentityError(f"{group}: {error}") from error
             except EngineError as refusal:
@@ -133,8 +133,9 @@ class Runner:
             slowest = max(0.8 * slowest, time.monotonic() - start)
         return 0
 
-    async def _measure(self, cells: list[Cell], last: list[bool]) -> None:
-        """One row for each of the cells, which are measured in turns."""
+    async def _measure(self, cells: list[Cell], last: list[bool], until: float) -> None:
+        """One row for each of the cells, which are measured in turns: rounds of fewer than were asked for if the time
+        is up before (at least two)."""
         tracks = [await self._warm(cell) for cell in cells]
         ruler = Ruler(self._bed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
@@ -143,7 +144,7 @@ class Runner:
                 await ruler.look()
                 mine.append(await track.emptied())
         elif kind(cells[0]) is Turns.ROUNDS:
-            await self._round_by_round(tracks, blocks, ruler)
+            await self._round_by_round(tracks, blocks, ruler, until)
         else:
             for _ in range(-(-self._bed.preset.measured // BLOCK)):
                 for track, mine in zip(tracks, blocks, strict=True):
@@ -155,10 +156,12 @@ class Runner:
         for track, mine, is_last in zip(tracks, blocks, last, strict=True):
             await self._row(track, mine, ruler, last=is_last)
 
-    async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler) -> None:
+    async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler, until: float) -> None:
         for track, mine in zip(tracks, blocks, strict=True):
             mine.append(await track.block(0))
-        for _ in range(self._bed.preset.measured):
+        for turn in range(self._bed.preset.measured):
+            if turn >= 2 and time.monotonic() > until:
+                break
             await ruler.look()
             for track, mine in zip(tracks, blocks, strict=True):
                 mine[0].rounds.append(await track.round(track.trainer_s))

@@ -36,18 +36,23 @@ class Size:
     """The module that starts ours."""
 
 
-def command(size: Size, port: int, patched: bool, gpu: bool) -> list[str]:
+FIRST, LAST = "0.5", "0.85"
+"""What a server on a GPU may take of the memory that is free at its start: the first of two, and whoever is last. The
+pools are of the size that is asked for, or `both` says so."""
+
+
+def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) -> list[str]:
     """The launch command. Load snapshots are published at every step: they are the ruler of all variants."""
     # fmt: off
     flags = [
         "--model-path", str(size.model), "--host", "127.0.0.1", "--port", str(port),
         "--max-running-requests", str(size.slots), "--context-length", str(size.context),
         "--load-snapshot-publish-interval", "1", "--grammar-backend", "none", "--skip-server-warmup",
-        "--log-level", "warning",
+        "--log-level", "warning", "--max-total-tokens", str(size.pool_tokens),
     ]
-    flags += ["--mem-fraction-static", "0.42"] if gpu else [
+    flags += ["--mem-fraction-static", share] if gpu else [
         "--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.6",
-        "--max-total-tokens", str(size.pool_tokens), "--disable-overlap-schedule", "--sleep-on-idle",
+        "--disable-overlap-schedule", "--sleep-on-idle",
     ]
     # fmt: on
     start = [size.launcher, "--april-quota", "1", "--april-kv", "keep"] if patched else ["sglang.launch_server"]
@@ -56,13 +61,25 @@ def command(size: Size, port: int, patched: bool, gpu: bool) -> list[str]:
 
 @contextlib.contextmanager
 def both(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of the stock server and of ours; both end with the context. They start together."""
+    """The URLs of the stock server and of ours; both end with the context. On a CPU they start together; on a GPU one
+    after the other, because each divides the memory that it finds."""
     gpu = has_gpu()
     with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(_running(size, folder, patched, gpu)) for patched in (False, True)]
-        for process, url, log in started:
-            _wait(process, url, log)
-        yield started[0][1], started[1][1]
+        started = []
+        for patched, share in ((False, FIRST), (True, LAST)):
+            started.append(stack.enter_context(_running(size, folder, patched, gpu, share)))
+            if gpu:
+                _wait(*started[-1])
+        for one in started:
+            _wait(*one)
+        urls = started[0][1], started[1][1]
+        pools = [httpx.get(f"{url}/server_info").json()["max_total_num_tokens"] for url in urls]
+        if min(pools) < size.pool_tokens:
+            raise ServerError(
+                f"two pools of {size.pool_tokens:,} tokens do not fit: {pools[0]:,} and {pools[1]:,}; "
+                "start a server on a GPU of its own each, and name them (--server, --stock-server)"
+            )
+        yield urls
 
 
 @contextlib.contextmanager
@@ -82,7 +99,9 @@ def stock(size: Size, folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _running(size: Size, folder: Path, patched: bool, gpu: bool) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+def _running(
+    size: Size, folder: Path, patched: bool, gpu: bool, share: str = LAST
+) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     folder.mkdir(parents=True, exist_ok=True)
     port, log = free_port(), folder / f"{'april' if patched else 'stock'}.log"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -91,7 +110,7 @@ def _running(size: Size, folder: Path, patched: bool, gpu: bool) -> Iterator[tup
         environment |= {"SGLANG_APRIL_CPU": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command(size, port, patched, gpu),
+            command(size, port, patched, gpu, share),
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,

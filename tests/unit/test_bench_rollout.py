@@ -20,7 +20,7 @@ from bench.rollout.limit import Point, of_snapshots
 from bench.rollout.presets import MAIN, PRESETS, Cell
 from bench.rollout.run import KINDS, Runner
 from bench.rollout.steady import is_steady
-from bench.rollout.stock import Leg, Open, Outside
+from bench.rollout.stock import Leg, Open, Outside, OutsideRetry
 from bench.rollout.turns import BLOCK, Turns, in_turns, kind
 from bench.rollout.variant import Group, Plan, Round
 from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
@@ -71,6 +71,8 @@ def test_every_variant_sees_the_same_prompts() -> None:
     one, other = Stream(3, lengths, 2, 5), Stream(3, lengths, 2, 5)
     assert one.take(4) == other.take(1) + other.take(3)
     assert (one.taken, other.taken) == (4, 4)
+    other.ends_after = 6
+    assert (len(other.take(9)), other.take(1), other.taken) == (2, [], 6)
     rejected = [prompt.rejected for prompt in one.take(2000)]
     assert sum(rejected) / len(rejected) == pytest.approx(REJECTED_SHARE, abs=0.04)
 
@@ -203,6 +205,37 @@ def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
     assert check_identity([Block(0, [measured(first), measured(last)])])
     assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
     assert last.reprefilled == 6
+
+
+def test_slimes_way_asks_for_the_load_and_sleeps_while_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted request runs for one more step: the first look finds it nearly always."""
+    engine, slept = OneAtATime(), []
+    loads = iter([counters(0, 3, 0, 7), counters(0, 2, 0, 7), counters(0, 0, 0, 7, waiting=1), counters(0, 0, 0, 7)])
+
+    async def look() -> Counters:
+        return next(loads)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def scene() -> Round:
+        stream = Stream(0, named("constant", 5, 9), 2, 3)
+        return await OutsideRetry(engine, replace(PLAN, over_sampling=3.0), stream).round()  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "counters", look)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert len(asyncio.run(scene()).groups) == 1
+    assert slept == [3.0, 3.0]
+
+
+def test_a_trainers_time_is_a_share_of_its_own_workloads_rounds() -> None:
+    stock: Any = None
+    bed = Bed(stock, stock, (Path("a"), Path("b")), PRESETS["tiny"])
+    row = {"variant": "synchronous", "ablation": None, "distribution": "lognormal", "seconds": 16.0, "rounds": 8}
+    others = [{"distribution": "constant", "seconds": 8.0}, {"variant": "outside"}, {"ablation": "n 8", "seconds": 1.0}]
+    for other in ({}, *others):
+        bed.note_synchronous({**row, **other})
+    assert bed.synchronous_s == {"lognormal": 2.0, "constant": 1.0}
 
 
 def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> None:

@@ -1,0 +1,117 @@
+"""Checkpoints of a big model's shape with random weights, where none can be downloaded.
+
+    python -m bench.random_checkpoint out/a --seed 0          # Qwen3-4B: 8 GB of bfloat16
+    python -m bench.random_checkpoint out/b --seed 1
+
+The shape is that of Qwen/Qwen3-4B's config.json. The tokenizer is the tiny models', its vocabulary filled up, so that
+whatever is drawn can be decoded. A layer is a file, so that no more than one is in memory.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from examples import tiny_model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3 model with a tied embedding."""
+
+    hidden: int = 2560
+    mlp: int = 9728
+    layers: int = 36
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 151_936
+    context: int = 262_144
+
+    def config(self) -> dict[str, Any]:
+        """The contents of `config.json`."""
+        return tiny_model.config("qwen3", "bfloat16") | {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.context,
+            "rope_theta": 1_000_000.0,
+        }
+
+    def files(self) -> Iterator[dict[str, tuple[int, ...]]]:
+        """Names and shapes of the weights, file by file."""
+        yield {"model.embed_tokens.weight": (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            yield {
+                f"{at}.self_attn.q_proj.weight": (q, self.hidden),
+                f"{at}.self_attn.k_proj.weight": (kv, self.hidden),
+                f"{at}.self_attn.v_proj.weight": (kv, self.hidden),
+                f"{at}.self_attn.o_proj.weight": (self.hidden, q),
+                f"{at}.self_attn.q_norm.weight": (self.head_dim,),
+                f"{at}.self_attn.k_norm.weight": (self.head_dim,),
+                f"{at}.mlp.gate_proj.weight": (self.mlp, self.hidden),
+                f"{at}.mlp.up_proj.weight": (self.mlp, self.hidden),
+                f"{at}.mlp.down_proj.weight": (self.hidden, self.mlp),
+                f"{at}.input_layernorm.weight": (self.hidden,),
+                f"{at}.post_attention_layernorm.weight": (self.hidden,),
+            }
+
+
+def make(path: Path, shape: Shape, seed: int = 0) -> Path:
+    """Writes the model, bfloat16, and a tokenizer into the folder `path` and returns it; `config.json` comes last."""
+    tiny_model.make(path, "qwen3", "bfloat16", seed)
+    (path / "model.safetensors").unlink()
+    (path / "config.json").unlink()
+    _fill_vocabulary(path / "tokenizer.json", shape.vocab)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    noise = torch.Generator(device).manual_seed(seed)
+    where: dict[str, str] = {}
+    files = list(shape.files())
+    for number, sizes in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        save_file({key: _weight(key, size, noise).cpu() for key, size in sizes.items()}, path / name, {"format": "pt"})
+        where |= dict.fromkeys(sizes, name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (path / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
+    return path
+
+
+def _weight(name: str, size: Sequence[int], noise: torch.Generator) -> torch.Tensor:
+    """Scaled as the tiny models' are: logits with a spread of about 1."""
+    drawn = torch.randn(tuple(size), generator=noise, device=noise.device)
+    return (1 + 0.1 * drawn if "norm" in name else drawn * size[-1] ** -0.5).bfloat16()
+
+
+def _fill_vocabulary(path: Path, count: int) -> None:
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    known = set(vocabulary.values())
+    vocabulary |= {f"<{number}>": number for number in range(count) if number not in known}
+    path.write_text(json.dumps(tokenizer))
+
+
+def main(given: list[str] | None = None) -> int:
+    """0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.random_checkpoint", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("path", type=Path, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(given)
+    print(make(args.path, Shape(), args.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
