@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
+from bench.engine_model import Costs
 from bench.rollout.engine import Counters, Engine
 from bench.rollout.limit import LOGPROBS, Point, decode_rate, params, prompts
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
-from bench.round_model import Costs
 
 BATCHES = (1, 8, 32)
 """Beside the full batch, one of these at each look."""

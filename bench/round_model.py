@@ -1,81 +1,62 @@
-"""A discrete-event model of one engine and of rounds on it, for bench/simulate.py.
+"""A discrete-event model of rounds on one engine or many, for bench/simulate.py. `WAYS` says how the variants differ.
 
-An engine takes steps. A step is a prefill of what joins, which costs `prefill_s + samples × prefill_sample_s + tokens ×
-prefill_token_s`, or a decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. In ours one
-member of a group is prefilled in a round, and the others join on its prompt for `prefill_sample_s` each. A round begins
-with a push and a gap; the variants differ in what they start, when they stop, and what a continued sample costs.
-Everything is counted in engine steps; nothing is drawn at random but the lengths.
+A round begins with a push and what the variant puts beside it, on all engines at once; it ends in the step that
+completes the quota, wherever that is, and every engine finishes its step in flight. Everything is counted in engine
+steps (bench/engine_model.py); nothing is drawn at random but the lengths. There is no HTTP, no tokenizer, and no
+overlap of the scheduler's work with the device's.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import islice
+import heapq
+from dataclasses import dataclass
+from typing import Literal
 
+from bench.engine_model import Costs, Engine, Group
 from bench.rollout.variant import Plan
-from bench.rollout.workload import Prompt, Stream
+from bench.rollout.workload import Stream
 from sglang_april.scheduler.admission import Gathering
 
 WARM, MEASURED = 12, 40
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds. `step_s`, `row_s`, `kv_token_s`: a decode step, each row, each KV token read; `prefill_s`,
-    `prefill_sample_s`, `prefill_token_s`: a prefill forward, each sample in it (what else the engine does for one that
-    comes and goes, too) and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the first step of
-    the next round, beside the push; `abort_s`: the same for a client that aborts and sends again; `join_s`: a kept
-    sample that joins the batch."""
+class Way:
+    """How a variant runs its rounds."""
 
-    step_s: float
-    row_s: float
-    kv_token_s: float = 0.0
-    prefill_s: float = 0.0
-    prefill_token_s: float = 0.0
-    push_s: float = 0.0
-    gap_s: float = 0.0
-    abort_s: float = 0.0
-    join_s: float = 0.0
-    prefill_sample_s: float = 0.0
-
-    def decode(self, rows: int, tokens: int) -> float:
-        """One decode step of so many rows that read so many KV tokens in all."""
-        return self.step_s + rows * self.row_s + tokens * self.kv_token_s
-
-    def full_rate(self, slots: int, context: float) -> float:
-        """Tokens/s of a full batch at a mean context: the limit."""
-        return slots / self.decode(slots, round(slots * context))
+    supply: Literal["quota", "factor", "refilled", "demand"]
+    """What is started: the quota, which all of it must finish; so many times as many, counted at a round's start or at
+    every step (`refilled`); whatever there are slots for."""
+    left: Literal["partials", "running"] = "partials"
+    """What a round's end makes of the samples that run."""
+    partials: Literal["prefilled", "found", "kept"] = "prefilled"
+    """What a partial needs: a prefill of all its tokens, of one behind a prefix that is found, or none."""
+    between: Literal["gap_s", "abort_s", ""] = "gap_s"
+    """The cost beside the push."""
+    sleep_s: float = 0.0
+    surplus_counts: bool = True
+    """Whether finished surplus stands for groups that need not be started."""
 
 
-@dataclass(eq=False)
-class Sample:
-    """A response on its way."""
-
-    group: "Group"
-    target: int
-    done: int = 0
-    kept: bool = False
-    """Its KV is in the engine: it joins without a prefill."""
-
-
-@dataclass(eq=False)
-class Group:
-    """The responses to one prompt."""
-
-    prompt: Prompt
-    samples: list[Sample] = field(default_factory=list)
-    prefilled_in: int = -1
-    """The round in which some member has been prefilled: the KV of its prompt is there for the others."""
-
-    @property
-    def whole(self) -> bool:
-        """All have finished."""
-        return all(sample.done >= sample.target for sample in self.samples)
+WAYS = {
+    "synchronous": Way("quota"),
+    "outside": Way("factor", between="abort_s"),
+    "outside-retry3s": Way("factor", between="abort_s", sleep_s=3.0),
+    "stale-reuse": Way("factor", partials="found", between="abort_s"),
+    "pause-retract": Way("factor", surplus_counts=False),
+    "pause-in-place": Way("factor", "running", surplus_counts=False),
+    "async": Way("refilled", "running", between="", surplus_counts=False),
+    "april-keep": Way("demand", partials="kept"),
+    "april-recompute": Way("demand"),
+    "april-auto": Way("demand", partials="kept"),  # where that costs less, as it does in every preset
+    "april-continue": Way("demand", "running", between=""),
+}
 
 
 @dataclass
 class Outcome:
-    """Measured rounds: seconds and delivered tokens, and where the seconds went."""
+    """Measured rounds: seconds and delivered tokens of all engines, and the seconds of a mean engine in decodes, in
+    prefills, and between rounds; in what is left of them it waited for others."""
 
+    engines: int = 1
     seconds: float = 0.0
     tokens: int = 0
     decode_s: float = 0.0
@@ -84,149 +65,100 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Delivered tokens/s."""
-        return self.tokens / self.seconds
+        """Delivered tokens/s of an engine."""
+        return self.tokens / self.seconds / self.engines
 
 
 class Simulation:
-    """Rounds of one variant. `gather`: what our admission takes a prefill to cost, in decode steps (`Gathering`); with
-    0, as in the others' rounds, whoever needs a prefill gets one at once."""
+    """Rounds of one variant. `plan`: the slots of an engine and the quota of all of them."""
 
-    def __init__(self, variant: str, plan: Plan, stream: Stream, costs: Costs, gather: float = Gathering.STEPS) -> None:
-        self._variant, self._plan, self._stream, self._costs = variant, plan, stream, costs
-        self._ours = variant.startswith("april")
-        self._gather = gather if self._ours else 0.0
-        self._lost = 0
-        self._number = -1
-        self._queue: deque[Sample] = deque()
-        self._running: list[Sample] = []
+    def __init__(
+        self,
+        variant: str,
+        plan: Plan,
+        stream: Stream,
+        costs: Costs,
+        gather: float = Gathering.STEPS,
+        engines: int = 1,
+    ) -> None:
+        self._way, self._plan, self._stream, self._costs = WAYS[variant], plan, stream, costs
+        ours, found = self._way.supply == "demand", self._way.partials == "found"
+        self._engines = [Engine(costs, plan.slots, ours=ours, gather=gather, found=found) for _ in range(engines)]
         self._pile: list[Group] = []
-        self._kv = 0
-        self.outcome = Outcome()
+        self._clock = 0.0
+        self.outcome = Outcome(engines)
 
     def run(self, warm: int = WARM, measured: int = MEASURED) -> Outcome:
         """The steady state's figures."""
         for number in range(warm + measured):
-            self._number = number
             if number == warm:
-                self.outcome = Outcome()
-            self._round()
+                self.outcome = Outcome(len(self._engines))
+                for engine in self._engines:
+                    engine.decode_s = engine.prefill_s = 0.0
+            self._round(number)
+        self.outcome.decode_s = sum(engine.decode_s for engine in self._engines) / len(self._engines)
+        self.outcome.prefill_s = sum(engine.prefill_s for engine in self._engines) / len(self._engines)
         return self.outcome
 
-    def _round(self) -> None:
-        costs, out = self._costs, self.outcome
-        gap = costs.push_s + (costs.abort_s if self._variant == "outside" else costs.gap_s)
-        out.seconds += gap
-        out.between_s += gap
-        if self._variant == "outside":
-            needed = round(self._plan.over_sampling * self._plan.groups) - len(self._open_groups()) - len(self._pile)
-            self._start(needed)
-        elif self._variant == "synchronous":
+    def _round(self, number: int) -> None:
+        way, began = self._way, self._clock
+        gap = self._costs.push_s + way.sleep_s + (getattr(self._costs, way.between) if way.between else 0.0)
+        for engine in self._engines:
+            engine.clock, engine.number = began + gap, number
+        if way.supply == "quota":
             self._start(self._plan.groups)
-        everything = self._variant == "synchronous"
-        while len(self._pile) < self._plan.groups or (everything and (self._running or self._queue)):
-            self._step()
+        elif way.supply == "factor":
+            self._top_up()
+        self._until_the_quota()
         delivered, self._pile = self._pile[: self._plan.groups], self._pile[self._plan.groups :]
-        out.tokens += sum(sum(group.prompt.lengths) for group in delivered)
-        self._suspend()
+        if way.left == "partials":
+            self._suspend()
+        self._clock = max(engine.clock for engine in self._engines)
+        self.outcome.tokens += sum(sum(group.prompt.lengths) for group in delivered)
+        self.outcome.between_s += gap
+        self.outcome.seconds += self._clock - began
 
-    def _open_groups(self) -> set[Group]:
-        return {sample.group for sample in (*self._running, *self._queue)}
+    def _until_the_quota(self) -> None:
+        ends: list[tuple[float, int]] = []
+        for index in range(len(self._engines)):
+            self._go_on(index, ends)
+        while len(self._pile) < self._plan.groups:
+            _, index = heapq.heappop(ends)
+            self._pile += self._engines[index].end()
+            if len(self._pile) < self._plan.groups:
+                self._go_on(index, ends)
+            else:
+                now = self._engines[index].clock
+                for _, other in ends:
+                    self._pile += self._engines[other].end(now)
+
+    def _go_on(self, index: int, ends: list[tuple[float, int]]) -> None:
+        engine = self._engines[index]
+        if self._way.supply == "refilled" and len(self._pile) < self._plan.groups:
+            self._top_up()
+        while self._way.supply == "demand" and engine.wanting > 0:
+            engine.add(*self._stream.take(1))
+        at = engine.next()
+        if at is not None:
+            heapq.heappush(ends, (at, index))
+
+    def _top_up(self) -> None:
+        begun = sum(len(engine.begun()) for engine in self._engines)
+        surplus = len(self._pile) if self._way.surplus_counts else 0
+        self._start(round(self._plan.over_sampling * self._plan.groups) - begun - surplus)
 
     def _start(self, groups: int) -> None:
+        """New groups, each on the engine that has least to do."""
+        loads = [(len(engine.running) + len(engine.queue), index) for index, engine in enumerate(self._engines)]
+        heapq.heapify(loads)
         for prompt in self._stream.take(groups):
-            group = Group(prompt)
-            group.samples = [Sample(group, target) for target in prompt.lengths]
-            self._queue.extend(group.samples)
+            load, index = loads[0]
+            self._engines[index].add(prompt)
+            heapq.heapreplace(loads, (load + len(prompt.lengths), index))
 
     def _suspend(self) -> None:
-        keep = self._variant == "april-keep"
-        for sample in self._running:
-            sample.kept = keep
-        # First in, first out: partials before what never ran.
-        self._queue.extendleft(reversed(self._running))
-        self._running, self._kv = [], 0
-
-    def _step(self) -> None:
-        """Whoever needs no prefill joins, or a prefill for the others if it is due, else a decode step."""
-        free = self._plan.slots - len(self._running)
-        if self._ours:
-            while len(self._queue) < free + len(self._running):
-                self._start(1)
-        first = list(islice(self._queue, free))
-        if ready := [sample for sample in first if self._is_ready(sample)]:
-            self._join(ready)
-        elif first and self._due(free):
-            self._prefill(self._leaders(free) if self._ours else first)
-        else:
-            self._decode()
-
-    def _is_ready(self, sample: Sample) -> bool:
-        follows = self._ours and not sample.done and sample.group.prefilled_in == self._number
-        return sample.kept or follows
-
-    def _due(self, free: int) -> bool:
-        self._lost += free
-        if self._lost < self._gather * len(self._running):
-            return False
-        self._lost = 0
-        return True
-
-    def _leaders(self, free: int) -> list[Sample]:
-        """As `scheduler/prompts.py` has it: one of each group, of groups enough for one batch."""
-        room, led, chosen = free + len(self._running), set[Group](), list[Sample]()
-        for sample in self._queue:
-            if len(chosen) == free or room <= 0:
-                break
-            if sample.done:
-                room -= 1
-            elif sample.group in led:
-                continue
-            else:
-                led.add(sample.group)
-                room -= sum(not other.done for other in sample.group.samples)
-            chosen.append(sample)
-        return chosen
-
-    def _join(self, samples: list[Sample]) -> None:
-        """On KV that is there: their next token comes with the next decode."""
-        kept = sum(sample.kept for sample in samples)
-        self._enter(samples, kept * self._costs.join_s + (len(samples) - kept) * self._costs.prefill_sample_s)
-
-    def _prefill(self, samples: list[Sample]) -> None:
-        costs = self._costs
-        tokens = sum(len(sample.group.prompt.input_ids) + sample.done for sample in samples)
-        for sample in samples:
-            sample.group.prefilled_in = self._number
-            sample.done += 1
-        self._enter(samples, costs.prefill_s + len(samples) * costs.prefill_sample_s + tokens * costs.prefill_token_s)
-
-    def _enter(self, samples: list[Sample], took: float) -> None:
-        gone = set(samples)
-        self._queue = deque(sample for sample in self._queue if sample not in gone)
-        self.outcome.seconds += took
-        self.outcome.prefill_s += took
-        for sample in samples:
-            sample.kept = False
-            self._kv += len(sample.group.prompt.input_ids) + sample.done
-        self._running += samples
-        self._finish()
-
-    def _decode(self) -> None:
-        took = self._costs.decode(len(self._running), self._kv)
-        self.outcome.seconds += took
-        self.outcome.decode_s += took
-        self._kv += len(self._running)
-        for sample in self._running:
-            sample.done += 1
-        self._finish()
-
-    def _finish(self) -> None:
-        ended = [sample for sample in self._running if sample.done >= sample.target]
-        if not ended:
-            return
-        self._running = [sample for sample in self._running if sample.done < sample.target]
-        self._kv -= sum(len(sample.group.prompt.input_ids) + sample.done for sample in ended)
-        for group in dict.fromkeys(sample.group for sample in ended):
-            if group.whole:
-                self._pile.append(group)
+        kept = self._way.partials == "kept"
+        for engine in self._engines:
+            if kept:
+                engine.clock += sum(sample.tokens for sample in engine.running) * self._costs.move_token_s
+            engine.suspend(kept=kept)

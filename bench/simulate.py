@@ -1,11 +1,12 @@
-"""A discrete-event model of one engine and of rounds on it: what should be, and what is reachable.
+"""A discrete-event model of engines and of rounds on them: what should be, and what is reachable.
 
     python -m bench.simulate measure              # step costs of this machine -> out/bench/costs.json (a quiet machine)
     python -m bench.simulate validate             # against the newest rows of bench.rollout, with the costs found there
     python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k contexts
 
-The model is bench/round_model.py. `reach` needs this machine's step costs, or given ones.
+The model is bench/round_model.py, of engines as in bench/engine_model.py. `reach` needs this machine's step costs, or
+given ones.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench import record
+from bench.engine_model import Costs
 from bench.report import by_variant, newest
 from bench.rollout.bed import Bed
 from bench.rollout.engine import Engine
@@ -27,7 +29,7 @@ from bench.rollout.presets import PRESETS, Preset
 from bench.rollout.servers import Size, stock
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import Costs, Outcome, Simulation
+from bench.round_model import WAYS, Outcome, Simulation
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import Gathering
 
@@ -39,11 +41,14 @@ LOOKS = 6
 SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 
-def simulated(preset: Preset, plan: Plan, variant: str, costs: Costs, gather: float = Gathering.STEPS) -> Outcome:
-    """One variant on a preset's log-normal workload."""
+def simulated(
+    preset: Preset, plan: Plan, variant: str, costs: Costs, gather: float = Gathering.STEPS, engines: int = 1
+) -> Outcome:
+    """One variant on a preset's log-normal workload; with hundreds of engines in fewer rounds."""
     lengths = named("lognormal", preset.mean, preset.longest)
     stream = Stream(0, lengths, plan.n, preset.prompt_tokens)
-    return Simulation(variant, plan, stream, costs, gather).run()
+    model = Simulation(variant, plan, stream, costs, gather, engines)
+    return model.run() if engines < MANY else model.run(8, 12)
 
 
 def context_of(preset: Preset) -> float:
@@ -56,7 +61,7 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
     costs that were found beside its own rounds."""
     table = by_variant(newest(rows, preset.name), "lognormal")
     made = []
-    for variant in (name for name in SIMULATED if name in table):
+    for variant in (name for name in WAYS if name in table):
         known = [row for row in table[variant] if row.get("costs")]
         if not known:
             continue
@@ -100,31 +105,39 @@ kernels (5 ms), and 144 KiB of KV a token at 3 TB/s (4.8e-8 s); a prefill runs a
 client outside needs half a second to abort, gather and send again."""
 
 
+H100_4B_TOKENS = 420_000
+"""KV tokens that such a GPU has room for: 144 KiB each in 90 % of 80 GB, less the weights and 2 GB."""
+MOVE_S = 144 * 1024 / 25e9
+"""A KV token to the host or back at 25 GB/s, with nothing to hide it: a trainer on the same GPUs that takes it all."""
+MANY = 100
+
+
 def project(costs: Costs) -> list[record.Row]:
-    """The limits of what can be hoped for, under the assumptions of `costs`; each GPU is an engine of its own with its
-    share of the groups, so many engines behave as one does."""
+    """What can be hoped for under the assumptions of `costs`: each GPU is an engine, with slots for its share of the
+    samples, or for as many as its memory holds; the quota is one over all of them."""
+    moved = replace(costs, move_token_s=MOVE_S)
     april = PRESETS["april"]
-    cases: list[tuple[str, Preset]] = [("APRIL: 8 GPUs, 32 groups × 8, 16k", _share(april, 8))]
+    cases = [("APRIL: 8 GPUs, 32 groups × 8, 16k", 8, april, costs)]
+    cases += [(f"{cases[0][0]}, KV moved to the host and back", 8, april, moved)]
     for gpus, context in ((64, 32), (64, 128), (1024, 32), (1024, 128)):
-        groups = gpus * 8
-        wide = replace(april, mean=context * 256.0, longest=context * 1024, plan=replace(april.plan, groups=groups))
-        cases.append((f"{gpus} GPUs, {groups} groups × 8, {context}k", _share(wide, gpus)))
-    made = []
-    for what, preset in cases:
-        rates = {variant: simulated(preset, preset.plan, variant, costs).rate for variant in SIMULATED}
-        base, outside = rates["synchronous"], rates["outside"]
-        ours = max(rates["april-keep"], rates["april-recompute"])
-        limit = costs.full_rate(preset.plan.slots, context_of(preset))
-        made.append(
-            {"what": what, "over_synchronous": ours / base, "over_outside": ours / outside, "share": ours / limit}
-        )
-    return made
+        plan = replace(april.plan, groups=8 * gpus)
+        wide = replace(april, mean=context * 256.0, longest=context * 1024, plan=plan)
+        cases.append((f"{gpus} GPUs, {plan.groups} groups × 8, {context}k", gpus, wide, costs))
+    return [{"what": what, **_projected(gpus, preset, given)} for what, gpus, preset, given in cases]
 
 
-def _share(preset: Preset, gpus: int) -> Preset:
-    """One engine's part: its groups, and slots for all their samples."""
-    groups = max(1, preset.plan.groups // gpus)
-    return replace(preset, plan=replace(preset.plan, groups=groups, slots=groups * preset.plan.n))
+def _projected(gpus: int, preset: Preset, costs: Costs) -> record.Row:
+    context = context_of(preset)
+    plan = replace(preset.plan, slots=min(preset.plan.samples // gpus, int(H100_4B_TOKENS / context)))
+    rates = {variant: simulated(preset, plan, variant, costs, engines=gpus).rate for variant in SIMULATED}
+    ours = rates["april-keep"]
+    return {
+        "slots": plan.slots,
+        "over_synchronous": ours / rates["synchronous"],
+        "over_outside": ours / rates["outside"],
+        "recompute_over_outside": rates["april-recompute"] / rates["outside"],
+        "share": ours / costs.full_rate(plan.slots, context),
+    }
 
 
 def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:

@@ -11,7 +11,6 @@ from bench.rollout.engine import Engine
 from bench.rollout.lengths import Lengths
 from bench.rollout.limit import decode_rate
 from bench.rollout.presets import Cell, Preset
-from bench.rollout.turns import Turns, kind
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Ruler:
 
     def __init__(self, bed: Bed, cell: Cell) -> None:
         self._bed, self._distribution = bed, cell.distribution
-        self._closely = kind(cell) is Turns.ROUNDS and cell.ablation is None
+        self._closely = cell.ablation is None
         self.limits: list[float] = []
         self.observed = Observed()
 

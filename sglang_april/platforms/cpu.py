@@ -62,10 +62,10 @@ class TorchCpuPlatform(CpuSRTPlatform):
         return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's ordinary pool."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        """SGLang's ordinary pool, on huge pages."""
+        from sglang_april.platforms.cpu_pool import HugePagesPool
 
-        return MHATokenToKVPool
+        return HugePagesPool
 
     def get_mla_kv_pool_cls(self) -> type:
         """SGLang's ordinary pool."""

@@ -5,21 +5,25 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench.costs import Observed, Stall
+from bench.engine_model import Costs, Engine
 from bench.rollout.lengths import named
 from bench.rollout.limit import Point
 from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import MEASURED, Costs, Outcome, Simulation
+from bench.round_model import MEASURED, WAYS, Outcome, Simulation
 from bench.simulate import H100_4B, reach, simulated, validate
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)
 
 
-def run(variant: str, distribution: str = "lognormal", costs: Costs = FLAT, gather: float = 1.0) -> Outcome:
+def run(
+    variant: str, distribution: str = "lognormal", costs: Costs = FLAT, gather: float = 1.0, engines: int = 1
+) -> Outcome:
     stream = Stream(0, named(distribution, 20, 200), PLAN.n, 4)
-    return Simulation(variant, PLAN, stream, costs, gather).run()
+    plan = replace(PLAN, groups=PLAN.groups * engines)
+    return Simulation(variant, plan, stream, costs, gather, engines).run()
 
 
 def test_a_round_of_equal_lengths_takes_exactly_its_steps() -> None:
@@ -96,3 +100,50 @@ def test_validate_takes_each_row_with_the_costs_beside_it() -> None:
 def test_reach_accounts_for_all_the_time() -> None:
     for line in reach(PRESETS["tiny"], H100_4B):
         assert line["decode"] + line["prefill"] + line["between"] == pytest.approx(1.0)
+
+
+def test_what_stands_between_two_rounds() -> None:
+    costs = replace(FLAT, push_s=1.0, gap_s=2.0, abort_s=4.0)
+    between = {variant: round(run(variant, costs=costs).between_s / MEASURED, 6) for variant in WAYS}
+    aborting = {"outside": 5, "stale-reuse": 5, "outside-retry3s": 8}
+    assert between == dict.fromkeys(WAYS, 3) | aborting | {"async": 1, "april-continue": 1}
+
+
+def test_what_a_partial_costs() -> None:
+    """Tokens prefilled for each that is delivered; a prompt has 4 of them, a response 20."""
+    costs = replace(FLAT, prefill_token_s=1.0)
+    outcomes = {variant: run(variant, costs=costs, gather=0.0) for variant in WAYS}
+    share = {name: out.prefill_s / out.tokens for name, out in outcomes.items()}
+    prompts = 4 / 20
+    for name in ("synchronous", "pause-in-place", "async"):
+        assert share[name] == pytest.approx(prompts, rel=0.1), name
+    for name in ("april-keep", "april-continue"):  # one member of two is prefilled, or both if a push comes between
+        assert 0.45 * prompts < share[name] < 0.9 * prompts, name
+    assert prompts < share["stale-reuse"] < share["outside"]
+    assert share["april-recompute"] > 2 * share["april-keep"]
+
+
+@pytest.mark.parametrize("variant", WAYS)
+def test_a_stretch_of_steps_is_so_many_single_ones(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Costs(0.51371, 0.010313, 1.0337e-3, 0.71119, 1.0151e-3, 1.0, 0.2, 0.4, 0.010971, 0.050713)
+    stretches = [run(variant, costs=costs, engines=engines) for engines in (1, 3)]
+    monkeypatch.setattr(Engine, "_undisturbed", lambda engine: 1)
+    for engines, out in zip((1, 3), stretches, strict=True):
+        single = run(variant, costs=costs, engines=engines)
+        assert asdict(single) == pytest.approx(asdict(out), rel=1e-9)
+
+
+def test_the_slowest_of_many_engines_holds_up_whoever_waits_for_all() -> None:
+    rates = {
+        (name, n): run(name, gather=0.0, engines=n).rate for name in ("synchronous", "april-keep") for n in (1, 16)
+    }
+    assert rates["synchronous", 16] < 0.75 * rates["synchronous", 1]
+    # Others finish the step in which the quota is met.
+    assert rates["april-keep", 16] > 0.95 * rates["april-keep", 1]
+
+
+def test_kv_that_is_moved_costs_both_ways() -> None:
+    moved = run("april-keep", costs=replace(FLAT, move_token_s=0.01))
+    assert moved.rate < run("april-keep").rate
+    assert moved.prefill_s > 0, "the way back"
+    assert run("april-recompute", costs=replace(FLAT, move_token_s=0.01)).rate == run("april-recompute").rate
