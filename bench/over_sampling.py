@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import mean
 
 from bench.record import Row
+from bench.rollout.figures import limit_of, share
 
 ABLATION = "over-sampling "
 FIXED, DRIVEN = "april-factor", "april-keep"
@@ -38,7 +39,7 @@ def points(rows: list[Row], distribution: str) -> list[Point]:
     factors = sorted((name for name in found if name != DEMAND), key=lambda name: float(name.rstrip("×")))
     if not factors:
         return []
-    speed = mean(row["full_batch_tokens_per_s"] for rows in found.values() for row in rows)
+    speed = mean(limit_of(row) for rows in found.values() for row in rows)
     least = _idle(found[factors[0]], speed)
     return [
         Point(
@@ -47,7 +48,7 @@ def points(rows: list[Row], distribution: str) -> list[Point]:
             mean(row["carry_end"] for row in found[name]),
             idle := _idle(found[name], speed),
             least - idle,
-            mean(row["share_of_limit"] for row in found[name]),
+            mean(map(share, found[name])),
         )
         for name in [*factors, *([DEMAND] if DEMAND in found else [])]
     ]
@@ -98,7 +99,7 @@ def _name(row: Row) -> str | None:
 def _idle(rows: list[Row], speed: float) -> float:
     """Decode steps take their share of the time: what runs in a mean step, runs all the time."""
     return mean(
-        row["seconds"] / row["rounds"] * row["full_batch_tokens_per_s"] / speed
+        row["seconds"] / row["rounds"] * limit_of(row) / speed
         * (row["plan"]["slots"] - (row["mean_running"] or 0.0))
         for row in rows
     )  # fmt: skip

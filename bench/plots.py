@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bench.over_sampling import Point, knee
 from bench.record import Row
+from bench.rollout.figures import share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ def plot(table: dict[str, list[Row]], title: str) -> str:
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(table) + 1.2), layout="tight")
     names = list(reversed(table))
     for at, name in enumerate(names):
-        shares = [row["share_of_limit"] for row in table[name]]
+        shares = [share(row) for row in table[name]]
         axes.barh(at, mean(shares), color="#1f6fb4" if name.startswith("april") else "#9a9a9a", height=0.6)
         axes.plot(shares, [at] * len(shares), "k.", markersize=5)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")

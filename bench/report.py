@@ -22,6 +22,7 @@ from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
 from bench.plots import plot, plot_over_sampling
 from bench.record import Row
+from bench.rollout.figures import limit_of, share
 from bench.rollout.turns import IN_TURNS
 
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -81,13 +82,13 @@ def in_turns(one: Row, other: Row) -> bool:
 
 
 def _rates(rows: list[Row], rate: str, raw: bool) -> list[float]:
-    return [row[rate] if raw else row[rate] / row["full_batch_tokens_per_s"] for row in rows]
+    return [row[rate] if raw else row[rate] / limit_of(row) for row in rows]
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
     """The faster of the ways from outside."""
     there = [table[name] for name in OUTSIDE if name in table]
-    return max(there, key=lambda rows: mean(row["share_of_limit"] for row in rows), default=[])
+    return max(there, key=lambda rows: mean(map(share, rows)), default=[])
 
 
 def _number(key: str, form: str) -> Callable[[list[Row]], str]:
@@ -121,7 +122,7 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "rows": lambda rows: str(len(rows)),
     "delivered tokens/s": _spread,
     "groups/s": _number("delivered_groups_per_s", ".2f"),
-    "of the limit": _number("share_of_limit", ".2f"),
+    "of the limit": lambda rows: f"{mean(map(share, rows)):.2f}",
     "mean length": _number("length_mean", ".1f"),
     "mean batch": _number("mean_running", ".1f"),
     "round p50 s": _number("round_s_p50", ".2f"),

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Any
 
 from bench import record, stepped
@@ -83,7 +84,7 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
     seen = spans.read(began)
     seconds = sum(end - start for start, end in windows)
     told = {"variant": variant, "steady": steady, "delivered_tokens_per_s": tokens / seconds}
-    told["share_of_limit"] = told["delivered_tokens_per_s"] / (sum(limits) / len(limits))
+    told["share_of_limit"] = told["delivered_tokens_per_s"] / harmonic_mean(limits)
     return [
         {"what": "rounds", "seconds": seconds, **told, **shares(seen, windows)},
         {"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)},

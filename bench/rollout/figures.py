@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from statistics import harmonic_mean, mean, median, quantiles
 from typing import Any
 
 from bench.rollout.engine import Counters
@@ -65,9 +65,9 @@ def check_identity(blocks: Sequence[Block]) -> bool | None:
 
 def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Sequence[float]) -> dict[str, Any]:
     """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, before the rounds,
-    between them, and after."""
+    between them, and after; of the same number of tokens each, so that their rate in all is the harmonic mean."""
     rounds = [measured for block in blocks for measured in block.rounds]
-    limit = mean(limits)
+    limit = harmonic_mean(limits)
     seconds = sum(measured.seconds for measured in rounds)
     tokens = sum(measured.round.tokens for measured in rounds)
     groups = [group for measured in rounds for group in measured.round.groups if not group.rejected]
@@ -110,6 +110,18 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
         "rounds_prolonged": sum(measured.round.prolonged for measured in rounds),
         "peak_bytes": _peak(rounds),
     }
+
+
+def limit_of(row: dict[str, Any]) -> float:
+    """The full-batch rate around a row: tokens of all looks by their seconds, as the rounds' rate is. Older rows have
+    the mean of the looks' rates, in which a slow minute counts less than in the rounds."""
+    looks = row.get("full_batch_looks")
+    return harmonic_mean(looks) if looks else float(row["full_batch_tokens_per_s"])
+
+
+def share(row: dict[str, Any]) -> float:
+    """Delivered tokens/s as a share of the limit."""
+    return float(row["delivered_tokens_per_s"] / limit_of(row))
 
 
 def ratios(row: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
