@@ -64,10 +64,12 @@ def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float
     measured in turns, else the ratio of the medians of all there are.
 
     Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
-    two rows is no difference between them; `raw` leaves that out."""
+    two rows is no difference between them; `raw` leaves that out, and says nothing of what was measured apart."""
     if not variant or not base:
         return None
     if not in_turns(variant[0], base[0]):
+        if raw:
+            return None
         medians = [(median(_rates(variant, rate, raw)), median(_rates(base, rate, raw))) for rate in RATES]
         return min(one / two for one, two in medians)
     other = {row["repetition"]: row for row in base}
