@@ -3,7 +3,7 @@
     python -m bench.simulate measure              # step costs of this machine -> out/bench/costs.json (a quiet machine)
     python -m bench.simulate validate             # against the newest rows of bench.rollout, with the costs found there
     python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
-    python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k contexts
+    python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k (ten minutes)
 
 The model is bench/round_model.py, of engines as in bench/engine_model.py. `reach` needs this machine's step costs, or
 given ones.
@@ -12,8 +12,10 @@ given ones.
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ from bench.rollout.presets import PRESETS, Preset
 from bench.rollout.servers import Size, stock
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import WAYS, Outcome, Simulation
+from bench.round_model import MEASURED, WARM, WAYS, Outcome, Simulation
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import Gathering
 
@@ -41,14 +43,18 @@ LOOKS = 6
 SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 
+ROUNDS = ((32, (WARM, MEASURED)), (256, (8, 12)), (math.inf, (5, 5)))
+"""Engines at most, and the rounds that the model warms up with and measures."""
+
+
 def simulated(
     preset: Preset, plan: Plan, variant: str, costs: Costs, gather: float = Gathering.STEPS, engines: int = 1
 ) -> Outcome:
-    """One variant on a preset's log-normal workload; with hundreds of engines in fewer rounds."""
+    """One variant on a preset's log-normal workload; of many engines fewer rounds say as much."""
     lengths = named("lognormal", preset.mean, preset.longest)
     stream = Stream(0, lengths, plan.n, preset.prompt_tokens)
     model = Simulation(variant, plan, stream, costs, gather, engines)
-    return model.run() if engines < MANY else model.run(8, 12)
+    return model.run(*next(rounds for most, rounds in ROUNDS if engines <= most))
 
 
 def context_of(preset: Preset) -> float:
@@ -109,10 +115,9 @@ H100_4B_TOKENS = 420_000
 """KV tokens that such a GPU has room for: 144 KiB each in 90 % of 80 GB, less the weights and 2 GB."""
 MOVE_S = 144 * 1024 / 25e9
 """A KV token to the host or back at 25 GB/s, with nothing to hide it: a trainer on the same GPUs that takes it all."""
-MANY = 100
 
 
-def project(costs: Costs) -> list[record.Row]:
+def project(costs: Costs) -> Iterator[record.Row]:
     """What can be hoped for under the assumptions of `costs`: each GPU is an engine, with slots for its share of the
     samples, or for as many as its memory holds; the quota is one over all of them."""
     moved = replace(costs, move_token_s=MOVE_S)
@@ -123,7 +128,8 @@ def project(costs: Costs) -> list[record.Row]:
         plan = replace(april.plan, groups=8 * gpus)
         wide = replace(april, mean=context * 256.0, longest=context * 1024, plan=plan)
         cases.append((f"{gpus} GPUs, {plan.groups} groups × 8, {context}k", gpus, wide, costs))
-    return [{"what": what, **_projected(gpus, preset, given)} for what, gpus, preset, given in cases]
+    for what, gpus, preset, given in cases:
+        yield {"what": what, **_projected(gpus, preset, given)}
 
 
 def _projected(gpus: int, preset: Preset, costs: Costs) -> record.Row:
@@ -181,16 +187,19 @@ def main(given: list[str] | None = None) -> int:
         return 0
     given_costs = {}
     if args.what == "validate":
-        made = validate(preset, record.read_rows(args.rows))
+        made: Iterable[record.Row] = validate(preset, record.read_rows(args.rows))
     else:
         costs = H100_4B if args.what == "project" else Costs(**json.loads(args.costs.read_text()))
         given_costs = {"costs": asdict(costs)}
         made = reach(preset, costs) if args.what == "reach" else project(costs)
     facts = {"bench": f"simulate {args.what}", "run_id": f"{args.what}-{record.facts()['time']}", **record.facts()}
+    found = False
     for row in made:
-        print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
-    record.append_rows(args.out, [{**facts, **given_costs, **row} for row in made])
-    return int(not made)
+        found = True
+        told = (f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items())
+        print("  ".join(told), flush=True)
+        record.append_rows(args.out, [{**facts, **given_costs, **row}])
+    return int(not found)
 
 
 if __name__ == "__main__":
