@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.engine import Engine
+from bench.rollout.engine import Engine, EngineError
 from bench.rollout.variant import Group, Plan, Round
 from bench.rollout.workload import Prompt, Stream
 from sglang_april import replies
@@ -31,7 +31,7 @@ class April:
         self._run = f"bench-{uuid.uuid4().hex[:8]}"
         self._open: dict[str, Prompt] = {}
         self._pushed: list[int] = []
-        """The engine's version after each push of ours."""
+        """The engine's version after each push of ours, as far as it is known: from the next reply on."""
 
     @property
     def handed_over(self) -> int:
@@ -39,10 +39,13 @@ class April:
         return self.stream.taken
 
     async def push(self, checkpoint: Path) -> None:
-        """No flush: the version is in every request's cache key, and old prefixes leave the tree when it moves."""
-        await self.engine.post("/april/push/begin", {})
+        """One weight call with the whole policy, as the others make it, is a push of its own.
+
+        No flush: the version is in every request's cache key, and old prefixes leave the tree when it moves.
+        """
         await self.engine.load_weights(checkpoint, flush=False)
-        self._pushed.append((await self.engine.post("/april/push/end", {}))["policy_version"])
+        if self.plan.max_staleness:
+            self._note((await self.engine.get("/april/state"))["policy_version"])
 
     async def round(self) -> Round:
         """New prompts in place of the delivered ones, and a quota."""
@@ -92,6 +95,10 @@ class April:
         older = self._pushed[-1 - bound] if len(self._pushed) > bound else 0
         return max(bound, self._pushed[-1] - older) if self._pushed else bound
 
+    def _note(self, version: int) -> None:
+        if version not in self._pushed[-1:]:
+            self._pushed.append(version)
+
     async def _rollout(self, new: list[Prompt], quota: int | None, after_quota: str | None = None) -> Round:
         self._open |= {prompt.id: prompt for prompt in new}
         body = self._body(new, quota, after_quota or self.after_quota)
@@ -110,12 +117,17 @@ class April:
                 return self._round(event.policy_version, told, event.carried, event.stats)
             groups[event.id, event.incarnation] = event
             verdict = "reject" if self._open[event.id].rejected else "accept"
-            await self.engine.post(f"/april/rounds/{body['round_id']}/judge", {verdict: [event.id]})
+            try:
+                await self.engine.post(f"/april/rounds/{body['round_id']}/judge", {verdict: [event.id]})
+            except EngineError as error:
+                if error.status != 409:  # the group before it met the quota: this one is surplus
+                    raise
         raise RuntimeError("the stream ended without a summary")
 
     def _round(
         self, version: int, finished: list[replies.Group], carried: dict[str, Any], stats: dict[str, Any]
     ) -> Round:
+        self._note(version)
         groups = [self._group(group, version) for group in finished]
         ahead = stats.get("ahead") or dict.fromkeys(("tokens_generated", "reprefilled_tokens", *LEGS), 0)
         return Round(

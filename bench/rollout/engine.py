@@ -25,6 +25,10 @@ PACKED = {"content-type": "application/msgpack", "accept": "application/msgpack"
 class EngineError(RuntimeError):
     """A route answered with an error; the message holds the route and the answer."""
 
+    def __init__(self, message: str, status: int = 200) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -64,7 +68,7 @@ class Engine:
         async with self._http.post(route, data=msgspec.json.encode(body), headers=headers) as answer:
             content = await answer.read()
             if answer.status != 200:
-                raise EngineError(f"POST {route}: {answer.status} {content[:500]!r}")
+                raise EngineError(f"POST {route}: {answer.status} {content[:500]!r}", answer.status)
             is_json = answer.content_type == "application/json"
             return msgspec.json.decode(content) if is_json and content else content
 

@@ -36,6 +36,7 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
     assert asyncio.run(scene()) == 0
     # A variant whose fields the server refuses has no row.
     assert {row["variant"] for row in rows} >= set(KINDS) - {"april-factor", "april-continue"}
+    assert {row["ablation"] for row in rows} == {None, "drain", "filter"}
     for row in rows:
         told = f"{row['variant']} {row['ablation']}"
         assert row.keys() >= FIELDS, told
