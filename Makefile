@@ -23,6 +23,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m bench.report --readme --check
 
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)

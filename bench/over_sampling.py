@@ -28,6 +28,8 @@ class Point:
     idle: float
     saved: float
     share: float
+    by_tier: str = ""
+    """Peak megabytes of each tier."""
 
 
 def points(rows: list[Row], distribution: str) -> list[Point]:
@@ -49,6 +51,7 @@ def points(rows: list[Row], distribution: str) -> list[Point]:
             idle := _idle(found[name], speed),
             least - idle,
             mean(map(share, found[name])),
+            _by_tier(found[name]),
         )
         for name in [*factors, *([DEMAND] if DEMAND in found else [])]
     ]
@@ -71,6 +74,7 @@ def table(found: list[Point]) -> list[list[str]]:
     head = [
         "admission",
         "peak bytes carried",
+        "MB by tier",
         "tokens carried",
         "idle slot-seconds a round",
         "saved",
@@ -81,7 +85,8 @@ def table(found: list[Point]) -> list[list[str]]:
         head,
         *(
             [
-                *(p.name, f"{p.peak_bytes:,}", f"{p.carry:,.0f}", f"{p.idle:.1f}", f"{p.saved:.1f}", f"{p.share:.2f}"),
+                *(p.name, f"{p.peak_bytes:,}", p.by_tier, f"{p.carry:,.0f}"),
+                *(f"{p.idle:.1f}", f"{p.saved:.1f}", f"{p.share:.2f}"),
                 "knee" if p is best else "",
             ]
             for p in found
@@ -94,6 +99,11 @@ def _name(row: Row) -> str | None:
         return None
     what = row["ablation"].removeprefix(ABLATION)
     return DEMAND if what == DEMAND else f"{float(what):g}×"
+
+
+def _by_tier(rows: list[Row]) -> str:
+    tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
+    return ", ".join(f"{tier} {max(row['peak_bytes'].get(tier, 0) for row in rows) / 1e6:.1f}" for tier in tiers)
 
 
 def _idle(rows: list[Row], speed: float) -> float:

@@ -9,7 +9,7 @@ whatever is drawn can be decoded. A layer is a file, so that no more than one is
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,26 +47,6 @@ class Shape:
             "rope_theta": 1_000_000.0,
         }
 
-    def files(self) -> Iterator[dict[str, tuple[int, ...]]]:
-        """Names and shapes of the weights, file by file."""
-        yield {"model.embed_tokens.weight": (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            yield {
-                f"{at}.self_attn.q_proj.weight": (q, self.hidden),
-                f"{at}.self_attn.k_proj.weight": (kv, self.hidden),
-                f"{at}.self_attn.v_proj.weight": (kv, self.hidden),
-                f"{at}.self_attn.o_proj.weight": (self.hidden, q),
-                f"{at}.self_attn.q_norm.weight": (self.head_dim,),
-                f"{at}.self_attn.k_norm.weight": (self.head_dim,),
-                f"{at}.mlp.gate_proj.weight": (self.mlp, self.hidden),
-                f"{at}.mlp.up_proj.weight": (self.mlp, self.hidden),
-                f"{at}.mlp.down_proj.weight": (self.hidden, self.mlp),
-                f"{at}.input_layernorm.weight": (self.hidden,),
-                f"{at}.post_attention_layernorm.weight": (self.hidden,),
-            }
-
 
 def make(path: Path, shape: Shape, seed: int = 0) -> Path:
     """Writes the model, bfloat16, and a tokenizer into the folder `path` and returns it; `config.json` comes last."""
@@ -77,7 +57,7 @@ def make(path: Path, shape: Shape, seed: int = 0) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     noise = torch.Generator(device).manual_seed(seed)
     where: dict[str, str] = {}
-    files = list(shape.files())
+    files = list(tiny_model.weight_shapes(shape.config()))
     for number, sizes in enumerate(files):
         name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
         save_file({key: _weight(key, size, noise).cpu() for key, size in sizes.items()}, path / name, {"format": "pt"})

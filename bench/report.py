@@ -12,9 +12,9 @@ import argparse
 import html
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from bench import record
@@ -22,150 +22,9 @@ from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
 from bench.plots import plot, plot_over_sampling
 from bench.record import Row
-from bench.rollout.figures import limit_of, share
-from bench.rollout.turns import IN_TURNS
+from bench.tables import ablations_of, aims, by_variant, details_of, newest, table_of
 
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-ROUNDS = 8
-"""Measured rounds of a whole row."""
-OUTSIDE = ("outside", "outside-retry3s")
-
-
-def newest(rows: Iterable[Row], preset: str) -> list[Row]:
-    """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days)."""
-    mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
-    last: dict[tuple[Any, ...], Row] = {}
-    for row in mine:
-        if row["time"] >= last.get(_table(row), row)["time"]:
-            last[_table(row)] = row
-    return [row for row in mine if row["run_id"] == last[_table(row)]["run_id"]]
-
-
-def _table(row: Row) -> tuple[Any, ...]:
-    """What the rows of one table have in common."""
-    together = row.get("together")
-    return row["distribution"], together or row["ablation"], bool(together)
-
-
-def by_variant(rows: Iterable[Row], distribution: str, ablation: str | None = None) -> dict[str, list[Row]]:
-    """Rows of one table, by variant, in the order in which they were measured."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        if (row["distribution"], row["ablation"]) == (distribution, ablation):
-            found.setdefault(row["variant"], []).append(row)
-    return found
-
-
-RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
-
-
-def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float | None:
-    """The smaller of the token and the group ratio: the median over the repetitions that both have, where they were
-    measured in turns, else the ratio of the medians of all there are.
-
-    Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
-    two rows is no difference between them; `raw` leaves that out, and says nothing of what was measured apart."""
-    if not variant or not base:
-        return None
-    if not in_turns(variant[0], base[0]):
-        if raw:
-            return None
-        medians = [(median(_rates(variant, rate, raw)), median(_rates(base, rate, raw))) for rate in RATES]
-        return min(one / two for one, two in medians)
-    other = {row["repetition"]: row for row in base}
-    pairs = [([row], [other[row["repetition"]]]) for row in variant if row["repetition"] in other]
-    ratios = [min(_rates(one, rate, raw)[0] / _rates(two, rate, raw)[0] for rate in RATES) for one, two in pairs]
-    return median(ratios) if ratios else None
-
-
-def in_turns(one: Row, other: Row) -> bool:
-    """Whether rows of one table were measured in turns with one another."""
-    return (one["variant"] in IN_TURNS) == (other["variant"] in IN_TURNS)
-
-
-def _rates(rows: list[Row], rate: str, raw: bool) -> list[float]:
-    return [row[rate] if raw else row[rate] / limit_of(row) for row in rows]
-
-
-def better_outside(table: dict[str, list[Row]]) -> list[Row]:
-    """The faster of the ways from outside."""
-    there = [table[name] for name in OUTSIDE if name in table]
-    return max(there, key=lambda rows: mean(map(share, rows)), default=[])
-
-
-def _number(key: str, form: str) -> Callable[[list[Row]], str]:
-    def shown(rows: list[Row]) -> str:
-        values = [row[key] for row in rows if row.get(key) is not None]
-        return format(mean(values), form) if values else "–"
-
-    return shown
-
-
-def _spread(rows: list[Row]) -> str:
-    rates = [row["delivered_tokens_per_s"] for row in rows]
-    return f"{mean(rates):,.0f}" + (f" ({min(rates):,.0f}–{max(rates):,.0f})" if len(rates) > 1 else "")
-
-
-def _lost(rows: list[Row]) -> str:
-    known = [row["samples_lost"] for row in rows if row["samples_lost"] is not None]
-    return str(sum(known)) if known else "–"
-
-
-def _marks(rows: list[Row]) -> str:
-    marks = [
-        ("not steady", any(not row["steady"] for row in rows)),
-        ("biased", any(row["biased"] for row in rows)),
-        ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
-    ]
-    return ", ".join(name for name, there in marks if there)
-
-
-COLUMNS: dict[str, Callable[[list[Row]], str]] = {
-    "rows": lambda rows: str(len(rows)),
-    "delivered tokens/s": _spread,
-    "groups/s": _number("delivered_groups_per_s", ".2f"),
-    "of the limit": lambda rows: f"{mean(map(share, rows)):.2f}",
-    "mean length": _number("length_mean", ".1f"),
-    "mean batch": _number("mean_running", ".1f"),
-    "round p50 s": _number("round_s_p50", ".2f"),
-    "after the end": _number("tokens_after_end", ",.0f"),
-    "re-prefilled": _number("reprefilled_tokens", ",.0f"),
-    "off-policy": _number("off_policy_share", ".1%"),
-    "hybrid": _number("hybrid_share", ".1%"),
-    "lost": _lost,
-    "marks": _marks,
-}
-
-
-def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
-    """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside.
-
-    What generates while the trainer works is compared with the asynchronous client only."""
-    lines = [["variant", "× synchronous", "× outside", "× async", "raw: × synchronous", "× outside", *COLUMNS]]
-    bases = table.get("synchronous", []), better_outside(table)
-    for name, rows in table.items():
-        ahead = name == "april-continue"
-        against = [headline(rows, [] if ahead else base, raw=raw) for raw in (False, True) for base in bases]
-        ratios = [*against[:2], headline(rows, table.get("async", [])) if ahead else None, *against[2:]]
-        shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
-        lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
-    return lines
-
-
-def ablations_of(rows: list[Row], together: str) -> list[list[str]]:
-    """Header and one line for each of the ablations that were measured in turns, against the first of them."""
-    table: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.get("together") == together:
-            table.setdefault((row["variant"], row["ablation"]), []).append(row)
-    base = next(iter(table.values()))
-    lines = [["variant", "ablation", "× the first", "KS distance", *COLUMNS]]
-    for names, mine in table.items():
-        ratio = headline(mine, base) or 0.0
-        lines.append(
-            [*names, f"{ratio:.2f}", _number("ks_distance", ".3f")(mine), *(c(mine) for c in COLUMNS.values())]
-        )
-    return lines
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -198,8 +57,10 @@ def readme(text: str, rows: list[Row]) -> str:
     def fill(found: re.Match[str]) -> str:
         run = newest(rows, found[2])
         table = by_variant(run, found[3])
-        body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}" if table else "No rows yet.\n"
-        return f"{found[1]}{body}{found[4]}"
+        if not table:
+            return f"{found[1]}No rows yet.\n{found[4]}"
+        body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}\nThe aims, by the medians of the rows:\n\n"
+        return f"{found[1]}{body}{aims(run)}{found[4]}"
 
     return MARKER.sub(fill, text)
 
@@ -219,7 +80,7 @@ def _rollout_sections(rows: list[Row]) -> Iterable[str]:
         for distribution, ablation in dict.fromkeys((row["distribution"], row["ablation"]) for row in apart):
             table = by_variant(apart, distribution, ablation)
             title = distribution + (f", {ablation}" if ablation else "")
-            yield f"{_headed(title, _flat(table))}{_html_table(table_of(table))}"
+            yield f"{_headed(title, _flat(table))}{_html_table(table_of(table))}{_html_table(details_of(table))}"
             if ablation is None:
                 yield f'<img src="{plot(table, f"{preset}: {title}")}">'
         for name in dict.fromkeys(row["together"] for row in run if row.get("together")):
@@ -236,15 +97,39 @@ def _headed(title: str, rows: list[Row]) -> str:
 
 
 def _plain_sections(rows: list[Row]) -> Iterable[str]:
-    """Other benchmarks' rows as they are: the fields that differ between the rows of the newest run."""
+    """Other benchmarks: of each case the rows of the newest run that has it, a figure the median of theirs."""
     kinds = dict.fromkeys(str(row.get("bench")) for row in rows)
     for kind in (kind for kind in kinds if kind != "rollout"):
-        mine = [row for row in rows if str(row.get("bench")) == kind]
-        last = max(mine, key=lambda row: row.get("time", ""))
-        run = [row for row in mine if row.get("run_id") == last.get("run_id")]
-        plain = [key for key in run[-1] if not isinstance(run[-1][key], dict | list) and key not in ("bench", "commit")]
+        cases: dict[tuple[Any, ...], list[Row]] = {}
+        for row in (row for row in rows if str(row.get("bench")) == kind):
+            cases.setdefault(_case(row), []).append(row)
+        lines = []
+        for mine in cases.values():
+            last = max(mine, key=lambda row: row.get("time", ""))
+            run = [row for row in mine if row.get("run_id") == last.get("run_id")]
+            lines.append({"rows": len(run)} | {key: _middle([row.get(key) for row in run]) for key in last})
+        lines.sort(key=lambda line: str(line.get("time", "")))
+        columns = dict.fromkeys(key for line in lines for key in line if key not in ("bench", "repetition"))
+        plain = [key for key in columns if not any(isinstance(line.get(key), dict | list) for line in lines)]
         yield f"<h2>{html.escape(kind)}</h2>"
-        yield _html_table([plain, *([_cell(row.get(key)) for key in plain] for row in run)])
+        yield _html_table([plain, *([_cell(line.get(key)) for key in plain] for line in lines)])
+
+
+ABOUT = ("bench", "run_id", "time", "commit", "skipped")
+SIZES = ("running", "reply_tokens", "tokens", "samples", "seed", "programs")
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    """What was measured: the names in a row, and its sizes."""
+    told = row.items()
+    return tuple((key, what) for key, what in told if key in SIZES or (isinstance(what, str) and key not in ABOUT))
+
+
+def _middle(values: list[Any]) -> Any:
+    """Their median if they are numbers, else the last one."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return median(values)
+    return values[-1]
 
 
 def _cell(value: object) -> str:

@@ -74,7 +74,8 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
         measured = mean(row["delivered_tokens_per_s"] for row in known)
         model = mean(simulated(preset, Plan(**row["plan"]), variant, Costs(**row["costs"])).rate for row in known)
         ratio = model / measured
-        made.append({"variant": variant, "measured": measured, "model": model, "ratio": ratio, "within": _near(ratio)})
+        told = {"variant": variant, "of_run": known[-1]["run_id"]}
+        made.append({**told, "measured": measured, "model": model, "ratio": ratio, "within": _near(ratio)})
     return made
 
 
@@ -170,7 +171,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("measure", "validate", "reach", "project"))
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
-    parser.add_argument("--costs", type=Path, default=COSTS, help="seconds as `measure` writes them")
+    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (project: else assumed ones)")
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
     parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
     parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json")
@@ -181,15 +182,17 @@ def main(given: list[str] | None = None) -> int:
         if args.server and not args.checkpoint:
             parser.error("--server needs --checkpoint, of the same model")
         costs = measure(args.server, args.checkpoint, preset)
-        args.costs.parent.mkdir(parents=True, exist_ok=True)
-        args.costs.write_text(json.dumps(asdict(costs), indent=2) + "\n")
-        print(args.costs.read_text())
+        out = args.costs or COSTS
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(asdict(costs), indent=2) + "\n")
+        print(out.read_text())
         return 0
     given_costs = {}
     if args.what == "validate":
         made: Iterable[record.Row] = validate(preset, record.read_rows(args.rows))
     else:
-        costs = H100_4B if args.what == "project" else Costs(**json.loads(args.costs.read_text()))
+        assumed = args.what == "project" and args.costs is None
+        costs = H100_4B if assumed else Costs(**json.loads((args.costs or COSTS).read_text()))
         given_costs = {"costs": asdict(costs)}
         made = reach(preset, costs) if args.what == "reach" else project(costs)
     facts = {"bench": f"simulate {args.what}", "run_id": f"{args.what}-{record.facts()['time']}", **record.facts()}

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import ChainMap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +81,37 @@ def config(family: str, dtype: str = "float32") -> dict[str, Any]:
     return fields
 
 
-def _layer_shapes(family: str, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one layer's weights."""
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+def weight_shapes(fields: dict[str, Any]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Names and shapes of the weights of a model with this `config.json`: the embedding and the last norm, then layer
+    by layer."""
+    hidden = fields["hidden_size"]
+    yield {"model.embed_tokens.weight": (fields["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    for layer in range(fields["num_hidden_layers"]):
+        yield _layer_shapes(fields, f"model.layers.{layer}")
+
+
+def _layer_shapes(fields: dict[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+    family, hidden, inner = fields["model_type"], fields["hidden_size"], fields["intermediate_size"]
+    head_dim = fields["head_dim"]
+    q, kv = fields["num_attention_heads"] * head_dim, fields["num_key_value_heads"] * head_dim
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     shapes: dict[str, tuple[int, ...]] = {
-        f"{attention}.q_proj.weight": (q, HIDDEN),
-        f"{attention}.k_proj.weight": (kv, HIDDEN),
-        f"{attention}.v_proj.weight": (kv, HIDDEN),
-        f"{attention}.o_proj.weight": (HIDDEN, q),
-        f"{mlp}.down_proj.weight": (HIDDEN, MLP),
-        f"{prefix}.input_layernorm.weight": (HIDDEN,),
-        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{attention}.q_proj.weight": (q, hidden),
+        f"{attention}.k_proj.weight": (kv, hidden),
+        f"{attention}.v_proj.weight": (kv, hidden),
+        f"{attention}.o_proj.weight": (hidden, q),
+        f"{mlp}.down_proj.weight": (hidden, inner),
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
     }
     if family == "glm4":
-        shapes[f"{mlp}.gate_up_proj.weight"] = (2 * MLP, HIDDEN)
-        shapes[f"{prefix}.post_self_attn_layernorm.weight"] = (HIDDEN,)
-        shapes[f"{prefix}.post_mlp_layernorm.weight"] = (HIDDEN,)
+        shapes[f"{mlp}.gate_up_proj.weight"] = (2 * inner, hidden)
+        shapes[f"{prefix}.post_self_attn_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_mlp_layernorm.weight"] = (hidden,)
     else:
-        shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (MLP, HIDDEN)
+        shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (inner, hidden)
     if family == "qwen3":
-        shapes[f"{attention}.q_norm.weight"] = shapes[f"{attention}.k_norm.weight"] = (HEAD_DIM,)
+        shapes[f"{attention}.q_norm.weight"] = shapes[f"{attention}.k_norm.weight"] = (head_dim,)
     if family in ("qwen2", "glm4"):
         shapes |= {
             f"{attention}.q_proj.bias": (q,),
@@ -111,12 +123,7 @@ def _layer_shapes(family: str, prefix: str) -> dict[str, tuple[int, ...]]:
 
 def weights(family: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 weights by name, the same for the same seed on every machine."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-    }
-    for layer in range(LAYERS):
-        shapes |= _layer_shapes(family, f"model.layers.{layer}")
+    shapes = ChainMap(*weight_shapes(config(family)))
     rng = np.random.default_rng(seed)
     made = {}
     for name, shape in sorted(shapes.items()):

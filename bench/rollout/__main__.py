@@ -67,7 +67,8 @@ def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -
         cells = [cell for cell in cells if cell.variant in args.variants]
     if args.ablation:
         cells = [cell for cell in cells if args.ablation in (cell.ablation, cell.together)]
-    have = {(row["distribution"], row["variant"], row["ablation"], row["repetition"]) for row in done}
+    whole = [row for row in done if row["rounds"] >= preset.measured]
+    have = {(row["distribution"], row["variant"], row["ablation"], row["repetition"]) for row in whole}
     return [cell for cell in cells if (cell.distribution, cell.variant, cell.ablation, cell.repetition) not in have]
 
 
@@ -102,7 +103,7 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
     async with Engine(urls[0], patched=urls[0] == urls[1]) as stock, Engine(urls[1], patched=True) as april:
         bed = Bed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
         for row in done:
-            bed.note_synchronous(row)
+            bed.note_rollout(row)
         return await Runner(bed, record.facts(), args.run_id, keep).run(cells, until)
 
 

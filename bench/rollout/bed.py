@@ -27,8 +27,9 @@ class Bed:
     observed: Observed = field(default_factory=Observed)
     """What the steps of this machine cost, over the whole run."""
     _batches: Iterator[int] = field(default_factory=lambda: itertools.cycle(BATCHES))
-    synchronous_s: dict[str, float] = field(default_factory=dict)
-    """Mean seconds of a synchronous round, by distribution: what a trainer's time is a share of."""
+    rollout_s: dict[str, float] = field(default_factory=dict)
+    """Mean seconds of a round of `async` whose trainer takes no time, by distribution: what a trainer's time is a share
+    of."""
 
     def engine(self, variant: str) -> Engine:
         """Ours for our variants, the stock one for the others."""
@@ -38,10 +39,10 @@ class Bed:
         """A distribution at the preset's size."""
         return self.preset.lengths(distribution)
 
-    def note_synchronous(self, row: Row) -> None:
-        """How long a synchronous round takes, if the row is of those."""
-        if row["variant"] == "synchronous" and row["ablation"] is None:
-            self.synchronous_s[row["distribution"]] = row["seconds"] / row["rounds"]
+    def note_rollout(self, row: Row) -> None:
+        """How long a round of `async` takes by itself, if the row is of those."""
+        if row["variant"] == "async" and row["ablation"] is None:
+            self.rollout_s[row["distribution"]] = row["seconds"] / row["rounds"]
 
     async def limit(self, distribution: str) -> float:
         """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""

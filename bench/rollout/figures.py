@@ -7,7 +7,7 @@ from statistics import harmonic_mean, mean, median, quantiles
 from typing import Any
 
 from bench.rollout.engine import Counters
-from bench.rollout.lengths import BIASED_ABOVE, Lengths
+from bench.rollout.lengths import Lengths
 from bench.rollout.variant import Plan, Round, versions
 
 
@@ -25,7 +25,7 @@ class Measured:
     decoded: int
     steps: int
     prefilled: int
-    after_end: int
+    after_end: int | None
 
 
 def between(before: Counters, after: Counters, done: Round, seconds: float) -> Measured:
@@ -74,8 +74,7 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
     delivered = [length for group in groups for length in group.lengths]
     distance = lengths.distance(delivered)
     decoded, steps = sum(measured.decoded for measured in rounds), sum(measured.steps for measured in rounds)
-    generated = [measured.round.generated for measured in rounds]
-    total = None if None in generated else sum(count or 0 for count in generated)
+    total = _sum([measured.round.generated for measured in rounds])
     took = [measured.seconds for measured in rounds]
     return {
         "rounds": len(rounds),
@@ -91,11 +90,11 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
         "carry_end": rounds[-1].round.carry,
         "identity": check_identity(blocks),
         "ks_distance": round(distance, 4),
-        "biased": distance > BIASED_ABOVE,
+        "biased": distance > lengths.biased_above,
         "length_mean": mean(delivered) if delivered else None,
         "round_s_p50": median(took),
         "round_s_p95": quantiles(took, n=20, method="inclusive")[-1] if len(took) > 1 else took[0],
-        "tokens_after_end": sum(measured.after_end for measured in rounds),
+        "tokens_after_end": _sum([measured.after_end for measured in rounds]),
         "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
         "decoded_tokens": decoded,
         "decode_steps": steps,
@@ -129,6 +128,11 @@ def ratios(row: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     tokens = row["delivered_tokens_per_s"] / base["delivered_tokens_per_s"]
     groups = row["delivered_groups_per_s"] / base["delivered_groups_per_s"]
     return {"tokens": tokens, "groups": groups, "headline": min(tokens, groups)}
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _share(counts: list[int | None], tokens: int) -> float | None:

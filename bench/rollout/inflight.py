@@ -117,7 +117,9 @@ class Paused(InFlight):
         await self._thaw()
         self._fill(math.ceil(self.plan.over_sampling * self.plan.groups))
         await self._until(self.plan.groups)
+        look = asyncio.ensure_future(self.engine.counters())
         await self.engine.post("/pause_generation", {"mode": self.mode})
+        self._round.decoded_at_end = (await look).decoded
         done = self._deliver(self.plan.groups)
         if self.mode == "retract":
             # Each of these gets a token from the prefill of its next leg, which the decode counter does not see.
@@ -164,6 +166,7 @@ class Asynchronous(InFlight):
         self.refill()
         await self._until(self.plan.groups)
         done = self._deliver(self.plan.groups)
+        done.after_end = None
         self.refill()
         return done
 

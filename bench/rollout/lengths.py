@@ -25,7 +25,8 @@ PARETO_ALPHA = 1.5
 EXTREME_SHARE = 0.05
 BIASED_ABOVE = 0.10
 """A row whose delivered lengths are farther from the source (Kolmogorov–Smirnov) is marked biased. Eight rounds of 96
-samples differ by 0.05 from their own source in one case of twenty."""
+samples differ by 0.05 from their own source in one case of twenty. Of two lengths (`extreme`) it is half the share of
+the long ones, three standard errors of so many samples."""
 GRID = 20_000
 
 
@@ -37,6 +38,7 @@ class Lengths:
     inverse: Callable[[float], float]
     scale: float
     longest: int
+    biased_above: float = BIASED_ABOVE
 
     def at(self, uniform: float) -> int:
         """The length at a quantile, in tokens."""
@@ -80,7 +82,7 @@ def named(name: str, mean: float, longest: int) -> Lengths:
     """
     kind, _, argument = name.partition(":")
     if kind == "extreme":
-        return Lengths(name, _extreme(float(argument or 100)), mean, longest)
+        return Lengths(name, _extreme(float(argument or 100)), mean, longest, biased_above=EXTREME_SHARE / 2)
     if kind == "trace":
         lengths = sorted(json.loads(Path(argument).read_text()))
         return Lengths(name, lambda u: lengths[int(u * len(lengths))], 1.0, longest)

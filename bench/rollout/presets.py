@@ -17,8 +17,9 @@ EIGHTH_POOL = 330_000
 """Tokens of each of two pools of Qwen3-4B on one GPU of 141 GB: 144 KiB of KV a token, 48 GB, and 8 GB of weights."""
 EIGHTH_TOKENS = EIGHTH_POOL / 5
 """For what runs at the workload's mean: the rest is for long responses and for the carry of three runs of ours."""
-TRAINER = (0.0, 0.5, 1.0)
-"""Trainer time per round as a share of a synchronous rollout, for what generates while the trainer works."""
+TRAINER = (0.5, 1.0)
+"""Trainer time per round as a share of the rollout (a round of `async` by itself), for what generates meanwhile; with
+none they are in the main table."""
 
 
 @dataclass(frozen=True)
@@ -104,42 +105,38 @@ class Preset:
         """All rows of the preset, the main table first."""
         for repetition in range(self.repetitions):
             yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
-        yield from (Cell("constant", variant) for variant in MAIN)
-        yield from (Cell("lognormal", variant) for variant in OTHERS[:3])
-        yield from self._ahead()
+        for table in self._tables():
+            for repetition in range(min(2, self.repetitions)):
+                yield from (replace(cell, repetition=repetition) for cell in table)
+
+    def _tables(self) -> Iterator[list[Cell]]:
+        """All but the main one: each is measured twice, one time after the other, so that few carries are kept."""
+        yield [Cell("constant", variant) for variant in MAIN]
+        yield [Cell("lognormal", variant) for variant in OTHERS]
         for distribution in self.distributions[1:]:
-            yield from (Cell(distribution, variant) for variant in FEW)
+            yield [Cell(distribution, variant) for variant in FEW]
         if not self.everything:
             return
-        yield from (Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW)
-        yield from self._ablations()
-        for distribution in self.distributions:
-            yield from (Cell(distribution, variant, 1) for variant in FEW)
-        yield from (Cell("lognormal", variant, 1) for variant in OTHERS)
-
-    def _ahead(self) -> Iterator[Cell]:
-        for trainer in TRAINER if self.everything else TRAINER[:1]:
-            for variant in OTHERS[3:]:
-                yield Cell("lognormal", variant, ablation=f"trainer {trainer:g}" if trainer else None, trainer=trainer)
-
-    def _ablations(self) -> Iterator[Cell]:
+        for share in TRAINER:
+            yield [Cell("lognormal", v, ablation=f"trainer {share:g}", trainer=share) for v in OTHERS[3:]]
+        yield [Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW]
+        yield list(self._over_sampling())
         plan = self.plan
-        for repetition in range(min(2, self.repetitions)):
-            yield from self._over_sampling(repetition)
         for bound in (5, None):
             changed = replace(plan, max_staleness=bound)
             name = f"max_staleness {'unlimited' if bound is None else bound}"
-            for variant in FEW:
-                yield Cell(f"extreme:{self.extreme}", variant, ablation=name, plan=changed)
-        for name, changed in self._knobs():
-            yield Cell("lognormal", "april-keep", ablation=name, plan=changed, together="knobs")
+            yield [Cell(f"extreme:{self.extreme}", variant, ablation=name, plan=changed) for variant in FEW]
+        yield [
+            Cell("lognormal", "april-keep", ablation=name, plan=changed, together="knobs")
+            for name, changed in self._knobs()
+        ]
         for n in (1, 8):
             changed = replace(plan, n=n, groups=plan.samples // n)
-            yield from (Cell("lognormal", variant, ablation=f"n {n}", plan=changed) for variant in FEW)
+            yield [Cell("lognormal", variant, ablation=f"n {n}", plan=changed) for variant in FEW]
 
-    def _over_sampling(self, repetition: int) -> Iterator[Cell]:
+    def _over_sampling(self) -> Iterator[Cell]:
         """Which factor is the best one from outside, and what ours would be with one."""
-        cell = Cell("lognormal", "april-keep", repetition, "over-sampling demand-driven", together="over-sampling")
+        cell = Cell("lognormal", "april-keep", 0, "over-sampling demand-driven", together="over-sampling")
         yield cell
         for factor in (1.0, 1.25, 1.5, 2.0, 3.0):
             plan, name = replace(self.plan, over_sampling=factor), f"over-sampling {factor:g}"

@@ -12,9 +12,9 @@ from bench.rollout.bed import Bed, Ruler
 from bench.rollout.engine import EngineError
 from bench.rollout.figures import Block, IdentityError, Measured, between, figures
 from bench.rollout.presets import Cell
-from bench.rollout.steady import is_steady
-from bench.rollout.turns import BLOCK, Turns, in_turns, kind
-from bench.rollout.variant import Plan, Variant, lost
+from bench.rollout.steady import is_level, is_steady
+from bench.rollout.turns import BLOCK, Turns, in_turns, kind, shuffled
+from bench.rollout.variant import Plan, Round, Variant, lost
 from bench.rollout.workload import Stream
 
 KINDS: dict[str, type[Variant]] = {
@@ -44,7 +44,8 @@ class Track:
         self.steady: bool | None = None
         """None: not warmed up yet."""
         self._drawn = 0
-        """Decoded tokens of this variant less the delivered ones: the carry of who cannot know it."""
+        """Drawn tokens of this variant less the delivered ones: the carry of who cannot know it."""
+        self._last, self._last_legs = Round(0, []), 0
 
     async def round(self, trainer_s: float = 0.0) -> Measured:
         """A push, a round, and what a trainer does with it. The clock stands while the counters settle, except for
@@ -64,8 +65,9 @@ class Track:
 
     def _note(self, measured: Measured) -> None:
         done = measured.round
-        delivered = sum(sum(group.lengths) - len(group.lengths) for group in done.groups)
-        self._drawn += measured.decoded + (done.legs if done.generated is None else 0) - delivered
+        # Requests that ended between the rounds have told of their legs since.
+        late, self._last, self._last_legs = self._last.legs - self._last_legs, done, done.legs
+        self._drawn += measured.decoded + done.legs + late - sum(sum(group.lengths) for group in done.groups)
         if done.carry is None:
             done.carry = max(0, self._drawn)
         self.carried.append(done.carry)
@@ -82,7 +84,7 @@ class Track:
     @property
     def trainer_s(self) -> float:
         """Seconds that a trainer takes in each round."""
-        return self.cell.trainer and self.cell.trainer * self.bed.synchronous_s[self.cell.distribution]
+        return self.cell.trainer and self.cell.trainer * self.bed.rollout_s[self.cell.distribution]
 
     async def block(self, rounds: int) -> Block:
         """One round that is not measured, because others ran before it, and so many that are; then a rest, unless
@@ -93,15 +95,11 @@ class Track:
             await self.variant.rest()
         return done
 
-    async def emptied(self) -> Block:
-        """A fixed set of prompts from empty to empty: the rounds' quotas are all that there is."""
-        count = self.bed.preset.measured
-        self.variant.stream.ends_after = count * self.plan.groups
-        done = Block(0, [await self.round() for _ in range(count)])
-        groups = sum(len(measured.round.groups) for measured in done.rounds)
-        if groups != count * self.plan.groups:
-            raise IdentityError(f"{groups} groups of {count * self.plan.groups} were delivered")
-        return done
+    def fixed(self) -> Block:
+        """No rounds yet, and a fixed set of prompts: the quotas of those to come are all that there is."""
+        stream = self.variant.stream
+        stream.ends_after = stream.taken + self.bed.preset.measured * self.plan.groups
+        return Block(0, [])
 
 
 class Runner:
@@ -125,7 +123,9 @@ class Runner:
             except IdentityError as error:
                 raise IdentityError(f"{group}: {error}") from error
             except EngineError as refusal:
-                # A field that this version of the server does not have: the other rows are still worth having.
+                # Only a field that this version of the server does not have: the other rows are still worth having.
+                if refusal.status != 400:
+                    raise
                 for cell in group:
                     name = f"{cell.distribution} {cell.variant} {cell.ablation or ''}"
                     print(f"{name} was not run: {refusal}", flush=True)
@@ -139,11 +139,7 @@ class Runner:
         tracks = [await self._warm(cell) for cell in cells]
         ruler = Ruler(self._bed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
-        if cells[0].drain:
-            for track, mine in zip(tracks, blocks, strict=True):
-                await ruler.look()
-                mine.append(await track.emptied())
-        elif kind(cells[0]) is Turns.ROUNDS:
+        if kind(cells[0]) is Turns.ROUNDS:
             await self._round_by_round(tracks, blocks, ruler, until)
         else:
             for _ in range(-(-self._bed.preset.measured // BLOCK)):
@@ -158,19 +154,23 @@ class Runner:
 
     async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler, until: float) -> None:
         for track, mine in zip(tracks, blocks, strict=True):
-            mine.append(await track.block(0))
-        for turn in range(self._bed.preset.measured):
-            if turn >= 2 and time.monotonic() > until:
+            mine.append(track.fixed() if track.cell.drain else await track.block(0))
+        count = self._bed.preset.measured
+        for turn in range(count):
+            if turn >= 2 and time.monotonic() > until and not tracks[0].cell.drain:
                 break
             await ruler.look()
-            for track, mine in zip(tracks, blocks, strict=True):
-                mine[0].rounds.append(await track.round(track.trainer_s))
-        for track in tracks:
+            for i in shuffled(len(tracks), tracks[0].cell.repetition, turn):
+                blocks[i][0].rounds.append(await tracks[i].round(tracks[i].trainer_s))
+        for track, (block,) in zip(tracks, blocks, strict=True):
             await track.variant.rest()
+            groups = sum(len(measured.round.groups) for measured in block.rounds)
+            if track.cell.drain and groups != count * track.plan.groups:
+                raise IdentityError(f"{groups} groups of {count * track.plan.groups} were delivered")
 
     async def _warm(self, cell: Cell) -> Track:
-        if cell.trainer and cell.distribution not in self._bed.synchronous_s:
-            self._bed.synchronous_s[cell.distribution] = await self._synchronous(cell)
+        if cell.trainer and cell.distribution not in self._bed.rollout_s:
+            self._bed.rollout_s[cell.distribution] = await self._rollout_s(cell)
         track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
         track.cell = cell
         if track.steady is None:
@@ -189,18 +189,18 @@ class Runner:
             "ablation": cell.ablation,
             "together": cell.together,
             "repetition": cell.repetition,
-            "steady": track.steady,
+            "steady": track.steady and (cell.drain or is_level(blocks)),
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
             "trainer_s": track.trainer_s,
-            "step_ms_by_batch": self._bed.observed.step_ms(),
+            "step_ms_by_batch": (ruler.observed if ruler.observed.stalls else self._bed.observed).step_ms(),
             "costs": ruler.costs(),
             **figures(blocks, track.plan, track.lengths, ruler.limits),
             "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",
             "samples_lost": None,
             "samples_twice": None,
         }
-        self._bed.note_synchronous(row)
+        self._bed.note_rollout(row)
         if last:
             # Only now can it be said of every sample where it went.
             if not cell.drain:
@@ -209,10 +209,12 @@ class Runner:
             del self._tracks[_key(cell)]
         self._keep(row)
 
-    async def _synchronous(self, cell: Cell) -> float:
-        track = Track(self._bed, Cell(cell.distribution, "synchronous"))
-        await track.round()
-        return sum([(await track.round()).seconds for _ in range(3)]) / 3
+    async def _rollout_s(self, cell: Cell) -> float:
+        track = Track(self._bed, Cell(cell.distribution, "async"))
+        await track.warm()
+        took = [measured.seconds for measured in (await track.block(BLOCK)).rounds]
+        await track.variant.drain()
+        return sum(took) / len(took)
 
 
 def _key(cell: Cell) -> tuple[str, str, str | None]:

@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import random
 
 from bench.rollout.presets import Cell
 
@@ -18,19 +19,21 @@ class Turns(enum.Enum):
 
     ROUNDS = "round by round"
     BLOCKS = "in blocks of rounds"
-    DRAINS = "from empty to empty"
 
 
 def kind(cell: Cell) -> Turns:
     """How a cell is measured among others."""
-    if cell.drain:
-        return Turns.DRAINS
     return Turns.ROUNDS if cell.variant in IN_TURNS else Turns.BLOCKS
 
 
 def in_turns(cells: list[Cell]) -> list[list[Cell]]:
     """The cells in their order, those together that are measured in turns."""
     return [list(group) for _, group in itertools.groupby(cells, lambda cell: (*_table(cell), kind(cell)))]
+
+
+def shuffled(count: int, repetition: int, turn: int) -> list[int]:
+    """The order of a turn, another one each time: who sleeps leaves a rested machine to whoever is next."""
+    return random.Random(f"{repetition}.{turn}").sample(range(count), count)
 
 
 def _table(cell: Cell) -> tuple[str, str | None, int, float]:

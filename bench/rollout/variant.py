@@ -38,8 +38,8 @@ class Round:
     carry: int | None = None
     """Output tokens computed and not yet delivered, at the end: of partials and of finished surplus."""
     reprefilled: int = 0
-    after_end: int = 0
-    """Tokens computed after the last needed group had finished."""
+    after_end: int | None = 0
+    """Tokens computed after the last needed group had finished; None where nothing ends."""
     decoded_at_end: int | None = None
     """The decode counter when the client knew that the quota was there, where that is how `after_end` is counted."""
     legs: int = 0

@@ -134,4 +134,8 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.utils.aio_rwlock.RWLock",
     "sglang.srt.utils.auth.auth_level",
     "sglang.utils.TypeBasedDispatcher",
+    # The CPU platform stands in for these (sglang_april/platforms).
+    "sglang.srt.layers.sampler.sampling_from_probs_torch",
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
 )

@@ -40,6 +40,9 @@ def test_idle_slots_are_counted_against_the_smallest_factor() -> None:
     assert [p.idle for p in found] == pytest.approx([88, 28, 20, 8])  # two seconds a round times the empty slots
     assert [p.saved for p in found] == pytest.approx([0, 60, 68, 80])
     assert [p.peak_bytes for p in found] == [100, 200, 1000, 300]
+    assert points([row("april-factor", "over-sampling 1", 3_000_010, 20)], "lognormal")[0].by_tier == (
+        "device 3.0, host 0.0"
+    )
 
 
 def test_a_machine_that_was_twice_as_fast_saved_nothing() -> None:

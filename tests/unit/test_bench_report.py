@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.report import ablations_of, better_outside, by_variant, headline, main, newest, table_of
+from bench.report import main
+from bench.tables import ablations_of, aims, better_outside, by_variant, headline, newest, table_of
 
 
 def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest: Any) -> dict[str, Any]:
@@ -28,6 +29,11 @@ def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest:
         "steady": True,
         "biased": False,
         "samples_lost": 0,
+        "carry_start": 5,
+        "carry_end": 6,
+        "staleness": {"0": 3},
+        "peak_bytes": {},
+        "step_ms_by_batch": {"8": 2.0},
         **rest,
     }
 
@@ -90,6 +96,19 @@ def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
     assert {len(line) for line in lines} == {len(lines[0])}
 
 
+def test_the_aims_are_judged_by_the_rows() -> None:
+    assert aims(newest(ROWS, "cpu")).splitlines() == [
+        "- lognormal: at least 1.6 × synchronous: **missed** (`april-keep` 1.50)",
+        "- lognormal: at least 1.25 × outside: **missed** (`april-keep` 1.07)",
+        "- lognormal: at least 0.97 of the limit: **missed** (`april-keep` 0.24)",
+    ]
+    more = [row("april-auto", 170, 17), row("synchronous", 100, 10, distribution="constant")]
+    more += [row("april-keep", 100, 98, distribution="constant"), row("april-auto", 97, 10, distribution="constant")]
+    told = aims(newest([*ROWS, *more], "cpu"))
+    assert "1.6 × synchronous: **partly** (`april-keep` 1.50, `april-auto` 1.70)" in told
+    assert "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97)" in told
+
+
 def test_a_machine_that_became_faster_is_no_gain() -> None:
     table = by_variant(
         [row("synchronous", 100, 10), row("april-keep", 180, 20, full_batch_tokens_per_s=1200)], "lognormal"
@@ -103,7 +122,9 @@ def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "rollout.json").write_text(json.dumps(ROWS))
-    (folder / "other.json").write_text(json.dumps([{"bench": "other", "run_id": "x", "time": "1", "value": 1.5}]))
+    cases = [("x", "1", "a", 1.5), ("x", "1", "a", 1.7), ("x", "1", "b", 8.0), ("y", "2", "b", 7.0)]
+    other = [{"bench": "other", "run_id": run, "time": at, "way": way, "value": v} for run, at, way, v in cases]
+    (folder / "other.json").write_text(json.dumps(other))
     return folder
 
 
@@ -135,6 +156,9 @@ def test_the_page_has_every_table(results: Path, tmp_path: Path) -> None:
     assert page.count('<img src="data:image/svg+xml;base64,') == 1
     assert "<h3>lognormal, n 8</h3>" in page
     assert "<h2>other</h2>" in page
+    assert "<td>2</td><td>x</td><td>1</td><td>a</td><td>1.6</td>" in page, "the median of a case"
+    assert "<td>1</td><td>y</td><td>2</td><td>b</td><td>7</td>" in page, "the newest run that has it"
+    assert "<td>5 → 6</td>" in page
     assert "over-sampling against" not in page
 
 

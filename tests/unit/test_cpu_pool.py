@@ -1,8 +1,11 @@
 """The CPU platform's KV pool: SGLang's, in other memory."""
 
+import mmap
+
 import pytest
 import torch
 
+from sglang_april.platforms.cpu import TorchCpuPlatform
 from sglang_april.platforms.cpu_pool import HugePagesPool, on_huge_pages
 
 
@@ -14,6 +17,18 @@ def test_zeros_elsewhere(tokens: int, dtype: torch.dtype) -> None:
     assert (other.shape, other.dtype, other.stride()) == (zeros.shape, zeros.dtype, zeros.stride())
     assert torch.equal(other, zeros)
     assert (other.data_ptr() == zeros.data_ptr()) is (zeros.nbytes < 32 << 20)
+
+
+def test_the_platforms_pool_asks_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, *_: int) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    TorchCpuPlatform().get_mha_kv_pool_cls()(80_000, 1, torch.float32, 2, 64, 2, "cpu", enable_memory_saver=False)
+    assert asked == [mmap.MADV_HUGEPAGE] * 4, "keys and values of two layers"
 
 
 def test_a_pool_reads_what_was_written() -> None:

@@ -7,18 +7,19 @@ import torch
 from scipy import stats
 from sglang.srt.layers import sampler
 
-from sglang_april.platforms.sampling import draw, install
+from sglang_april.platforms.cpu import TorchCpuPlatform
+from sglang_april.platforms.sampling import draw
 
 PROBS = torch.tensor([0.5, 0.2, 0.0, 0.25, 0.05, 0.0])
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The draws are installed, and what SGLang's own were asked for meanwhile."""
+    """The platform has installed the draws, and what SGLang's own were asked for meanwhile."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sampler, "sampling_from_probs_torch", lambda *given: calls.append(given))
-    install()
-    install()
+    for _ in range(2):
+        TorchCpuPlatform().init_backend()
     return calls
 
 

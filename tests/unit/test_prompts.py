@@ -124,6 +124,19 @@ def test_kv_that_is_gone_is_computed_again(world: Build) -> None:
     assert w.engine.followed == 6
 
 
+def test_a_prompt_that_is_gone_is_looked_for_once_a_step(world: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight slots come free together, and all eight members left would follow."""
+    w = world(slots=8, pool=1000, chunk=64, shares=True)
+    w.open("run", {"p": (5, 16, -20)}, quota=1)
+    w.step(6)
+    w.do(lambda e: e.prompts.clear())
+    found, follow = [], w.engine.follow
+    monkeypatch.setattr(w.engine, "follow", lambda sample: found.append(follow(sample)) or found[-1])
+    w.reply()
+    assert found.count(False) == 1
+    assert found.count(True) == 7
+
+
 def test_strangers_are_served_while_followers_join(world: Build) -> None:
     """S6: a join launches no prefill; `/generate` gets every second step then, and both progress."""
     w = world(slots=2, pool=300, chunk=64, shares=True)

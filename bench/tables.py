@@ -1,0 +1,230 @@
+"""The report's tables, from rows: which of them belong together, ratios, columns, and the aims."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from statistics import mean, median
+from typing import Any
+
+from bench.record import Row
+from bench.rollout.figures import limit_of, share
+from bench.rollout.turns import IN_TURNS
+
+ROUNDS = 8
+"""Measured rounds of a whole row."""
+OUTSIDE = ("outside", "outside-retry3s")
+
+
+def newest(rows: Iterable[Row], preset: str) -> list[Row]:
+    """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days)."""
+    mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
+    last: dict[tuple[Any, ...], Row] = {}
+    for row in mine:
+        if row["time"] >= last.get(_table(row), row)["time"]:
+            last[_table(row)] = row
+    return [row for row in mine if row["run_id"] == last[_table(row)]["run_id"]]
+
+
+def _table(row: Row) -> tuple[Any, ...]:
+    """What the rows of one table have in common."""
+    together = row.get("together")
+    return row["distribution"], together or row["ablation"], bool(together)
+
+
+def by_variant(rows: Iterable[Row], distribution: str, ablation: str | None = None) -> dict[str, list[Row]]:
+    """Rows of one table, by variant, in the order in which they were measured."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if (row["distribution"], row["ablation"]) == (distribution, ablation):
+            found.setdefault(row["variant"], []).append(row)
+    return found
+
+
+RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
+
+
+def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float | None:
+    """The smaller of the token and the group ratio: the median over the repetitions that both have, where they were
+    measured in turns, else the ratio of the medians of all there are.
+
+    Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
+    two rows is no difference between them; `raw` leaves that out, and says nothing of what was measured apart."""
+    if not variant or not base:
+        return None
+    if not in_turns(variant[0], base[0]):
+        if raw:
+            return None
+        medians = [(median(_rates(variant, rate, raw)), median(_rates(base, rate, raw))) for rate in RATES]
+        return min(one / two for one, two in medians)
+    other = {row["repetition"]: row for row in base}
+    pairs = [([row], [other[row["repetition"]]]) for row in variant if row["repetition"] in other]
+    ratios = [min(_rates(one, rate, raw)[0] / _rates(two, rate, raw)[0] for rate in RATES) for one, two in pairs]
+    return median(ratios) if ratios else None
+
+
+def in_turns(one: Row, other: Row) -> bool:
+    """Whether rows of one table were measured in turns with one another."""
+    return (one["variant"] in IN_TURNS) == (other["variant"] in IN_TURNS)
+
+
+def _rates(rows: list[Row], rate: str, raw: bool) -> list[float]:
+    return [row[rate] if raw else row[rate] / limit_of(row) for row in rows]
+
+
+def better_outside(table: dict[str, list[Row]]) -> list[Row]:
+    """The faster of the ways from outside."""
+    there = [table[name] for name in OUTSIDE if name in table]
+    return max(there, key=lambda rows: mean(map(share, rows)), default=[])
+
+
+def _number(key: str, form: str) -> Callable[[list[Row]], str]:
+    def shown(rows: list[Row]) -> str:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return format(mean(values), form) if values else "–"
+
+    return shown
+
+
+def _spread(rows: list[Row]) -> str:
+    rates = [row["delivered_tokens_per_s"] for row in rows]
+    return f"{mean(rates):,.0f}" + (f" ({min(rates):,.0f}–{max(rates):,.0f})" if len(rates) > 1 else "")
+
+
+def _lost(rows: list[Row]) -> str:
+    known = [row["samples_lost"] for row in rows if row["samples_lost"] is not None]
+    return str(sum(known)) if known else "–"
+
+
+def _marks(rows: list[Row]) -> str:
+    marks = [
+        ("not steady", any(not row["steady"] for row in rows)),
+        ("biased", any(row["biased"] for row in rows)),
+        ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
+    ]
+    return ", ".join(name for name, there in marks if there)
+
+
+COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "rows": lambda rows: str(len(rows)),
+    "delivered tokens/s": _spread,
+    "groups/s": _number("delivered_groups_per_s", ".2f"),
+    "of the limit": lambda rows: f"{mean(map(share, rows)):.2f}",
+    "mean length": _number("length_mean", ".1f"),
+    "mean batch": _number("mean_running", ".1f"),
+    "round p50 s": _number("round_s_p50", ".2f"),
+    "after the end": _number("tokens_after_end", ",.0f"),
+    "re-prefilled": _number("reprefilled_tokens", ",.0f"),
+    "off-policy": _number("off_policy_share", ".1%"),
+    "hybrid": _number("hybrid_share", ".1%"),
+    "lost": _lost,
+    "marks": _marks,
+}
+
+
+def _carry(rows: list[Row]) -> str:
+    start, end = (mean(row[key] for row in rows) for key in ("carry_start", "carry_end"))
+    return f"{start:,.0f} → {end:,.0f}"
+
+
+def _staleness(rows: list[Row]) -> str:
+    """Delivered groups by the age of their oldest token in versions."""
+    groups: Counter[int] = Counter()
+    for row in rows:
+        groups.update({int(age): count for age, count in row["staleness"].items()})
+    return ", ".join(f"{age}: {count}" for age, count in sorted(groups.items())) or "–"
+
+
+def _peaks(rows: list[Row]) -> str:
+    tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
+    peaks = {tier: max(row["peak_bytes"].get(tier, 0) for row in rows) for tier in tiers}
+    return ", ".join(f"{tier} {peak / 1e6:,.1f}" for tier, peak in peaks.items()) or "–"
+
+
+def _steps(rows: list[Row]) -> str:
+    """Of the looks in the row's time: of the stock server, which all ways of a table share."""
+    batches = sorted({int(batch) for row in rows for batch in row["step_ms_by_batch"]})
+    found = {b: [row["step_ms_by_batch"][str(b)] for row in rows if str(b) in row["step_ms_by_batch"]] for b in batches}
+    return ", ".join(f"{batch}: {mean(took):.1f}" for batch, took in found.items()) or "–"
+
+
+DETAILS: dict[str, Callable[[list[Row]], str]] = {
+    "round p95 s": _number("round_s_p95", ".2f"),
+    "generated tokens/s": _number("generated_tokens_per_s", ",.0f"),
+    "wasted": _number("wasted_tokens", ",.0f"),
+    "carry, tokens": _carry,
+    "KS distance": _number("ks_distance", ".3f"),
+    "versions old: groups": _staleness,
+    "rounds prolonged": _number("rounds_prolonged", ".1f"),
+    "peak MB carried": _peaks,
+    "step ms by batch": _steps,
+}
+
+
+def details_of(table: dict[str, list[Row]]) -> list[list[str]]:
+    """Header and one line per variant: what the first table has no room for."""
+    return [
+        ["variant", *DETAILS],
+        *([name, *(column(rows) for column in DETAILS.values())] for name, rows in table.items()),
+    ]
+
+
+OURS = ("april-keep", "april-auto")
+FLOORS: tuple[tuple[str, str, float], ...] = (
+    ("lognormal", "synchronous", 1.6),
+    ("lognormal", "outside", 1.25),
+    ("lognormal", "limit", 0.97),
+    ("pareto", "synchronous", 1.6),
+    ("pareto", "outside", 1.25),
+    ("constant", "synchronous", 0.98),
+)
+"""What is aimed at: of a distribution, against what, at least."""
+
+
+def aims(rows: list[Row]) -> str:
+    """A list of the aims and of what ours reached, from the rows of a preset."""
+    lines = []
+    for distribution, against, floor in FLOORS:
+        table = by_variant(rows, distribution)
+        base = better_outside(table) if against == "outside" else table.get(against, [])
+        reached: dict[str, float] = {}
+        for name in (name for name in OURS if name in table):
+            ratio = median(map(share, table[name])) if against == "limit" else headline(table[name], base)
+            reached |= {name: ratio} if ratio is not None else {}
+        if reached:
+            goal = f"{distribution}: at least {floor:g} " + ("of the limit" if against == "limit" else f"× {against}")
+            verdict = (
+                "met" if min(reached.values()) >= floor else "missed" if max(reached.values()) < floor else "partly"
+            )
+            told = ", ".join(f"`{name}` {ratio:.2f}" for name, ratio in reached.items())
+            lines.append(f"- {goal}: **{verdict}** ({told})")
+    return "\n".join(lines) + "\n"
+
+
+def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
+    """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside.
+
+    What generates while the trainer works is compared with the asynchronous client only."""
+    lines = [["variant", "× synchronous", "× outside", "× async", "raw: × synchronous", "× outside", *COLUMNS]]
+    bases = table.get("synchronous", []), better_outside(table)
+    for name, rows in table.items():
+        ahead = name == "april-continue"
+        against = [headline(rows, [] if ahead else base, raw=raw) for raw in (False, True) for base in bases]
+        ratios = [*against[:2], headline(rows, table.get("async", [])) if ahead else None, *against[2:]]
+        shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
+        lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
+    return lines
+
+
+def ablations_of(rows: list[Row], together: str) -> list[list[str]]:
+    """Header and one line for each of the ablations that were measured in turns, against the first of them."""
+    table: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.get("together") == together:
+            table.setdefault((row["variant"], row["ablation"]), []).append(row)
+    base = next(iter(table.values()))
+    lines = [["variant", "ablation", "× the first", "KS distance", *COLUMNS]]
+    for names, mine in table.items():
+        ratio = headline(mine, base) or 0.0
+        lines.append(
+            [*names, f"{ratio:.2f}", _number("ks_distance", ".3f")(mine), *(c(mine) for c in COLUMNS.values())]
+        )
+    return lines
