@@ -12,6 +12,8 @@ shift 2
 [ $# -gt 0 ] || set -- kernels stop resume april/8 long/8 short-rounds/8 dapo/8
 # The attention and sampling backends that need no kernel package beside SGLang and triton.
 options="--attention-backend triton --sampling-backend pytorch"
+# What the GPU has, in GB of 10^9 bytes: the short presets are sized by it.
+memory=$(python -c 'import torch; print(round(torch.cuda.get_device_properties(0).total_memory / 1e9))') || exit 1
 failed=""
 try() { echo "== $*" >&2; "$@" || failed+=$'\n'"  $*"; }
 checkpoints() {
@@ -29,8 +31,8 @@ for part in "$@"; do
       done ;;
     */8)
       checkpoints
-      try python -m bench.rollout --preset "$part" --budget-minutes 8 --checkpoints "$a" "$b" \
-        --server-options "$options" ;;
+      try python -m bench.rollout --preset "$part" --budget-minutes 8 --gpu-gb "$memory" \
+        --checkpoints "$a" "$b" --server-options "$options" ;;
     *) failed+=$'\n'"  $part: no such part" ;;
   esac
 done

@@ -37,6 +37,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, help="of the main table")
     parser.add_argument("--over-sampling", type=float, help="factor of the clients outside")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
     parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
     parser.add_argument("--server", metavar="URL", help="a running server of ours, used for all variants")
     parser.add_argument("--stock-server", metavar="URL", help="with --server: a stock one for SGLang's own ways")
@@ -49,6 +50,8 @@ def preset_of(args: argparse.Namespace) -> Preset:
     from dataclasses import replace
 
     preset = PRESETS[args.preset]
+    if args.gpu_gb and args.preset.endswith("/8"):
+        preset = PRESETS[args.preset.removesuffix("/8")].eighth(args.gpu_gb)
     if args.repetitions:
         preset = replace(preset, repetitions=args.repetitions)
     elif args.budget_minutes < 30:

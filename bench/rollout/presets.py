@@ -13,10 +13,13 @@ MAIN = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recomp
 OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
 FEW = ("synchronous", "outside", "april-keep")
 DISTRIBUTIONS = ("constant", "pareto", "uniform")
-EIGHTH_POOL = 330_000
-"""Tokens of each of two pools of Qwen3-4B on one GPU of 141 GB: 144 KiB of KV a token, 48 GB, and 8 GB of weights."""
-EIGHTH_TOKENS = EIGHTH_POOL / 5
-"""For what runs at the workload's mean: the rest is for long responses and for the carry of three runs of ours."""
+GPU_GB = 141
+"""Memory that the `/8` presets are sized for where none is named: an H200's."""
+SERVER_GB, TOKEN_GB = 11, 144 * 1024 / 1e9
+"""Qwen3-4B's weights and working memory, and its KV of a token."""
+EIGHTH_RUNNING = 0.2
+"""Share of a pool for what runs at the workload's mean: the rest is for long responses and for the carry of three runs
+of ours."""
 TRAINER = (0.5, 1.0)
 """Trainer time per round as a share of the rollout (a round of `async` by itself), for what generates meanwhile; with
 none they are in the main table."""
@@ -84,10 +87,11 @@ class Preset:
             return named(distribution, self.short, self.short * self.extreme)
         return named(distribution, self.mean, self.longest)
 
-    def eighth(self) -> "Preset":
+    def eighth(self, gpu_gb: float = GPU_GB) -> "Preset":
         """Lengths ÷ 8, and as many slots as the pools of two servers on one GPU have room for, with a quota as large
         against the slots as before: all variants in one call of a few minutes."""
-        slots = min(self.plan.slots, round(EIGHTH_TOKENS / (self.mean / 8 + self.prompt_tokens)))
+        pool = int((0.85 * gpu_gb / 2 - SERVER_GB) / TOKEN_GB)
+        slots = max(1, min(self.plan.slots, round(EIGHTH_RUNNING * pool / (self.mean / 8 + self.prompt_tokens))))
         groups = max(2, round(self.plan.groups * slots / self.plan.slots))
         return replace(
             self,
@@ -97,7 +101,7 @@ class Preset:
             longest=self.longest // 8,
             repetitions=1,
             warm_limit=6,
-            pool=EIGHTH_POOL,
+            pool=pool,
             everything=False,
         )
 

@@ -271,6 +271,14 @@ def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> Non
         assert len(keys) == len(set(keys))
     assert {cell.variant for cell in PRESETS["tiny"].cells()} == set(KINDS) - {"april-factor"}
     assert PRESETS["april/8"].longest == 2048
+    for gpu_gb in (80, 141):
+        for name in ("april", "long"):
+            short = PRESETS[name].eighth(gpu_gb)
+            assert 2 * (11e9 + short.pool * 144 * 1024) < 0.86e9 * gpu_gb
+            assert short.pool > 4 * short.plan.slots * (short.mean + short.prompt_tokens)
+            assert short.plan.groups * PRESETS[name].plan.slots == pytest.approx(
+                PRESETS[name].plan.groups * short.plan.slots, rel=0.3
+            )
     assert set(PRESETS["cpu"].lengths("extreme:100").grid) == {20, 2000}
     assert PRESETS["cpu"].context >= 16 + 2000
 
