@@ -20,7 +20,8 @@ class Costs:
     `prefill_sample_s`, `prefill_token_s`: a prefill forward, each sample in it (what else the engine does for one that
     comes and goes, too) and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the first step of
     the next round, beside the push; `abort_s`: the same for a client that aborts and sends again; `join_s`: a kept
-    sample that joins the batch; `move_token_s`: a KV token that is moved off the device, or back."""
+    sample that joins the batch; `move_token_s`: a KV token that is moved off the device, or back; `follow_s`: a sample
+    that joins on its prompt's KV, beyond what it costs as one that comes and goes."""
 
     step_s: float
     row_s: float
@@ -33,6 +34,7 @@ class Costs:
     join_s: float = 0.0
     prefill_sample_s: float = 0.0
     move_token_s: float = 0.0
+    follow_s: float = 0.0
 
     def decode(self, rows: int, tokens: int, steps: int = 1) -> float:
         """So many decode steps of so many rows, which read so many KV tokens in the first of them."""
@@ -189,7 +191,7 @@ class Engine:
         """On KV that is there: their next token comes with the next decode."""
         kept = [sample for sample in samples if sample.kept]
         took = len(kept) * self._costs.join_s + sum(x.tokens for x in kept) * self._costs.move_token_s
-        self._enter(samples, took + (len(samples) - len(kept)) * self._costs.prefill_sample_s)
+        self._enter(samples, took + (len(samples) - len(kept)) * (self._costs.prefill_sample_s + self._costs.follow_s))
 
     def _prefill(self, samples: list[Sample]) -> None:
         costs = self._costs
