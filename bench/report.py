@@ -115,14 +115,15 @@ def _plain_sections(rows: list[Row]) -> Iterable[str]:
         yield _html_table([plain, *([_cell(line.get(key)) for key in plain] for line in lines)])
 
 
-ABOUT = ("bench", "run_id", "time", "commit", "skipped")
-SIZES = ("running", "reply_tokens", "tokens", "samples", "seed", "programs")
+ABOUT = ("bench", "run_id", "of_run", "time", "commit", "skipped")
+SIZES = ("running", "reply_tokens", "tokens", "seed", "programs")
 
 
 def _case(row: Row) -> tuple[Any, ...]:
-    """What was measured: the names in a row, and its sizes."""
-    told = row.items()
-    return tuple((key, what) for key, what in told if key in SIZES or (isinstance(what, str) and key not in ABOUT))
+    """What was measured, and on what: the names in a row, its sizes, the processor or the GPU."""
+    names = [(key, what) for key, what in row.items() if isinstance(what, str) and key not in ABOUT]
+    machine = row.get("machine", {})
+    return *names, *((key, row.get(key)) for key in SIZES), machine.get("gpu") or machine.get("cpu")
 
 
 def _middle(values: list[Any]) -> Any:

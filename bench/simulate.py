@@ -193,7 +193,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("measure", "validate", "reach", "project"))
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
-    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (project: else assumed ones)")
+    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (project: else an H100's)")
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
     parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
     parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json")

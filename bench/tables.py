@@ -15,13 +15,18 @@ OUTSIDE = ("outside", "outside-retry3s")
 
 
 def newest(rows: Iterable[Row], preset: str) -> list[Row]:
-    """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days)."""
+    """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days), and of each
+    cell the last: one that was cut short may have been measured again."""
     mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
     last: dict[tuple[Any, ...], Row] = {}
     for row in mine:
         if row["time"] >= last.get(_table(row), row)["time"]:
             last[_table(row)] = row
-    return [row for row in mine if row["run_id"] == last[_table(row)]["run_id"]]
+    cells: dict[tuple[Any, ...], Row] = {}
+    for row in mine:
+        if row["run_id"] == last[_table(row)]["run_id"]:
+            cells[*_table(row), row["ablation"], row["variant"], row["repetition"]] = row
+    return list(cells.values())
 
 
 def _table(row: Row) -> tuple[Any, ...]:
@@ -44,7 +49,7 @@ RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
 
 def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float | None:
     """The smaller of the token and the group ratio: the median over the repetitions that both have, where they were
-    measured in turns, else the ratio of the medians of all there are.
+    measured in turns by one process, else the ratio of the medians of all there are.
 
     Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
     two rows is no difference between them; `raw` leaves that out, and says nothing of what was measured apart."""
@@ -55,8 +60,8 @@ def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float
             return None
         medians = [(median(_rates(variant, rate, raw)), median(_rates(base, rate, raw))) for rate in RATES]
         return min(one / two for one, two in medians)
-    other = {row["repetition"]: row for row in base}
-    pairs = [([row], [other[row["repetition"]]]) for row in variant if row["repetition"] in other]
+    other = {(row["time"], row["repetition"]): row for row in base}
+    pairs = [([row], [other[key]]) for row in variant if (key := (row["time"], row["repetition"])) in other]
     ratios = [min(_rates(one, rate, raw)[0] / _rates(two, rate, raw)[0] for rate in RATES) for one, two in pairs]
     return median(ratios) if ratios else None
 
@@ -73,7 +78,7 @@ def _rates(rows: list[Row], rate: str, raw: bool) -> list[float]:
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
     """The faster of the ways from outside."""
     there = [table[name] for name in OUTSIDE if name in table]
-    return max(there, key=lambda rows: mean(map(share, rows)), default=[])
+    return max(there, key=lambda rows: median(map(share, rows)), default=[])
 
 
 def _number(key: str, form: str) -> Callable[[list[Row]], str]:
@@ -191,11 +196,12 @@ def aims(rows: list[Row]) -> str:
             reached |= {name: ratio} if ratio is not None else {}
         if reached:
             goal = f"{distribution}: at least {floor:g} " + ("of the limit" if against == "limit" else f"× {against}")
-            verdict = (
-                "met" if min(reached.values()) >= floor else "missed" if max(reached.values()) < floor else "partly"
-            )
-            told = ", ".join(f"`{name}` {ratio:.2f}" for name, ratio in reached.items())
-            lines.append(f"- {goal}: **{verdict}** ({told})")
+            low, high = min(reached.values()), max(reached.values())
+            verdict = "met" if low >= floor else "missed" if high < floor else "partly"
+            told = [f"`{name}` {ratio:.2f}" for name, ratio in reached.items()]
+            told.append(f"rows: {len(table[next(iter(reached))])}")
+            marks = _marks([row for name in (*reached, against) for row in table.get(name, [])])
+            lines.append(f"- {goal}: **{verdict}** ({', '.join([*told, *([marks] if marks else [])])})")
     return "\n".join(lines) + "\n"
 
 

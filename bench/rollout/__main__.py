@@ -50,8 +50,12 @@ def preset_of(args: argparse.Namespace) -> Preset:
     from dataclasses import replace
 
     preset = PRESETS[args.preset]
-    if args.gpu_gb and args.preset.endswith("/8"):
+    if args.gpu_gb:
+        if not args.preset.endswith("/8"):
+            raise SystemExit("--gpu-gb: only the /8 presets are sized by a GPU's memory")
         preset = PRESETS[args.preset.removesuffix("/8")].eighth(args.gpu_gb)
+        if preset.pool < 4 * preset.context:
+            raise SystemExit(f"--gpu-gb {args.gpu_gb:g}: too little for two servers with Qwen3-4B")
     if args.repetitions:
         preset = replace(preset, repetitions=args.repetitions)
     elif args.budget_minutes < 30:
@@ -70,7 +74,7 @@ def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -
         cells = [cell for cell in cells if cell.variant in args.variants]
     if args.ablation:
         cells = [cell for cell in cells if args.ablation in (cell.ablation, cell.together)]
-    whole = [row for row in done if row["rounds"] >= preset.measured]
+    whole = [row for row in done if row.get("rounds", preset.measured) >= preset.measured]
     have = {(row["distribution"], row["variant"], row["ablation"], row["repetition"]) for row in whole}
     return [cell for cell in cells if (cell.distribution, cell.variant, cell.ablation, cell.repetition) not in have]
 

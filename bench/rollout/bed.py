@@ -83,7 +83,9 @@ class Ruler:
     async def look(self) -> None:
         """At the full batch, and in a main table at what else a step costs."""
         if not self._closely:
+            known = len(self._bed.observed.decodes)
             self.limits.append(await self._bed.limit(self._distribution))
+            self.observed.decodes += self._bed.observed.decodes[known:]
             return
         rate, seen = await self._bed.look(self._distribution)
         self.limits.append(rate)

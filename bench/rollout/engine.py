@@ -25,9 +25,9 @@ PACKED = {"content-type": "application/msgpack", "accept": "application/msgpack"
 class EngineError(RuntimeError):
     """A route answered with an error; the message holds the route and the answer."""
 
-    def __init__(self, message: str, status: int = 200) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self, route: str, status: int, content: bytes) -> None:
+        super().__init__(f"{route}: {status} {content[:500]!r}")
+        self.status, self.content = status, content
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Engine:
         async with self._http.post(route, data=msgspec.json.encode(body), headers=headers) as answer:
             content = await answer.read()
             if answer.status != 200:
-                raise EngineError(f"POST {route}: {answer.status} {content[:500]!r}", answer.status)
+                raise EngineError(f"POST {route}", answer.status, content)
             is_json = answer.content_type == "application/json"
             return msgspec.json.decode(content) if is_json and content else content
 
@@ -77,7 +77,7 @@ class Engine:
         async with self._http.get(route) as answer:
             content = await answer.read()
             if answer.status != 200:
-                raise EngineError(f"GET {route}: {answer.status} {content[:500]!r}")
+                raise EngineError(f"GET {route}", answer.status, content)
             return msgspec.json.decode(content)
 
     async def rollout(self, body: dict[str, Any]) -> Reply:
@@ -85,7 +85,7 @@ class Engine:
         async with self._http.post("/april/rollout", data=msgspec.msgpack.encode(body), headers=PACKED) as answer:
             content = await answer.read()
             if answer.status != 200:
-                raise EngineError(f"POST /april/rollout: {answer.status} {content[:500]!r}")
+                raise EngineError("POST /april/rollout", answer.status, content)
             return read_reply(msgspec.msgpack.decode(content))
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[Group | Summary]:
@@ -95,7 +95,7 @@ class Engine:
             "/april/rollout", data=data, headers={"content-type": "application/json"}, read_bufsize=2**26
         ) as answer:
             if answer.status != 200:
-                raise EngineError(f"POST /april/rollout: {answer.status} {(await answer.read())[:500]!r}")
+                raise EngineError("POST /april/rollout", answer.status, await answer.read())
             async for line in answer.content:
                 yield read_event(msgspec.json.decode(line))
 
@@ -103,7 +103,7 @@ class Engine:
         """One SGLang weight call with a whole checkpoint."""
         answer = await self.post("/update_weights_from_disk", {"model_path": str(checkpoint), "flush_cache": flush})
         if not answer.get("success"):
-            raise EngineError(f"the weights of {checkpoint} were refused: {answer}")
+            raise EngineError(f"the weights of {checkpoint}", 500, msgspec.json.encode(answer))
 
     async def counters(self) -> Counters:
         """The newest published ones."""

@@ -27,6 +27,11 @@ class InFlight(Stock):
         self._failure: BaseException | None = None
         self._resting = False
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of finished groups and of parked ones: while it rests, all there are."""
+        return sum(group.tokens for group in (*self.pile, *self.parked))
+
     def _begin(self) -> None:
         super()._begin()
         self._round.generated = None

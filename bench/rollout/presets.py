@@ -176,7 +176,7 @@ class Tiny(Preset):
         yield from (Cell("lognormal", variant, ablation="filter", plan=changed) for variant in FEW)
 
 
-_CPU = Plan(slots=64, groups=24, n=4, over_sampling=2.0)
+_CPU = Plan(slots=64, groups=24, n=4, over_sampling=1.5)
 _APRIL = Plan(slots=256, groups=32, n=8, over_sampling=2.0)
 _PRESETS: tuple[Preset, ...] = (
     Tiny("tiny", Plan(slots=16, groups=3, n=2), 8, 40, 6, 1, warm_limit=1, measured=2),

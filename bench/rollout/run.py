@@ -93,6 +93,9 @@ class Track:
         done = Block(self.carried[-1], [await self.round(self.trainer_s) for _ in range(rounds)])
         if rounds:
             await self.variant.rest()
+            if isinstance(self.variant, inflight.InFlight):
+                # Now the client has all there is: what the counter missed is made good.
+                self._drawn, self._last_legs = self.variant.held_tokens, self._last.legs
         return done
 
     def fixed(self) -> Block:
@@ -112,7 +115,9 @@ class Runner:
     async def run(self, cells: list[Cell], until: float) -> int:
         """Rows of the cells, as many as fit before the monotonic clock's `until`; returns how many were left out."""
         slowest, done = 0.0, 0
-        for group in in_turns(cells):
+        groups = in_turns(cells)
+        cells = [cell for group in groups for cell in group]
+        for group in groups:
             if time.monotonic() + slowest > until:
                 return len(cells) - done
             start = time.monotonic()
@@ -160,7 +165,7 @@ class Runner:
             if turn >= 2 and time.monotonic() > until and not tracks[0].cell.drain:
                 break
             await ruler.look()
-            for i in shuffled(len(tracks), tracks[0].cell.repetition, turn):
+            for i in shuffled(len(tracks), tracks[0].cell, turn):
                 blocks[i][0].rounds.append(await tracks[i].round(tracks[i].trainer_s))
         for track, (block,) in zip(tracks, blocks, strict=True):
             await track.variant.rest()
@@ -193,7 +198,7 @@ class Runner:
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
             "trainer_s": track.trainer_s,
-            "step_ms_by_batch": (ruler.observed if ruler.observed.stalls else self._bed.observed).step_ms(),
+            "step_ms_by_batch": ruler.observed.step_ms(),
             "costs": ruler.costs(),
             **figures(blocks, track.plan, track.lengths, ruler.limits),
             "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",

@@ -1,7 +1,6 @@
 """Which cells are measured in turns, and how."""
 
 import enum
-import itertools
 import random
 
 from bench.rollout.presets import Cell
@@ -27,13 +26,17 @@ def kind(cell: Cell) -> Turns:
 
 
 def in_turns(cells: list[Cell]) -> list[list[Cell]]:
-    """The cells in their order, those together that are measured in turns."""
-    return [list(group) for _, group in itertools.groupby(cells, lambda cell: (*_table(cell), kind(cell)))]
+    """The cells in the order of their tables, those together that are measured in turns."""
+    tables: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        tables.setdefault((*_table(cell), kind(cell)), []).append(cell)
+    return list(tables.values())
 
 
-def shuffled(count: int, repetition: int, turn: int) -> list[int]:
-    """The order of a turn, another one each time: who sleeps leaves a rested machine to whoever is next."""
-    return random.Random(f"{repetition}.{turn}").sample(range(count), count)
+def shuffled(count: int, cell: Cell, turn: int) -> list[int]:
+    """The order of a turn in the table of a cell, another one each time: who sleeps leaves a rested machine to whoever
+    is next."""
+    return random.Random(f"{_table(cell)} {turn}").sample(range(count), count)
 
 
 def _table(cell: Cell) -> tuple[str, str | None, int, float]:

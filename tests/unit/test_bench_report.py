@@ -81,6 +81,18 @@ def test_each_table_is_that_of_the_newest_run_which_has_it() -> None:
     assert "outside" not in by_variant(found, "lognormal")
 
 
+def test_what_was_cut_short_and_measured_again_counts_once() -> None:
+    again = {"time": "2026-01-02"}
+    rows = [*ROWS, row("synchronous", 400, 40, **again), row("april-keep", 1000, 100, **again)]
+    table = by_variant(newest(rows, "cpu"), "lognormal")
+    assert [r["delivered_tokens_per_s"] for r in table["april-keep"]] == [1000, 300]
+    # The repetition that both have from one process each: 1000 / 400 and 300 / 200.
+    assert headline(table["april-keep"], table["synchronous"]) == pytest.approx((2.5 + 1.5) / 2)
+    del rows[-2]
+    table = by_variant(newest(rows, "cpu"), "lognormal")
+    assert headline(table["april-keep"], table["synchronous"]) == pytest.approx(1.5)
+
+
 def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
     knobs = {"together": "knobs", "ks_distance": 0.02}
     rows = [
@@ -98,15 +110,15 @@ def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
 
 def test_the_aims_are_judged_by_the_rows() -> None:
     assert aims(newest(ROWS, "cpu")).splitlines() == [
-        "- lognormal: at least 1.6 × synchronous: **missed** (`april-keep` 1.50)",
-        "- lognormal: at least 1.25 × outside: **missed** (`april-keep` 1.07)",
-        "- lognormal: at least 0.97 of the limit: **missed** (`april-keep` 0.24)",
+        "- lognormal: at least 1.6 × synchronous: **missed** (`april-keep` 1.50, rows: 2, biased)",
+        "- lognormal: at least 1.25 × outside: **missed** (`april-keep` 1.07, rows: 2, biased)",
+        "- lognormal: at least 0.97 of the limit: **missed** (`april-keep` 0.24, rows: 2, biased)",
     ]
     more = [row("april-auto", 170, 17), row("synchronous", 100, 10, distribution="constant")]
     more += [row("april-keep", 100, 98, distribution="constant"), row("april-auto", 97, 10, distribution="constant")]
     told = aims(newest([*ROWS, *more], "cpu"))
-    assert "1.6 × synchronous: **partly** (`april-keep` 1.50, `april-auto` 1.70)" in told
-    assert "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97)" in told
+    assert "1.6 × synchronous: **partly** (`april-keep` 1.50, `april-auto` 1.70, rows: 2, biased)" in told
+    assert "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97, rows: 1)" in told
 
 
 def test_a_machine_that_became_faster_is_no_gain() -> None:

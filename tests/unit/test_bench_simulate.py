@@ -92,6 +92,7 @@ def test_validate_takes_each_row_with_the_costs_beside_it() -> None:
         {**row, "variant": "outside", "delivered_tokens_per_s": 1.0, "costs": None},
         {**row, "variant": "synchronous", "delivered_tokens_per_s": rates[0] * 99, "costs": asdict(H100_4B)},
     ]
+    told = [{**one, "repetition": number} for number, one in enumerate(told)]
     found = {line["variant"]: line for line in validate(preset, told)}
     assert {name: line["within"] for name, line in found.items()} == {"synchronous": False, "april-keep": True}
     assert found["april-keep"]["ratio"] == pytest.approx(1 / 1.05)
@@ -106,6 +107,7 @@ def test_a_followers_join_is_fitted_on_one_row_and_predicts_the_others() -> None
         {**row, "variant": name, "delivered_tokens_per_s": simulated(preset, preset.plan, name, real).rate}
         for name in ("april-keep", "april-keep", "april-recompute", "outside")
     ]
+    told = [{**one, "repetition": number} for number, one in enumerate(told)]
     found = {line["variant"]: line for line in validate(preset, told)}
     assert found["april-keep"]["follow_s"] == pytest.approx(0.02, rel=0.01)
     assert [line["ratio"] for line in found.values()] == pytest.approx([1.0] * 3, rel=0.01)
