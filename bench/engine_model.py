@@ -21,7 +21,7 @@ class Costs:
     comes and goes, too) and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the first step of
     the next round, beside the push; `abort_s`: the same for a client that aborts and sends again; `join_s`: a kept
     sample that joins the batch; `move_token_s`: a KV token that is moved off the device, or back; `follow_s`: a sample
-    that joins on its prompt's KV, beyond what it costs as one that comes and goes."""
+    that joins on its prompt's KV, beyond what it costs as one that comes; `finish_s`: one that ends."""
 
     step_s: float
     row_s: float
@@ -35,6 +35,7 @@ class Costs:
     prefill_sample_s: float = 0.0
     move_token_s: float = 0.0
     follow_s: float = 0.0
+    finish_s: float = 0.0
 
     def decode(self, rows: int, tokens: int, steps: int = 1) -> float:
         """So many decode steps of so many rows, which read so many KV tokens in the first of them."""
@@ -134,6 +135,9 @@ class Engine:
         if not ended:
             return []
         self.running = [sample for sample in self.running if sample.done < sample.target]
+        took = len(ended) * self._costs.finish_s
+        self.clock += took
+        self.decode_s += took
         self._kv -= sum(sample.tokens for sample in ended)
         return [group for group in dict.fromkeys(sample.group for sample in ended) if group.whole]
 

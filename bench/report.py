@@ -59,8 +59,8 @@ def readme(text: str, rows: list[Row]) -> str:
         table = by_variant(run, found[3])
         if not table:
             return f"{found[1]}No rows yet.\n{found[4]}"
-        body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}\nThe aims, by the medians of the rows:\n\n"
-        return f"{found[1]}{body}{aims(run)}{found[4]}"
+        body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}\n"
+        return f"{found[1]}{body}The aims, each by the newest run that has its table:\n\n{aims(run)}{found[4]}"
 
     return MARKER.sub(fill, text)
 

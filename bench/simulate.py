@@ -37,6 +37,8 @@ from sglang_april.scheduler.admission import Gathering
 
 COSTS = record.ROOT / "out" / "bench" / "costs.json"
 WITHIN = 0.10
+MOST_S = 0.05
+"""What a sample's end or join may be fitted to cost."""
 GATHERED = (0.0, 0.25, 0.5, 1.0, 2.0)
 """What admission may take a prefill to cost, in decode steps; 0: one prefill for every sample that ends."""
 LOOKS = 6
@@ -66,38 +68,43 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
     """Model against measurement, variant by variant: delivered tokens/s, means over the repetitions, each with the
     costs that were found beside its own rounds.
 
-    No look at a stock server sees a follower's join: its cost is fitted on the first `april-keep` row, which is then
-    left out; what `april-keep` does in the others, and all other variants, is predicted."""
+    No look sees what a sample's end costs, nor one at a stock server a follower's join. They are fitted on the first
+    rows of `outside` and of `april-keep`, which are then left out; what both do in the others, and all other variants,
+    is predicted."""
     table = by_variant(newest(rows, preset.name), "lognormal")
     table = {name: [row for row in table[name] if row.get("costs")] for name in WAYS if name in table}
-    follow_s = 0.0
-    if len(table.get("april-keep", [])) > 1:
-        first, *table["april-keep"] = table["april-keep"]
-        follow_s = fitted_join(preset, first)
+    fitted: dict[str, float] = {}
+    for name, cost in (("outside", "finish_s"), ("april-keep", "follow_s")):
+        if len(table.get(name, [])) > 1:
+            first, *table[name] = table[name]
+            fitted[cost] = fitted_cost(preset, first, cost, fitted)
     made = []
     for variant, known in table.items():
         if not known:
             continue
         measured = mean(row["delivered_tokens_per_s"] for row in known)
-        model = mean(_modelled(preset, row, follow_s) for row in known)
+        model = mean(_modelled(preset, row, fitted) for row in known)
+        unfitted = mean(_modelled(preset, row, {}) for row in known) / measured
         ratio = model / measured
-        told = {"variant": variant, "of_run": known[-1]["run_id"], "follow_s": follow_s}
-        made.append({**told, "measured": measured, "model": model, "ratio": ratio, "within": _near(ratio)})
+        told = {"variant": variant, "of_run": known[-1]["run_id"], "measured": measured, "model": model}
+        told |= {"ratio": ratio, "within": _near(ratio), "ratio_without_fit": unfitted}
+        made.append(told | {f"{cost.removesuffix('_s')}_ms": 1e3 * seconds for cost, seconds in fitted.items()})
     return made
 
 
-def fitted_join(preset: Preset, row: record.Row) -> float:
-    """Seconds of a follower's join with which the model delivers what was measured; 0 if it would deliver less."""
-    low, high = 0.0, 0.05
+def fitted_cost(preset: Preset, row: record.Row, cost: str, others: dict[str, float]) -> float:
+    """Seconds of one of the `Costs`, at most `MOST_S`, with which the model delivers what was measured; 0 if it would
+    deliver less."""
+    low, high = 0.0, MOST_S
     for _ in range(14):
         middle = (low + high) / 2
-        more = _modelled(preset, row, middle) > row["delivered_tokens_per_s"]
+        more = _modelled(preset, row, {**others, cost: middle}) > row["delivered_tokens_per_s"]
         low, high = (middle, high) if more else (low, middle)
     return low
 
 
-def _modelled(preset: Preset, row: record.Row, follow_s: float) -> float:
-    costs = replace(Costs(**row["costs"]), follow_s=follow_s)
+def _modelled(preset: Preset, row: record.Row, fitted: dict[str, float]) -> float:
+    costs = replace(Costs(**row["costs"]), **fitted)
     return simulated(preset, Plan(**row["plan"]), row["variant"], costs).rate
 
 

@@ -28,6 +28,10 @@ class InFlight(Stock):
         self._resting = False
 
     @property
+    def _target(self) -> int:
+        return math.ceil(self.plan.over_sampling * self.plan.groups)
+
+    @property
     def held_tokens(self) -> int:
         """Tokens of finished groups and of parked ones: while it rests, all there are."""
         return sum(group.tokens for group in (*self.pile, *self.parked))
@@ -120,7 +124,7 @@ class Paused(InFlight):
         """Goes on with what was paused, tops it up, pauses when the quota is there."""
         self._begin()
         await self._thaw()
-        self._fill(math.ceil(self.plan.over_sampling * self.plan.groups))
+        self._fill(self._target)
         await self._until(self.plan.groups)
         look = asyncio.ensure_future(self.engine.counters())
         await self.engine.post("/pause_generation", {"mode": self.mode})
@@ -130,6 +134,10 @@ class Paused(InFlight):
             # Each of these gets a token from the prefill of its next leg, which the decode counter does not see.
             done.legs += min(self.plan.slots, sum(len(group.pending) for group in self.tasks.values()))
         return done
+
+    def refill(self) -> None:
+        """Another group for each that the filter has rejected."""
+        self._fill(self._target - len(self.pile))
 
 
 class PauseRetract(Paused):
@@ -178,4 +186,4 @@ class Asynchronous(InFlight):
     def refill(self) -> None:
         """One group for each that has finished."""
         if len(self.pile) < self.plan.groups:
-            self._fill(math.ceil(self.plan.over_sampling * self.plan.groups))
+            self._fill(self._target)

@@ -159,11 +159,12 @@ class Preset:
 
 
 class Short(Preset):
-    """One table of the main variants, and nothing else."""
+    """Every variant, and nothing else."""
 
     def cells(self) -> Iterator[Cell]:
         for repetition in range(self.repetitions):
             yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
+        yield from (Cell("lognormal", variant) for variant in OTHERS)
 
 
 class Tiny(Preset):
@@ -173,7 +174,7 @@ class Tiny(Preset):
         yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))
         yield from (Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW)
         changed = replace(self.plan, filtered=True)
-        yield from (Cell("lognormal", variant, ablation="filter", plan=changed) for variant in FEW)
+        yield from (Cell("lognormal", v, ablation="filter", plan=changed) for v in (*MAIN, *OTHERS))
 
 
 _CPU = Plan(slots=64, groups=24, n=4, over_sampling=1.5)

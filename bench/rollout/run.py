@@ -67,7 +67,8 @@ class Track:
         done = measured.round
         # Requests that ended between the rounds have told of their legs since.
         late, self._last, self._last_legs = self._last.legs - self._last_legs, done, done.legs
-        self._drawn += measured.decoded + done.legs + late - sum(sum(group.lengths) for group in done.groups)
+        self._drawn += measured.decoded + done.legs + late - done.wasted
+        self._drawn -= sum(sum(group.lengths) for group in done.groups)
         if done.carry is None:
             done.carry = max(0, self._drawn)
         self.carried.append(done.carry)

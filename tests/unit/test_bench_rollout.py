@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from bench.record import Row
 from bench.rollout.bed import Bed
 from bench.rollout.engine import Counters, EngineError
 from bench.rollout.figures import Block, IdentityError, Measured, between, check_identity, figures, ratios
+from bench.rollout.inflight import PauseInPlace
 from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import Point, of_snapshots
 from bench.rollout.presets import MAIN, PRESETS, Cell
@@ -230,6 +231,20 @@ def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
     assert check_identity([Block(0, [measured(first), measured(last)])])
     assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
     assert last.reprefilled == 6
+
+
+def test_a_pause_replaces_what_the_filter_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = named("lognormal", 8, 40)
+    variant = PauseInPlace(ANY, replace(PLAN, filtered=True, groups=3), Stream(0, lengths, 2, 4))
+    monkeypatch.setattr(variant, "_start", lambda group: variant.tasks.update({cast(Any, object()): group}))
+    variant._fill(variant._target)
+    assert len(variant.tasks) == 6
+    variant.pile.append(variant.tasks.popitem()[1])  # one has passed
+    variant.refill()
+    assert (len(variant.tasks), variant.stream.taken) == (5, 6)
+    variant.tasks.popitem()  # one was rejected
+    variant.refill()
+    assert (len(variant.tasks), variant.stream.taken) == (5, 7)
 
 
 def test_slimes_way_asks_for_the_load_and_sleeps_while_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.round_model import MEASURED, WAYS, Outcome, Simulation
-from bench.simulate import H100_4B, fitted_join, reach, simulated, validate
+from bench.simulate import H100_4B, fitted_cost, reach, simulated, validate
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)
@@ -98,20 +98,21 @@ def test_validate_takes_each_row_with_the_costs_beside_it() -> None:
     assert found["april-keep"]["ratio"] == pytest.approx(1 / 1.05)
 
 
-def test_a_followers_join_is_fitted_on_one_row_and_predicts_the_others() -> None:
+def test_ends_and_joins_are_fitted_on_a_row_each_and_predict_the_others() -> None:
     preset = replace(PRESETS["tiny"], name="p")
     row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
     row |= {"plan": {"slots": 16, "groups": 3, "n": 2}, "costs": asdict(H100_4B)}
-    real = replace(H100_4B, follow_s=0.02)
+    real = replace(H100_4B, follow_s=0.02, finish_s=0.01)
     told = [
         {**row, "variant": name, "delivered_tokens_per_s": simulated(preset, preset.plan, name, real).rate}
-        for name in ("april-keep", "april-keep", "april-recompute", "outside")
+        for name in ("april-keep", "april-keep", "april-recompute", "outside", "outside", "async")
     ]
     told = [{**one, "repetition": number} for number, one in enumerate(told)]
     found = {line["variant"]: line for line in validate(preset, told)}
-    assert found["april-keep"]["follow_s"] == pytest.approx(0.02, rel=0.01)
-    assert [line["ratio"] for line in found.values()] == pytest.approx([1.0] * 3, rel=0.01)
-    assert fitted_join(preset, {**told[0], "delivered_tokens_per_s": 1e9}) == 0.0
+    assert (found["async"]["finish_ms"], found["async"]["follow_ms"]) == pytest.approx((10, 20), rel=0.02)
+    assert [line["ratio"] for line in found.values()] == pytest.approx([1.0] * 4, rel=0.01)
+    assert found["async"]["ratio_without_fit"] > 1.015
+    assert fitted_cost(preset, {**told[0], "delivered_tokens_per_s": 1e9}, "follow_s", {}) == 0.0
 
 
 def test_reach_accounts_for_all_the_time() -> None:
