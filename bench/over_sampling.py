@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import mean
 
 from bench.record import Row
-from bench.rollout.figures import limit_of, share
+from bench.rollout.figures import limit_of, peaks, share
 
 ABLATION = "over-sampling "
 FIXED, DRIVEN = "april-factor", "april-keep"
@@ -28,7 +28,7 @@ class Point:
     idle: float
     saved: float
     share: float
-    by_tier: str = ""
+    by_tier: str
     """Peak megabytes of each tier."""
 
 
@@ -51,7 +51,7 @@ def points(rows: list[Row], distribution: str) -> list[Point]:
             idle := _idle(found[name], speed),
             least - idle,
             mean(map(share, found[name])),
-            _by_tier(found[name]),
+            peaks(found[name]),
         )
         for name in [*factors, *([DEMAND] if DEMAND in found else [])]
     ]
@@ -99,11 +99,6 @@ def _name(row: Row) -> str | None:
         return None
     what = row["ablation"].removeprefix(ABLATION)
     return DEMAND if what == DEMAND else f"{float(what):g}×"
-
-
-def _by_tier(rows: list[Row]) -> str:
-    tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
-    return ", ".join(f"{tier} {max(row['peak_bytes'].get(tier, 0) for row in rows) / 1e6:.1f}" for tier in tiers)
 
 
 def _idle(rows: list[Row], speed: float) -> float:

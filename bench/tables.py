@@ -6,7 +6,7 @@ from statistics import mean, median
 from typing import Any
 
 from bench.record import Row
-from bench.rollout.figures import limit_of, share
+from bench.rollout.figures import limit_of, peaks, share
 from bench.rollout.turns import IN_TURNS
 
 ROUNDS = 8
@@ -138,12 +138,6 @@ def _staleness(rows: list[Row]) -> str:
     return ", ".join(f"{age}: {count}" for age, count in sorted(groups.items())) or "–"
 
 
-def _peaks(rows: list[Row]) -> str:
-    tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
-    peaks = {tier: max(row["peak_bytes"].get(tier, 0) for row in rows) for tier in tiers}
-    return ", ".join(f"{tier} {peak / 1e6:,.1f}" for tier, peak in peaks.items()) or "–"
-
-
 def _steps(rows: list[Row]) -> str:
     """Of the looks in the row's time: of the stock server, which all ways of a table share."""
     batches = sorted({int(batch) for row in rows for batch in row["step_ms_by_batch"]})
@@ -159,7 +153,7 @@ DETAILS: dict[str, Callable[[list[Row]], str]] = {
     "KS distance": _number("ks_distance", ".3f"),
     "versions old: groups": _staleness,
     "rounds prolonged": _number("rounds_prolonged", ".1f"),
-    "peak MB carried": _peaks,
+    "peak MB carried": peaks,
     "step ms by batch": _steps,
 }
 

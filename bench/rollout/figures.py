@@ -123,6 +123,13 @@ def share(row: dict[str, Any]) -> float:
     return float(row["delivered_tokens_per_s"] / limit_of(row))
 
 
+def peaks(rows: Sequence[dict[str, Any]]) -> str:
+    """The most that some rows carried, by tier, in MB."""
+    tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
+    most = {tier: max(row["peak_bytes"].get(tier, 0) for row in rows) for tier in tiers}
+    return ", ".join(f"{tier} {peak / 1e6:,.1f}" for tier, peak in most.items()) or "–"
+
+
 def ratios(row: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     """A row against another: `headline` is the smaller of the token and the group ratio."""
     tokens = row["delivered_tokens_per_s"] / base["delivered_tokens_per_s"]
