@@ -1,33 +1,24 @@
-"""bench.rollout's arithmetic: lengths, the steady state, the identity, rows, cells."""
+"""bench.rollout's arithmetic: lengths, the steady state, the identity, rows."""
 
-import asyncio
 import json
 import random
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from bench.record import Row
 from bench.rollout.bed import Bed
-from bench.rollout.engine import Counters, EngineError
-from bench.rollout.figures import Block, IdentityError, Measured, between, check_identity, figures, ratios
-from bench.rollout.inflight import PauseInPlace
+from bench.rollout.figures import Block, IdentityError, between, check_identity, figures, ratios
 from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import Point, of_snapshots
-from bench.rollout.presets import MAIN, PRESETS, Cell
-from bench.rollout.run import KINDS, Runner, Track
+from bench.rollout.presets import PRESETS, Cell
+from bench.rollout.run import Track
 from bench.rollout.steady import is_level, is_steady
-from bench.rollout.stock import Leg, Open, Outside, OutsideRetry
-from bench.rollout.turns import BLOCK, Turns, in_turns, kind, shuffled
-from bench.rollout.variant import Group, Plan, Round
+from bench.rollout.stock import Leg, Open
+from bench.rollout.variant import Group, Round
 from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
-
-ANY: Any = None
-PLAN = Plan(slots=4, groups=1, n=2)
+from tests.unit.made_rounds import ANY, PLAN, counters, measured
 
 
 @pytest.mark.parametrize("name", ["lognormal", "pareto", "uniform", "constant"])
@@ -77,10 +68,6 @@ def test_every_variant_sees_the_same_prompts() -> None:
     assert (len(other.take(9)), other.take(1), other.taken) == (2, [], 6)
     rejected = [prompt.rejected for prompt in one.take(2000)]
     assert sum(rejected) / len(rejected) == pytest.approx(REJECTED_SHARE, abs=0.04)
-
-
-def measured(done: Round, seconds: float = 1.0, **counts: int) -> Measured:
-    return Measured(done, seconds, **{"decoded": 0, "steps": 0, "prefilled": 0, "after_end": 0, **counts})
 
 
 def round_of(*lengths: int, generated: int | None, carry: int, **rest: Any) -> Round:
@@ -149,10 +136,6 @@ def test_rejected_groups_are_not_delivered_tokens() -> None:
     assert check_identity([Block(0, [measured(done)])])
 
 
-def counters(time: float, running: int, steps: int, decoded: int, waiting: int = 0) -> Counters:
-    return Counters(time, running, waiting, steps, decoded, 0)
-
-
 def test_tokens_after_the_end_are_counted_from_the_clients_look() -> None:
     done = round_of(1, 1, generated=0, carry=0, decoded_at_end=130)
     assert between(counters(0, 0, 0, 100), counters(1, 0, 9, 150), done, 1.0).after_end == 20
@@ -184,198 +167,3 @@ def test_hybrid_are_tokens_of_this_version_on_older_kv() -> None:
     done = group.delivered(2, hybrid=True)
     assert (done.lengths, done.oldest_version, done.off_policy, done.hybrid) == ([6, 3], 1, 2, 4)
     assert group.delivered(2, hybrid=False).hybrid == 0
-
-
-class OneAtATime:
-    """An engine in which the third request hangs until it is aborted, with one token; the others finish."""
-
-    patched = False
-
-    def __init__(self) -> None:
-        self.waiting: list[asyncio.Event] = []
-        self.aborted = False
-
-    async def post(self, route: str, body: dict[str, Any]) -> Any:
-        event = asyncio.Event()
-        self.waiting.append(event)
-        if len(self.waiting) != 3:
-            event.set()
-        await event.wait()
-        answers = []
-        for params in body["sampling_params"]:
-            count = 1 if self.aborted else params["max_new_tokens"]
-            meta = {"prompt_tokens": 3, "cached_tokens": 0}
-            answers.append({"output_ids": [7] * count, "meta_info": meta})
-        return answers
-
-    async def abort_all(self) -> None:
-        self.aborted = True
-        for event in self.waiting:
-            event.set()
-
-    async def counters(self) -> Counters:
-        return counters(0, 0, 0, 0)
-
-
-def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
-    async def scene() -> tuple[Round, Round, Outside]:
-        stream = Stream(0, named("constant", 5, 9), 2, 3)
-        variant = Outside(OneAtATime(), replace(PLAN, over_sampling=3.0), stream)  # type: ignore[arg-type]
-        first = await variant.round()
-        variant.engine.aborted = False  # type: ignore[attr-defined]
-        return first, await variant.drain(), variant
-
-    first, last, variant = asyncio.run(scene())
-    assert [group.lengths for group in first.groups] == [[5, 5]]
-    assert (first.generated, first.carry) == (10 + 10 + 2, 10 + 2)  # the second to finish is surplus, the third cut
-    assert check_identity([Block(0, [measured(first), measured(last)])])
-    assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
-    assert last.reprefilled == 6
-
-
-def test_a_pause_replaces_what_the_filter_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = named("lognormal", 8, 40)
-    variant = PauseInPlace(ANY, replace(PLAN, filtered=True, groups=3), Stream(0, lengths, 2, 4))
-    monkeypatch.setattr(variant, "_start", lambda group: variant.tasks.update({cast(Any, object()): group}))
-    variant._fill(variant._target)
-    assert len(variant.tasks) == 6
-    variant.pile.append(variant.tasks.popitem()[1])  # one has passed
-    variant.refill()
-    assert (len(variant.tasks), variant.stream.taken) == (5, 6)
-    variant.tasks.popitem()  # one was rejected
-    variant.refill()
-    assert (len(variant.tasks), variant.stream.taken) == (5, 7)
-
-
-def test_slimes_way_asks_for_the_load_and_sleeps_while_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An aborted request runs for one more step: the first look finds it nearly always."""
-    engine, slept = OneAtATime(), []
-    loads = iter([counters(0, 3, 0, 7), counters(0, 2, 0, 7), counters(0, 0, 0, 7, waiting=1), counters(0, 0, 0, 7)])
-
-    async def look() -> Counters:
-        return next(loads)
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    async def scene() -> Round:
-        stream = Stream(0, named("constant", 5, 9), 2, 3)
-        return await OutsideRetry(engine, replace(PLAN, over_sampling=3.0), stream).round()  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine, "counters", look)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert len(asyncio.run(scene()).groups) == 1
-    assert slept == [3.0, 3.0]
-
-
-def test_a_trainers_time_is_a_share_of_its_own_workloads_rounds() -> None:
-    bed = Bed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"])
-    row = {"variant": "async", "ablation": None, "distribution": "lognormal", "seconds": 16.0, "rounds": 8}
-    others = [{"distribution": "constant", "seconds": 8.0}, {"variant": "outside"}, {"ablation": "n 8", "seconds": 1.0}]
-    for other in ({}, *others):
-        bed.note_rollout({**row, **other})
-    assert bed.rollout_s == {"lognormal": 2.0, "constant": 1.0}
-
-
-def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> None:
-    for preset in PRESETS.values():
-        cells = list(preset.cells())
-        assert {cell.variant for cell in cells} <= set(KINDS)
-        assert [cell.variant for cell in cells[: len(MAIN)]] == list(MAIN)
-        keys = [(c.distribution, c.variant, c.ablation, c.repetition) for c in cells]
-        assert len(keys) == len(set(keys))
-    assert {cell.variant for cell in PRESETS["tiny"].cells()} == set(KINDS) - {"april-factor"}
-    assert PRESETS["april/8"].longest == 2048
-    for gpu_gb in (80, 141):
-        for name in ("april", "long"):
-            short = PRESETS[name].eighth(gpu_gb)
-            assert 2 * (11e9 + short.pool * 144 * 1024) < 0.86e9 * gpu_gb
-            assert short.pool > 4 * short.plan.slots * (short.mean + short.prompt_tokens)
-            assert short.plan.groups * PRESETS[name].plan.slots == pytest.approx(
-                PRESETS[name].plan.groups * short.plan.slots, rel=0.3
-            )
-    assert set(PRESETS["cpu"].lengths("extreme:100").grid) == {20, 2000}
-    assert PRESETS["cpu"].context >= 16 + 2000
-
-
-def test_what_is_compared_is_measured_in_turns() -> None:
-    cells = list(PRESETS["cpu"].cells())
-    groups = in_turns(cells)
-    assert [cell for group in groups for cell in group] == cells
-    assert [[cell.variant for cell in group] for group in groups[:5]] == [list(MAIN)] * 5
-    assert [group[0].repetition for group in groups[:5]] == [0, 1, 2, 3, 4]
-    for group in groups:
-        assert len({(cell.distribution, cell.together or cell.ablation, cell.repetition) for cell in group}) == 1
-        assert len({kind(cell) for cell in group}) == 1
-    tables = [[(cell.variant, cell.ablation) for cell in group] for group in groups]
-    assert next(table for table in tables if len(table) > 1 and table[0][0] == "stale-reuse")[-2:] == [
-        ("async", None),
-        ("april-continue", None),
-    ]
-    assert max(map(len, tables)) == 11  # over-sampling: two ways at five factors, and demand-driven admission
-
-
-def test_each_kind_takes_turns_with_its_own() -> None:
-    names = ("synchronous", "april-keep", "async", "april-continue")
-    cells = [Cell("lognormal", name) for name in names]
-    assert [len(group) for group in in_turns(cells)] == [2, 2]
-    assert [kind(group[0]) for group in in_turns(cells)] == [Turns.ROUNDS, Turns.BLOCKS]
-    mixed = [Cell("trace:a.json", name) for name in KINDS]
-    assert sorted(len(group) for group in in_turns(mixed)) == [5, 7]
-
-
-def test_the_order_of_turns_changes() -> None:
-    cells = [Cell("lognormal", "synchronous", repetition) for repetition in range(5)]
-    orders = [shuffled(6, cell, turn) for cell in cells for turn in range(8)]
-    assert all(sorted(order) == list(range(6)) for order in orders)
-    after = Counter(order[order.index(2) + 1] for order in orders if order[-1] != 2)
-    assert len(after) == 5
-    assert max(after.values()) <= 12, "of forty"
-    assert shuffled(6, cells[0], 0) == orders[0] != shuffled(6, replace(cells[0], distribution="pareto"), 0)
-
-
-class Takings(Runner):
-    """A runner whose tracks only note that it was their turn."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        stock: Any = SimpleNamespace(flush=self._flushed)
-        preset = replace(PRESETS["tiny"], measured=2 * BLOCK)
-        super().__init__(Bed(stock, stock, (Path("a"), Path("b")), preset, given_limit=1.0), {}, "run", self._kept)
-
-    async def _flushed(self) -> None:
-        self.seen.append("flush")
-
-    def _kept(self, _row: Row) -> None:
-        raise AssertionError("there are no rows")
-
-    async def _warm(self, cell: Cell) -> Any:
-        async def block(rounds: int) -> None:
-            assert rounds == BLOCK
-            self.seen.append(cell.variant)
-
-        return SimpleNamespace(block=block)
-
-    async def _row(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def test_no_block_pays_for_what_others_left_in_the_tree() -> None:
-    runner = Takings()
-    left_out = asyncio.run(runner.run([Cell("lognormal", "async"), Cell("lognormal", "april-continue")], float("inf")))
-    assert left_out == 0
-    assert runner.seen == ["flush", "async", "flush", "april-continue"] * 2
-
-
-def test_only_a_refused_field_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant that this version of the server does not know has no row; a fault ends the run."""
-    runner, cells = Takings(), [Cell("lognormal", "async")]
-
-    async def refuse(status: int) -> None:
-        raise EngineError("POST /april/rollout", status, b"{}")
-
-    monkeypatch.setattr(runner, "_measure", lambda *_: refuse(400))
-    assert asyncio.run(runner.run(cells, float("inf"))) == 0
-    monkeypatch.setattr(runner, "_measure", lambda *_: refuse(503))
-    with pytest.raises(EngineError, match="POST /april/rollout: 503"):
-        asyncio.run(runner.run(cells, float("inf")))
