@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
 
 def compiled(signature: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -20,3 +23,32 @@ def compiled(signature: str, **options: Any) -> Callable[[Callable[..., None]], 
             return numba.njit(signature, **options)(function)
 
     return decorate
+
+
+def inlined(fastmath: set[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for a part of a compiled loop; it has no signature of its own."""
+    options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        return numba.njit(**options)(function)
+
+    return decorate
+
+
+@intrinsic
+def prefetch(_context: Any, array: Any, index: Any) -> Any:
+    """prefetch(array, index), in compiled loops: asks for the cache line of a flat array's element and does not wait
+    (llvm.prefetch, for reading, to be used again). No element needs to be there."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
+        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        call = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], _PREFETCH)
+        builder.call(call, [pointer, *(ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1))])
+        return target.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+_PREFETCH = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), *[ir.IntType(32)] * 3])
+"""Address; read (0) or write; locality, 3 the most; data (1) or instructions."""

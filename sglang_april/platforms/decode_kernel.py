@@ -1,8 +1,10 @@
 """Decode attention over a paged cache in float32, compiled by numba for the CPU platform.
 
 Gathering a step's keys and values takes as long as computing with them, and one SDPA call per request as long again
-(bench.timeline, py-spy). Here every token is read once, where it lies. A request's sums run over its own tokens in
-their order, so its result depends neither on the batch around it nor on where its tokens lie.
+(bench.timeline, py-spy). Here every token is read once, where it lies, and asked for some tokens ahead: those of one
+request lie a batch apart, where no hardware expects them. Waiting for memory was three quarters of the time for 64 rows
+of 850 tokens (a trial: 20.7 ms for two layers without, 5.4 with). A request's sums run over its own tokens in their
+order, so its result depends neither on the batch around it nor on where its tokens lie.
 """
 
 from typing import Any
@@ -11,12 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from april_kernels.compiled import compiled
+from april_kernels.compiled import compiled, inlined, prefetch
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.integer[Any]]
 
 _SIGNATURE = "(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1], i4[:,::1], i8[::1], i8[::1], f4, f4[:,:,::1])"
+_AHEAD = 12
+"""Tokens. 8, 12, 24 and 48 ahead differ by a tenth; without looking ahead it takes three times as long."""
+_LINE = 16
+"""float32 numbers of a cache line."""
 _SUMS_IN_VECTORS = {"reassoc", "contract", "nsz", "arcp"}
 """Fast-math flags that let a dot product be one of vectors; infinities and NaN keep their meaning."""
 
@@ -50,31 +56,84 @@ def decode_attention(
     return out
 
 
+@inlined(_SUMS_IN_VECTORS)
+def _ask_for(rows: Floats, slots: Ints, at: np.uint64, length: int) -> None:
+    """Begins to read the row of a token to come: `rows` is flat, `length` numbers each."""
+    if at < np.uint64(slots.shape[0]):
+        first = np.uint64(slots[at]) * np.uint64(length)
+        for line in range(0, length, _LINE):
+            prefetch(rows, first + np.uint64(line))
+
+
+@inlined(_SUMS_IN_VECTORS)
+def _scores(query: Floats, keys: Floats, slots: Ints, scale: float, weights: Floats) -> None:
+    """weights[head, token] = scale · q k."""
+    size, kv_heads = query.shape[1], keys.shape[1]
+    shared, flat = query.shape[0] // kv_heads, keys.reshape(-1)
+    for at in range(np.uint64(slots.shape[0])):
+        _ask_for(flat, slots, at + np.uint64(_AHEAD), kv_heads * size)
+        slot = np.uint64(slots[at])
+        for kv_head in range(kv_heads):
+            for head in range(kv_head * shared, (kv_head + 1) * shared):
+                product = np.float32(0)
+                for i in range(size):
+                    product += query[head, i] * keys[slot, kv_head, i]
+                weights[head, at] = product * scale
+
+
+@inlined(_SUMS_IN_VECTORS)
+def _softmax(weights: Floats, powers: Ints) -> None:
+    """In place, of one head. exp is 2^x, x split into a whole number, which becomes the exponent's bits (`powers`), and
+    the rest, for which the polynomial of Cephes' exp2f stands (netlib.org/cephes): without branches, so many at once.
+    """
+    largest, total = np.float32(-np.inf), np.float32(0)
+    for weight in weights:
+        largest = max(largest, weight)
+    for at in range(weights.shape[0]):
+        x = (weights[at] - largest) * np.float32(1.44269504)  # log2(e)
+        x = np.float32(-126) if x < np.float32(-126) else x  # the least exponent; NaN stays
+        whole = np.floor(x + np.float32(0.5))
+        rest = x - whole
+        power = np.float32(1.535336188e-4)
+        power = power * rest + np.float32(1.339887440e-3)
+        power = power * rest + np.float32(9.618437357e-3)
+        power = power * rest + np.float32(5.550332471e-2)
+        power = power * rest + np.float32(2.402264791e-1)
+        power = power * rest + np.float32(6.931472029e-1)
+        weights[at] = power * rest + np.float32(1)
+        powers[at] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+    factors = powers.view(np.float32)
+    for at in range(weights.shape[0]):
+        weights[at] *= factors[at]
+        total += weights[at]
+    for at in range(weights.shape[0]):
+        weights[at] /= total
+
+
+@inlined(_SUMS_IN_VECTORS)
+def _sums(weights: Floats, values: Floats, slots: Ints, out: Floats) -> None:
+    """out[head] = Σ weights[head, token] · v."""
+    kv_heads, size = values.shape[1], values.shape[2]
+    shared, flat = out.shape[0] // kv_heads, values.reshape(-1)
+    out[:] = 0
+    for at in range(np.uint64(slots.shape[0])):
+        _ask_for(flat, slots, at + np.uint64(_AHEAD), kv_heads * size)
+        slot = np.uint64(slots[at])
+        for kv_head in range(kv_heads):
+            for head in range(kv_head * shared, (kv_head + 1) * shared):
+                for i in range(size):
+                    out[head, i] += weights[head, at] * values[slot, kv_head, i]
+
+
 @compiled(_SIGNATURE, fastmath=_SUMS_IN_VECTORS)
 def _decode(
     query: Floats, keys: Floats, values: Floats, table: Ints, rows: Ints, lengths: Ints, scale: float, out: Floats
 ) -> None:
-    heads, size, shared = query.shape[1], query.shape[2], query.shape[1] // keys.shape[1]
-    weights = np.empty(table.shape[1], np.float32)
+    weights = np.empty((query.shape[1], table.shape[1]), np.float32)
+    powers = np.empty(table.shape[1], np.int32)
     for request in range(query.shape[0]):
-        slots, length = table[rows[request]], lengths[request]
-        for head in range(heads):
-            q, kv_head, answer = query[request, head], head // shared, out[request, head]
-            largest = np.float32(-np.inf)
-            for at in range(length):
-                key = keys[slots[at], kv_head]
-                product = np.float32(0)
-                for i in range(size):
-                    product += q[i] * key[i]
-                weights[at] = product * scale
-                largest = max(largest, weights[at])
-            total = np.float32(0)
-            answer[:] = 0
-            for at in range(length):
-                weight = np.exp(weights[at] - largest)
-                total += weight
-                value = values[slots[at], kv_head]
-                for i in range(values.shape[2]):
-                    answer[i] += weight * value[i]
-            for i in range(values.shape[2]):
-                answer[i] /= total
+        slots = table[rows[request], : lengths[request]]
+        _scores(query[request], keys, slots, scale, weights)
+        for head in range(query.shape[1]):
+            _softmax(weights[head, : slots.shape[0]], powers)
+        _sums(weights, values, slots, out[request])

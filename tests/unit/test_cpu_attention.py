@@ -77,6 +77,23 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, size: int) -> No
         assert torch.equal(case.answer(case.ours, pick), whole[pick])
 
 
+def test_what_is_not_a_number_stays_none_and_spreads_to_no_other_request() -> None:
+    case = Case(4, 2, torch.float32)
+    whole = case.answer(case.ours)
+    case.query[3, 1] = float("nan")
+    got = case.answer(case.ours)
+    assert got[3, 1].isnan().all()
+    got[3, 1] = whole[3, 1]
+    assert torch.equal(got, whole)
+
+
+def test_scores_far_below_the_largest_count_for_nothing() -> None:
+    case = Case(4, 4, torch.float32)
+    case.query *= 300
+    ours, parent = case.answer(case.ours), case.answer(case.parent)
+    assert (ours - parent).abs().max() <= TOLERANCE[torch.float32] * 10
+
+
 def test_a_new_step_is_looked_up_again_and_layers_share_one() -> None:
     case = Case(4, 2, torch.bfloat16)
     assert not torch.equal(case.answer(case.ours, [0]), case.answer(case.ours, [1]))
