@@ -35,6 +35,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ablation", help="only the tables of this one, e.g. over-sampling, knobs, drain, 'n 8'")
     parser.add_argument("--distribution", help="instead of the preset's cells: this one, e.g. trace:lengths.json")
     parser.add_argument("--repetitions", type=int, help="of the main table")
+    parser.add_argument("--warm-rounds", type=int, help="rounds after which measuring begins, steady or not (15)")
     parser.add_argument("--over-sampling", type=float, help="factor of the clients outside")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
@@ -60,6 +61,8 @@ def preset_of(args: argparse.Namespace) -> Preset:
         preset = replace(preset, repetitions=args.repetitions)
     elif args.budget_minutes < 30:
         preset = replace(preset, repetitions=min(3, preset.repetitions))
+    if args.warm_rounds:
+        preset = replace(preset, warm_limit=args.warm_rounds)
     if args.over_sampling:
         preset = replace(preset, plan=replace(preset.plan, over_sampling=args.over_sampling))
     return preset

@@ -28,6 +28,7 @@ class April:
     def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
         self.engine, self.plan, self.stream = engine, plan, stream
         self.delivered: Counter[str] = Counter()
+        self.held = 0
         self._run = f"bench-{uuid.uuid4().hex[:8]}"
         self._open: dict[str, Prompt] = {}
         self._pushed: list[int] = []
@@ -128,6 +129,7 @@ class April:
         self, version: int, finished: list[replies.Group], carried: dict[str, Any], stats: dict[str, Any]
     ) -> Round:
         self._note(version)
+        self.held = carried["samples"]
         groups = [self._group(group, version) for group in finished]
         ahead = stats.get("ahead") or dict.fromkeys(("tokens_generated", "reprefilled_tokens", *LEGS), 0)
         return Round(

@@ -6,6 +6,7 @@ takes it from the scheduler's counter.
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.rollout.engine import Engine
@@ -32,9 +33,13 @@ class InFlight(Stock):
         return math.ceil(self.plan.over_sampling * self.plan.groups)
 
     @property
+    def _undelivered(self) -> Sequence[Open]:
+        return [*self.tasks.values(), *self.pile, *self.parked]
+
+    @property
     def held_tokens(self) -> int:
-        """Tokens of finished groups and of parked ones: while it rests, all there are."""
-        return sum(group.tokens for group in (*self.pile, *self.parked))
+        """Output tokens of finished groups and of parked ones: while it rests, all there are."""
+        return sum(group.tokens for group in self._undelivered)
 
     def _begin(self) -> None:
         super()._begin()

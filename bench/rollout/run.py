@@ -43,6 +43,7 @@ class Track:
         """When the clock of its last round started, in seconds since the epoch."""
         self.steady: bool | None = None
         """None: not warmed up yet."""
+        self.warm_rounds = 0
         self._drawn = 0
         """Drawn tokens of this variant less the delivered ones: the carry of who cannot know it."""
         self._last, self._last_legs = Round(0, []), 0
@@ -80,6 +81,7 @@ class Track:
             if is_steady(self.carried):
                 break
         await self.variant.rest()
+        self.warm_rounds = len(self.carried)
         return is_steady(self.carried)
 
     @property
@@ -181,6 +183,8 @@ class Runner:
         track.cell = cell
         if track.steady is None:
             track.steady = cell.drain or await track.warm()
+            name = f"{cell.distribution} {cell.variant} {cell.ablation or ''}".rstrip()
+            print(f"{name}: {'' if track.steady else 'not '}steady after {track.warm_rounds} rounds", flush=True)
         return track
 
     async def _row(self, track: Track, blocks: Sequence[Block], ruler: Ruler, *, last: bool) -> None:
@@ -196,6 +200,7 @@ class Runner:
             "together": cell.together,
             "repetition": cell.repetition,
             "steady": track.steady and (cell.drain or is_level(blocks)),
+            "warm_rounds": track.warm_rounds,
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
             "trainer_s": track.trainer_s,
@@ -203,16 +208,14 @@ class Runner:
             "costs": ruler.costs(),
             **figures(blocks, track.plan, track.lengths, ruler.limits),
             "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",
-            "samples_lost": None,
-            "samples_twice": None,
         }
         self._bed.note_rollout(row)
         if last:
-            # Only now can it be said of every sample where it went.
+            # Now every sample must come, and not only be said to be there.
             if not cell.drain:
                 await track.variant.drain()
-            row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)
             del self._tracks[_key(cell)]
+        row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)
         self._keep(row)
 
     async def _rollout_s(self, cell: Cell) -> float:

@@ -7,6 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,15 @@ class Stock:
     def handed_over(self) -> int:
         """Prompts taken from the stream."""
         return self.stream.taken
+
+    @property
+    def held(self) -> int:
+        """Samples that were handed over and not delivered."""
+        return self.plan.n * len(self._undelivered)
+
+    @property
+    def _undelivered(self) -> Sequence[Open]:
+        return ()
 
     async def push(self, checkpoint: Path) -> None:
         """SGLang's weight call; with its default it flushes the cache."""
@@ -221,8 +231,12 @@ class Outside(Stock):
             _, pending = await asyncio.wait(pending, timeout=self.abort_again_s)
         self._round.decoded_at_end = (await look).decoded
 
+    @property
+    def _undelivered(self) -> Sequence[Open]:
+        return self._partials + self._surplus
+
     def _carry(self) -> int:
-        return sum(group.tokens for group in self._partials + self._surplus)
+        return sum(group.tokens for group in self._undelivered)
 
     async def drain(self) -> Round:
         """Sends what is left once more and waits for all of it."""

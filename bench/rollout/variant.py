@@ -90,6 +90,8 @@ class Variant(Protocol):
     stream: Stream
     delivered: Counter[str]
     """How often each sample has been delivered, by ``prompt/index``; `drain` completes it."""
+    held: int
+    """Samples that were handed over and not delivered, after a round: by the engine's count for ours."""
 
     def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None: ...
 
@@ -111,8 +113,10 @@ class Variant(Protocol):
 
 
 def lost(variant: Variant, n: int) -> tuple[int, int]:
-    """After `drain`: samples that were handed over and never delivered, and deliveries that came twice."""
-    return variant.handed_over * n - len(variant.delivered), variant.delivered.total() - len(variant.delivered)
+    """After a round: samples that were handed over and are neither delivered nor held, and deliveries that came twice.
+    After `drain` none is held."""
+    delivered = len(variant.delivered)
+    return variant.handed_over * n - delivered - variant.held, variant.delivered.total() - delivered
 
 
 def versions(groups: Sequence[Group], version: int) -> dict[str, Any]:

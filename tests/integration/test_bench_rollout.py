@@ -88,6 +88,7 @@ def test_resumed_samples_are_compared_with_such_as_never_stopped(server: Server)
 
 
 def test_a_round_stays_open_beside_other_requests(server: Server) -> None:
-    with overhead.open_round(server.url, 1500), overhead.plain_request(server.url, 1500):
-        server.post("/generate", {"input_ids": [9, 9], "sampling_params": {"max_new_tokens": 4}})
+    for beside in (overhead.open_round, overhead.plain_request):
+        with beside(server.url, 2000):
+            server.post("/generate", {"input_ids": [9, 9], "sampling_params": {"max_new_tokens": 4}})
     assert not server.state()["rounds"]

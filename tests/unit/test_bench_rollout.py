@@ -15,8 +15,8 @@ from bench.rollout.limit import Point, of_snapshots
 from bench.rollout.presets import PRESETS, Cell
 from bench.rollout.run import Track
 from bench.rollout.steady import is_level, is_steady
-from bench.rollout.stock import Leg, Open
-from bench.rollout.variant import Group, Round
+from bench.rollout.stock import Leg, Open, Outside
+from bench.rollout.variant import Group, Round, lost
 from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
 from tests.unit.made_rounds import ANY, PLAN, counters, measured
 
@@ -87,6 +87,19 @@ def test_the_identity_catches_a_lost_token() -> None:
         check_identity([later, Block(5, good)])
     good[0].round.generated = None
     assert check_identity([Block(5, good)]) is None
+
+
+def test_a_sample_that_is_neither_delivered_nor_held_is_lost() -> None:
+    variant = Outside(ANY, PLAN, Stream(0, named("constant", 4, 8), PLAN.n, 5))
+    first, second, third = variant._new(3)
+    variant._partials, variant._surplus = [second], [third]
+    variant._begin()
+    variant._end([first], carry=0)
+    assert (variant.held, lost(variant, PLAN.n)) == (4, (0, 0))
+    variant._surplus = []
+    assert lost(variant, PLAN.n) == (2, 0)
+    variant._end([first], carry=0)
+    assert lost(variant, PLAN.n) == (2, 2)
 
 
 def test_a_row() -> None:
