@@ -18,6 +18,7 @@ def newest(rows: Iterable[Row], preset: str) -> list[Row]:
     """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days), and of each
     cell the last: one that was cut short may have been measured again."""
     mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
+    mine = [row for row in mine if not row.get("changed")]
     last: dict[tuple[Any, ...], Row] = {}
     for row in mine:
         if row["time"] >= last.get(_table(row), row)["time"]:

@@ -14,11 +14,14 @@ import httpx
 from bench import record
 from bench.rollout.bed import Bed
 from bench.rollout.engine import Engine, EngineError
+from bench.rollout.figures import IdentityError
 from bench.rollout.limit import NeverFullError
 from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.run import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both
 from examples.tiny_model import make
+
+PROBLEMS = (ServerError, EngineError, NeverFullError, IdentityError, httpx.HTTPError, aiohttp.ClientError)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -91,6 +94,21 @@ def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tu
     return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
 
 
+def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
+    """What a row's figures hold for, beside its plan."""
+    told = {key: getattr(preset, key) for key in ("shape", "mean", "longest", "prompt_tokens", "warm_limit")}
+    pool = None if args.server else preset.pool_tokens
+    return {**told, "pool_tokens": pool, "seed": args.seed, "server_options": args.server_options}
+
+
+def changed(args: argparse.Namespace) -> list[str]:
+    """Options that make a run's rows another thing than its preset's: tables are made of rows without any."""
+    names = ["over_sampling", "warm_rounds", "seed"]
+    if PRESETS[args.preset].shape == "tiny":
+        names += ["server", "server_options", "checkpoints"]
+    return [name for name in names if getattr(args, name)]
+
+
 def line(row: record.Row) -> str:
     """A row on the terminal."""
     marks = ("" if row["steady"] else " not-steady") + (" biased" if row["biased"] else "")
@@ -113,8 +131,9 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
     async with Engine(urls[0], patched=urls[0] == urls[1]) as stock, Engine(urls[1], patched=True) as april:
         bed = Bed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
         for row in done:
-            bed.note_rollout(row)
-        return await Runner(bed, record.facts(), args.run_id, keep).run(cells, until)
+            bed.note(row)
+        facts = {**record.facts(), "configuration": configuration(args, preset), "changed": changed(args)}
+        return await Runner(bed, facts, args.run_id, keep).run(cells, until)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -123,6 +142,7 @@ def main(given: list[str] | None = None) -> int:
     until = time.monotonic() + 60 * args.budget_minutes
     preset = preset_of(args)
     args.run_id = args.run_id or f"{preset.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    print(f"run {args.run_id}: rows go to {args.out} as they are measured; --run-id goes on with it", flush=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-")))
         try:
@@ -134,8 +154,8 @@ def main(given: list[str] | None = None) -> int:
                 size = Size(model, preset.plan.slots, preset.context, preset.pool_tokens, extra)
                 urls = stack.enter_context(both(size, Path("out") / "bench"))
             left = asyncio.run(measure(args, preset, urls, folder, until))
-        except (ServerError, EngineError, NeverFullError, httpx.HTTPError, aiohttp.ClientError) as problem:
-            print(problem or type(problem).__name__, file=sys.stderr)
+        except PROBLEMS as problem:
+            print(str(problem) or type(problem).__name__, file=sys.stderr)
             return 1
     print(f"rows of run {args.run_id}: {args.out}")
     if left:

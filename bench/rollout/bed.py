@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 
 from bench.costs import BATCHES, Observed, look
 from bench.record import Row
 from bench.rollout.engine import Engine
 from bench.rollout.lengths import Lengths
 from bench.rollout.limit import decode_rate
-from bench.rollout.presets import Cell, Preset
+from bench.rollout.presets import OVER_SAMPLING, Cell, Preset
+from bench.rollout.variant import Plan
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Bed:
     rollout_s: dict[str, float] = field(default_factory=dict)
     """Mean seconds of a round of `async` whose trainer takes no time, by distribution: what a trainer's time is a share
     of."""
+    _tried: dict[tuple[str, str, int], dict[float, list[float]]] = field(default_factory=dict)
+    """Of a variant, a distribution and n: the shares of the limit at each factor that was tried."""
 
     def engine(self, variant: str) -> Engine:
         """Ours for our variants, the stock one for the others."""
@@ -39,10 +43,25 @@ class Bed:
         """A distribution at the preset's size."""
         return self.preset.lengths(distribution)
 
-    def note_rollout(self, row: Row) -> None:
-        """How long a round of `async` takes by itself, if the row is of those."""
+    def note(self, row: Row) -> None:
+        """What a row says to those that follow: how long a round of `async` takes by itself, and how good a factor of
+        over-sampling is."""
         if row["variant"] == "async" and row["ablation"] is None:
             self.rollout_s[row["distribution"]] = row["seconds"] / row["rounds"]
+        if (row["together"] or "").endswith(OVER_SAMPLING):
+            shares = self._tried.setdefault((row["variant"], row["distribution"], row["plan"]["n"]), {})
+            shares.setdefault(row["plan"]["over_sampling"], []).append(row["share_of_limit"])
+
+    def plan(self, cell: Cell) -> Plan:
+        """A cell's sizes, at the factor of over-sampling that was the best one for its variant, if any was tried.
+
+        `outside-retry3s` differs from `outside` in how a round ends only."""
+        plan = cell.plan or self.preset.plan
+        variant = "outside" if cell.variant == "outside-retry3s" else cell.variant
+        tried = self._tried.get((variant, cell.distribution, plan.n), {})
+        if cell.tries or not tried:
+            return plan
+        return replace(plan, over_sampling=max(tried, key=lambda factor: mean(tried[factor])))
 
     async def limit(self, distribution: str) -> float:
         """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""

@@ -99,6 +99,15 @@ class Engine:
             async for line in answer.content:
                 yield read_event(msgspec.json.decode(line))
 
+    async def connect(self, requests: int) -> None:
+        """Opens as many connections as so many requests at once will take: who rested longer than they live, because
+        others had their turn, is not to open them on the clock."""
+        await asyncio.gather(*(self._ping() for _ in range(requests)))
+
+    async def _ping(self) -> None:
+        async with self._http.get("/ping") as answer:
+            await answer.read()
+
     async def load_weights(self, checkpoint: Path, *, flush: bool) -> None:
         """One SGLang weight call with a whole checkpoint."""
         answer = await self.post("/update_weights_from_disk", {"model_path": str(checkpoint), "flush_cache": flush})

@@ -48,6 +48,11 @@ class Block:
     rounds: list[Measured]
 
 
+def grown(block: Block) -> int:
+    """Tokens that were carried out of a block more than into it."""
+    return (block.rounds[-1].round.carry or 0) - block.carry_before
+
+
 def check_identity(blocks: Sequence[Block]) -> bool | None:
     """Over each block; None for variants that do not know what their requests in flight have."""
     for block in blocks:
@@ -56,9 +61,8 @@ def check_identity(blocks: Sequence[Block]) -> bool | None:
         generated = sum(measured.round.generated or 0 for measured in block.rounds)
         delivered = sum(measured.round.tokens for measured in block.rounds)
         wasted = sum(measured.round.wasted for measured in block.rounds)
-        grown = (block.rounds[-1].round.carry or 0) - block.carry_before
-        if generated != delivered + grown + wasted:
-            told = f"{generated} generated, {delivered} delivered, carry grown by {grown}, {wasted} wasted"
+        if generated != delivered + grown(block) + wasted:
+            told = f"{generated} generated, {delivered} delivered, carry grown by {grown(block)}, {wasted} wasted"
             raise IdentityError(told)
     return True
 
@@ -88,6 +92,7 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
         "wasted_tokens": sum(measured.round.wasted for measured in rounds),
         "carry_start": blocks[0].carry_before,
         "carry_end": rounds[-1].round.carry,
+        "carry_grown": sum(map(grown, blocks)),
         "identity": check_identity(blocks),
         "ks_distance": round(distance, 4),
         "biased": distance > lengths.biased_above,
@@ -97,6 +102,7 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
         "tokens_after_end": _sum([measured.after_end for measured in rounds]),
         "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
         "decoded_tokens": decoded,
+        "computed_tokens": decoded + sum(measured.round.legs for measured in rounds),
         "decode_steps": steps,
         "prefilled_tokens": sum(measured.prefilled for measured in rounds),
         "mean_running": decoded / steps if steps else None,
@@ -128,13 +134,6 @@ def peaks(rows: Sequence[dict[str, Any]]) -> str:
     tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
     most = {tier: max(row["peak_bytes"].get(tier, 0) for row in rows) for tier in tiers}
     return ", ".join(f"{tier} {peak / 1e6:,.1f}" for tier, peak in most.items()) or "–"
-
-
-def ratios(row: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
-    """A row against another: `headline` is the smaller of the token and the group ratio."""
-    tokens = row["delivered_tokens_per_s"] / base["delivered_tokens_per_s"]
-    groups = row["delivered_groups_per_s"] / base["delivered_groups_per_s"]
-    return {"tokens": tokens, "groups": groups, "headline": min(tokens, groups)}
 
 
 def _sum(counts: list[int | None]) -> int | None:

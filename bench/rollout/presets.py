@@ -12,6 +12,11 @@ from bench.rollout.variant import Plan
 MAIN = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto")
 OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
 FEW = ("synchronous", "outside", "april-keep")
+FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""Of over-sampling: so many times the groups that are needed are started."""
+LIKELY = (1.5, 2.0, 3.0)
+"""What is tried for each workload and each way to keep requests in flight, so that each runs at its own best."""
+OVER_SAMPLING = "over-sampling"
 DISTRIBUTIONS = ("constant", "pareto", "uniform")
 GPU_GB = 141
 """Memory that the `/8` presets are sized for where none is named: an H200's."""
@@ -20,6 +25,9 @@ SERVER_GB, TOKEN_GB = 11, 144 * 1024 / 1e9
 EIGHTH_RUNNING = 0.2
 """Share of a pool for what runs at the workload's mean: the rest is for long responses and for the carry of three runs
 of ours."""
+EXTREME_WARM = 45
+"""Rounds at most before measuring with extreme lengths: a long response takes ten rounds and more, so that fifteen end
+while the carry is still growing."""
 TRAINER = (0.5, 1.0)
 """Trainer time per round as a share of the rollout (a round of `async` by itself), for what generates meanwhile; with
 none they are in the main table."""
@@ -40,6 +48,13 @@ class Cell:
     """Ablations of one name are measured in turns, as one table."""
     drain: bool = False
     """The second figure: a fixed set of prompts from empty to empty."""
+    warm_limit: int | None = None
+    """Where it differs from the preset's."""
+
+    @property
+    def tries(self) -> bool:
+        """Whether it tries a factor of over-sampling; all others run at the best one that was tried."""
+        return (self.together or "").endswith(OVER_SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -106,45 +121,65 @@ class Preset:
         )
 
     def cells(self) -> Iterator[Cell]:
-        """All rows of the preset, the main table first."""
+        """All rows of the preset: the factors for the main table, the main table, then the others by their worth."""
+        if self.everything:
+            yield from self._twice(list(self._over_sampling()))
         for repetition in range(self.repetitions):
             yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
         for table in self._tables():
-            for repetition in range(min(2, self.repetitions)):
-                yield from (replace(cell, repetition=repetition) for cell in table)
+            # One repetition says which factor is best.
+            yield from table if table[0].tries else self._twice(table)
+
+    def _twice(self, table: list[Cell]) -> Iterator[Cell]:
+        """One time after the other, so that few carries are kept."""
+        for repetition in range(min(2, self.repetitions)):
+            yield from (replace(cell, repetition=repetition) for cell in table)
 
     def _tables(self) -> Iterator[list[Cell]]:
-        """All but the main one: each is measured twice, one time after the other, so that few carries are kept."""
-        yield [Cell("constant", variant) for variant in MAIN]
+        """All but the main one, each after the factors for it."""
+        tries = self._tries if self.everything else lambda *_: ()
+        yield from tries([Cell("lognormal", variant) for variant in OTHERS[:-1]])
         yield [Cell("lognormal", variant) for variant in OTHERS]
-        for distribution in self.distributions[1:]:
-            yield [Cell(distribution, variant) for variant in FEW]
+        for distribution in self.distributions:
+            yield from tries([Cell(distribution, "outside")])
+            yield [Cell(distribution, variant) for variant in MAIN]
         if not self.everything:
             return
         for share in TRAINER:
             yield [Cell("lognormal", v, ablation=f"trainer {share:g}", trainer=share) for v in OTHERS[3:]]
         yield [Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW]
-        yield list(self._over_sampling())
         plan = self.plan
-        for bound in (5, None):
+        extreme = Cell(f"extreme:{self.extreme}", "outside", warm_limit=EXTREME_WARM)
+        yield from self._tries([extreme])
+        for bound in (None, 5):
             changed = replace(plan, max_staleness=bound)
             name = f"max_staleness {'unlimited' if bound is None else bound}"
-            yield [Cell(f"extreme:{self.extreme}", variant, ablation=name, plan=changed) for variant in FEW]
+            yield [replace(extreme, variant=variant, ablation=name, plan=changed) for variant in FEW]
         yield [
             Cell("lognormal", "april-keep", ablation=name, plan=changed, together="knobs")
             for name, changed in self._knobs()
         ]
         for n in (1, 8):
             changed = replace(plan, n=n, groups=plan.samples // n)
+            yield from self._tries([Cell("lognormal", "outside", ablation=f"n {n}", plan=changed)])
             yield [Cell("lognormal", variant, ablation=f"n {n}", plan=changed) for variant in FEW]
 
     def _over_sampling(self) -> Iterator[Cell]:
         """Which factor is the best one from outside, and what ours would be with one."""
-        cell = Cell("lognormal", "april-keep", 0, "over-sampling demand-driven", together="over-sampling")
-        yield cell
-        for factor in (1.0, 1.25, 1.5, 2.0, 3.0):
-            plan, name = replace(self.plan, over_sampling=factor), f"over-sampling {factor:g}"
-            yield from (replace(cell, variant=v, ablation=name, plan=plan) for v in ("outside", "april-factor"))
+        driven = f"{OVER_SAMPLING} demand-driven"
+        yield Cell("lognormal", "april-keep", ablation=driven, together=OVER_SAMPLING)
+        both = [Cell("lognormal", "outside"), Cell("lognormal", "april-factor")]
+        yield from next(self._tries(both, FACTORS))
+
+    def _tries(self, cells: list[Cell], factors: tuple[float, ...] = LIKELY) -> Iterator[list[Cell]]:
+        """One table: these cells at each of some factors."""
+        table = []
+        for factor in factors:
+            for cell in cells:
+                together = f"{cell.ablation}, {OVER_SAMPLING}" if cell.ablation else OVER_SAMPLING
+                plan = replace(cell.plan or self.plan, over_sampling=factor)
+                table.append(replace(cell, ablation=f"{together} {factor:g}", plan=plan, together=together))
+        yield table
 
     def _knobs(self) -> Iterator[tuple[str, Plan]]:
         """Ours with one thing changed, beside itself with none."""
@@ -167,6 +202,13 @@ class Short(Preset):
         yield from (Cell("lognormal", variant) for variant in OTHERS)
 
 
+class Few(Preset):
+    """What is waited for, the client outside and ours, and nothing else."""
+
+    def cells(self) -> Iterator[Cell]:
+        yield from (Cell("lognormal", variant, each) for each in range(self.repetitions) for variant in FEW)
+
+
 class Tiny(Preset):
     """Every variant once, a filter, a drain: CI's smoke test. Its figures mean nothing."""
 
@@ -182,6 +224,7 @@ _APRIL = Plan(slots=256, groups=32, n=8, over_sampling=2.0)
 _PRESETS: tuple[Preset, ...] = (
     Tiny("tiny", Plan(slots=16, groups=3, n=2), 8, 40, 6, 1, warm_limit=1, measured=2),
     Preset("cpu", _CPU, 64, 1024, 16, 5),
+    Few("cpu-long", _CPU, 512, 4096, 16, 2, everything=False),
     Preset("april", _APRIL, 4096, 16384, 256, 2, shape="qwen3-4b", short=32, extreme=500),
     Short("long", replace(_APRIL, slots=128), 16384, 49152, 512, 1, shape="qwen3-4b"),
     Short("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),

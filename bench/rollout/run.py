@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -9,12 +10,12 @@ from dataclasses import asdict
 from bench.record import Row
 from bench.rollout import april, inflight, stock
 from bench.rollout.bed import Bed, Ruler
-from bench.rollout.engine import EngineError
+from bench.rollout.engine import Counters, EngineError
 from bench.rollout.figures import Block, IdentityError, Measured, between, figures
 from bench.rollout.presets import Cell
 from bench.rollout.steady import is_level, is_steady
 from bench.rollout.turns import BLOCK, Turns, in_turns, kind, shuffled
-from bench.rollout.variant import Plan, Round, Variant, lost
+from bench.rollout.variant import Round, Variant, lost
 from bench.rollout.workload import Stream
 
 KINDS: dict[str, type[Variant]] = {
@@ -32,7 +33,7 @@ class Track:
 
     def __init__(self, bed: Bed, cell: Cell) -> None:
         self.bed, self.cell = bed, cell
-        self.plan: Plan = cell.plan or bed.preset.plan
+        self.plan = bed.plan(cell)
         self.engine = bed.engine(cell.variant)
         self.lengths = bed.lengths(cell.distribution)
         stream = Stream(bed.seed, self.lengths, self.plan.n, bed.preset.prompt_tokens)
@@ -49,20 +50,25 @@ class Track:
         self._last, self._last_legs = Round(0, []), 0
 
     async def round(self, trainer_s: float = 0.0) -> Measured:
-        """A push, a round, and what a trainer does with it. The clock stands while the counters settle, except for
-        what never stops."""
+        """A push, a round, and what a trainer does with it. The clock stands while connections are opened and the
+        counters settle, except for what never stops: there it runs from one look at the counters to the other's end."""
         ahead = isinstance(self.variant, (inflight.Asynchronous, april.Continue))
-        before = await (self.engine.counters() if ahead else self.engine.settled())
+        before = None if ahead else await self._at_rest()
         self.began, start = time.time(), time.perf_counter()
+        before = before or await self.engine.counters()
         await self.variant.push(next(self._checkpoints))
         done = await self.variant.round()
         if trainer_s:
             await asyncio.sleep(trainer_s)
+        after = await self.engine.counters() if ahead else None
         seconds = time.perf_counter() - start
-        after = await (self.engine.counters() if ahead else self.engine.settled())
-        measured = between(before, after, done, seconds)
+        measured = between(before, after or await self.engine.settled(), done, seconds)
         self._note(measured)
         return measured
+
+    async def _at_rest(self) -> Counters:
+        await self.engine.connect(math.ceil(self.plan.over_sampling * self.plan.groups))
+        return await self.engine.settled()
 
     def _note(self, measured: Measured) -> None:
         done = measured.round
@@ -74,9 +80,10 @@ class Track:
             done.carry = max(0, self._drawn)
         self.carried.append(done.carry)
 
-    async def warm(self) -> bool:
-        """Rounds until the carry is steady, and a rest; False if the limit came first."""
-        while len(self.carried) < self.bed.preset.warm_limit:
+    async def warm(self, until: float = math.inf) -> bool:
+        """Rounds until the carry is steady, and a rest; False if the limit, or the monotonic clock's `until`, came
+        first."""
+        while time.monotonic() < until and len(self.carried) < (self.cell.warm_limit or self.bed.preset.warm_limit):
             await self.round(self.trainer_s)
             if is_steady(self.carried):
                 break
@@ -109,11 +116,12 @@ class Track:
 
 
 class Runner:
-    """Runs cells one after the other; tracks live as long as a later cell of theirs is to come."""
+    """Runs cells one after the other. `facts`: what every row says of the run."""
 
     def __init__(self, bed: Bed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
         self._bed, self._facts, self._run_id, self._keep = bed, facts, run_id, keep
         self._tracks: dict[tuple[str, str, str | None], Track] = {}
+        """As long as a later cell of theirs is to come."""
 
     async def run(self, cells: list[Cell], until: float) -> int:
         """Rows of the cells, as many as fit before the monotonic clock's `until`; returns how many were left out."""
@@ -130,35 +138,36 @@ class Runner:
                 await self._measure(group, last, until)
             except IdentityError as error:
                 raise IdentityError(f"{group}: {error}") from error
-            except EngineError as refusal:
-                # Only a field that this version of the server does not have: the other rows are still worth having.
-                if refusal.status != 400:
-                    raise
-                for cell in group:
-                    name = f"{cell.distribution} {cell.variant} {cell.ablation or ''}"
-                    print(f"{name} was not run: {refusal}", flush=True)
-                    self._tracks.pop(_key(cell), None)
             slowest = max(0.8 * slowest, time.monotonic() - start)
         return 0
 
     async def _measure(self, cells: list[Cell], last: list[bool], until: float) -> None:
         """One row for each of the cells, which are measured in turns: rounds of fewer than were asked for if the time
         is up before (at least two)."""
-        tracks = [await self._warm(cell) for cell in cells]
+        warmed = [(await self._warm(cell, until), is_last) for cell, is_last in zip(cells, last, strict=True)]
+        tracks = [track for track, _ in warmed if track]
+        if not tracks:
+            return
         ruler = Ruler(self._bed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
         if kind(cells[0]) is Turns.ROUNDS:
             await self._round_by_round(tracks, blocks, ruler, until)
         else:
-            for _ in range(-(-self._bed.preset.measured // BLOCK)):
+            for turn in range(-(-self._bed.preset.measured // BLOCK)):
+                if turn and time.monotonic() > until:
+                    break
                 for track, mine in zip(tracks, blocks, strict=True):
                     # Nobody's turn is to pay for what others left in the tree, nor is the look.
                     await self._bed.stock.flush()
                     await ruler.look()
                     mine.append(await track.block(min(BLOCK, self._bed.preset.measured)))
         await ruler.look()
-        for track, mine, is_last in zip(tracks, blocks, last, strict=True):
-            await self._row(track, mine, ruler, last=is_last)
+        for track, mine in zip(tracks, blocks, strict=True):
+            self._row(track, mine, ruler)
+        # All rows are kept before the first of these: what fails now takes none of them away.
+        for track, is_last in warmed:
+            if track and is_last:
+                await self._finish(track)
 
     async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler, until: float) -> None:
         for track, mine in zip(tracks, blocks, strict=True):
@@ -176,24 +185,36 @@ class Runner:
             if track.cell.drain and groups != count * track.plan.groups:
                 raise IdentityError(f"{groups} groups of {count * track.plan.groups} were delivered")
 
-    async def _warm(self, cell: Cell) -> Track:
+    async def _warm(self, cell: Cell, until: float) -> Track | None:
+        """The cell's track, warm; None if the server lacks a field that it needs: the others are still worth having."""
+        try:
+            return await self._warmed(cell, until)
+        except EngineError as refusal:
+            if refusal.status != 400:
+                raise
+            self._tracks.pop(_key(cell), None)
+            print(f"{cell.distribution} {cell.variant} {cell.ablation or ''} was not run: {refusal}", flush=True)
+            return None
+
+    async def _warmed(self, cell: Cell, until: float) -> Track:
         if cell.trainer and cell.distribution not in self._bed.rollout_s:
             self._bed.rollout_s[cell.distribution] = await self._rollout_s(cell)
         track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
         track.cell = cell
         if track.steady is None:
-            track.steady = cell.drain or await track.warm()
+            track.steady = cell.drain or await track.warm(until)
             name = f"{cell.distribution} {cell.variant} {cell.ablation or ''}".rstrip()
             print(f"{name}: {'' if track.steady else 'not '}steady after {track.warm_rounds} rounds", flush=True)
         return track
 
-    async def _row(self, track: Track, blocks: Sequence[Block], ruler: Ruler, *, last: bool) -> None:
+    def _row(self, track: Track, blocks: Sequence[Block], ruler: Ruler) -> None:
         cell = track.cell
         row = {
             "bench": "rollout",
             "run_id": self._run_id,
             "preset": self._bed.preset.name,
             **self._facts,
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "distribution": cell.distribution,
             "variant": cell.variant,
             "ablation": cell.ablation,
@@ -209,14 +230,17 @@ class Runner:
             **figures(blocks, track.plan, track.lengths, ruler.limits),
             "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",
         }
-        self._bed.note_rollout(row)
-        if last:
-            # Now every sample must come, and not only be said to be there.
-            if not cell.drain:
-                await track.variant.drain()
-            del self._tracks[_key(cell)]
         row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)
+        self._bed.note(row)
         self._keep(row)
+
+    async def _finish(self, track: Track) -> None:
+        """After its last row every sample must come, and not only be said to be there."""
+        del self._tracks[_key(track.cell)]
+        if not track.cell.drain:
+            await track.variant.drain()
+        if any(counts := lost(track.variant, track.plan.n)):
+            raise IdentityError(f"{track.cell}: {counts[0]} samples were lost, {counts[1]} came twice")
 
     async def _rollout_s(self, cell: Cell) -> float:
         track = Track(self._bed, Cell(cell.distribution, "async"))

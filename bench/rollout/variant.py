@@ -32,7 +32,8 @@ class Round:
     version: int
     groups: list[Group]
     generated: int | None = None
-    """Output tokens that the engine computed for this variant in this round; None where the client cannot know."""
+    """Output tokens of this round, by the engine for ours, else those that the client got; None where requests stay in
+    flight and the client cannot know."""
     wasted: int = 0
     """Tokens that were computed and will never be delivered."""
     carry: int | None = None
@@ -52,11 +53,6 @@ class Round:
     def tokens(self) -> int:
         """Delivered tokens that are trained on."""
         return sum(sum(group.lengths) for group in self.groups if not group.rejected)
-
-    @property
-    def trained_groups(self) -> int:
-        """Delivered groups that are trained on."""
-        return sum(not group.rejected for group in self.groups)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +15,7 @@ from bench.rollout.engine import Counters, EngineError
 from bench.rollout.figures import Block, check_identity
 from bench.rollout.inflight import PauseInPlace
 from bench.rollout.lengths import named
-from bench.rollout.presets import MAIN, PRESETS, Cell
+from bench.rollout.presets import FEW, MAIN, PRESETS, Cell
 from bench.rollout.run import KINDS, Runner
 from bench.rollout.stock import Outside, OutsideRetry
 from bench.rollout.turns import BLOCK, Turns, in_turns, kind, shuffled
@@ -111,15 +111,40 @@ def test_a_trainers_time_is_a_share_of_its_own_workloads_rounds() -> None:
     row = {"variant": "async", "ablation": None, "distribution": "lognormal", "seconds": 16.0, "rounds": 8}
     others = [{"distribution": "constant", "seconds": 8.0}, {"variant": "outside"}, {"ablation": "n 8", "seconds": 1.0}]
     for other in ({}, *others):
-        bed.note_rollout({**row, **other})
+        bed.note({**row, "together": None, **other})
     assert bed.rollout_s == {"lognormal": 2.0, "constant": 1.0}
 
 
-def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> None:
+def test_everybody_outside_runs_at_the_best_factor_that_was_tried() -> None:
+    bed = Bed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"])
+
+    def factors(distribution: str, n: int = 4) -> list[float]:
+        plan = replace(PRESETS["cpu"].plan, n=n)
+        names = ("outside", "outside-retry3s", "async", "april-keep")
+        return [bed.plan(Cell(distribution, name, plan=plan)).over_sampling for name in names]
+
+    assert factors("lognormal") == [1.5] * 4
+    for cell in PRESETS["cpu"].cells():
+        if cell.tries and cell.plan and cell.variant in ("outside", "async") and cell.plan.n == 4:
+            best = {"outside": 2.0, "async": 3.0}[cell.variant]
+            told = {"variant": cell.variant, "distribution": cell.distribution, "ablation": cell.ablation}
+            share = {"share_of_limit": 1 - abs(cell.plan.over_sampling - best)}
+            bed.note({**told, **share, "together": cell.together, "plan": asdict(cell.plan)})
+            assert bed.plan(cell) == cell.plan, "what is tried is tried as it is"
+    assert factors("lognormal") == [2.0, 2.0, 3.0, 1.5]
+    assert factors("pareto") == factors("extreme:100") == [2.0, 2.0, 1.5, 1.5]
+    assert factors("lognormal", n=8) == [1.5] * 4
+
+
+def test_presets_name_variants_that_exist_and_try_factors_before_they_are_used() -> None:
     for preset in PRESETS.values():
         cells = list(preset.cells())
         assert {cell.variant for cell in cells} <= set(KINDS)
-        assert [cell.variant for cell in cells[: len(MAIN)]] == list(MAIN)
+        main = [cell.variant for cell in cells if not cell.tries][: len(MAIN)]
+        assert main in (list(MAIN), list(FEW) * 2)
+        for number, cell in enumerate(cells):
+            late = [_of(other) for other in cells[number:] if other.tries]
+            assert cell.tries or _of(cell) not in late, "a factor is tried too late"
         keys = [(c.distribution, c.variant, c.ablation, c.repetition) for c in cells]
         assert len(keys) == len(set(keys))
     assert {cell.variant for cell in PRESETS["tiny"].cells()} == set(KINDS) - {"april-factor"}
@@ -136,21 +161,27 @@ def test_presets_name_variants_that_exist_and_begin_with_the_main_table() -> Non
     assert PRESETS["cpu"].context >= 16 + 2000
 
 
+def _of(cell: Cell) -> tuple[str, str, int]:
+    return cell.distribution, cell.variant, cell.plan.n if cell.plan else 4
+
+
 def test_what_is_compared_is_measured_in_turns() -> None:
     cells = list(PRESETS["cpu"].cells())
     groups = in_turns(cells)
-    assert [cell for group in groups for cell in group] == cells
-    assert [[cell.variant for cell in group] for group in groups[:5]] == [list(MAIN)] * 5
-    assert [group[0].repetition for group in groups[:5]] == [0, 1, 2, 3, 4]
+    assert sorted(map(str, (cell for group in groups for cell in group))) == sorted(map(str, cells))
+    main = [group for group in groups if (group[0].variant, group[0].ablation) == ("synchronous", None)][:5]
+    assert [[cell.variant for cell in group] for group in main] == [list(MAIN)] * 5
+    assert [group[0].repetition for group in main] == [0, 1, 2, 3, 4]
     for group in groups:
         assert len({(cell.distribution, cell.together or cell.ablation, cell.repetition) for cell in group}) == 1
         assert len({kind(cell) for cell in group}) == 1
     tables = [[(cell.variant, cell.ablation) for cell in group] for group in groups]
-    assert next(table for table in tables if len(table) > 1 and table[0][0] == "stale-reuse")[-2:] == [
+    assert next(table for table in tables if table[0] == ("stale-reuse", None))[-2:] == [
         ("async", None),
         ("april-continue", None),
     ]
-    assert max(map(len, tables)) == 11  # over-sampling: two ways at five factors, and demand-driven admission
+    # Over-sampling: two ways at five factors and demand-driven admission, and what keeps requests in flight at three.
+    assert sorted(map(len, tables))[-3:] == [11, 11, 12]
 
 
 def test_each_kind_takes_turns_with_its_own() -> None:
@@ -187,14 +218,17 @@ class Takings(Runner):
     def _kept(self, _row: Row) -> None:
         raise AssertionError("there are no rows")
 
-    async def _warm(self, cell: Cell) -> Any:
+    async def _warm(self, cell: Cell, until: float) -> Any:
         async def block(rounds: int) -> None:
             assert rounds == BLOCK
             self.seen.append(cell.variant)
 
         return SimpleNamespace(block=block)
 
-    async def _row(self, *_: Any, **__: Any) -> None:
+    def _row(self, *_: Any) -> None:
+        pass
+
+    async def _finish(self, track: Any) -> None:
         pass
 
 
@@ -206,14 +240,21 @@ def test_no_block_pays_for_what_others_left_in_the_tree() -> None:
 
 
 def test_only_a_refused_field_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant that this version of the server does not know has no row; a fault ends the run."""
-    runner, cells = Takings(), [Cell("lognormal", "async")]
+    """A variant that this version of the server does not know has no row, and the others do; a fault ends the run."""
+    runner, usual = Takings(), Takings._warm
+    cells = [Cell("lognormal", "async"), Cell("lognormal", "april-continue")]
 
-    async def refuse(status: int) -> None:
-        raise EngineError("POST /april/rollout", status, b"{}")
+    async def run(status: int) -> None:
+        async def refuse(cell: Cell, until: float) -> Any:
+            if cell.variant == "april-continue":
+                raise EngineError("POST /april/rollout", status, b"{}")
+            return await usual(runner, cell, until)
 
-    monkeypatch.setattr(runner, "_measure", lambda *_: refuse(400))
-    assert asyncio.run(runner.run(cells, float("inf"))) == 0
-    monkeypatch.setattr(runner, "_measure", lambda *_: refuse(503))
+        monkeypatch.setattr(runner, "_warmed", refuse)
+        monkeypatch.setattr(runner, "_warm", lambda *given: Runner._warm(runner, *given))
+        await runner.run(cells, float("inf"))
+
+    asyncio.run(run(400))
+    assert runner.seen == ["flush", "async"] * 2
     with pytest.raises(EngineError, match="POST /april/rollout: 503"):
-        asyncio.run(runner.run(cells, float("inf")))
+        asyncio.run(run(503))
