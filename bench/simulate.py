@@ -26,8 +26,7 @@ from bench.engine_model import Costs
 from bench.report import by_variant, newest
 from bench.rollout.bed import Bed
 from bench.rollout.engine import Engine
-from bench.rollout.lengths import named
-from bench.rollout.presets import PRESETS, Preset
+from bench.rollout.presets import LIKELY, PRESETS, Preset
 from bench.rollout.servers import Size, stock
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
@@ -49,19 +48,31 @@ ROUNDS = ((32, (WARM, MEASURED)), (256, (8, 12)), (math.inf, (5, 5)))
 """Engines at most, and the rounds that the model warms up with and measures."""
 
 
+LONG_ROUNDS = 3
+"""The model warms up for so many times the rounds that the longest response takes."""
+
+
 def simulated(
-    preset: Preset, plan: Plan, variant: str, costs: Costs, gather: float = Gathering.STEPS, engines: int = 1
+    preset: Preset,
+    plan: Plan,
+    variant: str,
+    costs: Costs,
+    gather: float = Gathering.STEPS,
+    engines: int = 1,
+    distribution: str = "lognormal",
 ) -> Outcome:
-    """One variant on a preset's log-normal workload; of many engines fewer rounds say as much."""
-    lengths = named("lognormal", preset.mean, preset.longest)
-    stream = Stream(0, lengths, plan.n, preset.prompt_tokens)
+    """One variant on a preset's workload; of many engines fewer rounds say as much."""
+    stream = Stream(0, preset.lengths(distribution), plan.n, preset.prompt_tokens)
     model = Simulation(variant, plan, stream, costs, gather, engines)
-    return model.run(*next(rounds for most, rounds in ROUNDS if engines <= most))
+    warm, measured = next(rounds for most, rounds in ROUNDS if engines <= most)
+    lengths = preset.lengths(distribution)
+    steps = plan.samples * lengths.mean / (plan.slots * engines)  # of a round with full batches
+    return model.run(max(warm, math.ceil(LONG_ROUNDS * lengths.grid[-1] / steps)), measured)
 
 
-def context_of(preset: Preset) -> float:
+def context_of(preset: Preset, distribution: str = "lognormal") -> float:
     """Mean KV tokens of a running sample: the prompt and half its length-biased length."""
-    return preset.prompt_tokens + named("lognormal", preset.mean, preset.longest).running_mean / 2
+    return preset.prompt_tokens + preset.lengths(distribution).running_mean / 2
 
 
 def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
@@ -152,25 +163,36 @@ def project(costs: Costs) -> Iterator[record.Row]:
     samples, or for as many as its memory holds; the quota is one over all of them."""
     moved = replace(costs, move_token_s=MOVE_S)
     april = PRESETS["april"]
-    cases = [("APRIL: 8 GPUs, 32 groups × 8, 16k", 8, april, costs)]
-    cases += [(f"{cases[0][0]}, KV moved to the host and back", 8, april, moved)]
+    usual, extreme = "lognormal", f"extreme:{april.extreme}"
+    long = april.extreme_short * april.extreme
+    cases = [("APRIL: 8 GPUs, 32 groups × 8, 16k", 8, april, costs, usual)]
+    cases += [(f"{cases[0][0]}, KV moved to the host and back", 8, april, moved, usual)]
+    cases += [(f"8 GPUs, 32 groups × 8, 5 % of {long:,} tokens, 95 % of 32", 8, april, costs, extreme)]
     for gpus, context in ((64, 32), (64, 128), (1024, 32), (1024, 128)):
         plan = replace(april.plan, groups=8 * gpus)
         wide = replace(april, mean=context * 256.0, longest=context * 1024, plan=plan)
-        cases.append((f"{gpus} GPUs, {plan.groups} groups × 8, {context}k", gpus, wide, costs))
-    for what, gpus, preset, given in cases:
-        yield {"what": what, **_projected(gpus, preset, given)}
+        cases.append((f"{gpus} GPUs, {plan.groups} groups × 8, {context}k", gpus, wide, costs, usual))
+    for what, gpus, preset, given, distribution in cases:
+        yield {"what": what, **_projected(gpus, preset, given, distribution)}
 
 
-def _projected(gpus: int, preset: Preset, costs: Costs) -> record.Row:
-    context = context_of(preset)
+def _projected(gpus: int, preset: Preset, costs: Costs, distribution: str) -> record.Row:
+    context = context_of(preset, distribution)
     plan = replace(preset.plan, slots=min(preset.plan.samples // gpus, int(H100_4B_TOKENS / context)))
-    rates = {variant: simulated(preset, plan, variant, costs, engines=gpus).rate for variant in SIMULATED}
-    ours = rates["april-keep"]
+
+    def rate(variant: str, factor: float = plan.over_sampling) -> float:
+        sizes = replace(plan, over_sampling=factor)
+        return simulated(preset, sizes, variant, costs, engines=gpus, distribution=distribution).rate
+
+    rates = {variant: rate(variant) for variant in SIMULATED if variant != "outside"}
+    factors = {factor: rate("outside", factor) for factor in LIKELY}
+    best = max(factors, key=lambda factor: factors[factor])
+    ours, rates["outside"] = rates["april-keep"], factors[best]
     return {
         "slots": plan.slots,
         "over_synchronous": ours / rates["synchronous"],
         "over_outside": ours / rates["outside"],
+        "outside_factor": best,
         "recompute_over_outside": rates["april-recompute"] / rates["outside"],
         "share": ours / costs.full_rate(plan.slots, context),
     }
@@ -198,13 +220,13 @@ async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
 def main(given: list[str] | None = None) -> int:
     """0; `validate` fails without rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("measure", "validate", "reach", "project"))
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
+    parser.add_argument("what", choices=("measure", "validate", "reach", "project"), help="see above")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
     parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (project: else an H100's)")
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
     parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
-    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json")
+    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json", help="validate: these")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json", help="for rows (%(default)s)")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
     if args.what == "measure":

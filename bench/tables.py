@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from bench.record import Row
@@ -12,6 +12,8 @@ from bench.rollout.turns import IN_TURNS
 ROUNDS = 8
 """Measured rounds of a whole row."""
 OUTSIDE = ("outside", "outside-retry3s")
+WITH_FACTOR = (*OUTSIDE, "stale-reuse", "pause-retract", "pause-in-place", "async", "april-factor")
+"""Whoever starts a number of groups that a factor says."""
 
 
 def newest(rows: Iterable[Row], preset: str) -> list[Row]:
@@ -48,22 +50,19 @@ def by_variant(rows: Iterable[Row], distribution: str, ablation: str | None = No
 RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
 
 
-def headline(variant: list[Row], base: list[Row], *, raw: bool = False) -> float | None:
+def headline(variant: list[Row], base: list[Row]) -> float | None:
     """The smaller of the token and the group ratio: the median over the repetitions that both have, where they were
     measured in turns by one process, else the ratio of the medians of all there are.
 
     Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
-    two rows is no difference between them; `raw` leaves that out, and says nothing of what was measured apart."""
+    two rows is no difference between them; what took turns has that rate in common."""
     if not variant or not base:
         return None
     if not in_turns(variant[0], base[0]):
-        if raw:
-            return None
-        medians = [(median(_rates(variant, rate, raw)), median(_rates(base, rate, raw))) for rate in RATES]
-        return min(one / two for one, two in medians)
+        return min(median(_rates(variant, rate)) / median(_rates(base, rate)) for rate in RATES)
     other = {(row["time"], row["repetition"]): row for row in base}
-    pairs = [([row], [other[key]]) for row in variant if (key := (row["time"], row["repetition"])) in other]
-    ratios = [min(_rates(one, rate, raw)[0] / _rates(two, rate, raw)[0] for rate in RATES) for one, two in pairs]
+    pairs = [(row, other[key]) for row in variant if (key := (row["time"], row["repetition"])) in other]
+    ratios = [min(_rates([one], rate)[0] / _rates([two], rate)[0] for rate in RATES) for one, two in pairs]
     return median(ratios) if ratios else None
 
 
@@ -72,8 +71,8 @@ def in_turns(one: Row, other: Row) -> bool:
     return (one["variant"] in IN_TURNS) == (other["variant"] in IN_TURNS)
 
 
-def _rates(rows: list[Row], rate: str, raw: bool) -> list[float]:
-    return [row[rate] if raw else row[rate] / limit_of(row) for row in rows]
+def _rates(rows: list[Row], rate: str) -> list[float]:
+    return [row[rate] / limit_of(row) for row in rows]
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
@@ -82,17 +81,25 @@ def better_outside(table: dict[str, list[Row]]) -> list[Row]:
     return max(there, key=lambda rows: median(map(share, rows)), default=[])
 
 
-def _number(key: str, form: str) -> Callable[[list[Row]], str]:
+def _number(key: str, form: str, per: str | None = None) -> Callable[[list[Row]], str]:
+    """The median over the rows, of each by another figure of it (`per`)."""
+
     def shown(rows: list[Row]) -> str:
-        values = [row[key] for row in rows if row.get(key) is not None]
-        return format(mean(values), form) if values else "–"
+        values = [row[key] / (row[per] if per else 1) for row in rows if row.get(key) is not None]
+        return format(median(values), form) if values else "–"
 
     return shown
 
 
 def _spread(rows: list[Row]) -> str:
     rates = [row["delivered_tokens_per_s"] for row in rows]
-    return f"{mean(rates):,.0f}" + (f" ({min(rates):,.0f}–{max(rates):,.0f})" if len(rates) > 1 else "")
+    return f"{median(rates):,.0f}" + (f" ({min(rates):,.0f}–{max(rates):,.0f})" if len(rates) > 1 else "")
+
+
+def _factor(rows: list[Row]) -> str:
+    """Of over-sampling: ours and who waits for all have none."""
+    factors = {row["plan"]["over_sampling"] for row in rows if row["variant"] in WITH_FACTOR and row.get("plan")}
+    return ", ".join(f"{factor:g}" for factor in sorted(factors)) or "–"
 
 
 def _lost(rows: list[Row]) -> str:
@@ -113,12 +120,13 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "rows": lambda rows: str(len(rows)),
     "delivered tokens/s": _spread,
     "groups/s": _number("delivered_groups_per_s", ".2f"),
-    "of the limit": lambda rows: f"{mean(map(share, rows)):.2f}",
+    "of the limit": lambda rows: f"{median(map(share, rows)):.2f}",
+    "factor": _factor,
     "mean length": _number("length_mean", ".1f"),
     "mean batch": _number("mean_running", ".1f"),
     "round p50 s": _number("round_s_p50", ".2f"),
-    "after the end": _number("tokens_after_end", ",.0f"),
-    "re-prefilled": _number("reprefilled_tokens", ",.0f"),
+    "after the end, a round": _number("tokens_after_end", ",.0f", per="rounds"),
+    "re-prefilled, a token": _number("reprefilled_tokens", ".2f", per="delivered_tokens"),
     "off-policy": _number("off_policy_share", ".1%"),
     "hybrid": _number("hybrid_share", ".1%"),
     "lost": _lost,
@@ -127,7 +135,7 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 
 
 def _carry(rows: list[Row]) -> str:
-    start, end = (mean(row[key] for row in rows) for key in ("carry_start", "carry_end"))
+    start, end = (median(row[key] for row in rows) for key in ("carry_start", "carry_end"))
     return f"{start:,.0f} → {end:,.0f}"
 
 
@@ -143,13 +151,15 @@ def _steps(rows: list[Row]) -> str:
     """Of the looks in the row's time: of the stock server, which all ways of a table share."""
     batches = sorted({int(batch) for row in rows for batch in row["step_ms_by_batch"]})
     found = {b: [row["step_ms_by_batch"][str(b)] for row in rows if str(b) in row["step_ms_by_batch"]] for b in batches}
-    return ", ".join(f"{batch}: {mean(took):.1f}" for batch, took in found.items()) or "–"
+    return ", ".join(f"{batch}: {median(took):.1f}" for batch, took in found.items()) or "–"
 
 
 DETAILS: dict[str, Callable[[list[Row]], str]] = {
     "round p95 s": _number("round_s_p95", ".2f"),
     "generated tokens/s": _number("generated_tokens_per_s", ",.0f"),
+    "computed tokens": _number("computed_tokens", ",.0f"),
     "wasted": _number("wasted_tokens", ",.0f"),
+    "carry grown": _number("carry_grown", ",.0f"),
     "carry, tokens": _carry,
     "KS distance": _number("ks_distance", ".3f"),
     "versions old: groups": _staleness,
@@ -167,7 +177,7 @@ def details_of(table: dict[str, list[Row]]) -> list[list[str]]:
     ]
 
 
-OURS = ("april-keep", "april-auto")
+OURS = ("april-keep", "april-auto", "april-recompute")
 FLOORS: tuple[tuple[str, str | None, str, float], ...] = (
     ("lognormal", None, "synchronous", 1.6),
     ("lognormal", None, "outside", 1.25),
@@ -176,6 +186,8 @@ FLOORS: tuple[tuple[str, str | None, str, float], ...] = (
     ("pareto", None, "outside", 1.25),
     ("extreme:100", "max_staleness unlimited", "synchronous", 1.6),
     ("extreme:100", "max_staleness unlimited", "outside", 1.25),
+    ("extreme:100", "max_staleness 5", "synchronous", 1.6),
+    ("extreme:100", "max_staleness 5", "outside", 1.25),
     ("constant", None, "synchronous", 0.98),
 )
 """What is aimed at: of a distribution and an ablation, against what, at least."""
@@ -207,15 +219,18 @@ def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
     """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside.
 
     What generates while the trainer works is compared with the asynchronous client only."""
-    lines = [["variant", "× synchronous", "× outside", "× async", "raw: × synchronous", "× outside", *COLUMNS]]
+    lines = [["variant", "× synchronous", "× outside", "× async", *COLUMNS]]
     bases = table.get("synchronous", []), better_outside(table)
     for name, rows in table.items():
         ahead = name == "april-continue"
-        against = [headline(rows, [] if ahead else base, raw=raw) for raw in (False, True) for base in bases]
-        ratios = [*against[:2], headline(rows, table.get("async", [])) if ahead else None, *against[2:]]
-        shown = [f"{ratio:.2f}" if ratio is not None else "–" for ratio in ratios]
-        lines.append([name, *shown, *(column(rows) for column in COLUMNS.values())])
+        ratios = [headline(rows, [] if ahead else base) for base in bases]
+        ratios.append(headline(rows, table.get("async", [])) if ahead else None)
+        lines.append([name, *map(_ratio, ratios), *(column(rows) for column in COLUMNS.values())])
     return lines
+
+
+def _ratio(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def ablations_of(rows: list[Row], together: str) -> list[list[str]]:
@@ -227,8 +242,6 @@ def ablations_of(rows: list[Row], together: str) -> list[list[str]]:
     base = next(iter(table.values()))
     lines = [["variant", "ablation", "× the first", "KS distance", *COLUMNS]]
     for names, mine in table.items():
-        ratio = headline(mine, base) or 0.0
-        lines.append(
-            [*names, f"{ratio:.2f}", _number("ks_distance", ".3f")(mine), *(c(mine) for c in COLUMNS.values())]
-        )
+        ratio = _ratio(headline(mine, base))
+        lines.append([*names, ratio, _number("ks_distance", ".3f")(mine), *(c(mine) for c in COLUMNS.values())])
     return lines

@@ -71,7 +71,6 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
         bed = Bed(engine, engine, checkpoints, preset)
         track = Track(bed, Cell("lognormal", variant))
         steady = await track.warm()
-        await bed.limit("lognormal")  # the first time, smaller batches are measured too
         limits, full = [], []
         for measured in (False, True, False):
             if measured:

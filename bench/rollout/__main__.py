@@ -30,17 +30,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         prog="python -m bench.rollout",
         description="Rounds of rollouts with real pushes between them, every way side by side, in the steady state.",
     )
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
-    parser.add_argument("--budget-minutes", type=float, default=60.0, help="servers' start included (%(default)s)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes and tables (%(default)s)")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=60.0,
+        help="servers' start included (%(default)s); under 30 the main table has three repetitions",
+    )  # fmt: skip
     parser.add_argument("--run-id", help="go on with this run: what it has rows for is not measured again")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "rollout.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "rollout.json", help="for rows (%(default)s)")
     parser.add_argument("--variants", nargs="+", choices=tuple(KINDS), help="only these")
     parser.add_argument("--ablation", help="only the tables of this one, e.g. over-sampling, knobs, drain, 'n 8'")
     parser.add_argument("--distribution", help="instead of the preset's cells: this one, e.g. trace:lengths.json")
     parser.add_argument("--repetitions", type=int, help="of the main table")
-    parser.add_argument("--warm-rounds", type=int, help="rounds after which measuring begins, steady or not (15)")
-    parser.add_argument("--over-sampling", type=float, help="factor of the clients outside")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-rounds", type=int, help="rounds after which measuring begins, steady or not")
+    parser.add_argument("--over-sampling", type=float, help="factor of the clients outside, where none is tried")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
     parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
     parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
     parser.add_argument("--server", metavar="URL", help="a running server of ours, used for all variants")
@@ -54,6 +57,16 @@ def preset_of(args: argparse.Namespace) -> Preset:
     from dataclasses import replace
 
     preset = PRESETS[args.preset]
+    if preset.shape != "tiny" and not preset.name.endswith("/8") and not args.server:
+        raise SystemExit(
+            f"preset {preset.name}: two servers with room for {preset.pool_tokens:,} KV tokens each fit on no GPU; "
+            f"start them and name them (--server, --stock-server), or take {preset.name}/8"
+        )
+    if args.distribution:
+        try:
+            preset.lengths(args.distribution)
+        except (ValueError, OSError) as problem:
+            raise SystemExit(f"--distribution {args.distribution}: {problem}") from problem
     if args.gpu_gb:
         if not args.preset.endswith("/8"):
             raise SystemExit("--gpu-gb: only the /8 presets are sized by a GPU's memory")
@@ -141,6 +154,8 @@ def main(given: list[str] | None = None) -> int:
     args = arguments(given)
     until = time.monotonic() + 60 * args.budget_minutes
     preset = preset_of(args)
+    if not list(cells_of(args, preset, [])):
+        raise SystemExit("no table of this preset has that ablation, distribution or variant")
     args.run_id = args.run_id or f"{preset.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     print(f"run {args.run_id}: rows go to {args.out} as they are measured; --run-id goes on with it", flush=True)
     with ExitStack() as stack:

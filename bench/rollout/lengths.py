@@ -86,6 +86,8 @@ def named(name: str, mean: float, longest: int) -> Lengths:
     if kind == "trace":
         lengths = sorted(json.loads(Path(argument).read_text()))
         return Lengths(name, lambda u: lengths[int(u * len(lengths))], 1.0, longest)
+    if kind not in INVERSES:
+        raise ValueError(f"no distribution is called that; there are extreme:R, trace:FILE, {', '.join(INVERSES)}")
     inverse = INVERSES[kind]
     return Lengths(name, inverse, _scale(inverse, mean, longest), longest)
 

@@ -25,11 +25,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """A batch that was decoded alone: tokens/s and seconds a step over all its steps, and its halves by themselves,
-    because their contexts differ."""
+    """A batch that was decoded alone: tokens/s over all its steps, and its halves by themselves, because their contexts
+    differ."""
 
     rate: float
-    step_s: float
     halves: tuple[Point, ...]
 
 
@@ -77,7 +76,7 @@ def of_snapshots(seen: Sequence[Counters], batch: int, prompt_tokens: int = 0) -
         for one, two in pieces
     )
     seconds = full[-1].time - full[0].time
-    return Decoded((full[-1].decoded - full[0].decoded) / seconds, _step(full[0], full[-1]), halves)
+    return Decoded((full[-1].decoded - full[0].decoded) / seconds, halves)
 
 
 def _step(one: Counters, two: Counters) -> float:

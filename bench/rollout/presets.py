@@ -73,18 +73,18 @@ class Preset:
     """Rounds after which measuring begins even if the carry still moves (the row is marked)."""
     measured: int = 8
     distributions: tuple[str, ...] = DISTRIBUTIONS
-    short: int = 20
+    extreme_short: int = 20
     extreme: int = 100
-    """`extreme`: 95 % of the responses have `short` tokens, 5 % so many times as many."""
-    everything: bool = True
-    """Whether ablations are run."""
+    """`extreme`: 95 % of the responses have `extreme_short` tokens, 5 % so many times as many."""
+    ablations: bool = True
+    """Whether they are run, extreme lengths among them."""
     pool: int = 0
     """Tokens of each server's KV pool; 0: what the sizes ask for."""
 
     @property
     def longest_of_all(self) -> int:
         """Tokens of the longest response under any distribution."""
-        return max(self.longest, self.short * self.extreme) if self.everything else self.longest
+        return max(self.longest, self.extreme_short * self.extreme) if self.ablations else self.longest
 
     @property
     def context(self) -> int:
@@ -93,13 +93,13 @@ class Preset:
 
     @property
     def pool_tokens(self) -> int:
-        """KV pool of a server: the partials of several runs that take turns, and every slot at its longest."""
+        """KV pool of each server: the partials of several runs that take turns, and every slot at its longest."""
         return self.pool or max(8 * self.plan.slots * int(self.mean), 3 * self.plan.slots * self.context)
 
     def lengths(self, distribution: str) -> Lengths:
         """A distribution at this size."""
         if distribution.startswith("extreme"):
-            return named(distribution, self.short, self.short * self.extreme)
+            return named(distribution, self.extreme_short, self.extreme_short * self.extreme)
         return named(distribution, self.mean, self.longest)
 
     def eighth(self, gpu_gb: float = GPU_GB) -> "Preset":
@@ -117,12 +117,12 @@ class Preset:
             repetitions=1,
             warm_limit=6,
             pool=pool,
-            everything=False,
+            ablations=False,
         )
 
     def cells(self) -> Iterator[Cell]:
         """All rows of the preset: the factors for the main table, the main table, then the others by their worth."""
-        if self.everything:
+        if self.ablations:
             yield from self._twice(list(self._over_sampling()))
         for repetition in range(self.repetitions):
             yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
@@ -137,13 +137,13 @@ class Preset:
 
     def _tables(self) -> Iterator[list[Cell]]:
         """All but the main one, each after the factors for it."""
-        tries = self._tries if self.everything else lambda *_: ()
+        tries = self._tries if self.ablations else lambda *_: ()
         yield from tries([Cell("lognormal", variant) for variant in OTHERS[:-1]])
         yield [Cell("lognormal", variant) for variant in OTHERS]
         for distribution in self.distributions:
             yield from tries([Cell(distribution, "outside")])
             yield [Cell(distribution, variant) for variant in MAIN]
-        if not self.everything:
+        if not self.ablations:
             return
         for share in TRAINER:
             yield [Cell("lognormal", v, ablation=f"trainer {share:g}", trainer=share) for v in OTHERS[3:]]
@@ -193,7 +193,7 @@ class Preset:
         yield "cohort", replace(plan, quota_mode="cohort")
 
 
-class Short(Preset):
+class AllVariants(Preset):
     """Every variant, and nothing else."""
 
     def cells(self) -> Iterator[Cell]:
@@ -202,7 +202,7 @@ class Short(Preset):
         yield from (Cell("lognormal", variant) for variant in OTHERS)
 
 
-class Few(Preset):
+class FewVariants(Preset):
     """What is waited for, the client outside and ours, and nothing else."""
 
     def cells(self) -> Iterator[Cell]:
@@ -224,11 +224,11 @@ _APRIL = Plan(slots=256, groups=32, n=8, over_sampling=2.0)
 _PRESETS: tuple[Preset, ...] = (
     Tiny("tiny", Plan(slots=16, groups=3, n=2), 8, 40, 6, 1, warm_limit=1, measured=2),
     Preset("cpu", _CPU, 64, 1024, 16, 5),
-    Few("cpu-long", _CPU, 512, 4096, 16, 2, everything=False),
-    Preset("april", _APRIL, 4096, 16384, 256, 2, shape="qwen3-4b", short=32, extreme=500),
-    Short("long", replace(_APRIL, slots=128), 16384, 49152, 512, 1, shape="qwen3-4b"),
-    Short("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),
-    Short("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),
+    FewVariants("cpu-long", _CPU, 512, 4096, 16, 2, ablations=False),
+    Preset("april", _APRIL, 4096, 16384, 256, 2, shape="qwen3-4b", extreme_short=32, extreme=500),
+    AllVariants("long", replace(_APRIL, slots=128), 16384, 49152, 512, 1, shape="qwen3-4b"),
+    AllVariants("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),
+    AllVariants("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),
 )
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _PRESETS}
 PRESETS |= {f"{name}/8": PRESETS[name].eighth() for name in ("april", "long", "short-rounds", "dapo")}
