@@ -99,10 +99,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quota", type=int, default=8, help="groups that a round delivers")
     parser.add_argument("--samples", type=int, default=4, help="samples of a group")
     parser.add_argument("--slots", type=int, default=32, help="samples that run at once")
-    parser.add_argument("--sync", choices=("normal", "full"), default="normal")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sync", choices=("normal", "full"), default="normal", help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
     parser.add_argument("--folder", type=Path, help="where the journal is written: the disk that is to be measured")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "journal.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "journal.json", help="for rows (%(default)s)")
     return parser.parse_args(arguments)
 
 

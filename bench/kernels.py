@@ -26,6 +26,7 @@ import torch
 from bench import record
 from bench.kernel_cases import Bed, Case, Config, Missing, cases
 
+DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
 CPU_AT_LEAST_S = 0.02
 """So long is one of the repeats: what is shorter is called several times."""
@@ -155,15 +156,19 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="cuda is ROCm's name too")
-    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8, help="of the pool (%(default)s)")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads (%(default)s)")
+    parser.add_argument("--dim", type=int, default=128, help="size of a head (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the pool (%(default)s)")
+    parser.add_argument("--page-tokens", type=int, default=16, help="tokens of a stored page (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536] if on_gpu else [256, 1024, 4096]
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[256, 1024, 4096, 16384, 65536] if on_gpu else [256, 1024, 4096],
+        help="of a sample (%(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "kernels.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "kernels.json", help="for rows (%(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw this run into FOLDER")
     return parser.parse_args(arguments)
 

@@ -87,7 +87,7 @@ def main(given: list[str] | None = None) -> int:
         prog="python -m bench.random_checkpoint", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("path", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
     args = parser.parse_args(given)
     print(make(args.path, Shape(), args.seed))
     return 0

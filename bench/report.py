@@ -24,6 +24,7 @@ from bench.plots import plot, plot_over_sampling
 from bench.record import Row
 from bench.tables import ablations_of, aims, by_variant, details_of, newest, table_of
 
+PAGE = record.ROOT / "out" / "bench" / "report.html"
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -160,8 +161,8 @@ def all_rows(folder: Path) -> list[Row]:
 def main(given: list[str] | None = None) -> int:
     """0; 1 if `--check` finds a difference."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=record.RESULTS)
-    parser.add_argument("--out", type=Path, default=record.ROOT / "out" / "bench" / "report.html")
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of rows (%(default)s)")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page (%(default)s)")
     parser.add_argument("--readme", nargs="?", type=Path, const=record.ROOT / "README.md", help="fill README's tables")
     parser.add_argument("--check", action="store_true", help="with --readme: change nothing, fail on a difference")
     args = parser.parse_args(given)

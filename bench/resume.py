@@ -89,7 +89,7 @@ def passed(row: record.Row, tolerance: float) -> bool:
 def main(given: list[str] | None = None) -> int:
     """0; 1 if a tier shows."""
     parser = argparse.ArgumentParser(prog="python -m bench.resume", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=16, help="resumed in each tier (%(default)s)")
     parser.add_argument("--prompt", type=int, default=96, help="tokens")
     parser.add_argument("--length", type=int, default=64, help="tokens of a response")
     parser.add_argument("--tolerance", type=float, help="of logprobs (1e-5 on a CPU, 0.1 on a GPU)")

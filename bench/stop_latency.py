@@ -123,10 +123,10 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.stop_latency", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256], help="samples at once (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each (%(default)s)")
     parser.add_argument("--reply-tokens", type=int, default=0, help="also a reply of so many tokens, e.g. 1000000")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "stop_latency.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "stop_latency.json", help="for rows (%(default)s)")
     parser.add_argument("--server", metavar="URL", help="a running server of ours")
     parser.add_argument("--stock-server", metavar="URL", help="with --server; else the same is used for both")
     parser.add_argument("--model", type=Path, help="instead of a tiny one, which some attention backends do not take")

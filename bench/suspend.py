@@ -255,7 +255,7 @@ def sglang_copy(config: dict[str, Any], plan: Plan, on_gpu: bool, step_s: float)
 def parsed(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.suspend", description=(__doc__ or "").partition("\n")[0])
     for name, default in asdict(Plan()).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help="%(default)s")
     parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
     parser.add_argument("--server-options", default="", help="more flags of the server")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/suspend.json")

@@ -104,8 +104,8 @@ async def _rounds(track: Track, count: int) -> tuple[list[Window], int]:
 def main(given: list[str] | None = None) -> int:
     """0."""
     parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
-    parser.add_argument("--variant", choices=OURS, default="april-keep")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
+    parser.add_argument("--variant", choices=OURS, default="april-keep", help="%(default)s")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
