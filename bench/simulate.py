@@ -5,8 +5,8 @@
     python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k (ten minutes)
 
-The model is bench/round_model.py, of engines as in bench/engine_model.py. `reach` needs this machine's step costs, or
-given ones.
+The model is bench/round_model.py, of engines as in bench/engine_model.py. Without --costs `reach` takes what was found
+beside the newest main table's rows, and `project` what is assumed of an H100.
 """
 
 import argparse
@@ -217,15 +217,25 @@ async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
     return bed.observed.costs()
 
 
+def costs_of(rows: list[record.Row], preset: Preset) -> Costs:
+    """The mean of what was found beside the newest main table of a preset."""
+    table = [row["costs"] for row in newest(rows, preset.name) if row["variant"] == "april-keep" and row.get("costs")]
+    if not table:
+        raise SystemExit(f"no rows of preset {preset.name} with costs: run bench.rollout, or give --costs")
+    return Costs(**{name: mean(costs[name] for costs in table) for name in table[0]})
+
+
 def main(given: list[str] | None = None) -> int:
     """0; `validate` fails without rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("measure", "validate", "reach", "project"), help="see above")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
-    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (project: else an H100's)")
+    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (else: the rows', an H100's)")
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
     parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
-    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json", help="validate: these")
+    parser.add_argument(
+        "--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured ones (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json", help="for rows (%(default)s)")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
@@ -239,11 +249,14 @@ def main(given: list[str] | None = None) -> int:
         print(out.read_text())
         return 0
     given_costs = {}
+    rows = record.read_rows(args.rows)
     if args.what == "validate":
-        made: Iterable[record.Row] = validate(preset, record.read_rows(args.rows))
+        made: Iterable[record.Row] = validate(preset, rows)
     else:
-        assumed = args.what == "project" and args.costs is None
-        costs = H100_4B if assumed else Costs(**json.loads((args.costs or COSTS).read_text()))
+        if args.costs:
+            costs = Costs(**json.loads(args.costs.read_text()))
+        else:
+            costs = H100_4B if args.what == "project" else costs_of(rows, preset)
         given_costs = {"costs": asdict(costs)}
         made = reach(preset, costs) if args.what == "reach" else project(costs)
     facts = {"bench": f"simulate {args.what}", "run_id": f"{args.what}-{record.facts()['time']}", **record.facts()}

@@ -1,6 +1,7 @@
 """bench.simulate: the model against what can be said without it."""
 
 from dataclasses import asdict, replace
+from math import ceil
 
 import pytest
 
@@ -11,8 +12,8 @@ from bench.rollout.limit import Point
 from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import MEASURED, WAYS, Outcome, Simulation
-from bench.simulate import H100_4B, fitted_cost, reach, simulated, validate
+from bench.round_model import MEASURED, WARM, WAYS, Outcome, Simulation
+from bench.simulate import H100_4B, costs_of, fitted_cost, reach, simulated, validate
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)
@@ -113,6 +114,29 @@ def test_ends_and_joins_are_fitted_on_a_row_each_and_predict_the_others() -> Non
     assert [line["ratio"] for line in found.values()] == pytest.approx([1.0] * 4, rel=0.01)
     assert found["async"]["ratio_without_fit"] > 1.015
     assert fitted_cost(preset, {**told[0], "delivered_tokens_per_s": 1e9}, "follow_s", {}) == 0.0
+
+
+def test_reach_takes_the_mean_of_the_costs_beside_the_newest_rows() -> None:
+    preset = replace(PRESETS["tiny"], name="p")
+    row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
+    found = [replace(FLAT, step_s=seconds) for seconds in (1.0, 3.0)]
+    rows = [{**row, "variant": "april-keep", "repetition": i, "costs": asdict(one)} for i, one in enumerate(found)]
+    rows.append({**row, "variant": "outside", "repetition": 0, "costs": asdict(H100_4B)})
+    assert costs_of(rows, preset) == replace(FLAT, step_s=2.0)
+    with pytest.raises(SystemExit, match="no rows of preset tiny with costs"):
+        costs_of(rows, PRESETS["tiny"])
+
+
+def test_a_long_response_is_warmed_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rounds first the model would see the carry of long responses build up, as first-finished does."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Simulation, "run", lambda _self, warm, measured: asked.append((warm, measured)))
+    plan = replace(PRESETS["tiny"].plan, groups=30)
+    for distribution in ("lognormal", "extreme:100"):
+        simulated(PRESETS["tiny"], plan, "april-keep", FLAT, distribution=distribution)
+    # 2,000 tokens, three times over, in rounds of 60 samples of 20 or 2,000 tokens on 16 slots.
+    assert asked == [(WARM, MEASURED), (ceil(3 * 2000 / (60 * 119 / 16)), MEASURED)]
+    assert asked[1] != asked[0]
 
 
 def test_reach_accounts_for_all_the_time() -> None:
