@@ -22,6 +22,6 @@ def bad(field: str, reason: str) -> Refused:
     return Refused(400, field, reason)
 
 
-def fault(error: Exception) -> Refused:
+def fault(error: BaseException) -> Refused:
     """A fault of ours, as an answer."""
     return Refused(500, "server", f"{type(error).__name__}: {error}")

@@ -50,6 +50,10 @@ class Holds:
     def retake(self, reason: str, rounds: list[str]) -> None:
         """The push or pause is over: become a reader again for each open round once nothing else speaks against it."""
         self._reasons.discard(reason)
+        self.fill(rounds)
+
+    def fill(self, rounds: list[str]) -> None:
+        """Become a reader for each open round that is none, unless a push or a pause stands against it."""
         if self._reasons:
             return
         for round_id in rounds:

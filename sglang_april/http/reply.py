@@ -4,7 +4,6 @@ In msgpack, ids are little-endian int32 and logprobs little-endian float32 as ra
 is NaN; in JSON they are lists, exact to the last bit of the float32, and absent is null.
 """
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ import msgspec
 import numpy as np
 
 from sglang_april import wire
-from sglang_april.http.vault import Done, Part
+from sglang_april.http.vault import Done, Part, decoded
 
 logger = logging.getLogger("sglang_april")
 
@@ -47,13 +46,13 @@ class Reply:
     @classmethod
     async def build(cls, ended: wire.RoundEnded, parts: list[Part]) -> "Reply":
         """Wait for the last texts and add the figures of the delivery."""
-        await asyncio.gather(*(done.text for part in parts for done in part.done))
+        await decoded(parts)
         stats = dict(ended.stats)
         stats["delivered"] = delivered_figures(parts, ended.policy_version)
         stats["carried_length"] = _distribution(np.frombuffer(ended.carried_lengths, "<i4"))
         if any(part.prompt.truncates for part in parts):
             stats["warnings"] = [*stats.get("warnings", ()), TRUNCATED]
-        nbytes = sum(_size(part) for part in parts)
+        nbytes = sum(size_of(part) for part in parts)
         return cls(
             ended.round_id, ended.run, ended.policy_version, ended.end_reason, parts, ended.carried, stats, nbytes
         )
@@ -149,7 +148,8 @@ def _metadata(raw: bytes, packed: bool) -> Any:
     return msgspec.Raw(raw) if packed else msgspec.msgpack.decode(raw)
 
 
-def _size(part: Part) -> int:
+def size_of(part: Part) -> int:
+    """About how many bytes of memory a group takes whose texts are all there."""
     own = len(part.prompt.prompt_ids) + len(part.prompt.metadata)
     return own + sum(_sample_size(done) for done in part.done)
 

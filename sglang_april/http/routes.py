@@ -12,16 +12,17 @@ from fastapi.responses import Response, StreamingResponse
 from sglang_april.http import schema
 from sglang_april.http.errors import Refused, bad, fault
 from sglang_april.http.limits import check_judge, check_prompts, check_rollout
-from sglang_april.http.reply import encode_group
+from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import Round
 from sglang_april.http.schema import check_round_id
 from sglang_april.http.service import April
+from sglang_april.http.vault import decoded
 
 logger = logging.getLogger("sglang_april")
 
 MAX_BODY = 2**30
 SMALL = 2**16
-"""Bodies up to this many bytes are decoded and encoded on the event loop; larger ones in a thread."""
+"""Bodies and events up to this many bytes are decoded and encoded on the event loop; larger ones in a thread."""
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -194,8 +195,8 @@ async def _events(round_: Round) -> AsyncIterator[bytes]:
         while said < len(round_.events):
             part = round_.events[said]
             said += 1
-            await asyncio.gather(*(done.text for done in part.done))
-            yield encode_group(part, packed=False, event=True) + b"\n"
+            await decoded([part])
+            yield await _off_loop(size_of(part), encode_group, part, False, True) + b"\n"
         if round_.reply.done():
             break
         await bell.wait()

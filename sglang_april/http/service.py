@@ -46,6 +46,8 @@ class April:
         self.pausing = asyncio.Lock()
         """A pause and its end, one at a time."""
         self.restart = Restart(self, config.journal)
+        self.broken = ""
+        """Why the scheduler serves no rounds any more, or empty."""
         self._on_reply = on_reply
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -63,8 +65,8 @@ class April:
     async def open(self, body: schema.Rollout, fingerprint: str) -> Round:
         """Open the round that a request asks for, or find it; it lives on when the caller goes away."""
         await self.restart.ready()
-        if self.restart.fault and not self.rounds.knows(body.round_id):
-            raise Refused(503, "", self.restart.fault)
+        if (reason := self.broken or self.restart.fault) and not self.rounds.knows(body.round_id):
+            raise Refused(503, "", reason)
         candidate = Round(
             id=body.round_id or uuid.uuid4().hex,
             run=body.run,
@@ -195,6 +197,8 @@ class April:
                 self.finished(message.samples)
             elif isinstance(message, wire.RoundEnded):
                 self._ended(message)
+            elif isinstance(message, wire.Broken):
+                self._broken(message.reason)
             else:
                 self.restart.receive(message)
         except Exception:
@@ -236,6 +240,14 @@ class April:
         round_.ring()
         self.spawn(self._reply(round_, message, parts))
 
+    def _broken(self, reason: str) -> None:
+        """No reply will come for what is open: those who wait are told, and weight calls wait no longer for it."""
+        self.broken = reason
+        for round_ in [r for r in self.rounds.open if r.state == "open"]:
+            self.rounds.ended(round_)
+            self.rounds.failed(round_, Refused(500, "server", reason))
+            self.spawn(self.holds.drop(round_.id))
+
     # What runs beside the callers
 
     async def _open(self, round_: Round, body: schema.Rollout) -> None:
@@ -259,6 +271,9 @@ class April:
         if round_.judged:
             round_.events += self.vault.unjudged(round_.run)
         self.rounds.opened(round_)
+        self.holds.fill([round_.id])  # a push or pause that ended while it opened has passed it over
+        if self.broken:  # with a journal this answer may come after that
+            self._broken(self.broken)
 
     async def _stop_once_open(self, round_: Round, deliver: list[str] | None) -> None:
         with contextlib.suppress(Refused):
@@ -266,11 +281,11 @@ class April:
             await self.stop(round_.id, deliver)
 
     async def _reply(self, round_: Round, message: wire.RoundEnded, parts: list[Part]) -> None:
-        await self.holds.drop(round_.id)
-        await self.restart.ready()  # older replies are kept first, or this one would make room for them
         try:
+            await self.holds.drop(round_.id)
+            await self.restart.ready()  # older replies are kept first, or this one would make room for them
             reply = await Reply.build(message, parts)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # however it ends, those who wait must hear of it
             logger.exception("round %s has no reply", round_.id)
             self.rounds.failed(round_, fault(error))
             return

@@ -77,6 +77,12 @@ class Part:
         return replace(self, done=rest)
 
 
+async def decoded(parts: Iterable[Part]) -> None:
+    """Wait for all texts. A reader that is cancelled leaves them to the others; `gather` would cancel them for all."""
+    if texts := [done.text for part in parts for done in part.done]:
+        await asyncio.wait(texts)
+
+
 @dataclass(slots=True)
 class Group:
     """A prompt and those of its samples that have finished and are in no reply yet."""

@@ -1,8 +1,12 @@
 """Stops, pushes, clients that leave, state and drops, through the real app and service."""
 
 import asyncio
+import threading
+
+import pytest
 
 from sglang_april import wire
+from sglang_april.http import routes
 from tests.unit.routes import client_of, open_round, run, until
 from tests.unit.scheduler_link import prompt, service
 
@@ -19,6 +23,70 @@ def test_a_client_that_leaves_ends_only_its_wait() -> None:
             engine.end(engine.opened, ("a", [0]))
             await until(lambda: april.rounds.kept)
             assert (await client.get("/april/rounds/r")).json()["finished"][0]["id"] == "a"
+
+    run(scenario())
+
+
+def test_a_stream_whose_client_leaves_takes_no_text_from_the_others() -> None:
+    """It leaves while a text is being decoded, which the reply and the other stream wait for too."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        gate, decode = threading.Event(), engine.decode
+        engine.decode = lambda *args: (gate.wait(10), decode(*args))[1]
+        async with client_of(april) as client:
+            body = {"round_id": "r", "stream": True, "prompts": [prompt(id="a")]}
+            leaves = await open_round(client, engine, **body)
+            stays = asyncio.create_task(client.post("/april/rollout", json=body))
+            engine.finish(engine.opened, ("a", 0))
+            await asyncio.sleep(0.05)
+            leaves.cancel()
+            await asyncio.wait([leaves])
+            engine.end(engine.opened, ("a", [0]))
+            gate.set()
+            assert '"text":"ab"' in (await stays).text
+            reply = (await client.get("/april/rounds/r")).json()
+            assert reply["finished"][0]["samples"][0]["text"] == "ab"
+
+    run(scenario())
+
+
+def test_a_reply_that_cannot_be_built_is_an_error_and_no_endless_wait() -> None:
+    """A text that somebody has cancelled raises what is no `Exception`."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        gate = threading.Event()
+        engine.decode = lambda *_: str(gate.wait(10))
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            engine.finish(engine.opened, ("a", 0))
+            april.rounds.find("r").events[0].done[0].text.cancel()
+            engine.end(engine.opened, ("a", [0]))
+            response = await asyncio.wait_for(task, 5)
+            gate.set()
+            assert (response.status_code, response.json()["error"]["field"]) == (500, "server")
+            assert (await client.get("/april/rounds/r")).status_code == 404
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("tokens", "on_the_loop"), [(8, True), (routes.SMALL, False)])
+def test_a_large_event_is_encoded_off_the_loop(tokens: int, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or every other request would wait for it."""
+    threads, encode = [], routes.encode_group
+    monkeypatch.setattr(
+        routes, "encode_group", lambda *a, **k: (threads.append(threading.get_ident()), encode(*a, **k))[1]
+    )
+
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, stream=True, prompts=[prompt(id="a")])
+            engine.finish(engine.opened, ("a", 0), ids="x" * tokens)
+            engine.end(engine.opened, ("a", [0]))
+            assert "x" * tokens in (await task).text
+        assert [thread == threading.get_ident() for thread in threads] == [on_the_loop]
 
     run(scenario())
 
@@ -75,6 +143,42 @@ def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
             engine.end(engine.opened, reason="stopped")
             await task
             assert not await engine.lock.is_locked()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("asked", ["before", "in"])
+@pytest.mark.parametrize("interruption", ["pause", "push"])
+def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiting(
+    interruption: str, asked: str
+) -> None:
+    """With a journal the round's answer waits for a write, and the end of the pause or push overtakes it."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        engine.silent = {wire.OpenRound}
+        begin, end = {
+            "pause": (april.freeze, april.thaw),
+            "push": (lambda: april.push_begin(None), lambda: april.push_end(None)),
+        }[interruption]
+        async with client_of(april) as client:
+            body = {"prompts": [prompt(id="a")]}
+            if asked == "in":
+                await begin()
+                task = await open_round(client, engine, **body)
+            else:
+                task = await open_round(client, engine, **body)
+                await begin()
+            await end()
+            assert not april.holds.held
+            engine.tell(wire.Answer(engine.opened.seq, data={"policy_version": 0}))
+            await until(lambda: april.holds.held)
+            writer = asyncio.create_task(engine.lock.acquire_writer())
+            await asyncio.sleep(0.01)
+            assert not writer.done()
+            engine.end(engine.opened, reason="stopped")
+            await task
+            await asyncio.wait_for(writer, 1)
 
     run(scenario())
 
