@@ -98,8 +98,11 @@ class AprilClient(Calls):
         self.push_begin(version)
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             raise left_open(error) from error
+        except BaseException as error:  # cancelled, interrupted: whoever waits for just that must see it
+            error.add_note(str(left_open(error)))
+            raise
         self.push_end(version)
 
     def state(self) -> dict[str, Any]:
@@ -204,8 +207,11 @@ class AsyncAprilClient(Calls):
         await self.push_begin(version)
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             raise left_open(error) from error
+        except BaseException as error:  # cancelled, interrupted: whoever waits for just that must see it
+            error.add_note(str(left_open(error)))
+            raise
         await self.push_end(version)
 
     async def state(self) -> dict[str, Any]:

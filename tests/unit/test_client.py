@@ -122,6 +122,28 @@ def test_a_push_and_a_push_that_fails(client: AprilClient) -> None:
     assert client.push_end(9)["push_open"] is False
 
 
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, SystemExit])
+def test_a_push_that_is_interrupted_says_so_and_hides_nothing(
+    client: AprilClient, stopped: type[BaseException]
+) -> None:
+    with pytest.raises(stopped) as caught, client.push():
+        raise stopped
+    assert "still open" in caught.value.__notes__[0]
+    client.push_end()
+
+
+def test_a_time_limit_ends_an_asynchronous_push_as_ever(url: str) -> None:
+    async def scenario() -> None:
+        async with AsyncAprilClient(url) as client:
+            with pytest.raises(TimeoutError) as caught:
+                async with asyncio.timeout(0.05), client.push():
+                    await asyncio.sleep(60)
+            assert "still open" in caught.value.__cause__.__notes__[0]
+            await client.push_end()
+
+    asyncio.run(scenario())
+
+
 def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
     thread = threading.Thread(target=AprilClient(url).rollout, kwargs={"run": "slow", "round_id": "s"})
     thread.start()
