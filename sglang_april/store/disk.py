@@ -96,8 +96,8 @@ class Disk:
     ) -> torch.Tensor:
         """Write all pages of a sample: int32 [n, page_words] each time, with their checksums or None.
 
-        Returns the checksums of all pages. Raises OSError (no space, bad device, missing directory, …): no file is
-        left, and one that was there before is gone too.
+        Returns the checksums of all pages. Raises OSError (no space, bad device, missing directory, …), and what
+        `pieces` raises: no file is left, and one that was there before is gone too.
         """
         head = Header(key, length, version, self._page_tokens, self._page_words, self._layout)
         path = self._path(key)
@@ -109,15 +109,16 @@ class Disk:
                 for pages, known in pieces:
                     sums.append(kv_pages.checksum(pages) if known is None else known)
                     self._put(file.fileno(), memoryview(pages.numpy()).cast("B"))
-                tail = torch.cat(sums).numpy().tobytes()
+                every = torch.cat(sums)
+                tail = every.numpy().tobytes()
                 self._put(file.fileno(), tail + zlib.crc32(tail).to_bytes(4, "little"))
             part.replace(path)
-        except OSError:
+        except BaseException:
             for left in (part, path):
                 with contextlib.suppress(OSError):
                     left.unlink(missing_ok=True)
             raise
-        return torch.cat(sums)
+        return every
 
     def load(self, key: Key, length: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pages of a sample, so many at a time as `buffer` holds, with the checksums they must have.

@@ -30,6 +30,7 @@ class Arena:
         self.page_words, self.pinned = page_words, pinned
         self._slab = max(1, SLAB_BYTES // (4 * page_words))
         self._slabs: dict[int, torch.Tensor] = {}
+        self._pages = pages
         self._free = [Run(i, min(self._slab, pages - i)) for i in range(0, pages, self._slab)]
         self.free_pages = pages
 
@@ -81,6 +82,7 @@ class Arena:
     def _ensure(self, run: Run) -> None:
         number = run.start // self._slab
         if number not in self._slabs:
-            shape = (self._slab, self.page_words)
+            # The last one, or the only one of a small arena, has fewer pages.
+            shape = (min(self._slab, self._pages - number * self._slab), self.page_words)
             slab = torch.empty(shape, dtype=torch.int32, pin_memory=True) if self.pinned else blocks.empty(shape)
             self._slabs[number] = slab

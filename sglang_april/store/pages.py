@@ -196,7 +196,7 @@ class PageStore:
         try:
             disk.save(key, length, version, ((pages, sums) for p in parts for pages, sums in self._runs(p)))
             self._held[number] = DiskPages(key, length)
-        except OSError:
+        except BaseException:  # whatever it was: a copy that is still named here would give its room back again
             del self._held[number]
             raise
         finally:

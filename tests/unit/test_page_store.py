@@ -141,6 +141,29 @@ def test_a_file_that_cannot_be_written_costs_the_copy_and_nothing_else(tmp_path:
     rank.close()
 
 
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("no reason")])
+@pytest.mark.parametrize("way", ["disk", "spilled"])
+def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error: Exception, way: str) -> None:
+    """Pages that are free twice would hold two copies; half a file would stay until the next start."""
+
+    def refuse(fd: int, data: memoryview) -> int:
+        raise error
+
+    rank = Rank(tmp_path, write=refuse)
+    if way == "disk":
+        rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
+    else:
+        rank.store.put(0, 7, slots_of(9), None)
+        rank.store.spill(1, 7, KEY, 9, 0)
+    assert str(error) in rank.outcome(1)
+    rank.store.discard(7)
+    rank.store.verify(2)
+    assert rank.outcome(2) == ""
+    assert rank.arena.free_pages == 64
+    assert [p.name for p in tmp_path.iterdir()] == ["lock.r0"]
+    rank.close()
+
+
 def test_short_writes_are_written_on(tmp_path: Path) -> None:
     rank = Rank(tmp_path, write=Faulty("short"))
     rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
@@ -260,9 +283,24 @@ def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None
     for runs in taken:
         arena.give(runs)
     assert arena._free == [Run(0, 10), Run(10, 10), Run(20, 10), Run(30, 5)]
+    assert {number: len(slab) for number, slab in arena._slabs.items()} == {0: 10, 1: 10, 2: 10, 3: 5}
 
     fresh = Arena(10, 8, pinned=False)
     monkeypatch.setattr(torch, "empty", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("no memory")))
     with pytest.raises(MemoryError, match="cannot grow"):
         fresh.take(3)
     assert fresh.free_pages == 10
+
+
+@pytest.mark.parametrize(("pages", "rows"), [(3, [3]), (10, [10]), (11, [10, 1]), (25, [10, 10, 5])])
+def test_an_arena_takes_no_more_memory_than_its_pages(
+    monkeypatch: pytest.MonkeyPatch, pages: int, rows: list[int]
+) -> None:
+    """A slab holds 10 here; every page is memory of its own."""
+    monkeypatch.setattr("sglang_april.store.host.SLAB_BYTES", 4 * 8 * 10)
+    arena = Arena(pages, 8, pinned=False)
+    runs = arena.take(pages)
+    assert [len(arena._slabs[number]) for number in sorted(arena._slabs)] == rows
+    for run in runs:
+        arena.pages(run).copy_(torch.arange(run.start, run.start + run.size)[:, None].expand(-1, 8))
+    assert [arena.pages(Run(i, 1))[0, 0].item() for i in range(pages)] == list(range(pages))
