@@ -26,7 +26,7 @@ def rid_of(sample: Sample) -> str:
 
 
 def build_request(sample: Sample) -> TokenizedGenerateReqInput:
-    """A request for a sample that has no token yet."""
+    """A request for a sample that has none: a new one, or one whose tokens of earlier legs `recall` puts into it."""
     group = sample.group
     params = msgspec.structs.replace(params_of(group), sampling_seed=sample.seed)
     if group.prompt.max_new_tokens is not None:
