@@ -280,7 +280,13 @@ class JournalFault(msgspec.Struct, tag=True):
     reason: str
 
 
-Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault
+class Broken(msgspec.Struct, tag=True):
+    """An exception of ours: no round is served any more, and those that are open have no reply."""
+
+    reason: str
+
+
+Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault | Broken
 
 _encoder = msgspec.msgpack.Encoder()
 _messages = msgspec.msgpack.Decoder(Command | Fact)

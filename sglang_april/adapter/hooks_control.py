@@ -55,7 +55,9 @@ def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
     controller = manager.scheduler.april
     _interrupt(controller)
-    if recv_req.flush_cache and not manager.is_fully_idle():
+    if broken := controller.context.broken:  # samples of ours may still be in the batch
+        return _refused_update(recv_req, f"the weights stay as they are, because {broken}")
+    if recv_req.flush_cache and not manager.is_fully_idle():  # stock would go on, and end by an assertion
         out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
     else:
         out = orig(manager, recv_req)
@@ -70,7 +72,7 @@ def _weight_call_ended(controller: Controller, recv_req: Any, out: Any) -> None:
 
 
 def _refused_update(recv_req: Any, message: str) -> Any:
-    """Stock would change the weights, and then end the scheduler by an assertion."""
+    """As the stock body refuses: nothing has changed, and the caller hears why."""
     output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
     extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
     return output(success=False, message=message, **extra)
@@ -132,7 +134,12 @@ def _freeze(controller: Controller) -> None:
 
 def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
     """AFTER Scheduler.continue_generation."""
-    s.april.pushes.thaw()
+    _thaw(s.april)
+
+
+@guarded
+def _thaw(controller: Controller) -> None:
+    controller.pushes.thaw()
 
 
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:

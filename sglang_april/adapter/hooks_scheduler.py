@@ -27,7 +27,7 @@ from sglang_april.policy import cost
 from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
-from sglang_april.types import State
+from sglang_april.types import Sample, State
 
 log = logging.getLogger("sglang_april")
 
@@ -46,7 +46,7 @@ class Process:
 
 
 def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """No exception of ours may end the scheduler: it closes our admission with the reason, and SGLang goes on."""
+    """No exception of ours may end the scheduler: it ends our rounds with the reason, and SGLang goes on."""
 
     @functools.wraps(fn)
     def call(controller: Controller, *args: Any) -> Any:
@@ -56,7 +56,8 @@ def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
             if CHECK:
                 raise
             log.exception("partial rollouts stop here")
-            controller.context.broken = f"internal error in {fn.__name__}: {error!r}"
+            where = fn.__name__.strip("_")
+            controller.context.stop_serving(f"rounds are over until a restart: internal error in {where}: {error!r}")
             return None
 
     return call
@@ -210,21 +211,27 @@ def held_tokens(result: int, _observer: Any) -> int:
 
 
 def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
-    """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key.
+    """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
+    if Process.controller is not None and Process.engine is not None:
+        _queued(Process.controller, Process.engine, req, is_retracted)
+    return orig(s, req, is_retracted)
 
-    Ours ask for no input logprobs: in a recompute the default would give the old tokens' logits a whole lm_head (S6).
+
+@guarded
+def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
+    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head (S6).
+
     What a request of a higher priority preempts is retracted too, but not said to be.
     """
-    if Process.engine is not None and req.kv is None:
-        Process.engine._renew(req)
+    if req.kv is None:
+        engine._renew(req)
         if req.april is not None:
             req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
             if req.april.recall is not None:
                 advance_grammar(req)
                 req.april.recall = None
     if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recomputing)):
-        s.april.retracted(req.april)
-    return orig(s, req, is_retracted)
+        controller.retracted(req.april)
 
 
 def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
@@ -234,8 +241,12 @@ def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any =
     """
     engine, controller = Process.engine, Process.controller
     if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
-        reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
-        controller.aborted(engine.samples[output.rid], reason)
+        _aborted(controller, engine.samples[output.rid], output.finished_reason)
         return None
     with Process.sending:
         return orig(sender, output, recv_obj)
+
+
+@guarded
+def _aborted(controller: Controller, sample: Sample, reason: dict[str, Any] | None) -> None:
+    controller.aborted(sample, reason or {"type": "abort", "message": "aborted by the engine"})

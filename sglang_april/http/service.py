@@ -23,7 +23,7 @@ from sglang_april.http.prepare import extend_round, open_round, unit_of
 from sglang_april.http.reply import Reply, log_reply
 from sglang_april.http.restart import Restart
 from sglang_april.http.rounds import Round, Rounds
-from sglang_april.http.vault import MissingSampleError, Part, Prompt, Vault, visible_text
+from sglang_april.http.vault import Part, Prompt, Vault, visible_text
 
 logger = logging.getLogger("sglang_april")
 
@@ -230,7 +230,7 @@ class April:
         self.rounds.ended(round_)
         try:
             parts = self.vault.deliver(message.run, message.deliver)
-        except MissingSampleError as error:
+        except Exception as error:  # whatever is wrong, nobody waits for a reply that will not come
             logger.exception("round %s has no reply", round_.id)
             self.rounds.failed(round_, fault(error))
             self.spawn(self.holds.drop(round_.id))

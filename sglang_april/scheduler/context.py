@@ -55,6 +55,12 @@ class Context:
             return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
         return self.clock.closed
 
+    def stop_serving(self, reason: str) -> None:
+        """An exception of ours. The first one is told at once, past a journal that may never be written again."""
+        if not self.broken:
+            self.broken = reason
+            self.engine.send(wire.Broken(reason))
+
     def cap(self, tier: CopyTier) -> int:
         """Tokens that a tier may hold."""
         return self.host_cap_tokens if tier == "host" else self.disk_cap_tokens

@@ -51,6 +51,10 @@ def _free_a_page_twice(guarded: Callable[..., Any], pool: Any, pages: Any) -> No
         pool._allocator.free(slots[-1:])
 
 
+def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("nobody leaves")
+
+
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tree insert": (OURS + "adapter.v0_5_17.pages.PagePool.put_back", _insert_anyway),
     "version key": (OURS + "adapter.v0_5_17.request.versioned_key", _no_version),
@@ -61,5 +65,6 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "every page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _leak_a_page),
     "no page freed twice": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _free_a_page_twice),
     "penalty replay": (OURS + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
+    "suspend": (OURS + "scheduler.suspend.Suspender.suspend_all", _fail),
     "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }
