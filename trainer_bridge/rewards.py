@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -136,6 +136,9 @@ class Worker:
         except (EOFError, OSError) as error:
             self.stop()
             raise RewardError("the reward's process died") from error
+        except Exception as error:  # a value of a class that only the worker can import, say
+            self.stop()
+            raise RewardError(f"the reward's answer cannot be read: {error!r}") from error
         if not good:
             raise RewardError(value)
         return value
@@ -197,8 +200,8 @@ class Rewards:
             for _ in range(TRIES):
                 try:
                     return [Score(reward) for reward in read(worker.call(arguments, self._timeout))]
-                except (RewardError, TypeError, ValueError) as error:
-                    problem = str(error)
+                except Exception as error:  # noqa: BLE001 - a user's value may raise anything; who waits must hear of it
+                    problem = str(error) if isinstance(error, RewardError) else repr(error)
             return [Score(None, problem)]
         finally:
             self.seconds += time.monotonic() - started
@@ -223,7 +226,10 @@ def _gather(parts: "list[Future[Score]]") -> "Future[list[Score]]":
         try:
             left.get_nowait()
         except queue.Empty:
-            whole.set_result([part.result() for part in parts])
+            try:
+                whole.set_result([part.result() for part in parts])
+            except CancelledError as error:  # the pool was closed; a callback's exception would be heard by nobody
+                whole.set_exception(error)
 
     if not parts:
         whole.set_result([])

@@ -61,6 +61,18 @@ def not_a_number(sample: RewardSample, prompt: Prompt) -> Any:
     return {0: "many", 1: float("nan"), 2: None, 3: "0.5"}[sample.index]
 
 
+def beyond_a_float(sample: RewardSample, prompt: Prompt) -> Any:
+    return 10**400 if sample.index == 1 else 1.0
+
+
+class Local(float):
+    """A number of a class that the trainer's process cannot import."""
+
+
+def of_a_class_of_its_own(sample: RewardSample, prompt: Prompt) -> Any:
+    return Local(1.0) if sample.index == 1 else 1.0
+
+
 def ranks(samples: list[RewardSample], prompt: Prompt) -> list[float]:
     return [float(place) for place, _ in enumerate(samples)]
 

@@ -1,6 +1,7 @@
 """Rewards: values, group rewards, exceptions, time-outs, deaths; each in real processes."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,27 @@ def test_a_failure_is_tried_once_more(rewards: Callable[..., Rewards], tmp_path:
 
 def test_what_is_no_number_is_no_reward(rewards: Callable[..., Rewards]) -> None:
     assert [score.reward for score in scores(rewards("not_a_number"))] == [None, None, None, 0.5]
+
+
+def test_a_number_beyond_a_float_is_no_reward(rewards: Callable[..., Rewards]) -> None:
+    told = scores(rewards("beyond_a_float"), count=3)
+    assert [score.reward for score in told] == [1, None, 1]
+    assert "OverflowError" in told[1].problem
+
+
+def test_a_value_that_only_its_worker_can_read_is_no_reward(rewards: Callable[..., Rewards]) -> None:
+    """Its class is in a module of the worker's own: the trainer's process cannot unpickle what it sends."""
+    told = scores(rewards("of_a_class_of_its_own"), count=3)
+    assert [score.reward for score in told] == [1, None, 1]
+    assert "cannot be read" in told[1].problem
+
+
+def test_scores_that_nobody_will_compute_any_more_are_not_waited_for(rewards: Callable[..., Rewards]) -> None:
+    pool = rewards("hangs", timeout=1.0)
+    told = pool.submit([samples(2)[1]] * 3, prompt())
+    pool.close()
+    with pytest.raises(CancelledError):
+        told.result(PATIENCE_S)
 
 
 def test_a_group_reward_gives_one_for_each(rewards: Callable[..., Rewards]) -> None:
