@@ -159,7 +159,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     global_batch_size: Count | None = None
     """Samples per optimiser step; all of a round if not given."""
     max_tokens_per_gpu: Count = 8192
-    """Most tokens of a micro-batch, padding included."""
+    """Most tokens of a micro-batch, prompts included; a longer response stands by itself."""
     lr: Positive = 1e-6
     """Learning rate; constant after the warm-up."""
     lr_warmup_iters: Natural = 0

@@ -161,17 +161,20 @@ class Cut:
 def micro_batches(made: Sequence[Response], version: int, config: Config) -> list[Cut]:
     """The micro-batches of one optimiser step, the longest first, so that sharing them out evenly is easy.
 
-    Responses of like length stand together, so that little is padding: rows × longest row ≤ `max_tokens_per_gpu`, or a
-    single row that is longer by itself. Every response is in exactly one micro-batch.
+    Nothing is padded (`megatron/model.py`), so their lengths sum to at most `max_tokens_per_gpu`; a response that is
+    longer stands by itself. Every response is in exactly one micro-batch.
     """
     weights = token_weights([np.ones(len(r.output_ids), bool) for r in made], config.loss.mean_over)
     order = sorted(range(len(made)), key=lambda i: -len(made[i]))
     rows: list[list[int]] = []
+    total = 0
     for i in order:
-        if rows and (len(rows[-1]) + 1) * len(made[rows[-1][0]]) <= config.max_tokens_per_gpu:
+        total += len(made[i])
+        if rows and total <= config.max_tokens_per_gpu:
             rows[-1].append(i)
         else:
             rows.append([i])
+            total = len(made[i])
     return [
         Cut(
             _micro_batch(

@@ -95,7 +95,7 @@ def test_every_token_is_in_exactly_one_micro_batch(lengths: list[list[int]], bud
     for cut in cuts:
         sequences, tokens = cut.batch.sequences, cut.batch.tokens
         members = [made[i] for i in cut.members]
-        assert len(members) == 1 or len(members) * max(map(len, members)) <= budget
+        assert len(members) == 1 or sum(map(len, members)) <= budget
         assert sequences.lengths.tolist() == [len(r) for r in members]
         at = 0
         for row, response in enumerate(members):
@@ -109,6 +109,12 @@ def test_every_token_is_in_exactly_one_micro_batch(lengths: list[list[int]], bud
         assert len(tokens.behaviour) == int(sequences.responses.sum())
         total += float(tokens.weights.sum())
     assert total == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_micro_batch_is_filled_with_tokens_for_nothing_is_padded() -> None:
+    made = responses([group("a", [97, 47], [0.0, 1.0]), group("b", [27, 17], [0.0, 1.0])], config())
+    cuts = micro_batches(made, 3, config(max_tokens_per_gpu=200))
+    assert [cut.batch.sequences.lengths.tolist() for cut in cuts] == [[100, 50, 30, 20]]
 
 
 @pytest.mark.parametrize(
