@@ -30,8 +30,8 @@ class State:
     """Ids handed over and not delivered, in order."""
     homes: list[int] = field(default_factory=list)
     """The engine of each, if there are several."""
-    acknowledged: str | None = None
-    """The last round whose samples are in this checkpoint."""
+    acknowledged: list[str] = field(default_factory=list)
+    """Rounds that are final with this checkpoint, and were not with the one before: acknowledged once it is durable."""
     samples: int = 0
     """Delivered so far, for the plots."""
     seconds: float = 0.0

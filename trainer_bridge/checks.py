@@ -25,6 +25,10 @@ RATIO_LIMIT = 1e-4
 """How far the first ratio may be from 1 in float32."""
 
 
+class RunError(RuntimeError):
+    """Why a run ends before its last step, in one sentence; it may go on from its last checkpoint."""
+
+
 def modified_sampling(config: Config) -> list[str]:
     """The parameters of a training round that make the trainer's ratios approximate."""
     params = config.rollout_params
@@ -106,18 +110,18 @@ def _check_strict(config: Config) -> None:
 
 
 def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:
-    """Figures of a round's optimiser steps under `strict_on_policy`; raises RuntimeError for what is not.
+    """Figures of a round's optimiser steps under `strict_on_policy`; raises RunError for what is not.
 
     `exact`: in float32 the trainer's logprobs are the engine's, and the first ratio is 1; with fewer bits rounding
     parts them.
     """
     for row in steps:
         if row and (row["off_policy_share"] or row["hybrid_share"]):
-            raise RuntimeError(f"strict_on_policy: {row['off_policy_share']:.2%} of the tokens are off-policy")
+            raise RunError(f"strict_on_policy: {row['off_policy_share']:.2%} of the tokens are off-policy")
     if exact and steps and steps[0]:
         furthest = max(abs(steps[0][name] - 1) for name in ("ratio_max", "ratio_min"))
         if not furthest < RATIO_LIMIT:
-            raise RuntimeError(
+            raise RunError(
                 f"strict_on_policy: the first ratio is up to {furthest:.2g} from 1: engine and trainer differ about "
                 "the tokens' logprobs; are both in float32?"
             )
@@ -127,7 +131,7 @@ def dry_run(config: Config) -> list[str]:
     """`check`, and then what can be looked at without an engine: one line for each thing seen or not there.
 
     Data, models and rewards that are not on this machine are named, not refused: a recipe is checked where it is
-    written, not where it is run. A model name that is no folder is taken for one of the Hugging Face hub's.
+    written, not where it is run.
     """
     check(config)
     lines = [f"hf_checkpoint: {_model(Path(config.hf_checkpoint))}"]
@@ -143,6 +147,13 @@ def dry_run(config: Config) -> list[str]:
     samples = config.rollout_batch_size * (config.n_samples_per_prompt if config.quota_unit == "group" else 1)
     lines.append(f"a round delivers {samples} samples, {config.global_batch_size or samples} per optimiser step")
     return lines
+
+
+def check_model(config: Config) -> None:
+    """Raises ConfigError where there is no model to start from."""
+    folder = Path(config.hf_checkpoint)
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"hf_checkpoint: {folder} holds no config.json; it must be a Hugging Face folder")
 
 
 def _model(path: Path) -> str:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_bridge.checks import dry_run
+from trainer_bridge.checks import RunError, dry_run
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.flags import load, parser
 
@@ -32,21 +32,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(config: Config) -> int:
+    from sglang_april.client import AprilError
     from trainer_bridge.handshake import HandshakeError
     from trainer_bridge.loop import Loop
     from trainer_bridge.megatron.ranks import TrainerFailed
+    from trainer_bridge.megatron.shapes import UnsupportedModelError
     from trainer_bridge.own_server import EngineGoneError
 
     # A terminated run still ends its server and its reward processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         loop = Loop(config)
-    except ConfigError as error:
+    except (ConfigError, UnsupportedModelError, OSError) as error:
         print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
         return 2
     try:
         loop.run()
-    except (EngineGoneError, HandshakeError, TrainerFailed) as error:
+    except ConfigError as error:  # of a row of the data, which is read when it is its turn
+        print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except (RunError, EngineGoneError, HandshakeError, TrainerFailed, AprilError, OSError) as error:
         saved = loop.store.steps()
         print(  # noqa: T201
             f"april-train: {error}. The same command goes on after step {saved[-1] if saved else 0}.", file=sys.stderr

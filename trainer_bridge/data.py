@@ -70,11 +70,24 @@ def read_rows(path: str | Path) -> list[Mapping[str, Any]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise ConfigError(f"prompt_data: {path} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
-        with path.open() as lines:
-            return [json.loads(line) for line in lines if line.strip()]
+        with path.open("rb") as lines:
+            return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     raise ConfigError(f"prompt_data: {path} is neither .jsonl nor .parquet nor a folder of them")
+
+
+def _row(line: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"prompt_data: {place}: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"prompt_data: {place}: must be an object, with columns by name")
+    return row
 
 
 def _column(fields: Mapping[str, Any], key: str, row: int) -> Any:

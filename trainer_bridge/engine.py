@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from sglang_april.client import AprilClient
+from trainer_bridge.checks import RunError
 from trainer_bridge.config import Config
 from trainer_bridge.fleet import Fleet
 from trainer_bridge.own_server import EngineGoneError, EngineLostError, OwnServer, ServerProcess
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 ANSWER_S = 600.0
 """The memory calls answer within that, or the engine hangs."""
+NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
+"""What a server says that has released none of these tags."""
 
 
 class Engine:
@@ -77,8 +80,12 @@ class Engine:
         self._post("/release_memory_occupation", {})
 
     def resume(self, *tags: str) -> None:
-        """It takes back its `weights`, or its `kv_cache` and `cuda_graph`."""
-        self._post("/resume_memory_occupation", {"tags": tags})
+        """It takes back its `weights`, or its `kv_cache` and `cuda_graph`.
+
+        A server that was started again since the release has them all: its refusal for that reason is no failure.
+        """
+        done = NOT_RELEASED.format(", ".join(sorted(tags)))
+        self._post("/resume_memory_occupation", {"tags": tags}, unless=done)
 
     def close(self) -> None:
         """End what was started here."""
@@ -87,10 +94,11 @@ class Engine:
         if self._own is not None:
             self._own.end()
 
-    def _post(self, route: str, body: dict[str, Any]) -> None:
+    def _post(self, route: str, body: dict[str, Any], unless: str | None = None) -> None:
+        """`unless`: the refusal that counts as success."""
         answer = self._http.post(route, json=body)
-        if not answer.is_success:
-            raise RuntimeError(f"POST {route}: {answer.status_code} {answer.text[:300]}")
+        if not answer.is_success and _refusal(answer) != unless:
+            raise RunError(f"POST {route}: {answer.status_code} {answer.text[:300]}")
 
     def _command(self) -> list[str]:
         config = self._config
@@ -136,6 +144,16 @@ class Engines:
 
     def _on_all(self, call: Callable[[Engine], None]) -> None:
         on_all(self._threads, [partial(call, engine) for engine in self.each])
+
+
+def _refusal(answer: httpx.Response) -> str:
+    """The reason that a memory call was refused for; empty for any other failure."""
+    if answer.status_code != httpx.codes.BAD_REQUEST:
+        return ""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _own_server(record: Path, config: Config, cluster: "Cluster | None") -> ServerProcess:

@@ -13,13 +13,19 @@ from trainer_bridge.fleet import Fleet
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 
 
+def round_of(run: str, step: int) -> str:
+    """The id of the evaluation after a step."""
+    return f"{run}.eval-{step}"
+
+
 def evaluate(
     client: AprilClient | Fleet, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
 ) -> dict[str, float]:
     """Mean reward over all held-out prompts, its standard error over prompts, and lengths.
 
-    Samples without a reward are left out and counted. Between rounds of training nothing of theirs changes by it: noise
-    depends on prompt ids alone (S5).
+    Samples without a reward are left out and counted. The reply is kept until it is acknowledged: a trainer that goes
+    back to a checkpoint asks for all evaluations since then again. Between rounds of training nothing of theirs changes
+    by it: noise depends on prompt ids alone (S5).
     """
     data.position = 0
     prompts = {prompt.id: prompt for prompt in data.take(len(data))}
@@ -38,11 +44,12 @@ def evaluate(
     lengths: list[int] = []
     for event in client.stream(
         run=f"{run}/eval",
-        round_id=f"{run}.eval-{step}",
+        round_id=round_of(run, step),
         prompts=[prompt.body(config.n_samples_per_eval_prompt) for prompt in prompts.values()],
         sampling_params=params,
         quota=None,
         quota_unit="group",
+        keep_until_ack=True,
     ):
         if isinstance(event, Group):
             told = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]

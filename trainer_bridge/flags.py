@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
         shown = f"default: {default}"
         if kind is bool:
             made.add_argument(*names, action=argparse.BooleanOptionalAction, help=shown)
-        elif origin is list:
-            made.add_argument(*names, nargs="+", help=shown)
-        elif list[str] in inner:
+        elif origin is list or list[str] in inner:
             made.add_argument(*names, nargs="+", action="extend", help=shown)
         elif origin is Literal:
             made.add_argument(*names, choices=inner, help=shown)

@@ -33,7 +33,8 @@ class Fleet:
         try:
             yield from shared.run()
         finally:
-            del self._open[body["round_id"]]
+            if self._open.get(body["round_id"]) is shared:  # else it was asked for again meanwhile
+                del self._open[body["round_id"]]
 
     def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> None:
         """Verdicts on finished groups of an open round; what is fit beyond the quota stays for the next."""
@@ -184,21 +185,21 @@ class SharedRound:
         for prompt_id in sorted(self._fit, key=lambda prompt_id: prompt_id not in self._mandatory):
             reserved = len(self._mandatory)
             if prompt_id in self._mandatory or sum(self._accepted) + reserved < self._quota:
-                self._fit.remove(prompt_id)
                 self._tell(prompt_id, accept=[prompt_id])
+                self._fit.remove(prompt_id)  # once it has arrived: a call that failed is made again
         if sum(self._accepted) >= self._quota and not self._mandatory and not self._met:
-            self._met = True
             for engine in set(range(len(self._clients))) - self._over:
                 with _ignored(*GONE):
                     self._clients[engine].stop(self._id)
+            self._met = True
 
     def _tell(self, prompt_id: str, **verdict: list[str]) -> None:
         """One verdict, to the engine that has the group. A part that has ended already takes none."""
         engine = self._home[prompt_id]
-        self._mandatory.discard(prompt_id)
         if engine not in self._over:
             with _ignored(409):
                 self._accepted[engine] = self._clients[engine].judge(self._id, **verdict)["accepted"]
+        self._mandatory.discard(prompt_id)
 
     # After the events
 

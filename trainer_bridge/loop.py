@@ -16,16 +16,17 @@ import numpy as np
 
 from sglang_april.client import AprilError
 from trainer_bridge.checkpoints import Checkpoints, State
-from trainer_bridge.checks import check, check_on_policy, modified_sampling
-from trainer_bridge.config import Config
+from trainer_bridge.checks import RunError, check, check_model, check_on_policy, modified_sampling
+from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData, read_rows
 from trainer_bridge.engine import Engines
-from trainer_bridge.evaluation import evaluate
+from trainer_bridge.evaluation import evaluate, round_of
 from trainer_bridge.figures import step_row
 from trainer_bridge.link import Link
+from trainer_bridge.megatron.ranks import TrainerFailed
 from trainer_bridge.megatron.team import make_trainer
 from trainer_bridge.progress import Progress
-from trainer_bridge.rewards import Rewards
+from trainer_bridge.rewards import RewardError, Rewards
 from trainer_bridge.rollout import Rollout, Rollouts
 from trainer_bridge.samples import Cut, Response, known_proximal, micro_batches, responses, updates
 from trainer_bridge.trainer import PARTS, Part, StepReport, Trainer
@@ -43,6 +44,8 @@ class Loop:
 
     def __init__(self, config: Config, trainer: Trainer | None = None, progress: Progress | None = None) -> None:
         check(config)
+        if trainer is None:
+            check_model(config)
         self.config = config
         folder = Path(config.save)
         self.store = Checkpoints(folder, config.keep_checkpoints)
@@ -52,10 +55,7 @@ class Loop:
         self._eval_data: PromptData | None = None
         if config.eval_interval is not None and config.eval_prompt_data is not None:
             self._eval_data = PromptData(read_rows(config.eval_prompt_data), config, shuffle=False)
-        place = config.group_reward or config.reward
-        self.rewards = Rewards(
-            place, config.reward_workers, config.reward_timeout, of_groups=config.group_reward is not None
-        )
+        self.rewards = _rewards(config)
         self._cluster = _cluster(config)
         self.engine = Engines(config, folder, self._cluster)
         self.trainer = trainer or make_trainer(config.trainer, self._cluster)
@@ -121,7 +121,7 @@ class Loop:
                 break
             if len(done) == MOST_ROUNDS:
                 problems = "; ".join(done[-1].problems[:3])
-                raise RuntimeError(f"{left} groups short after {len(done)} rounds: none fit to train on. {problems}")
+                raise RunError(f"{left} groups short after {len(done)} rounds: none fit to train on. {problems}")
             done.append(self._with_engine(partial(self.rollouts.round, f"{round_id}-{len(done)}", left)))
         for rollout in done:
             self._spend("rollout", rollout.generate_s)
@@ -133,9 +133,7 @@ class Loop:
         version = self.link.version
         seen = rounds[-1].summary.policy_version
         if seen != version:
-            raise RuntimeError(
-                f"the engine answers with policy version {seen}, the trainer is at {version}: who pushes?"
-            )
+            raise RunError(f"the engine answers with policy version {seen}, the trainer is at {version}: who pushes?")
         return version
 
     def _train(self, made: list[Response], version: int) -> tuple[list[StepReport], list[tuple[list[Response], Cut]]]:
@@ -208,31 +206,43 @@ class Loop:
         self.progress.resume(self.state.step)
         self.link.step = self.state.step
         self.link.call(self.link.align, self.progress.warn, at_once=False)
-        if self.state.acknowledged is not None:
-            self._acknowledge(self.state.acknowledged)
+        self._unacknowledged = list(self.state.acknowledged)
+        if self.state.step in self.progress.evaluated_steps:
+            self._unacknowledged.append(round_of(self.run_name, self.state.step))
+        self._acknowledge()
         for name in modified_sampling(self.config):
             self.progress.warn(f"{name} changes the distribution that tokens are drawn from: ratios are approximate")
 
     # Around the steps
 
+    def _saves(self) -> bool:
+        """Whether a restart goes on after this step, and not before it."""
+        return self.state.step % self.config.save_interval == 0 or self.state.step >= self.config.num_rollout
+
     def _save(self, rounds: list[Rollout]) -> None:
-        """A checkpoint when it is due; then its rounds are acknowledged."""
+        """A checkpoint when it is due; then its rounds are acknowledged, and the evaluations before it."""
         self._unacknowledged += [rollout.summary.round_id for rollout in rounds]
-        if self.state.step % self.config.save_interval and self.state.step < self.config.num_rollout:
+        if not self._saves():
             return
         with self._part("save"):
-            self.state.acknowledged = self._unacknowledged[-1]
-            self.store.save(self.state, self.trainer.save)
-            while self._unacknowledged:
-                self._with_engine(lambda: self._acknowledge(self._unacknowledged[0]))
-                self._unacknowledged.pop(0)
-
-    def _acknowledge(self, round_id: str) -> None:
-        try:
-            self.engine.client.ack(round_id)
-        except AprilError as error:
-            if error.status not in (404, 410):  # another engine by now, or no longer kept: both are well
+            self.state.acknowledged = list(self._unacknowledged)
+            try:
+                self.store.save(self.state, self.trainer.save)
+            except TrainerFailed:
                 raise
+            except (OSError, RuntimeError) as error:  # PyTorch makes a RuntimeError of a full disk
+                said = str(error).partition("\n")[0]
+                raise RunError(f"{self.store.path(self.state.step)} cannot be written: {said}") from error
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        while self._unacknowledged:
+            try:
+                self._with_engine(lambda: self.engine.client.ack(self._unacknowledged[0]))
+            except AprilError as error:
+                if error.status not in (404, 410):  # another engine by now, or no longer kept: both are well
+                    raise
+            self._unacknowledged.pop(0)
 
     def _evaluate(self) -> None:
         """The held-out prompts under this step's weights, where that is due and not done."""
@@ -245,16 +255,19 @@ class Loop:
             lambda: evaluate(self.engine.client, self.run_name, step, data, self.rewards, self.config)
         )
         self.progress.evaluated(self.state, figures)
+        self._unacknowledged.append(round_of(self.run_name, step))
+        if self._saves():
+            self._acknowledge()
 
     def _end(self) -> None:
         """`drain`: what has begun is finished and learned from, in one more step; `drop`: it is deleted."""
         client, run = self.engine.client, self.run_name
         if self.config.on_end == "drop":
-            client.drop(run)
+            self._with_engine(lambda: client.drop(run))
             return
-        unstarted = [group["id"] for group in client.partials(run)["unstarted"]]
+        unstarted = [group["id"] for group in self._with_engine(lambda: client.partials(run))["unstarted"]]
         if unstarted:
-            client.drop(run, unstarted)
+            self._with_engine(lambda: client.drop(run, unstarted))
         for prompt_id in unstarted:
             self.rollouts.forget(prompt_id)
         if self.rollouts.pending:
@@ -276,6 +289,14 @@ class Loop:
         if name.startswith("colocate") and not self.config.colocate:
             return
         self._spent[name] = self._spent.get(name, 0.0) + seconds
+
+
+def _rewards(config: Config) -> Rewards:
+    place, of_groups = config.group_reward or config.reward, config.group_reward is not None
+    try:
+        return Rewards(place, config.reward_workers, config.reward_timeout, of_groups=of_groups)
+    except RewardError as error:
+        raise ConfigError(f"{'group_reward' if of_groups else 'reward'}: {error}") from error
 
 
 def _cluster(config: Config) -> "Cluster | None":

@@ -4,13 +4,16 @@ The pool of prompts in the engine is kept full; a group is scored as it finishes
 judged (S3): accepted if its rewards differ. A group with fewer than two scored members is replaced by another one.
 """
 
+import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import httpx
 
 from sglang_april.client import AprilClient, AprilError
 from sglang_april.replies import Group, Summary
@@ -24,6 +27,8 @@ from trainer_bridge.samples import ScoredGroup
 
 SCORABLE = 2
 """A baseline needs so many scored members."""
+JUDGE_TRIES = 3
+"""A server may close a connection that was kept open just as a verdict is sent; telling it again is harmless."""
 
 Key = tuple[str, int, int]
 """Prompt id, incarnation, index of the sample."""
@@ -143,12 +148,15 @@ class Rollouts:
 
 
 class _Round:
-    """One round while it is open: scores and verdicts arrive on threads of their own."""
+    """One round while it is open: events, scores and verdicts arrive on threads of their own."""
 
     def __init__(self, rollouts: Rollouts, round_id: str, quota: int | None, full: bool) -> None:
         self._all, self._id, self._quota, self._full = rollouts, round_id, quota, full
         self._config, self._client = rollouts._config, rollouts._client
         self._streamed: dict[Key, _Streamed] = {}
+        self._events: queue.SimpleQueue[Group | Summary | BaseException] = queue.SimpleQueue()
+        self._failed = False
+        """A verdict was lost: nothing more is read or judged."""
         self._judge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
         self._verdicts: dict[tuple[str, int], Future[None]] = {}
         self._extended = rollouts._store.extended(round_id)
@@ -177,11 +185,25 @@ class _Round:
         return made
 
     def _stream(self, body: dict[str, Any]) -> Summary:
-        for event in self._client.stream(**body):
+        """All events to the summary. A thread reads them, so that a lost verdict, which they wait for, ends this."""
+        threading.Thread(target=self._follow, args=(self._client.stream(**body),), daemon=True, name="round").start()
+        while True:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                raise event
             if isinstance(event, Summary):
                 return event
             self._score(event)
-        raise AprilError(500, "stream", f"round {self._id} ended without its summary")
+
+    def _follow(self, stream: Iterator[Group | Summary]) -> None:
+        try:
+            for event in stream:
+                self._events.put(event)
+                if self._failed or isinstance(event, Summary):
+                    return
+            raise AprilError(500, "stream", f"round {self._id} ended without its summary")
+        except BaseException as error:  # noqa: BLE001 - raised where the events are read
+            self._events.put(error)
 
     def _score(self, group: Group) -> None:
         """Rewards of the samples of one event; then the verdict, if this group is judged."""
@@ -191,11 +213,21 @@ class _Round:
         for at, sample in enumerate(group.samples):
             self._streamed[group.id, group.incarnation, sample.index] = _Streamed(group, at, scores)
         if group.complete and self._config.quota_unit == "group" and self._quota is not None:
-            verdict = self._judge.submit(self._decide, group, scores)
+            verdict = self._judge.submit(self._settle, group, scores)
             self._verdicts[group.id, group.incarnation] = verdict
 
-    def _decide(self, group: Group, scores: "Future[list[Score]]") -> None:
+    def _settle(self, group: Group, scores: "Future[list[Score]]") -> None:
         """On the judge's thread, in the order of finishing."""
+        if self._failed:
+            return
+        try:
+            self._decide(group, scores)
+        except BaseException as error:
+            self._failed = True
+            self._events.put(error)
+            raise
+
+    def _decide(self, group: Group, scores: "Future[list[Score]]") -> None:
         rewards = [score.reward for score in scores.result() if score.reward is not None]
         fit = len(rewards) >= min(SCORABLE, len(group.samples))
         if self._judges:
@@ -204,7 +236,16 @@ class _Round:
         if not fit and self._extend(quota_add=0 if self._judges else 1):
             self._replaced += 1
         if self._judges:
-            self._tell(self._client.judge, accept=[group.id] if fit else [], reject=[] if fit else [group.id])
+            self._tell_verdict(accept=[group.id] if fit else [], reject=[] if fit else [group.id])
+
+    def _tell_verdict(self, **verdict: list[str]) -> None:
+        for left in reversed(range(JUDGE_TRIES)):
+            try:
+                self._tell(self._client.judge, **verdict)
+                return
+            except httpx.TransportError:
+                if not left:
+                    raise
 
     def _extend(self, quota_add: int) -> bool:
         """One more prompt, and unless the verdict already holds the round open, one more group in the quota."""

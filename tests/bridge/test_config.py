@@ -48,6 +48,13 @@ def test_underscores_none_lists_and_no() -> None:
     assert made.staleness_bound == 0
 
 
+def test_lists_may_be_given_at_once_or_one_by_one_also_of_what_begins_with_dashes() -> None:
+    made = from_flags("--server-flags=--tp-size=2", "--server-flags=--mem-fraction-static=0.7")
+    assert made.server_flags == ["--tp-size=2", "--mem-fraction-static=0.7"]
+    made = from_flags("--rollout-stop-token-ids", "2", "7", "--rollout-stop-token-ids", "9", "--rollout-stop", "a", "b")
+    assert (made.rollout_stop_token_ids, made.rollout_stop) == ([2, 7, 9], ["a", "b"])
+
+
 def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("hf_checkpoint: m\nprompt_data: d\nlr: 1.0e-5\nrollout_batch_size: 8\n")
     made = load(tmp_path / "c.yaml", {"lr": "2e-5"})

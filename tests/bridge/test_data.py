@@ -38,6 +38,27 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
         read_rows(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"input": "q",}', r"b\.jsonl, line 3: .*property name"),
+        (b"\xff\xfe\xff", r"b\.jsonl, line 3: "),
+        (b"17", r"b\.jsonl, line 3: must be an object"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: bytes, said: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input": "q"}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"input": "q"}\n\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=said):
+        read_rows(tmp_path)
+
+
+def test_a_bad_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
+        read_rows(tmp_path / "a.parquet")
+
+
 def test_epochs_have_their_own_order_and_ids() -> None:
     data = PromptData(ROWS, config(rollout_shuffle=True, seed=3))
     taken = data.take(15)

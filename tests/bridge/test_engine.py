@@ -6,13 +6,15 @@ import signal
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.live import until
 from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.checks import RunError
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config
-from trainer_bridge.engine import Engine, Engines
+from trainer_bridge.engine import NOT_RELEASED, Engine, Engines
 from trainer_bridge.own_server import EngineGoneError, EngineLostError, OwnServer
 
 SERVES = """
@@ -94,6 +96,34 @@ def test_a_server_of_ours_keeps_a_journal_unless_told_otherwise(tmp_path: Path) 
     assert flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
     assert flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
     assert flags(server_journal=False) == []
+
+
+def resumed(folder: Path, status: int, answer: str, *tags: str) -> None:
+    made = Engine(Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x")
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, text=answer))
+    made._http = httpx.Client(transport=transport, base_url="http://x")
+    made.resume(*tags)
+
+
+def test_a_server_that_was_started_again_since_the_release_has_its_memory(tmp_path: Path) -> None:
+    said = json.dumps({"error": {"message": NOT_RELEASED.format("cuda_graph, kv_cache")}})
+    resumed(tmp_path, 400, said, "kv_cache", "cuda_graph")
+    with pytest.raises(RunError, match="cannot be resumed"):
+        resumed(tmp_path, 400, said, "weights")
+    with pytest.raises(RunError, match="500"):
+        resumed(tmp_path, 500, said, "kv_cache", "cuda_graph")
+
+
+@pytest.mark.parametrize("answer", ["[]", "no JSON", '{"error": "busy"}', '{"error": {"message": "busy"}}'])
+def test_any_other_refusal_to_resume_ends_the_run(tmp_path: Path, answer: str) -> None:
+    with pytest.raises(RunError, match=r"resume_memory_occupation: 400"):
+        resumed(tmp_path, 400, answer, "weights")
+
+
+def test_the_refusal_is_the_one_that_servers_speak() -> None:
+    source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "hooks_http.py"
+    assert NOT_RELEASED.format("{', '.join(wrong)}") in source.read_text()
+    assert "sorted(_tags(obj) - released)" in source.read_text()
 
 
 def test_a_run_that_is_cut_off_says_why_and_where_it_goes_on(

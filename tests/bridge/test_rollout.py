@@ -32,6 +32,10 @@ class FakeEngine:
         self.open = False
         self.lock = threading.Lock()
         self.dies_after: int | None = None
+        self.refusals: list[Exception] = []
+        """What the next verdicts are answered with, instead of being heard."""
+        self.judged = 0
+        self.gone = False
 
     def stream(self, **body: Any) -> Iterator[Group | Summary]:
         self.bodies.append(body)
@@ -61,10 +65,15 @@ class FakeEngine:
     def _verdict(self, prompt_id: str) -> bool:
         """The real engine waits for the last verdict; so does this one, which gives its caller's threads a chance."""
         while prompt_id not in self.verdicts:
+            if self.gone:
+                raise ConnectionError("the engine is gone")
             time.sleep(0.001)
         return self.verdicts[prompt_id]
 
     def judge(self, round_id: str, accept: list[str], reject: list[str]) -> None:
+        self.judged += 1
+        if self.refusals:
+            raise self.refusals.pop(0)
         self.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
     def extend(self, round_id: str, quota_add: int, prompts: list[dict[str, Any]]) -> None:
