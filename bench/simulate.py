@@ -233,9 +233,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (else: the rows', an H100's)")
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
     parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
-    parser.add_argument(
-        "--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured (%(default)s)"
-    )
+    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured (%(default)s)")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json", help="for rows (%(default)s)")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
