@@ -80,15 +80,16 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
     costs that were found beside its own rounds.
 
     No look sees what a sample's end costs, nor one at a stock server a follower's join. They are fitted on the first
-    rows of `outside` and of `april-keep`, which are then left out; what both do in the others, and all other variants,
-    is predicted."""
+    half of the rows of `outside` and of `april-keep`, which are then left out; what both do in the others, and all
+    other variants, is predicted."""
     table = by_variant(newest(rows, preset.name), "lognormal")
     table = {name: [row for row in table[name] if row.get("costs")] for name in WAYS if name in table}
     fitted: dict[str, float] = {}
     for name, cost in (("outside", "finish_s"), ("april-keep", "follow_s")):
-        if len(table.get(name, [])) > 1:
-            first, *table[name] = table[name]
-            fitted[cost] = fitted_cost(preset, first, cost, fitted)
+        half = len(table.get(name, [])) // 2
+        if half:
+            fitted[cost] = mean(fitted_cost(preset, row, cost, fitted) for row in table[name][:half])
+            table[name] = table[name][half:]
     made = []
     for variant, known in table.items():
         if not known:
