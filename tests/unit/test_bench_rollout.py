@@ -1,7 +1,9 @@
 """bench.rollout's arithmetic: lengths, the steady state, the identity, rows."""
 
+import asyncio
 import json
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import pytest
 
 from bench.rollout.bed import Bed
+from bench.rollout.engine import Counters
 from bench.rollout.figures import Block, IdentityError, between, check_identity, figures, grown
 from bench.rollout.lengths import SIGMA, named
-from bench.rollout.limit import Point, of_snapshots
+from bench.rollout.limit import Point, decode_rate, of_snapshots
 from bench.rollout.presets import PRESETS, Cell
 from bench.rollout.run import Track
 from bench.rollout.steady import is_level, is_steady
@@ -159,6 +162,25 @@ def test_the_limit_is_taken_while_the_batch_is_full() -> None:
     assert of_snapshots(seen, 8).rate == 80.0
     with pytest.raises(RuntimeError, match="never seen full twice"):
         of_snapshots(seen[:2], 8)
+
+
+def test_a_batch_that_was_over_before_anybody_looked_is_decoded_again() -> None:
+    asked: list[int] = []
+
+    class Quick:
+        """A server whose first batch is over at once, and nobody has seen the second half of."""
+
+        async def post(self, _route: str, body: dict[str, Any]) -> None:
+            asked.append(len(body["input_ids"]))
+            await asyncio.sleep(0.03 * (len(asked) - 1))
+
+        async def counters(self) -> Counters:
+            at = time.monotonic()
+            return counters(at, 8, int(1000 * at), int(8000 * at))
+
+    engine: Any = Quick()
+    assert asyncio.run(decode_rate(engine, 8, 40, 3)).rate == pytest.approx(8000, rel=0.2)
+    assert asked == [8, 8]
 
 
 def test_the_halves_of_a_full_batch_have_their_own_contexts() -> None:
