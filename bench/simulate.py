@@ -46,8 +46,6 @@ SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 ROUNDS = ((32, (WARM, MEASURED)), (256, (8, 12)), (math.inf, (5, 5)))
 """Engines at most, and the rounds that the model warms up with and measures."""
-
-
 LONG_ROUNDS = 3
 """The model warms up for so many times the rounds that the longest response takes."""
 
@@ -62,10 +60,9 @@ def simulated(
     distribution: str = "lognormal",
 ) -> Outcome:
     """One variant on a preset's workload; of many engines fewer rounds say as much."""
-    stream = Stream(0, preset.lengths(distribution), plan.n, preset.prompt_tokens)
-    model = Simulation(variant, plan, stream, costs, gather, engines)
-    warm, measured = next(rounds for most, rounds in ROUNDS if engines <= most)
     lengths = preset.lengths(distribution)
+    model = Simulation(variant, plan, Stream(0, lengths, plan.n, preset.prompt_tokens), costs, gather, engines)
+    warm, measured = next(rounds for most, rounds in ROUNDS if engines <= most)
     steps = plan.samples * lengths.mean / (plan.slots * engines)  # of a round with full batches
     return model.run(max(warm, math.ceil(LONG_ROUNDS * lengths.grid[-1] / steps)), measured)
 
@@ -219,8 +216,9 @@ async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
 
 
 def costs_of(rows: list[record.Row], preset: Preset) -> Costs:
-    """The mean of what was found beside the newest main table of a preset."""
-    table = [row["costs"] for row in newest(rows, preset.name) if row["variant"] == "april-keep" and row.get("costs")]
+    """The mean of what was found beside the newest main table of a preset: of its log-normal lengths."""
+    keep = by_variant(newest(rows, preset.name), "lognormal").get("april-keep", [])
+    table = [row["costs"] for row in keep if row.get("costs")]
     if not table:
         raise SystemExit(f"no rows of preset {preset.name} with costs: run bench.rollout, or give --costs")
     return Costs(**{name: mean(costs[name] for costs in table) for name in table[0]})

@@ -208,9 +208,11 @@ def aims(rows: list[Row]) -> str:
             goal = f"{where}: at least {floor:g} " + ("of the limit" if against == "limit" else f"× {against}")
             low, high = min(reached.values()), max(reached.values())
             verdict = "met" if low >= floor else "missed" if high < floor else "partly"
+            marks = _marks([row for name in (*reached, against) for row in table.get(name, [])])
+            if "not steady" in marks:  # an aim is one for the steady state
+                verdict = "not judged"
             told = [f"`{name}` {ratio:.2f}" for name, ratio in reached.items()]
             told.append(f"rows: {len(table[next(iter(reached))])}")
-            marks = _marks([row for name in (*reached, against) for row in table.get(name, [])])
             lines.append(f"- {goal}: **{verdict}** ({', '.join([*told, *([marks] if marks else [])])})")
     return "\n".join(lines) + "\n"
 

@@ -132,6 +132,12 @@ def test_the_aims_are_judged_by_the_rows() -> None:
     assert "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97, rows: 1)" in told
 
 
+def test_what_is_not_steady_meets_no_aim() -> None:
+    rows = [row("synchronous", 100, 10), row("april-keep", 300, 30, steady=False)]
+    told = aims(newest(rows, "cpu"))
+    assert "1.6 × synchronous: **not judged** (`april-keep` 3.00, rows: 1, not steady)" in told
+
+
 def test_a_machine_that_became_faster_is_no_gain() -> None:
     table = by_variant(
         [row("synchronous", 100, 10), row("april-keep", 180, 20, full_batch_tokens_per_s=1200)], "lognormal"

@@ -122,6 +122,7 @@ def test_reach_takes_the_mean_of_the_costs_beside_the_newest_rows() -> None:
     found = [replace(FLAT, step_s=seconds) for seconds in (1.0, 3.0)]
     rows = [{**row, "variant": "april-keep", "repetition": i, "costs": asdict(one)} for i, one in enumerate(found)]
     rows.append({**row, "variant": "outside", "repetition": 0, "costs": asdict(H100_4B)})
+    rows.append({**rows[0], "distribution": "constant", "costs": asdict(H100_4B)})
     assert costs_of(rows, preset) == replace(FLAT, step_s=2.0)
     with pytest.raises(SystemExit, match="no rows of preset tiny with costs"):
         costs_of(rows, PRESETS["tiny"])
