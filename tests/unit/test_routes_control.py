@@ -71,6 +71,26 @@ def test_a_reply_that_cannot_be_built_is_an_error_and_no_endless_wait() -> None:
     run(scenario())
 
 
+def test_an_end_that_cannot_be_handled_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with it, and not only a sample that is missing here."""
+
+    async def scenario() -> None:
+        april, engine = service()
+
+        def fails(*_: object) -> None:
+            raise ZeroDivisionError("reason")
+
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            engine.finish(engine.opened, ("a", 0))
+            monkeypatch.setattr(april.vault, "deliver", fails)
+            engine.end(engine.opened, ("a", [0]))
+            response = await asyncio.wait_for(task, 5)
+            assert (response.status_code, response.json()["error"]["reason"]) == (500, "ZeroDivisionError: reason")
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(("tokens", "on_the_loop"), [(8, True), (routes.SMALL, False)])
 def test_a_large_event_is_encoded_off_the_loop(tokens: int, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or every other request would wait for it."""
