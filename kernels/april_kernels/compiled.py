@@ -1,22 +1,24 @@
 """Loops over CPU tensors, compiled by numba, where plain torch would need many passes over memory."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+R = TypeVar("R")
 
-def compiled(signature: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+def compiled(signature: str, **options: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator: compiled for one signature, kept on disk where there is a place for it, else once per process.
 
     As torch's own loops do, it lets other threads run (copies of pages, for one), and divides by zero without an error.
     """
     options = {"nogil": True, "error_model": "numpy", **options}
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
         try:
             return numba.njit(signature, **options, cache=True)(function)
         except RuntimeError:  # numba finds no folder that it may write to

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_april.platforms import cpu
-from sglang_april.platforms.cpu_allocator import StackAllocator, TorchPagedAllocator, make_allocator
+from sglang_april.platforms.cpu_allocator import SweepAllocator, TorchPagedAllocator, make_allocator
 
 PAGE = 4
 
@@ -67,41 +67,47 @@ def test_every_rank_gets_cores(cores: list[int], ranks: int, expected: str, monk
 
 
 @pytest.fixture
-def stack() -> StackAllocator:
+def sweep() -> SweepAllocator:
     made = make_allocator(8, 1, torch.float32, "cpu", kvcache=None, need_sort=False)
-    assert isinstance(made, StackAllocator)
+    assert isinstance(made, SweepAllocator)
     return made
 
 
-def test_what_is_freed_last_is_taken_first(stack: StackAllocator) -> None:
-    first, second = stack.alloc(3), stack.alloc(2)
+def test_what_is_taken_together_lies_together(sweep: SweepAllocator) -> None:
+    first, second = sweep.alloc(3), sweep.alloc(2)
     assert first is not None
     assert second is not None
     assert [*first.tolist(), *second.tolist()] == [1, 2, 3, 4, 5]
-    stack.free(first)
-    assert stack.available_size() == 6
-    taken = stack.alloc(4)
+    sweep.free(first)
+    assert sweep.available_size() == 6
+    taken = sweep.alloc(4)
     assert taken is not None
-    assert taken.tolist() == [1, 2, 3, 6]
-    assert stack.alloc(3) is None
+    assert taken.tolist() == [6, 7, 8, 1], "on, and around the end"
+    assert sweep.alloc(3) is None
+    rest = sweep.alloc(2)
+    assert rest is not None
+    assert rest.tolist() == [2, 3]
     assert second.tolist() == [4, 5], "what was handed out stays as it was"
+    assert sweep.available_size() == len(sweep.free_pages) == 0
 
 
-def test_a_free_group_counts_when_it_ends(stack: StackAllocator) -> None:
-    slots = stack.alloc(8)
+def test_a_free_group_counts_when_it_ends(sweep: SweepAllocator) -> None:
+    slots = sweep.alloc(8)
     assert slots is not None
-    stack.free_group_begin()
-    stack.free(slots[2:4])
-    stack.free(slots[6:].to(torch.int32))
-    assert stack.available_size() == 0
-    stack.free_group_end()
-    assert sorted(stack.free_pages.tolist()) == [3, 4, 7, 8]
+    sweep.free_group_begin()
+    sweep.free(slots[2:4])
+    sweep.free(slots[6:].to(torch.int32))
+    assert sweep.available_size() == 0
+    sweep.free_group_end()
+    assert sweep.free_pages.tolist() == [3, 4, 7, 8]
 
 
-def test_more_freed_than_taken_is_an_error(stack: StackAllocator) -> None:
-    stack.alloc(1)
-    with pytest.raises(ValueError, match="2 slots are freed, and 1 are taken"):
-        stack.free(torch.tensor([1, 1]))
+@pytest.mark.parametrize("slots", [[1, 1], [1, 2], [1, 0]])
+def test_what_was_not_taken_cannot_be_freed(sweep: SweepAllocator, slots: list[int]) -> None:
+    sweep.alloc(1)
+    with pytest.raises(ValueError, match="2 slots are freed, and 1 of them were taken"):
+        sweep.free(torch.tensor(slots))
+    assert sweep.free_pages.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @given(st.lists(st.integers(1, 6), max_size=40), st.randoms(use_true_random=False))
@@ -115,5 +121,6 @@ def test_every_slot_is_free_or_taken_once(sizes: list[int], rng: random.Random) 
             taken.append(slots)
         owners = torch.cat([made.free_pages, *taken]).tolist()
         assert sorted(owners) == list(range(1, 17))
+        assert made.available_size() == len(made.free_pages)
     made.clear()
     assert sorted(made.free_pages.tolist()) == list(range(1, 17))
