@@ -3,8 +3,11 @@
     python -m bench.random_checkpoint out/a --seed 0          # Qwen3-4B: 8 GB of bfloat16
     python -m bench.random_checkpoint out/b --seed 1
 
-The shape is that of Qwen/Qwen3-4B's config.json. The tokenizer is the tiny models', its vocabulary filled up, so that
-whatever is drawn can be decoded. A layer is a file, so that no more than one is in memory.
+    python -m bench.random_checkpoint out/c --shape qwen3-0.6b
+
+The shapes are those of Qwen/Qwen3-4B's and Qwen/Qwen3-0.6B's config.json. The tokenizer is the tiny models',
+its vocabulary filled up, so that whatever is drawn can be decoded. A layer is a file, so that no more than one is in
+memory.
 """
 
 import argparse
@@ -48,6 +51,12 @@ class Shape:
         }
 
 
+SHAPES = {
+    "qwen3-4b": Shape(),
+    "qwen3-0.6b": Shape(hidden=1024, mlp=3072, layers=28, heads=16),
+}
+
+
 def make(path: Path, shape: Shape, seed: int = 0) -> Path:
     """Writes the model, bfloat16, and a tokenizer into the folder `path` and returns it; `config.json` comes last."""
     tiny_model.make(path, "qwen3", "bfloat16", seed)
@@ -87,9 +96,10 @@ def main(given: list[str] | None = None) -> int:
         prog="python -m bench.random_checkpoint", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("path", type=Path, help="folder to write")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-4b", help="%(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
     args = parser.parse_args(given)
-    print(make(args.path, Shape(), args.seed))
+    print(make(args.path, SHAPES[args.shape], args.seed))
     return 0
 
 

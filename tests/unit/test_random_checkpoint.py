@@ -2,18 +2,20 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.random_checkpoint import Shape, make
+from bench.random_checkpoint import SHAPES, Shape, make
 from examples.tiny_model import weight_shapes
 
 SMALL = Shape(hidden=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=700, context=128)
 
 
-def test_qwen3_4b_has_four_billion_weights() -> None:
-    sizes = [torch.Size(size).numel() for file in weight_shapes(Shape().config()) for size in file.values()]
-    assert round(sum(sizes) / 1e9, 2) == 4.02
+@pytest.mark.parametrize(("shape", "billions"), [("qwen3-4b", 4.02), ("qwen3-0.6b", 0.60)])
+def test_a_shape_has_as_many_weights_as_its_model(shape: str, billions: float) -> None:
+    sizes = [torch.Size(size).numel() for file in weight_shapes(SHAPES[shape].config()) for size in file.values()]
+    assert round(sum(sizes) / 1e9, 2) == billions
 
 
 def test_hugging_face_loads_it(tmp_path: Path) -> None:
