@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What runs on one GPU (CUDA or ROCm), piece by piece; leaves rows under bench/results. No registry is reached.
 # Usage: bench/gpu.sh CHECKPOINT_A CHECKPOINT_B [PART…]
-#   two checkpoints of one model of Qwen3-4B's shape; folders that do not exist are made, with random weights
+#   two checkpoints of one model of Qwen3-0.6B's shape; folders that do not exist are made, with random weights
 #   parts: kernels stop resume april/8 long/8 short-rounds/8 dapo/8; all of them if none is named
+#   MINUTES (8) is the budget of each */8 part; what it cut is measured by the next call with the same RUN (a name)
 # What fails (ROCm has no fa3) is named at the end, and the rest is run. Never run yet: no row from a GPU exists.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -14,11 +15,12 @@ shift 2
 options="--attention-backend triton --sampling-backend pytorch"
 # What the GPU has, in GB of 10^9 bytes: the short presets are sized by it.
 memory=$(python -c 'import torch; print(round(torch.cuda.get_device_properties(0).total_memory / 1e9))') || exit 1
+run=${RUN:-$(date -u +%Y%m%d-%H%M%S)}
 failed=""
 try() { echo "== $*" >&2; "$@" || failed+=$'\n'"  $*"; }
 checkpoints() {
-  [ -e "$a/config.json" ] || try python -m bench.random_checkpoint "$a" --seed 0
-  [ -e "$b/config.json" ] || try python -m bench.random_checkpoint "$b" --seed 1
+  [ -e "$a/config.json" ] || try python -m bench.random_checkpoint "$a" --shape qwen3-0.6b --seed 0
+  [ -e "$b/config.json" ] || try python -m bench.random_checkpoint "$b" --shape qwen3-0.6b --seed 1
 }
 for part in "$@"; do
   case $part in
@@ -31,8 +33,8 @@ for part in "$@"; do
       done ;;
     */8)
       checkpoints
-      try python -m bench.rollout --preset "$part" --budget-minutes 8 --gpu-gb "$memory" \
-        --checkpoints "$a" "$b" --server-options "$options" ;;
+      try python -m bench.rollout --preset "$part" --run-id "${part%/8}-8-$run" --budget-minutes "${MINUTES:-8}" \
+        --gpu-gb "$memory" --checkpoints "$a" "$b" --server-options "$options" ;;
     *) failed+=$'\n'"  $part: no such part" ;;
   esac
 done

@@ -46,6 +46,8 @@ SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 ROUNDS = ((32, (WARM, MEASURED)), (256, (8, 12)), (math.inf, (5, 5)))
 """Engines at most, and the rounds that the model warms up with and measures."""
+PROJECTED = (*LIKELY, 4.0, 6.0)
+"""Factors of over-sampling that are tried for `outside` in settings that nobody here can run."""
 LONG_ROUNDS = 3
 """The model warms up for so many times the rounds that the longest response takes."""
 
@@ -183,7 +185,7 @@ def _projected(gpus: int, preset: Preset, costs: Costs, distribution: str) -> re
         return simulated(preset, sizes, variant, costs, engines=gpus, distribution=distribution).rate
 
     rates = {variant: rate(variant) for variant in SIMULATED if variant != "outside"}
-    factors = {factor: rate("outside", factor) for factor in LIKELY}
+    factors = {factor: rate("outside", factor) for factor in PROJECTED}
     best = max(factors, key=lambda factor: factors[factor])
     ours, rates["outside"] = rates["april-keep"], factors[best]
     return {

@@ -62,17 +62,12 @@ def preset_of(args: argparse.Namespace) -> Preset:
             f"preset {preset.name}: two servers with room for {preset.pool_tokens:,} KV tokens each fit on no GPU; "
             f"start them and name them (--server, --stock-server), or take {preset.name}/8"
         )
-    if args.distribution:
-        try:
-            preset.lengths(args.distribution)
-        except (ValueError, OSError) as problem:
-            raise SystemExit(f"--distribution {args.distribution}: {problem}") from problem
     if args.gpu_gb:
         if not args.preset.endswith("/8"):
             raise SystemExit("--gpu-gb: only the /8 presets are sized by a GPU's memory")
         preset = PRESETS[args.preset.removesuffix("/8")].eighth(args.gpu_gb)
         if preset.pool < 4 * preset.context:
-            raise SystemExit(f"--gpu-gb {args.gpu_gb:g}: too little for two servers with Qwen3-4B")
+            raise SystemExit(f"--gpu-gb {args.gpu_gb:g}: too little for two servers with Qwen3-0.6B")
     if args.repetitions:
         preset = replace(preset, repetitions=args.repetitions)
     elif args.budget_minutes < 30:
@@ -81,6 +76,12 @@ def preset_of(args: argparse.Namespace) -> Preset:
         preset = replace(preset, warm_limit=args.warm_rounds)
     if args.over_sampling:
         preset = replace(preset, plan=replace(preset.plan, over_sampling=args.over_sampling))
+    if args.distribution:
+        try:
+            longest = preset.lengths(args.distribution).longest
+        except (ValueError, OSError, IndexError, TypeError) as problem:
+            raise SystemExit(f"--distribution {args.distribution}: {problem}") from problem
+        preset = replace(preset, longest=max(preset.longest, longest))
     return preset
 
 
@@ -92,10 +93,17 @@ def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -
     if args.variants:
         cells = [cell for cell in cells if cell.variant in args.variants]
     if args.ablation:
-        cells = [cell for cell in cells if args.ablation in (cell.ablation, cell.together)]
+        chosen = [cell for cell in cells if args.ablation in (cell.ablation, cell.together)]
+        tried = {_tried(cell, preset) for cell in chosen if not cell.variant.startswith("april")}
+        cells = [cell for cell in cells if cell in chosen or (cell.tries and _tried(cell, preset) in tried)]
     whole = [row for row in done if row.get("rounds", preset.measured) >= preset.measured]
     have = {(row["distribution"], row["variant"], row["ablation"], row["repetition"]) for row in whole}
     return [cell for cell in cells if (cell.distribution, cell.variant, cell.ablation, cell.repetition) not in have]
+
+
+def _tried(cell: Cell, preset: Preset) -> tuple[str, str, int]:
+    """What a factor of over-sampling is tried for: a way of the clients outside, a distribution and n."""
+    return cell.variant.removesuffix("-retry3s"), cell.distribution, (cell.plan or preset.plan).n
 
 
 def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tuple[Path, Path]:
@@ -116,7 +124,7 @@ def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
 
 def changed(args: argparse.Namespace) -> list[str]:
     """Options that make a run's rows another thing than its preset's: tables are made of rows without any."""
-    names = ["over_sampling", "warm_rounds", "seed"]
+    names = ["variants", "over_sampling", "warm_rounds", "seed"]
     if PRESETS[args.preset].shape == "tiny":
         names += ["server", "server_options", "checkpoints"]
     return [name for name in names if getattr(args, name)]

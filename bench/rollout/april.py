@@ -12,8 +12,9 @@ from bench.rollout.workload import Prompt, Stream
 from sglang_april import replies
 
 LEGS = ("started", "resumed_recomputed")
-READY = 3.0
-"""Demand-driven admission: so many quotas of prompts lie in the engine. They cost nothing until a slot is free."""
+READY = 3
+"""Demand-driven admission: so many quotas of prompts lie in the engine, and two samples for each slot at least. They
+cost nothing until a slot is free."""
 
 
 class April:
@@ -22,8 +23,8 @@ class April:
     name = ""
     kv = "keep"
     after_quota = "suspend"
-    ready: float | None = READY
-    """None: the factor of the plan, as the clients outside have it."""
+    by_factor = False
+    """Whether the factor of the plan says how many prompts are ready, as with the clients outside."""
 
     def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
         self.engine, self.plan, self.stream = engine, plan, stream
@@ -50,8 +51,9 @@ class April:
 
     async def round(self) -> Round:
         """New prompts in place of the delivered ones, and a quota."""
-        ready = self.ready if self.ready is not None else self.plan.over_sampling
-        new = self.stream.take(round(ready * self.plan.groups) - len(self._open))
+        plan = self.plan
+        ready = max(READY * plan.groups, -(-2 * plan.slots // plan.n))
+        new = self.stream.take((round(plan.over_sampling * plan.groups) if self.by_factor else ready) - len(self._open))
         quota = self.plan.samples if self.plan.unit == "sample" else self.plan.groups
         return await self._rollout(new, quota)
 
@@ -188,7 +190,7 @@ class Factor(April):
     """Keep, with a fixed factor of over-sampling instead of prompts without end (ablation)."""
 
     name = "april-factor"
-    ready = None
+    by_factor = True
 
 
 class Continue(April):

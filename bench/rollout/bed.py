@@ -30,10 +30,11 @@ class Bed:
     """What the steps of this machine cost, over the whole run."""
     _batches: Iterator[int] = field(default_factory=lambda: itertools.cycle(BATCHES))
     rollout_s: dict[str, float] = field(default_factory=dict)
-    """Mean seconds of a round of `async` whose trainer takes no time, by distribution: what a trainer's time is a share
-    of."""
+    """Mean seconds of a round of `async` whose trainer takes no time, by distribution, in this process: what a
+    trainer's time is a share of."""
     _tried: dict[tuple[str, str, int], dict[float, list[float]]] = field(default_factory=dict)
-    """Of a variant, a distribution and n: the shares of the limit at each factor that was tried."""
+    """Of a variant, a distribution and n, at each factor that was tried: what was computed and is kept, as shares of
+    the limit. In what is delivered the carry is, too, which may come in waves."""
 
     def engine(self, variant: str) -> Engine:
         """Ours for our variants, the stock one for the others."""
@@ -44,13 +45,16 @@ class Bed:
         return self.preset.lengths(distribution)
 
     def note(self, row: Row) -> None:
-        """What a row says to those that follow: how long a round of `async` takes by itself, and how good a factor of
-        over-sampling is."""
-        if row["variant"] == "async" and row["ablation"] is None:
-            self.rollout_s[row["distribution"]] = row["seconds"] / row["rounds"]
+        """What a row says to those that follow: how good a factor of over-sampling is."""
         if (row["together"] or "").endswith(OVER_SAMPLING):
             shares = self._tried.setdefault((row["variant"], row["distribution"], row["plan"]["n"]), {})
-            shares.setdefault(row["plan"]["over_sampling"], []).append(row["share_of_limit"])
+            kept = 1 + row["carry_grown"] / row["delivered_tokens"]
+            shares.setdefault(row["plan"]["over_sampling"], []).append(row["share_of_limit"] * kept)
+
+    def note_time(self, row: Row) -> None:
+        """How long a round of `async` takes by itself."""
+        if row["variant"] == "async" and row["ablation"] is None:
+            self.rollout_s[row["distribution"]] = row["seconds"] / row["rounds"]
 
     def plan(self, cell: Cell) -> Plan:
         """A cell's sizes, at the factor of over-sampling that was the best one for its variant, if any was tried.

@@ -2,7 +2,7 @@
 
 All are given by their inverse distribution function, so that a draw is one uniform number and the same seed gives the
 same lengths everywhere. Lengths are whole tokens in [1, longest]; what would be longer is cut there, as a trainer's
-``max_new_tokens`` cuts it.
+``max_new_tokens`` cuts it (a trace's have been).
 """
 
 import json
@@ -78,14 +78,16 @@ class Lengths:
 def named(name: str, mean: float, longest: int) -> Lengths:
     """A distribution by name with (about) this mean after cutting, or a trace file: a JSON list of lengths.
 
-    ``extreme:R``: 95 % have `mean` tokens and 5 % R times as many; the mean is then not the mean of all.
+    ``extreme:R``: 95 % have `mean` tokens and 5 % R times as many; the mean is then not the mean of all. Neither these
+    nor a trace's are cut at `longest`.
     """
     kind, _, argument = name.partition(":")
     if kind == "extreme":
-        return Lengths(name, _extreme(float(argument or 100)), mean, longest, biased_above=EXTREME_SHARE / 2)
+        ratio = float(argument or 100)
+        return Lengths(name, _extreme(ratio), mean, round(mean * ratio), biased_above=EXTREME_SHARE / 2)
     if kind == "trace":
         lengths = sorted(json.loads(Path(argument).read_text()))
-        return Lengths(name, lambda u: lengths[int(u * len(lengths))], 1.0, longest)
+        return Lengths(name, lambda u: lengths[int(u * len(lengths))], 1.0, lengths[-1])
     if kind not in INVERSES:
         raise ValueError(f"no distribution is called that; there are extreme:R, trace:FILE, {', '.join(INVERSES)}")
     inverse = INVERSES[kind]

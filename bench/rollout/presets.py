@@ -14,20 +14,25 @@ OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-cont
 FEW = ("synchronous", "outside", "april-keep")
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Of over-sampling: so many times the groups that are needed are started."""
-LIKELY = (1.5, 2.0, 3.0)
+LIKELY = (1.25, 1.5, 2.0, 3.0)
 """What is tried for each workload and each way to keep requests in flight, so that each runs at its own best."""
 OVER_SAMPLING = "over-sampling"
 DISTRIBUTIONS = ("constant", "pareto", "uniform")
 GPU_GB = 141
 """Memory that the `/8` presets are sized for where none is named: an H200's."""
-SERVER_GB, TOKEN_GB = 11, 144 * 1024 / 1e9
-"""Qwen3-4B's weights and working memory, and its KV of a token."""
+SERVER_GB, TOKEN_GB = 5, 112 * 1024 / 1e9
+"""Qwen3-0.6B's weights and working memory, and its KV of a token."""
+EIGHTH_SLOTS = 64
+"""At most: a step of more rows takes longer, and a round with it."""
 EIGHTH_RUNNING = 0.2
 """Share of a pool for what runs at the workload's mean: the rest is for long responses and for the carry of three runs
 of ours."""
 EXTREME_WARM = 45
 """Rounds at most before measuring with extreme lengths: a long response takes ten rounds and more, so that fifteen end
 while the carry is still growing."""
+EXTREME_DRAIN = 24
+"""Quotas of a drain with extreme lengths, whose waves are longer than eight rounds; from empty to empty they do not
+count."""
 TRAINER = (0.5, 1.0)
 """Trainer time per round as a share of the rollout (a round of `async` by itself), for what generates meanwhile; with
 none they are in the main table."""
@@ -50,6 +55,8 @@ class Cell:
     """The second figure: a fixed set of prompts from empty to empty."""
     warm_limit: int | None = None
     """Where it differs from the preset's."""
+    rounds: int | None = None
+    """Measured ones, where they differ from the preset's."""
 
     @property
     def tries(self) -> bool:
@@ -99,18 +106,19 @@ class Preset:
     def lengths(self, distribution: str) -> Lengths:
         """A distribution at this size."""
         if distribution.startswith("extreme"):
-            return named(distribution, self.extreme_short, self.extreme_short * self.extreme)
+            return named(distribution, self.extreme_short, 0)
         return named(distribution, self.mean, self.longest)
 
     def eighth(self, gpu_gb: float = GPU_GB) -> "Preset":
-        """Lengths ÷ 8, and as many slots as the pools of two servers on one GPU have room for, with a quota as large
-        against the slots as before: all variants in one call of a few minutes."""
+        """Lengths and the model ÷ 8 (Qwen3-0.6B), and as many slots as the pools of two servers on one GPU have room
+        for, with a quota as large against the slots as before: all variants in a few minutes."""
         pool = int((0.85 * gpu_gb / 2 - SERVER_GB) / TOKEN_GB)
-        slots = max(1, min(self.plan.slots, round(EIGHTH_RUNNING * pool / (self.mean / 8 + self.prompt_tokens))))
+        slots = max(1, min(EIGHTH_SLOTS, round(EIGHTH_RUNNING * pool / (self.mean / 8 + self.prompt_tokens))))
         groups = max(2, round(self.plan.groups * slots / self.plan.slots))
         return replace(
             self,
             name=f"{self.name}/8",
+            shape="qwen3-0.6b",
             plan=replace(self.plan, slots=slots, groups=groups),
             mean=self.mean / 8,
             longest=self.longest // 8,
@@ -149,12 +157,6 @@ class Preset:
             yield [Cell("lognormal", v, ablation=f"trainer {share:g}", trainer=share) for v in OTHERS[3:]]
         yield [Cell("lognormal", variant, ablation="drain", drain=True) for variant in FEW]
         plan = self.plan
-        extreme = Cell(f"extreme:{self.extreme}", "outside", warm_limit=EXTREME_WARM)
-        yield from self._tries([extreme])
-        for bound in (None, 5):
-            changed = replace(plan, max_staleness=bound)
-            name = f"max_staleness {'unlimited' if bound is None else bound}"
-            yield [replace(extreme, variant=variant, ablation=name, plan=changed) for variant in FEW]
         yield [
             Cell("lognormal", "april-keep", ablation=name, plan=changed, together="knobs")
             for name, changed in self._knobs()
@@ -163,6 +165,14 @@ class Preset:
             changed = replace(plan, n=n, groups=plan.samples // n)
             yield from self._tries([Cell("lognormal", "outside", ablation=f"n {n}", plan=changed)])
             yield [Cell("lognormal", variant, ablation=f"n {n}", plan=changed) for variant in FEW]
+        extreme = Cell(f"extreme:{self.extreme}", "outside", warm_limit=EXTREME_WARM)
+        yield from self._tries([extreme])
+        fixed = replace(extreme, ablation="drain", drain=True, rounds=EXTREME_DRAIN)
+        yield [replace(fixed, variant=variant) for variant in FEW]
+        for bound in (None, 5):
+            changed = replace(plan, max_staleness=bound)
+            name = f"max_staleness {'unlimited' if bound is None else bound}"
+            yield [replace(extreme, variant=variant, ablation=name, plan=changed) for variant in FEW]
 
     def _over_sampling(self) -> Iterator[Cell]:
         """Which factor is the best one from outside, and what ours would be with one."""
@@ -206,6 +216,8 @@ class FewVariants(Preset):
     """What is waited for, the client outside and ours, and nothing else."""
 
     def cells(self) -> Iterator[Cell]:
+        for table in self._tries([Cell("lognormal", "outside")]):
+            yield from table
         yield from (Cell("lognormal", variant, each) for each in range(self.repetitions) for variant in FEW)
 
 

@@ -28,6 +28,10 @@ KINDS: dict[str, type[Variant]] = {
 }
 
 
+LOOKS = 8
+"""At the machine between the rounds of a row, at most; one more follows them."""
+
+
 class Track:
     """One variant with its stream and its carry: it rests while others run, and goes on where it was."""
 
@@ -91,6 +95,19 @@ class Track:
         self.warm_rounds = len(self.carried)
         return is_steady(self.carried)
 
+    async def keep_up(self, rounds: int) -> None:
+        """More rounds, until it has had so many, and a rest."""
+        if len(self.carried) < rounds:
+            while len(self.carried) < rounds:
+                await self.round(self.trainer_s)
+            await self.variant.rest()
+        self.steady = self.steady or is_steady(self.carried)
+
+    @property
+    def rounds(self) -> int:
+        """That are measured."""
+        return self.cell.rounds or self.bed.preset.measured
+
     @property
     def trainer_s(self) -> float:
         """Seconds that a trainer takes in each round."""
@@ -111,7 +128,7 @@ class Track:
     def fixed(self) -> Block:
         """No rounds yet, and a fixed set of prompts: the quotas of those to come are all that there is."""
         stream = self.variant.stream
-        stream.ends_after = stream.taken + self.bed.preset.measured * self.plan.groups
+        stream.ends_after = stream.taken + self.rounds * self.plan.groups
         return Block(0, [])
 
 
@@ -148,6 +165,11 @@ class Runner:
         tracks = [track for track, _ in warmed if track]
         if not tracks:
             return
+        if not cells[0].drain:
+            # All have come as far in the same stream, so that what is measured are about the same prompts.
+            most = max(len(track.carried) for track in tracks)
+            for track in tracks:
+                await track.keep_up(most)
         ruler = Ruler(self._bed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
         if kind(cells[0]) is Turns.ROUNDS:
@@ -172,11 +194,12 @@ class Runner:
     async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler, until: float) -> None:
         for track, mine in zip(tracks, blocks, strict=True):
             mine.append(track.fixed() if track.cell.drain else await track.block(0))
-        count = self._bed.preset.measured
+        count = tracks[0].rounds
         for turn in range(count):
             if turn >= 2 and time.monotonic() > until and not tracks[0].cell.drain:
                 break
-            await ruler.look()
+            if turn % -(-count // LOOKS) == 0:
+                await ruler.look()
             for i in shuffled(len(tracks), tracks[0].cell, turn):
                 blocks[i][0].rounds.append(await tracks[i].round(tracks[i].trainer_s))
         for track, (block,) in zip(tracks, blocks, strict=True):
@@ -232,6 +255,7 @@ class Runner:
         }
         row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)
         self._bed.note(row)
+        self._bed.note_time(row)
         self._keep(row)
 
     async def _finish(self, track: Track) -> None:

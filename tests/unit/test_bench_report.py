@@ -29,6 +29,7 @@ def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest:
         "steady": True,
         "biased": False,
         "samples_lost": 0,
+        "delivered_tokens": 100,
         "carry_start": 5,
         "carry_end": 6,
         "staleness": {"0": 3},
@@ -132,10 +133,15 @@ def test_the_aims_are_judged_by_the_rows() -> None:
     assert "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97, rows: 1)" in told
 
 
-def test_what_is_not_steady_meets_no_aim() -> None:
-    rows = [row("synchronous", 100, 10), row("april-keep", 300, 30, steady=False)]
+@pytest.mark.parametrize(
+    ("carry", "verdict"),
+    [({"carry_end": 15}, "met"), ({"carry_end": 16}, "not judged"), ({"carry_grown": -11}, "not judged")],
+)
+def test_what_delivers_its_carry_meets_no_aim(carry: dict[str, int], verdict: str) -> None:
+    """Waves within the measured rounds are marked, and judged: what was delivered in them was computed in them."""
+    rows = [row("synchronous", 100, 10), row("april-keep", 300, 30, steady=False, **carry)]
     told = aims(newest(rows, "cpu"))
-    assert "1.6 × synchronous: **not judged** (`april-keep` 3.00, rows: 1, not steady)" in told
+    assert f"1.6 × synchronous: **{verdict}** (`april-keep` 3.00, rows: 1, not steady)" in told
 
 
 def test_a_machine_that_became_faster_is_no_gain() -> None:

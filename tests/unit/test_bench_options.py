@@ -1,0 +1,52 @@
+"""bench.rollout's options: which cells they leave, and which sizes they give."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.rollout.__main__ import arguments, cells_of, changed, preset_of
+from bench.rollout.presets import FEW, Cell
+
+
+def cells(*options: str) -> list[Cell]:
+    args = arguments(list(options))
+    return cells_of(args, preset_of(args), [])
+
+
+def test_tables_of_an_ablation_bring_the_factors_for_their_clients_outside() -> None:
+    chosen = cells("--ablation", "n 8")
+    tried, rest = chosen[:4], chosen[4:]
+    assert [(cell.variant, cell.plan.n) for cell in tried if cell.plan and cell.tries] == [("outside", 8)] * 4
+    assert [cell.variant for cell in rest] == [*FEW, *FEW]
+    drained = cells("--ablation", "drain")
+    assert {cell.variant for cell in drained if cell.tries} == {"outside"}
+    assert {cell.distribution for cell in drained if cell.drain} == {"lognormal", "extreme:100"}
+    assert not any(cell.tries for cell in cells("--ablation", "knobs"))
+    trainer = cells("--ablation", "trainer 0.5")
+    assert {cell.variant for cell in trainer if cell.tries} == {"async"}
+
+
+def test_another_distribution_is_as_long_as_it_is(tmp_path: Path) -> None:
+    """Its longest response fits the server's context, and nothing is cut that the source has."""
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps([3, 5000, 70]))
+    for name, longest in (("extreme:200", 4000), (f"trace:{trace}", 5000)):
+        preset = preset_of(arguments(["--distribution", name]))
+        assert preset.lengths(name).grid[-1] == preset.longest == longest
+        assert preset.context > longest + preset.prompt_tokens
+    preset = preset_of(arguments(["--preset", "april/8", "--distribution", "extreme:500"]))
+    assert preset.lengths("extreme:500").grid[-1] == 16_000 < preset.context
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no json"])
+def test_a_trace_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(text)
+    with pytest.raises(SystemExit, match=f"--distribution trace:{trace}"):
+        preset_of(arguments(["--distribution", f"trace:{trace}"]))
+
+
+def test_a_table_of_some_variants_is_not_the_presets() -> None:
+    assert changed(arguments([])) == []
+    assert changed(arguments(["--variants", "april-keep"])) == ["variants"]
