@@ -132,7 +132,7 @@ DEADLY: dict[str, tuple[Property, str]] = {
     "flush rescue": (flush_rescue, "AccountingError"),
     "accounting": (accounting, "pool memory leak detected"),
     "every page freed": (pages_come_back, "AccountingError: KV pool: 1 pages without an owner, 0 with more than one"),
-    "no page freed twice": (
+    "no shared page freed": (
         pages_come_back,
         "AccountingError: KV pool: 0 pages without an owner, 1 with more than one",
     ),
@@ -140,7 +140,7 @@ DEADLY: dict[str, tuple[Property, str]] = {
 """Guards without which the server ends, and what it says then."""
 
 
-ON = {"accounting": "overlap", "no page freed twice": "overlap"}
+ON = {"accounting": "overlap", "no shared page freed": "overlap"}
 """Where a guard is taken away, if not on the server with the normal loop."""
 
 

@@ -44,11 +44,11 @@ def _leak_a_page(guarded: Callable[..., Any], pool: Any, pages: Any) -> None:
     guarded(pool, pages)
 
 
-def _free_a_page_twice(guarded: Callable[..., Any], pool: Any, pages: Any) -> None:
-    slots = pages.slots
+def _free_a_shared_page(guarded: Callable[..., Any], pool: Any, pages: Any) -> None:
+    shared = pages.slots[: pages.protected] if pages.slots is not None else None
     guarded(pool, pages)
-    if slots is not None:
-        pool._allocator.free(slots[-1:])
+    if shared is not None:
+        pool._allocator.free(shared[-1:])
 
 
 def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "in-step stop": (OURS + "scheduler.ending.Endings.end_due", _some_steps_later),
     "no sleep on work": (OURS + "scheduler.resume.Resumer.has_work", _nothing),
     "every page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _leak_a_page),
-    "no page freed twice": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _free_a_page_twice),
+    "no shared page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _free_a_shared_page),
     "penalty replay": (OURS + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
     "suspend": (OURS + "scheduler.suspend.Suspender.suspend_all", _fail),
     "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
