@@ -17,14 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.record import RESULTS, append_rows, facts
-from sglang_april.policy.push import PushClock
+from sglang_april.api.messages import OpenRound, Prompt
+from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.store.entry import Pages
-from sglang_april.types import Sample
-from sglang_april.wire import OpenRound, Prompt
+from sglang_april.scheduler.version_clock import PushClock
 
 PAGE = 16
 BATCH = 64

@@ -21,10 +21,10 @@ import torch
 from april_kernels.kv_pages import PlaneTable
 from bench import record
 from examples.tiny_model import DTYPES, make
-from sglang_april.store.device import CpuCopier
-from sglang_april.store.form import FORMS
-from sglang_april.store.host import Arena
-from sglang_april.store.pages import PageStore
+from sglang_april.kv.copiers import CpuCopier
+from sglang_april.kv.host_tier import Arena
+from sglang_april.kv.page_format import FORMS
+from sglang_april.kv.page_store import PageStore
 
 PAGE = 16
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import mean
 
 from bench.record import Row
-from bench.rollout.figures import limit_of, peaks, share
+from bench.rollout.metrics import limit_of, peaks, share
 
 ABLATION = "over-sampling "
 FIXED, DRIVEN = "april-factor", "april-keep"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bench.over_sampling import Point, knee
 from bench.record import Row
-from bench.rollout.figures import share
+from bench.rollout.metrics import share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from bench import record
-from bench.rollout.engine import Engine
+from bench.rollout.engine_client import Engine
 from bench.rollout.servers import Size, ours
 from bench.suspend import TIERS, prompt
 from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
-from sglang_april.replies import Reply, Sample
+from sglang_april.client.types import Reply, Sample
 
 CUT = 12
 """Tokens after which the quota is met."""

@@ -5,7 +5,7 @@
     python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k (ten minutes)
 
-The model is bench/round_model.py, of engines as in bench/engine_model.py. Without --costs `reach` takes what was found
+The model is bench/simulated_rounds.py, of engines as in bench/simulated_engine.py. Without --costs `reach` takes what was found
 beside the newest main table's rows, and `project` what is assumed of an H100.
 """
 
@@ -22,15 +22,15 @@ from pathlib import Path
 from statistics import mean
 
 from bench import record
-from bench.engine_model import Costs
 from bench.report import by_variant, newest
-from bench.rollout.bed import Bed
-from bench.rollout.engine import Engine
+from bench.rollout.engine_client import Engine
 from bench.rollout.presets import LIKELY, PRESETS, Preset
 from bench.rollout.servers import Size, stock
+from bench.rollout.testbed import Bed
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import MEASURED, WARM, WAYS, Outcome, Simulation
+from bench.simulated_engine import Costs
+from bench.simulated_rounds import MEASURED, WARM, WAYS, Outcome, Simulation
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import Gathering
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.rollout.engine import Engine
+from bench.rollout.engine_client import Engine
 from bench.rollout.servers import Size, both
 from examples.tiny_model import make
 

@@ -8,7 +8,7 @@ without a flush, so that nothing of a recompute comes from the radix tree; the n
 repetition by repetition.
 
 `reply_ms`: from the quota to the reply on its way, in the engine. A stall is a step of those who decode that takes
-longer than their usual one, by the times at which the scheduler began its forwards (`bench.stepped`): `stall_p99_steps`
+longer than their usual one, by the times at which the scheduler began its forwards (`bench.traced_server`): `stall_p99_steps`
 is the 99th percentile of their steps from the end of the round until the last page has been copied, less that of tier
 `device`, where nothing is copied, in median steps. `resume_ms`: from the request of the next round until all samples
 have a new token; `resume_stall_p99_steps` likewise. One row more: SGLang's own `get_cpu_copy` of the same slots of the
@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from bench import record, stepped
-from bench.rollout.engine import Engine
+from bench import record, traced_server
+from bench.rollout.engine_client import Engine
 from bench.rollout.servers import Size, ours
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 from examples.april_demo.server import has_gpu
@@ -95,7 +95,10 @@ class Steps:
     """When the scheduler began its forwards and ended its copies, as its own process wrote it down."""
 
     def __init__(self, folder: Path) -> None:
-        self._forwards, self._copies = stepped.Lines(folder / stepped.FORWARDS), stepped.Lines(folder / stepped.COPIES)
+        self._forwards, self._copies = (
+            traced_server.Lines(folder / traced_server.FORWARDS),
+            traced_server.Lines(folder / traced_server.COPIES),
+        )
 
     def decodes(self, since: float) -> list[tuple[float, int]]:
         """(time, rows) of each decode forward."""
@@ -273,8 +276,8 @@ def main(given: list[str] | None = None) -> int:
         (folder / "disk").mkdir()
         disk = (f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=100", "--chunked-prefill-size=2048")
         flags = (*disk, *args.server_options.split())
-        size = Size(model, plan.slots, plan.context, plan.pool_tokens, flags, "bench.stepped")
-        with stepped.into(folder), ours(size, record.ROOT / "out" / "bench") as url:
+        size = Size(model, plan.slots, plan.context, plan.pool_tokens, flags, "bench.traced_server")
+        with traced_server.into(folder), ours(size, record.ROOT / "out" / "bench") as url:
             rows = asyncio.run(measure(url, folder, plan, model, has_gpu()))
     for row in rows:
         print(

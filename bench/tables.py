@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from bench.record import Row
-from bench.rollout.figures import limit_of, peaks, share
-from bench.rollout.steady import WITHIN
-from bench.rollout.turns import IN_TURNS
+from bench.rollout.interleaving import IN_TURNS
+from bench.rollout.metrics import limit_of, peaks, share
+from bench.rollout.steady_state import WITHIN
 
 ROUNDS = 8
 """Measured rounds of a whole row."""

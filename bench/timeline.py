@@ -3,7 +3,7 @@
     python -m bench.timeline --record
 
 The workload and sizes are those of `bench.rollout --preset cpu`. Our server writes down when each piece of its
-scheduler's loop began and how long it took (`bench.stepped`). A row has the pieces' shares of the rounds' time, from
+scheduler's loop began and how long it took (`bench.traced_server`). A row has the pieces' shares of the rounds' time, from
 the start of the push to the reply:
 
 - `decode`, `prefill`: the model's forwards; `sample`: drawing tokens; `run`: what else `run_batch` does;
@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
-from bench import record, stepped
-from bench.rollout.bed import Bed
-from bench.rollout.engine import Engine
+from bench import record, traced_server
+from bench.rollout.engine_client import Engine
 from bench.rollout.presets import PRESETS, Cell, Preset
-from bench.rollout.run import KINDS, Track
+from bench.rollout.runner import KINDS, Track
 from bench.rollout.servers import Size, ours
+from bench.rollout.testbed import Bed
 from examples.tiny_model import make
 
 Window = tuple[float, float]
@@ -65,7 +65,7 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
     """Rows: the full batch before, the variant's rounds in the steady state, the full batch after."""
-    spans = stepped.Lines(folder / stepped.SPANS)
+    spans = traced_server.Lines(folder / traced_server.SPANS)
     began = time.time()
     async with Engine(url, patched=True) as engine:
         bed = Bed(engine, engine, checkpoints, preset)
@@ -109,10 +109,10 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
-    with tempfile.TemporaryDirectory(prefix="april-bench-") as name, stepped.into(Path(name), spans=True):
+    with tempfile.TemporaryDirectory(prefix="april-bench-") as name, traced_server.into(Path(name), spans=True):
         folder = Path(name)
         checkpoints = make(folder / "v0", seed=0), make(folder / "v1", seed=1)
-        size = Size(checkpoints[0], preset.plan.slots, preset.context, preset.pool_tokens, (), "bench.stepped")
+        size = Size(checkpoints[0], preset.plan.slots, preset.context, preset.pool_tokens, (), "bench.traced_server")
         facts = record.facts()
         with ours(size, Path("out") / "bench") as url:
             rows = asyncio.run(measure(url, folder, preset, args.variant, checkpoints))

@@ -2,7 +2,7 @@
 
 Each story (tests/support/kills.py) starts a server with an empty journal, kills it a few times and checks everything
 at its end. Totals are kept in a file, to which an interrupted soak comes back; a story that was cut off does not count.
-Servers are forks of one process that has imported SGLang (tests/support/warm.py): importing it took most of the minute
+Servers are forks of one process that has imported SGLang (tests/support/fork_server.py): importing it took most of the minute
 that a kill cost.
 """
 
@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from examples.tiny_model import make
+from tests.support.fork_server import Warm
 from tests.support.kills import Story
 from tests.support.server import Server
-from tests.support.warm import Warm
 
 FLAGS = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]

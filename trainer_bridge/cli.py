@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_bridge.checks import RunError, dry_run
+from trainer_bridge.args import load, parser
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.flags import load, parser
+from trainer_bridge.validate import RunError, dry_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,9 +35,9 @@ def _train(config: Config) -> int:
     from sglang_april.client import AprilError
     from trainer_bridge.handshake import HandshakeError
     from trainer_bridge.loop import Loop
-    from trainer_bridge.megatron.ranks import TrainerFailed
     from trainer_bridge.megatron.shapes import UnsupportedModelError
-    from trainer_bridge.own_server import EngineGoneError
+    from trainer_bridge.megatron.workers import TrainerFailed
+    from trainer_bridge.server_process import EngineGoneError
 
     # A terminated run still ends its server and its reward processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

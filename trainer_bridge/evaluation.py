@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from sglang_april.client import AprilClient
-from sglang_april.replies import Group
+from sglang_april.client.types import Group
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
-from trainer_bridge.fleet import Fleet
+from trainer_bridge.engine_pool import Fleet
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 
 

@@ -16,20 +16,20 @@ import numpy as np
 
 from sglang_april.client import AprilError
 from trainer_bridge.checkpoints import Checkpoints, State
-from trainer_bridge.checks import RunError, check, check_model, check_on_policy, modified_sampling
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData, read_rows
-from trainer_bridge.engine import Engines
+from trainer_bridge.engine_session import Link
 from trainer_bridge.evaluation import evaluate, round_of
-from trainer_bridge.figures import step_row
-from trainer_bridge.link import Link
-from trainer_bridge.megatron.ranks import TrainerFailed
-from trainer_bridge.megatron.team import make_trainer
+from trainer_bridge.megatron.worker_group import make_trainer
+from trainer_bridge.megatron.workers import TrainerFailed
+from trainer_bridge.metrics import step_row
 from trainer_bridge.progress import Progress
 from trainer_bridge.rewards import RewardError, Rewards
 from trainer_bridge.rollout import Rollout, Rollouts
+from trainer_bridge.rollout_engine import Engines
 from trainer_bridge.samples import Cut, Response, known_proximal, micro_batches, responses, updates
 from trainer_bridge.trainer import PARTS, Part, StepReport, Trainer
+from trainer_bridge.validate import RunError, check, check_model, check_on_policy, modified_sampling
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import Cluster

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from trainer_bridge.own_server import EngineGoneError, OwnServer
 from trainer_bridge.ray_cluster import Cluster, NoRoomError, passed_on
+from trainer_bridge.server_process import EngineGoneError, OwnServer
 
 
 class ServerActor:

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 
 from sglang_april.client import AprilClient, AprilError
-from sglang_april.replies import Group, Summary
+from sglang_april.client.types import Group, Summary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
-from trainer_bridge.fleet import Fleet
+from trainer_bridge.engine_pool import Fleet
 from trainer_bridge.prompt import Prompt
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 from trainer_bridge.samples import ScoredGroup

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sglang_april.replies import Group, Sample
+from sglang_april.client.types import Group, Sample
 from trainer_bridge.batch import PROVENANCE, MicroBatch, Sequences, Tokens
 from trainer_bridge.config import Config
 from trainer_bridge.corrections import engine_proximal

@@ -12,13 +12,13 @@ import aiohttp
 import httpx
 
 from bench import record
-from bench.rollout.bed import Bed
-from bench.rollout.engine import Engine, EngineError
-from bench.rollout.figures import IdentityError
+from bench.rollout.engine_client import Engine, EngineError
 from bench.rollout.limit import NeverFullError
+from bench.rollout.metrics import IdentityError
 from bench.rollout.presets import PRESETS, Cell, Preset
-from bench.rollout.run import KINDS, Runner
+from bench.rollout.runner import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both
+from bench.rollout.testbed import Bed
 from examples.tiny_model import make
 
 PROBLEMS = (ServerError, EngineError, NeverFullError, IdentityError, httpx.HTTPError, aiohttp.ClientError)

@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.engine import Engine, EngineError
+from bench.rollout.engine_client import Engine, EngineError
 from bench.rollout.variant import Group, Plan, Round
 from bench.rollout.workload import Prompt, Stream
-from sglang_april import replies
+from sglang_april.client import types
 
 LEGS = ("started", "resumed_recomputed")
 READY = 3
@@ -113,9 +113,9 @@ class April:
     async def _judged(self, body: dict[str, Any]) -> Round:
         """The quota counts accepted groups, and each is judged as soon as it has finished."""
         body |= {"count": "accepted", "round_id": uuid.uuid4().hex}
-        groups: dict[tuple[str, int], replies.Group] = {}
+        groups: dict[tuple[str, int], types.Group] = {}
         async for event in self.engine.stream(body):
-            if isinstance(event, replies.Summary):
+            if isinstance(event, types.Summary):
                 told = [groups[one["id"], one["incarnation"]] for one in event.delivered]
                 return self._round(event.policy_version, told, event.carried, event.stats)
             groups[event.id, event.incarnation] = event
@@ -128,7 +128,7 @@ class April:
         raise RuntimeError("the stream ended without a summary")
 
     def _round(
-        self, version: int, finished: list[replies.Group], carried: dict[str, Any], stats: dict[str, Any]
+        self, version: int, finished: list[types.Group], carried: dict[str, Any], stats: dict[str, Any]
     ) -> Round:
         self._note(version)
         self.held = carried["samples"]
@@ -147,7 +147,7 @@ class April:
             bytes_by_tier=carried["bytes"],
         )
 
-    def _group(self, group: replies.Group, version: int) -> Group:
+    def _group(self, group: types.Group, version: int) -> Group:
         prompt = self._open[group.id]
         self.delivered.update(f"{group.id}/{sample.index}" for sample in group.samples)
         if group.complete:

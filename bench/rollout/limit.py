@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.rollout.engine import Counters, Engine
+from bench.rollout.engine_client import Counters, Engine
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 
 POLL_S = 0.02

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.rollout.engine import Engine
+from bench.rollout.engine_client import Engine
 from bench.rollout.workload import Stream
 
 

@@ -72,7 +72,7 @@ def configuration(
     variant: str, url: str, settings: Settings, data: Mapping[str, Path], out: Path, *, on_gpu: bool
 ) -> Config:
     """The trainer bridge's configuration of one of the two runs."""
-    from trainer_bridge.flags import load
+    from trainer_bridge.args import load
 
     sizes, ours = settings.training, variant == "april"
     fields = {

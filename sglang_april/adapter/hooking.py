@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import sglang_april
-from sglang_april.adapter.targets import TARGETS, Target
+from sglang_april.adapter.v0_5_17.hook_table import TARGETS, Target
 
 
 class HookError(RuntimeError):

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sglang_april.adapter import targets
+from sglang_april.adapter.v0_5_17 import hook_table
 
 FINGERPRINTS = Path(__file__).parent / "fingerprints"
 REPOSITORY = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def reviewed_manifest(version: str) -> Manifest:
 
 def symbols_in_use() -> list[str]:
     """Every dotted path that we hook or call, once."""
-    return list(dict.fromkeys([target.path for target in targets.TARGETS] + list(targets.DEPENDS_ON)))
+    return list(dict.fromkeys([target.path for target in hook_table.TARGETS] + list(hook_table.DEPENDS_ON)))
 
 
 def build_manifest(version: str, root: Path, paths: Iterable[str]) -> Manifest:

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from sglang_april import wire
+from sglang_april.api import messages
+from sglang_april.api.errors import Refused, bad
+from sglang_april.api.requests import Extend, PromptBody, Rollout, Sampling
 from sglang_april.config import AprilConfig
-from sglang_april.http.engine import Engine, Facts
-from sglang_april.http.errors import Refused, bad
-from sglang_april.http.limits import GRAMMARS
-from sglang_april.http.schema import Extend, PromptBody, Rollout, Sampling
-from sglang_april.http.vault import Prompt
+from sglang_april.http.completed_groups import Prompt
+from sglang_april.http.frontend import Engine, Facts
+from sglang_april.http.validation import GRAMMARS
 
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
@@ -35,7 +35,7 @@ class Params:
 class Prepared:
     """The prompts of one request: for the scheduler with their distinct parameters, and for the vault."""
 
-    prompts: list[wire.Prompt]
+    prompts: list[messages.Prompt]
     params: list[bytes]
     kept: list[Prompt]
 
@@ -88,7 +88,7 @@ class Preparation:
         if not self._facts.has_tokenizer:
             raise bad(field, "the server runs without a tokenizer: give input_ids")
 
-    def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> wire.Prompt:
+    def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> messages.Prompt:
         source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
         params = self._intern(prompt.sampling_params, at)
         lengths = _lengths(prompt.sampling_params)
@@ -98,7 +98,7 @@ class Preparation:
         if prompt.priority is not None and not self._facts.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
         metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
-        return wire.Prompt(
+        return messages.Prompt(
             id=prompt.id,
             input_ids=raw,
             n=prompt.n,
@@ -178,12 +178,12 @@ class Preparation:
 
 def open_round(
     seq: int, round_id: str, body: Rollout, config: AprilConfig, engine: Engine, fingerprint: str = ""
-) -> tuple[wire.OpenRound, list[Prompt]]:
+) -> tuple[messages.OpenRound, list[Prompt]]:
     """The command that opens a round, and the prompts that the vault keeps; or Refused naming the field."""
     if body.tier == "disk" and config.disk_dir is None:
         raise bad("tier", "disk needs a server with --april-disk-dir")
     prepared = Preparation(engine, body.run, body.sampling_params).prompts(body.prompts)
-    command = wire.OpenRound(
+    command = messages.OpenRound(
         seq=seq,
         round_id=round_id,
         run=body.run,
@@ -211,14 +211,14 @@ def open_round(
 
 def extend_round(
     seq: int, round_id: str, body: Extend, run: str, defaults: bytes, engine: Engine
-) -> tuple[wire.ExtendRound, list[Prompt]]:
+) -> tuple[messages.ExtendRound, list[Prompt]]:
     """The same for an `extend`; its prompts have the defaults of the round, `OpenRound.defaults`."""
     sampling = msgspec.msgpack.decode(defaults, type=Sampling) if defaults else None
     prepared = Preparation(engine, run, sampling).prompts(body.prompts)
-    return wire.ExtendRound(seq, round_id, body.quota_add, prepared.prompts, prepared.params), prepared.kept
+    return messages.ExtendRound(seq, round_id, body.quota_add, prepared.prompts, prepared.params), prepared.kept
 
 
-def unit_of(body: Rollout, config: AprilConfig) -> wire.Unit:
+def unit_of(body: Rollout, config: AprilConfig) -> messages.Unit:
     """What the quota of a request counts."""
     return _given(body.quota_unit, config.quota_unit)
 

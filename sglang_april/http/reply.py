@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_april import wire
-from sglang_april.http.vault import Done, Part, decoded
+from sglang_april.api import messages
+from sglang_april.http.completed_groups import Done, Part, decoded
 
 logger = logging.getLogger("sglang_april")
 
@@ -36,7 +36,7 @@ class Reply:
     round_id: str
     run: str
     policy_version: int
-    end_reason: wire.EndReason
+    end_reason: messages.EndReason
     parts: list[Part]
     carried: dict[str, Any]
     stats: dict[str, Any]
@@ -44,7 +44,7 @@ class Reply:
     """About what it takes in memory."""
 
     @classmethod
-    async def build(cls, ended: wire.RoundEnded, parts: list[Part]) -> "Reply":
+    async def build(cls, ended: messages.RoundEnded, parts: list[Part]) -> "Reply":
         """Wait for the last texts and add the figures of the delivery."""
         await decoded(parts)
         stats = dict(ended.stats)

@@ -5,9 +5,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sglang_april.http.errors import Refused
+from sglang_april.api.errors import Refused
+from sglang_april.http.completed_groups import Part
 from sglang_april.http.reply import Reply
-from sglang_april.http.vault import Part
 
 REMEMBERED = 2**16
 """How many ids of rounds whose replies are gone are remembered, to tell 410 from 404."""

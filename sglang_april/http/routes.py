@@ -9,14 +9,14 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from sglang_april.http import schema
-from sglang_april.http.errors import Refused, bad, fault
-from sglang_april.http.limits import check_judge, check_prompts, check_rollout
+from sglang_april.api import requests
+from sglang_april.api.errors import Refused, bad, fault
+from sglang_april.api.requests import check_round_id
+from sglang_april.http.completed_groups import decoded
 from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import Round
-from sglang_april.http.schema import check_round_id
 from sglang_april.http.service import April
-from sglang_april.http.vault import decoded
+from sglang_april.http.validation import check_judge, check_prompts, check_rollout
 
 logger = logging.getLogger("sglang_april")
 
@@ -83,8 +83,8 @@ async def rollout(april: April, request: Request) -> Response:
     return await _reply(request, round_)
 
 
-def _read_rollout(data: bytes, packed: bool) -> tuple[schema.Rollout, str]:
-    body = schema.decode_rollout(data, packed)
+def _read_rollout(data: bytes, packed: bool) -> tuple[requests.Rollout, str]:
+    body = requests.decode_rollout(data, packed)
     return body, check_rollout(body, packed)
 
 
@@ -98,19 +98,19 @@ async def get_round(april: April, request: Request) -> Response:
 
 async def stop(april: April, request: Request) -> Response:
     """End a round now."""
-    body = schema.decode_stop(await _body(request), _is_packed(request))
+    body = requests.decode_stop(await _body(request), _is_packed(request))
     return _answer(request, await april.stop(_round_id(request), body.deliver))
 
 
 async def acknowledge(april: April, request: Request) -> Response:
     """The reply of a round need not be kept any longer."""
-    schema.decode_nothing(await _body(request), _is_packed(request))
+    requests.decode_nothing(await _body(request), _is_packed(request))
     return _answer(request, await april.acknowledge(_round_id(request)))
 
 
 async def judge(april: April, request: Request) -> Response:
     """Accept and reject finished groups of a round with `count: accepted`."""
-    body = schema.decode_judge(await _body(request), _is_packed(request))
+    body = requests.decode_judge(await _body(request), _is_packed(request))
     check_judge(body)
     return _answer(request, await april.judge(_round_id(request), body.accept, body.reject))
 
@@ -122,27 +122,27 @@ async def extend(april: April, request: Request) -> Response:
     return _answer(request, await april.extend(_round_id(request), body))
 
 
-def _read_extend(data: bytes, packed: bool) -> schema.Extend:
-    body = schema.decode_extend(data, packed)
+def _read_extend(data: bytes, packed: bool) -> requests.Extend:
+    body = requests.decode_extend(data, packed)
     check_prompts(body.prompts, packed)
     return body
 
 
 async def push_begin(april: April, request: Request) -> Response:
     """The weights of one policy begin to arrive."""
-    body = schema.decode_push(await _body(request), _is_packed(request))
+    body = requests.decode_push(await _body(request), _is_packed(request))
     return _answer(request, await april.push_begin(body.version))
 
 
 async def push_end(april: April, request: Request) -> Response:
     """They have all arrived."""
-    body = schema.decode_push(await _body(request), _is_packed(request))
+    body = requests.decode_push(await _body(request), _is_packed(request))
     return _answer(request, await april.push_end(body.version))
 
 
 async def drop(april: April, request: Request) -> Response:
     """Delete undelivered groups of a run."""
-    body = schema.decode_drop(await _body(request), _is_packed(request))
+    body = requests.decode_drop(await _body(request), _is_packed(request))
     return _answer(request, await april.drop(body.run, body.ids))
 
 

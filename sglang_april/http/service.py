@@ -11,19 +11,18 @@ from typing import Any
 
 import msgspec
 
-from sglang_april import wire
+from sglang_april.api import messages, requests
+from sglang_april.api.errors import Refused, fault
 from sglang_april.config import AprilConfig
-from sglang_april.http import schema
-from sglang_april.http.engine import Engine
-from sglang_april.http.errors import Refused, fault
-from sglang_april.http.holds import Holds
-from sglang_april.http.limits import check_rollout
-from sglang_april.http.link import Link
+from sglang_april.http.completed_groups import Part, Prompt, Vault, visible_text
+from sglang_april.http.frontend import Engine
 from sglang_april.http.prepare import extend_round, open_round, unit_of
 from sglang_april.http.reply import Reply, log_reply
-from sglang_april.http.restart import Restart
+from sglang_april.http.restored_state import Restart
 from sglang_april.http.rounds import Round, Rounds
-from sglang_april.http.vault import Part, Prompt, Vault, visible_text
+from sglang_april.http.scheduler_rpc import Link
+from sglang_april.http.validation import check_rollout
+from sglang_april.http.weight_lock import Holds
 
 logger = logging.getLogger("sglang_april")
 
@@ -57,12 +56,12 @@ class April:
 
     async def rollout(self, request: dict[str, Any]) -> dict[str, Any]:
         """`POST /april/rollout` for callers in this process: a round from request to reply, arrays as raw bytes."""
-        body = schema.decode_rollout(msgspec.msgpack.encode(request), True)
+        body = requests.decode_rollout(msgspec.msgpack.encode(request), True)
         round_ = await self.open(body, check_rollout(body, packed=True))
         reply = await asyncio.shield(round_.reply)
         return msgspec.msgpack.decode(reply.encode(packed=True))
 
-    async def open(self, body: schema.Rollout, fingerprint: str) -> Round:
+    async def open(self, body: requests.Rollout, fingerprint: str) -> Round:
         """Open the round that a request asks for, or find it; it lives on when the caller goes away."""
         await self.restart.ready()
         if (reason := self.broken or self.restart.fault) and not self.rounds.knows(body.round_id):
@@ -88,7 +87,7 @@ class April:
             self.spawn(self._stop_once_open(round_, deliver))
         elif round_.state == "open":
             try:
-                await self.link.call(wire.StopRound(self.link.number(), round_id, deliver))
+                await self.link.call(messages.StopRound(self.link.number(), round_id, deliver))
             except Refused:
                 if round_.state != "ended":
                     raise
@@ -98,7 +97,7 @@ class April:
         """Accept and reject finished groups of a round with `count: accepted`; idempotent, also after its end."""
         round_ = self.rounds.find(round_id)
         await asyncio.shield(round_.opened)
-        command = wire.JudgeRound(self.link.number(), round_id, accept, reject)
+        command = messages.JudgeRound(self.link.number(), round_id, accept, reject)
         try:
             await self.link.call(command, accepted=lambda _: self._judged(round_, accept, reject))
         except Refused:
@@ -111,7 +110,7 @@ class April:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
         self.vault.judge(round_.run, [*accept, *reject])
 
-    async def extend(self, round_id: str, body: schema.Extend) -> dict[str, Any]:
+    async def extend(self, round_id: str, body: requests.Extend) -> dict[str, Any]:
         """A greater quota and more prompts for an open round."""
         round_ = self.rounds.find(round_id)
         await asyncio.shield(round_.opened)
@@ -126,44 +125,44 @@ class April:
         """The caller has the reply for good."""
         round_ = self.rounds.acknowledge(round_id)
         if self.config.journal is not None:
-            await self.link.call(wire.Acknowledge(self.link.number(), round_.id, round_.run))
+            await self.link.call(messages.Acknowledge(self.link.number(), round_.id, round_.run))
         return {"round_id": round_.id, "acknowledged": True}
 
     async def drop(self, run: str, ids: list[str] | None) -> dict[str, Any]:
         """Delete undelivered groups of a run, in the scheduler and here."""
-        command = wire.Drop(self.link.number(), run, ids)
+        command = messages.Drop(self.link.number(), run, ids)
         answer = await self.link.call(command, accepted=lambda _: self.vault.drop(run, ids))
         return {"run": run, **answer.data}
 
     async def push_begin(self, version: int | None) -> dict[str, Any]:
         """Suspend our samples in the scheduler, then let weight calls pass our open rounds."""
         async with self._pushing:
-            answer = await self.link.call(wire.PushBegin(self.link.number(), version))
+            answer = await self.link.call(messages.PushBegin(self.link.number(), version))
             await self.holds.give_up("push")
         return {"push_open": True, **answer.data}
 
     async def push_end(self, version: int | None) -> dict[str, Any]:
         """The policy is complete: the version moves and open rounds go on."""
         async with self._pushing:
-            answer = await self.link.call(wire.PushEnd(self.link.number(), version))
+            answer = await self.link.call(messages.PushEnd(self.link.number(), version))
             self.retake("push")
         return {"push_open": False, **answer.data}
 
     async def freeze(self) -> None:
         """A pause begins: nothing of ours takes a step, and nothing of ours keeps the pause waiting."""
-        await self.link.call(wire.Freeze(self.link.number()))
+        await self.link.call(messages.Freeze(self.link.number()))
         await self.holds.give_up("pause")
 
     async def thaw(self) -> None:
         """The pause is over."""
-        await self.link.call(wire.Thaw(self.link.number()))
+        await self.link.call(messages.Thaw(self.link.number()))
         self.retake("pause")
 
     async def state(self, *, check: bool = False) -> dict[str, Any]:
         """What the scheduler and this process know of themselves; `check`: and whether every stored page is sound."""
-        answer = await self.link.call(wire.GetState(self.link.number()))
+        answer = await self.link.call(messages.GetState(self.link.number()))
         if check:
-            found = await self.link.call(wire.GetState(self.link.number(), check=True))
+            found = await self.link.call(messages.GetState(self.link.number(), check=True))
             answer.data["check"] = found.data
         http = {
             "rounds": {round_.id: {"run": round_.run, "state": round_.state} for round_ in self.rounds.open},
@@ -180,7 +179,7 @@ class April:
 
     async def partials(self, run: str | None) -> dict[str, Any]:
         """The suspended samples of a run, or of all."""
-        return (await self.link.call(wire.GetPartials(self.link.number(), run))).data
+        return (await self.link.call(messages.GetPartials(self.link.number(), run))).data
 
     # What the scheduler says
 
@@ -190,21 +189,21 @@ class April:
         An exception would end SGLang's loop, and the server with it.
         """
         try:
-            message = wire.decode_event(payload)
-            if isinstance(message, wire.Answer):
+            message = messages.decode_event(payload)
+            if isinstance(message, messages.Answer):
                 self.link.answered(message)
-            elif isinstance(message, wire.Finished):
+            elif isinstance(message, messages.Finished):
                 self.finished(message.samples)
-            elif isinstance(message, wire.RoundEnded):
+            elif isinstance(message, messages.RoundEnded):
                 self._ended(message)
-            elif isinstance(message, wire.Broken):
+            elif isinstance(message, messages.Broken):
                 self._broken(message.reason)
             else:
                 self.restart.receive(message)
         except Exception:
             logger.exception("a message of the scheduler could not be handled")
 
-    def finished(self, samples: list[wire.FinishedSample]) -> None:
+    def finished(self, samples: list[messages.FinishedSample]) -> None:
         """Samples that have ended, in that order."""
         rung = set()
         of_id = {round_.id: round_ for round_ in self.rounds.open}
@@ -222,7 +221,7 @@ class April:
         for round_ in rung:
             round_.ring()
 
-    def _ended(self, message: wire.RoundEnded) -> None:
+    def _ended(self, message: messages.RoundEnded) -> None:
         round_ = next((r for r in self.rounds.open if r.id == message.round_id), None)
         if round_ is None:
             logger.error("the scheduler ended round %s, which is not open here", message.round_id)
@@ -250,7 +249,7 @@ class April:
 
     # What runs beside the callers
 
-    async def _open(self, round_: Round, body: schema.Rollout) -> None:
+    async def _open(self, round_: Round, body: requests.Rollout) -> None:
         """Prepare, become a reader of the weights, and ask the scheduler; or refuse and leave no trace."""
         try:
             number = self.link.number()
@@ -280,7 +279,7 @@ class April:
             await asyncio.shield(round_.opened)
             await self.stop(round_.id, deliver)
 
-    async def _reply(self, round_: Round, message: wire.RoundEnded, parts: list[Part]) -> None:
+    async def _reply(self, round_: Round, message: messages.RoundEnded, parts: list[Part]) -> None:
         try:
             await self.holds.drop(round_.id)
             await self.restart.ready()  # older replies are kept first, or this one would make room for them
@@ -296,10 +295,10 @@ class April:
         if self._on_reply is not None:
             self._on_reply(reply)
 
-    def decode(self, prompt: Prompt, sample: wire.FinishedSample) -> "asyncio.Future[str | None]":
+    def decode(self, prompt: Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
         return asyncio.get_running_loop().run_in_executor(self._threads, self._text, prompt, sample)
 
-    def _text(self, prompt: Prompt, sample: wire.FinishedSample) -> str | None:
+    def _text(self, prompt: Prompt, sample: messages.FinishedSample) -> str | None:
         try:
             return visible_text(self.engine.decode, prompt, sample)
         except Exception:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from sglang_april.scheduler.quota import Round
-from sglang_april.types import Group, Sample, State
+from sglang_april.scheduler.state import Group, Sample, State
 
 
 def candidates(rnd: Round) -> Iterator[Sample]:

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from sglang_april import wire
-from sglang_april.policy.push import Refused
+from sglang_april.api import messages
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.ending import Endings
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.round_end import Endings
+from sglang_april.scheduler.state import Run, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.types import Run, State
+from sglang_april.scheduler.version_clock import Refused
 
 MAX_QUOTA = 2**31 - 1
 
@@ -24,42 +24,42 @@ class Commands:
         self._pushes = pushes
         self._tiers = tiers
 
-    def carry_out(self, cmd: wire.Command) -> dict[str, Any] | None:
+    def carry_out(self, cmd: messages.Command) -> dict[str, Any] | None:
         """Returns the data of the answer, None if it comes later; raises Refused."""
         match cmd:
-            case wire.OpenRound():
+            case messages.OpenRound():
                 return self._open(cmd)
-            case wire.StopRound():
+            case messages.StopRound():
                 return self._stop(cmd)
-            case wire.JudgeRound():
+            case messages.JudgeRound():
                 return self._judge(cmd)
-            case wire.ExtendRound():
+            case messages.ExtendRound():
                 return self._extend(cmd)
-            case wire.Drop():
+            case messages.Drop():
                 return self._drop(cmd)
-            case wire.Acknowledge():
+            case messages.Acknowledge():
                 self._c.recorder.acknowledged(cmd.round_id, cmd.run)
-            case wire.PushBegin():
+            case messages.PushBegin():
                 self._pushes.begin(cmd.version)
-            case wire.PushEnd():
+            case messages.PushEnd():
                 return self._pushes.end(cmd.version)
-            case wire.Freeze():
+            case messages.Freeze():
                 self._pushes.freeze()
-            case wire.Thaw():
+            case messages.Thaw():
                 self._pushes.thaw()
-            case wire.GetState() | wire.GetPartials():
+            case messages.GetState() | messages.GetPartials():
                 return self._report(cmd)
         return {}
 
-    def _report(self, cmd: wire.GetState | wire.GetPartials) -> dict[str, Any] | None:
-        if isinstance(cmd, wire.GetState):
+    def _report(self, cmd: messages.GetState | messages.GetPartials) -> dict[str, Any] | None:
+        if isinstance(cmd, messages.GetState):
             if cmd.check:
                 self._tiers.checks.begin(cmd.seq)
                 return None
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
 
-    def _open(self, cmd: wire.OpenRound) -> dict[str, Any]:
+    def _open(self, cmd: messages.OpenRound) -> dict[str, Any]:
         c = self._c
         if reason := c.closed():
             raise Refused(503, "", reason)
@@ -93,7 +93,7 @@ class Commands:
         """The open round of this id."""
         return next((r for r in self._c.rounds.values() if r.spec.round_id == round_id), None)
 
-    def _judge(self, cmd: wire.JudgeRound) -> dict[str, Any]:
+    def _judge(self, cmd: messages.JudgeRound) -> dict[str, Any]:
         """The quota counts what has been accepted; generation goes on meanwhile (S3)."""
         rnd = self._find(cmd.round_id)
         if rnd is None:
@@ -105,7 +105,7 @@ class Commands:
         self._endings.look()
         return {"quota": rnd.spec.quota, "counted": rnd.counted()}
 
-    def _extend(self, cmd: wire.ExtendRound) -> dict[str, Any]:
+    def _extend(self, cmd: messages.ExtendRound) -> dict[str, Any]:
         c, rnd = self._c, self._find(cmd.round_id)
         if rnd is None:
             raise _over(cmd.round_id)
@@ -122,14 +122,14 @@ class Commands:
         self._endings.look()
         return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
 
-    def _stop(self, cmd: wire.StopRound) -> dict[str, Any]:
+    def _stop(self, cmd: messages.StopRound) -> dict[str, Any]:
         rnd = self._find(cmd.round_id)
         if rnd is None:
             return {"open": False}
         self._endings.stop(rnd, cmd.deliver)
         return {"open": True}
 
-    def _drop(self, cmd: wire.Drop) -> dict[str, Any]:
+    def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
         c = self._c
         run = c.ledger.runs.get(cmd.run)
         if run is None:

@@ -4,14 +4,14 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from sglang_april import wire
-from sglang_april.policy.push import PushClock
+from sglang_april.api import messages
+from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
-from sglang_april.store.entry import CopyTier
-from sglang_april.types import Sample
+from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.version_clock import PushClock
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class Context:
     """Open rounds by run name, in the order in which they take turns."""
     ahead: dict[str, Round] = field(default_factory=dict)
     """Rounds that are over, by run name, where the run goes on generating until the next (`after_quota: continue`)."""
-    tuned: wire.Tuned | None = None
+    tuned: messages.Tuned | None = None
     """The last that was said of `concurrency: auto`."""
-    rates: wire.Rates | None = None
+    rates: messages.Rates | None = None
     """What `kv: auto` decides by, once rank 0 has broadcast it."""
     step: int = 0
     frozen: bool = False
@@ -59,7 +59,7 @@ class Context:
         """An exception of ours. The first one is told at once, past a journal that may never be written again."""
         if not self.broken:
             self.broken = reason
-            self.engine.send(wire.Broken(reason))
+            self.engine.send(messages.Broken(reason))
 
     def cap(self, tier: CopyTier) -> int:
         """Tokens that a tier may hold."""
@@ -85,7 +85,7 @@ class Context:
         """Whether a round is open, or goes on, that leaves its concurrency to us."""
         return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
 
-    def tune(self, fact: wire.Tuned) -> None:
+    def tune(self, fact: messages.Tuned) -> None:
         """From the next step on; what runs beyond it goes on."""
         self.tuned = fact
         for rnd in (*self.rounds.values(), *self.ahead.values()):

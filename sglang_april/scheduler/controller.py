@@ -8,19 +8,19 @@ input.
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_april import wire
-from sglang_april.policy.push import Refused
+from sglang_april.api import messages
+from sglang_april.recovery.journal_snapshot import Saved
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.ending import Endings
 from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.restore import Look, regain, restore
 from sglang_april.scheduler.resume import Resumer
+from sglang_april.scheduler.round_end import Endings
+from sglang_april.scheduler.state import Group, Run, Sample, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.store.saved import Saved
-from sglang_april.types import Group, Run, Sample, State
+from sglang_april.scheduler.version_clock import Refused
 
 Progress = tuple[Sample, int, int, bool]
 """What one step did to one of our samples: its output tokens now, how many tokens a prefill computed (0 in a decode
@@ -46,7 +46,7 @@ class Controller:
 
     # --- commands
 
-    def command(self, cmd: wire.Command) -> None:
+    def command(self, cmd: messages.Command) -> None:
         """Carry out one broadcast message and answer it; a refusal changes nothing.
 
         Rounds that are over end first, and those that the message ends end at once: under a pause there are no steps.
@@ -54,22 +54,22 @@ class Controller:
         self.endings.end_due()
         try:
             data = self._commands.carry_out(cmd)
-            answer = wire.Answer(cmd.seq, data=data) if data is not None else None
+            answer = messages.Answer(cmd.seq, data=data) if data is not None else None
         except Refused as no:
-            answer = wire.Answer(cmd.seq, no.status, no.field, no.reason)
+            answer = messages.Answer(cmd.seq, no.status, no.field, no.reason)
         if answer is not None:
-            self.context.recorder.answer(answer, lasting=isinstance(cmd, wire.Lasting))
+            self.context.recorder.answer(answer, lasting=isinstance(cmd, messages.Lasting))
         self.endings.end_due()
         self.context.recorder.commit()
 
-    def observe(self, fact: wire.Fact) -> None:
+    def observe(self, fact: messages.Fact) -> None:
         """What some rank has seen outside of a step, broadcast, so that it takes effect on all alike (S9)."""
         match fact:
-            case wire.Moved():
+            case messages.Moved():
                 self.tiers.moved(fact)
-            case wire.Tuned():
+            case messages.Tuned():
                 self.context.tune(fact)
-            case wire.Rates():
+            case messages.Rates():
                 self.context.rates = fact
 
     # --- steps
@@ -101,7 +101,7 @@ class Controller:
 
     def progress(self, steps: Iterable[Progress]) -> None:
         """Step 3: count tokens and finishes; finished samples leave at once."""
-        done: list[wire.FinishedSample] = []
+        done: list[messages.FinishedSample] = []
         run, tokens = None, 0
         for sample, length, prefilled, finished in steps:
             drawn, group = length - sample.length, sample.group
@@ -152,7 +152,7 @@ class Controller:
         run = group.run
         group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
 
-    def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> wire.FinishedSample:
+    def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
         self.tiers.left(sample)
         result = self.context.engine.finished(sample, reason)
         self.context.ledger.finish(sample, self.context.step)
@@ -162,11 +162,11 @@ class Controller:
         self.context.recorder.finished(sample, result)
         return result
 
-    def _announce(self, done: list[wire.FinishedSample]) -> None:
+    def _announce(self, done: list[messages.FinishedSample]) -> None:
         if not done:
             return
         self.endings.look()
-        self.context.recorder.send(wire.Finished(done))
+        self.context.recorder.send(messages.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()

@@ -6,10 +6,10 @@ Every method is called between two steps, on every rank alike. Nothing here may 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sglang_april.store.entry import Pages
-from sglang_april.store.saved import Chunk
-from sglang_april.types import Group, Sample
-from sglang_april.wire import Event, FinishedSample
+from sglang_april.api.messages import Event, FinishedSample
+from sglang_april.kv.kv_pages import Pages
+from sglang_april.recovery.journal_snapshot import Chunk
+from sglang_april.scheduler.state import Group, Sample
 
 
 class Engine(Protocol):

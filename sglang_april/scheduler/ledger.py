@@ -6,10 +6,10 @@ Pure: no clock, no engine, no rank. The property tests drive this module with an
 import bisect
 from collections.abc import Iterator
 
-from sglang_april.policy.push import Refused
-from sglang_april.store.saved import Saved, SavedGroup
-from sglang_april.types import Group, LedgerError, Run, Sample, State, sample_seed
-from sglang_april.wire import Delivery, Prompt
+from sglang_april.api.messages import Delivery, Prompt
+from sglang_april.recovery.journal_snapshot import Saved, SavedGroup
+from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State, sample_seed
+from sglang_april.scheduler.version_clock import Refused
 
 
 class Ledger:

@@ -11,7 +11,7 @@ from itertools import islice
 from sglang_april.scheduler.admission import candidates, places
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.types import Group, Sample, State
+from sglang_april.scheduler.state import Group, Sample, State
 
 
 class Prompts:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from sglang_april import wire
+from sglang_april.api import messages
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.ending import Endings
+from sglang_april.scheduler.round_end import Endings
 from sglang_april.scheduler.suspend import Suspender
 
 
@@ -41,7 +41,7 @@ class Pushes:
         c.recorder.version(c.clock.version)
         if c.clock.unnamed:
             c.clock.unnamed = False
-            c.recorder.send(wire.Named(c.clock.version))
+            c.recorder.send(messages.Named(c.clock.version))
         c.engine.version = c.clock.version
         c.engine.renew_keys()
         for rnd in (*c.rounds.values(), *c.ahead.values()):

@@ -6,11 +6,11 @@ samples (`unit: sample`).
 
 from dataclasses import dataclass, field
 
-from sglang_april.policy.staleness import is_over, is_stale
+from sglang_april.api.messages import Delivery, EndReason, OpenRound, Tuned
 from sglang_april.scheduler.ledger import Ledger
+from sglang_april.scheduler.staleness import is_over, is_stale
+from sglang_april.scheduler.state import Group, Run, Sample, State
 from sglang_april.scheduler.stats import RoundStats
-from sglang_april.types import Group, Run, Sample, State
-from sglang_april.wire import Delivery, EndReason, OpenRound, Tuned
 
 
 @dataclass(eq=False, slots=True)

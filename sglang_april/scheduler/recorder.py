@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import msgspec
 
+from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, OpenRound, RoundEnded
+from sglang_april.recovery import schema
+from sglang_april.recovery.journal import Journal
+from sglang_april.recovery.outbox import Outbox
 from sglang_april.scheduler.engine import Engine
-from sglang_april.scheduler.outbox import Outbox
-from sglang_april.store import tables
-from sglang_april.store.journal import Journal
-from sglang_april.types import Group, Sample
-from sglang_april.wire import Answer, Event, FinishedSample, JournalFault, OpenRound, RoundEnded
+from sglang_april.scheduler.state import Group, Sample
 
 
 class Unrecorded:
@@ -65,7 +65,7 @@ class Recorder(Unrecorded):
         self._journal = journal
         self._keep = keep_replies
         self._outbox = Outbox(engine.send)
-        self._records: list[tables.Op] = []
+        self._records: list[schema.Op] = []
         self._batches = 0
         self._fault = ""
         journal.start(self._written)
@@ -86,24 +86,24 @@ class Recorder(Unrecorded):
         self._outbox.send(answer, self._batches + 1 if lasting and self._records else 0)
 
     def ended(self, event: RoundEnded) -> None:
-        self._records.append(tables.ended(event, self._keep))
+        self._records.append(schema.ended(event, self._keep))
         self._outbox.send(event, self._batches + 1)
 
     # --- records
 
     def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
-        self._records.append(tables.accepted(spec, number, map(_new, groups)))
+        self._records.append(schema.accepted(spec, number, map(_new, groups)))
 
     def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
-        self._records.append(tables.extended(spec, number, map(_new, groups)))
+        self._records.append(schema.extended(spec, number, map(_new, groups)))
 
     def judged(self, groups: Iterable[Group]) -> None:
-        self._records.append(tables.judged([(bool(g.accepted), g.order) for g in groups]))
+        self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))
 
     def admitted(self, sample: Sample) -> None:
         if not sample.recorded_admission:
             sample.recorded_admission = True
-            record = tables.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
+            record = schema.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
             self._records.append(record)
 
     def _begun(self, sample: Sample) -> None:
@@ -111,7 +111,7 @@ class Recorder(Unrecorded):
         if not sample.recorded_begin:
             sample.recorded_begin = True
             group = sample.group
-            self._records.append(tables.admitted(group.order, sample.index, sample.order, group.first_round))
+            self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
 
     def suspended(self, sample: Sample) -> None:
         """Only tokens that are new."""
@@ -120,7 +120,7 @@ class Recorder(Unrecorded):
             chunk = self._engine.record(sample, start)
             if chunk.proximal is not None:
                 sample.recorded_proximal = chunk.proximal[0]
-            self._records.append(tables.tokens(sample.group.order, sample.index, start, chunk))
+            self._records.append(schema.tokens(sample.group.order, sample.index, start, chunk))
             sample.recorded = sample.length
             self._begun(sample)
 
@@ -131,22 +131,22 @@ class Recorder(Unrecorded):
         tail = msgspec.structs.replace(
             result, output_ids=result.output_ids[4 * start :], logprobs=result.logprobs[4 * start :], top_logprobs=top
         )
-        self._records.append(tables.finished(sample.group.order, start, sample.finish_step, tail))
+        self._records.append(schema.finished(sample.group.order, start, sample.finish_step, tail))
         self._begun(sample)
 
     def acknowledged(self, round_id: str, run: str) -> None:
-        self._records.append(tables.acknowledged(round_id, run, self._keep))
+        self._records.append(schema.acknowledged(round_id, run, self._keep))
 
     def dropped(self, groups: Iterable[Group]) -> None:
         if gids := [g.order for g in groups]:
-            self._records.append(tables.dropped(gids))
+            self._records.append(schema.dropped(gids))
 
     def version(self, number: int) -> None:
-        self._records.append(tables.version(number))
+        self._records.append(schema.version(number))
 
     def life(self, name: str) -> None:
         """The name of this life; to be written when the disk tier bears it."""
-        self._records.append(tables.life(name))
+        self._records.append(schema.life(name))
 
     def commit(self) -> None:
         if self._records:
@@ -159,5 +159,5 @@ class Recorder(Unrecorded):
         self._journal.close()
 
 
-def _new(group: Group) -> tables.NewGroup:
+def _new(group: Group) -> schema.NewGroup:
     return group.order, group.incarnation, group.prompt, group.params

@@ -4,11 +4,11 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_april.policy import cost
-from sglang_april.policy.staleness import staleness
+from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.types import Run, Sample, State
+from sglang_april.scheduler.staleness import staleness
+from sglang_april.scheduler.state import Run, Sample, State
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def state(c: Context) -> dict[str, Any]:
 
 def kv_cost(c: Context) -> dict[str, Any] | None:
     """What `kv: auto` decides by."""
-    return cost.report(c.rates, c.engine.bytes_per_token)
+    return cost_model.report(c.rates, c.engine.bytes_per_token)
 
 
 def partials(c: Context, run: str | None) -> list[dict[str, Any]]:

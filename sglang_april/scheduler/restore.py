@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sglang_april.kv.kv_pages import Found
+from sglang_april.recovery.journal_snapshot import Saved, SavedRound
+from sglang_april.recovery.kv_recovery import Outcome
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.store.entry import Found
-from sglang_april.store.regain import Outcome
-from sglang_april.store.saved import Saved, SavedRound
-from sglang_april.types import Sample, State
 
 Look = Callable[[Sequence[tuple[Sample, Found]]], Sequence[Outcome]]
 """Searches the files of the disk tier, on all ranks together: one outcome per sample."""

@@ -7,14 +7,14 @@ through SGLang's own waiting queue.
 
 from collections import Counter
 
-from sglang_april.policy.auto import Reason, why_not_resume
+from sglang_april.kv.auto_policy import Reason, why_not_resume
+from sglang_april.kv.kv_pages import Pages, Tier
 from sglang_april.scheduler.admission import Gathering, pick
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.state import Group, Sample, State
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.store.entry import Pages, Tier
-from sglang_april.types import Group, Sample, State
 
 AHEAD = 4
 """Partials at most that are loaded before there is a slot for them."""

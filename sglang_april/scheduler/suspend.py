@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Collection
 
+from sglang_april.api.messages import Tier
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.state import Run, Sample, State
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.types import Run, Sample, State
-from sglang_april.wire import Tier
 
 AHEAD_STEPS = 4
 """Room for so many decode steps is kept free by copies that nobody waits for."""

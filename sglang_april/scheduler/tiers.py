@@ -1,7 +1,7 @@
 """Step 5 of 9 (store), the deciding half: which tier a partial's pages are in, the same on every rank.
 
 Budgets are counted here when something is decided, in tokens and whole pages of the store. The copying itself is each
-rank's own business (`store/pages.py`, behind `Engine`), in the order in which it was decided here. Its end is a message
+rank's own business (`kv/page_store.py`, behind `Engine`), in the order in which it was decided here. Its end is a message
 (S9): until then the slots of a copy stay held, and what is loaded joins no batch.
 """
 
@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from sglang_april import wire
-from sglang_april.policy.auto import why_not_store
-from sglang_april.scheduler.books import Books
-from sglang_april.scheduler.checks import Checks
+from sglang_april.api import messages
+from sglang_april.kv.auto_policy import why_not_store
+from sglang_april.kv.kv_pages import CopyTier, Found, Pages
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.moves import Moves
-from sglang_april.store.entry import CopyTier, Found, Pages
-from sglang_april.store.placement import Shelf, copy_cost, give_way, rests_in
-from sglang_april.types import Sample
+from sglang_april.scheduler.eviction import Shelf, copy_cost, give_way, rests_in
+from sglang_april.scheduler.integrity import Checks
+from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.tier_budget import Books
+from sglang_april.scheduler.transfers import Moves
 
 
 class Tiers:
@@ -89,7 +89,7 @@ class Tiers:
         loading = [m.sample for m in self.moves.in_flight(leaving=False)]
         return [*loading, *iter(self._shelves["device"].pop, None)]
 
-    def demote(self, sample: Sample, to: wire.Tier = "auto") -> None:
+    def demote(self, sample: Sample, to: messages.Tier = "auto") -> None:
         """Device pages go to the host, else to the disk, else only tokens remain. Slots stay held while they leave."""
         pages = sample.pages
         if pages is None or to == "device":
@@ -108,7 +108,7 @@ class Tiers:
         else:
             self._copy_out(sample, pages, to)
 
-    def _copy_out(self, sample: Sample, pages: Pages, to: wire.Tier) -> None:
+    def _copy_out(self, sample: Sample, pages: Pages, to: messages.Tier) -> None:
         tier = self._place(sample, pages, to)
         if tier is None:
             self.demote(sample, "none")
@@ -123,7 +123,7 @@ class Tiers:
         self._shelves[tier].push(sample)
         self._c.engine.copy_out(sample, pages.move)
 
-    def _place(self, sample: Sample, pages: Pages, to: wire.Tier) -> CopyTier | None:
+    def _place(self, sample: Sample, pages: Pages, to: messages.Tier) -> CopyTier | None:
         """The first tier that has room and, under `kv: auto`, is worth the copy; one that a round forces always is."""
         below: tuple[CopyTier, ...] = ("disk",) if to == "disk" else ("host", "disk")
         for tier in below:
@@ -209,7 +209,7 @@ class Tiers:
 
     # --- what the ranks have observed
 
-    def moved(self, fact: wire.Moved) -> None:
+    def moved(self, fact: messages.Moved) -> None:
         for order in fact.done:
             self._done(order)
         for order, why in fact.failed.items():

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from trainer_bridge.push.engine import WeightCallError
+from trainer_bridge.push.push_target import WeightCallError
 
 
 class Receiver:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.checks import check, check_on_policy, dry_run, modified_sampling
+from trainer_bridge.args import load, parser
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.flags import load, parser
+from trainer_bridge.validate import check, check_on_policy, dry_run, modified_sampling
 
 NEEDED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
 

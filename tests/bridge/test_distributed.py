@@ -9,7 +9,7 @@ import torch
 from tests.bridge.receivers import Receiver
 from trainer_bridge.push.bucket import Bucket
 from trainer_bridge.push.distributed import Distributed
-from trainer_bridge.push.engine import WeightCallError
+from trainer_bridge.push.push_target import WeightCallError
 
 # What is not let go is waited for five minutes.
 pytestmark = pytest.mark.timeout(240)

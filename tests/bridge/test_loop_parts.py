@@ -9,13 +9,13 @@ import httpx
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.replies import Group, Summary
+from sglang_april.client.types import Group, Summary
 from tests.bridge.test_rollout import STATS, FakeRewards, finished
-from trainer_bridge.checks import RunError
 from trainer_bridge.config import Config
 from trainer_bridge.loop import Loop
-from trainer_bridge.megatron.ranks import TrainerFailed
+from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.progress import read_rows
+from trainer_bridge.validate import RunError
 
 EVALUATIONS = {"eval_interval": 5, "save_interval": 20}
 

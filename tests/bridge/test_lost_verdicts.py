@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.replies import Group, Summary
-from tests.bridge import fake_fleet
-from tests.bridge.test_fleet import body, fleet
-from tests.bridge.test_fleet import rollouts as of_several
+from sglang_april.client.types import Group, Summary
+from tests.bridge import fake_engine_pool
+from tests.bridge.test_engine_pool import body, fleet
+from tests.bridge.test_engine_pool import rollouts as of_several
 from tests.bridge.test_rollout import FakeEngine, finished, ids
 from tests.bridge.test_rollout import rollouts as of_one
 from trainer_bridge.rewards import Score
@@ -121,7 +121,7 @@ def test_a_stream_is_left_where_its_round_has_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["judge", "stop"])
 def test_a_call_that_a_verdict_brought_about_and_that_failed_is_made_again(tmp_path: Path, call: str) -> None:
     """The verdict is told again as a whole: what it settled before it failed is not taken for done."""
-    engines = [fake_fleet.FakeEngine(), fake_fleet.FakeEngine()]
+    engines = [fake_engine_pool.FakeEngine(), fake_engine_pool.FakeEngine()]
     real, failures = getattr(engines[1], call), [CLOSED]
 
     def flaky(*args: Any, **fields: Any) -> Any:

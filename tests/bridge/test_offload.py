@@ -11,10 +11,10 @@ import pytest
 from examples.tiny_model import make
 from tests.bridge.reference import micro_batches
 from tests.bridge.two_steps import LOSS, weights
-from trainer_bridge.checks import check
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.megatron.team import make_trainer
+from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.trainer import Trainer, TrainerSettings
+from trainer_bridge.validate import check
 
 Weights = dict[str, np.ndarray]
 Dtype = Literal["float32", "bfloat16"]

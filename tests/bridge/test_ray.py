@@ -15,16 +15,16 @@ import ray
 
 from examples.tiny_model import make
 from tests.bridge.reference import micro_batches
-from tests.bridge.test_engine import SERVES, pid
+from tests.bridge.test_rollout_engine import SERVES, pid
 from tests.bridge.two_steps import COUNTS, LOSS, check_step, check_weights, settings, tell, weights
 from tests.support.live import until
-from trainer_bridge.checks import check
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.engine import Engine
-from trainer_bridge.megatron.ranks import TrainerFailed
-from trainer_bridge.megatron.team import make_trainer
-from trainer_bridge.own_server import EngineLostError
+from trainer_bridge.megatron.worker_group import make_trainer
+from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.ray_cluster import Cluster, NoRoomError
+from trainer_bridge.rollout_engine import Engine
+from trainer_bridge.server_process import EngineLostError
+from trainer_bridge.validate import check
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer_bridge.args import load
 from trainer_bridge.cli import main
-from trainer_bridge.flags import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

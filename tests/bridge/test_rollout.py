@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.replies import Group, Sample, Span, Summary
+from sglang_april.client.types import Group, Sample, Span, Summary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData

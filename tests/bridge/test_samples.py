@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_april.replies import Group, Sample, Span
+from sglang_april.client.types import Group, Sample, Span
 from trainer_bridge.batch import PROVENANCE
 from trainer_bridge.config import Config
 from trainer_bridge.rewards import Score

@@ -7,10 +7,10 @@ import pytest
 
 from sglang_april.client import AprilError
 from trainer_bridge.checkpoints import Checkpoints, State
-from trainer_bridge.checks import RunError
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.megatron.shapes import UnsupportedModelError
+from trainer_bridge.validate import RunError
 
 HERE = Path(__file__).parent
 Run = Callable[..., tuple[int, list[str]]]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model import make
+from tests.support.fork_server import Warm
 from tests.support.live import Live, living
 from tests.support.server import Server
-from tests.support.warm import Warm
 
 ALIVE = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 2
 """Live servers at once, of each worker: about 3.5 GB each."""
@@ -98,7 +98,7 @@ class Pool:
     ) -> Server:
         """The live server of this name, at rest; started if it does not run (any more).
 
-        `forked`: from a process that has imported SGLang (tests/support/warm.py), for servers of few tests, and such as
+        `forked`: from a process that has imported SGLang (tests/support/fork_server.py), for servers of few tests, and such as
         are killed: each start takes seconds.
         """
         server = self._live.pop(name, None)

@@ -13,7 +13,7 @@ from tests.integration.conftest import NORMAL, OVERLAP, Pool
 from tests.support.live import Live, living
 from trainer_bridge.batch import Sequences
 from trainer_bridge.loss_settings import LossSettings
-from trainer_bridge.megatron.team import make_trainer
+from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.trainer import Trainer, TrainerSettings
 
 LIMIT = 1e-4

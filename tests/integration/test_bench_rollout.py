@@ -9,10 +9,10 @@ import pytest
 
 from bench import kernel_cases, overhead, resume, stop_latency, suspend
 from bench.record import Row
-from bench.rollout.bed import Bed
-from bench.rollout.engine import Engine
+from bench.rollout.engine_client import Engine
 from bench.rollout.presets import PRESETS
-from bench.rollout.run import KINDS, Runner
+from bench.rollout.runner import KINDS, Runner
+from bench.rollout.testbed import Bed
 from tests.support.server import Server
 
 FIELDS = {

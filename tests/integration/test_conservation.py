@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support.book import Book
+from tests.support.delivery_record import Book
 from tests.support.live import Live, until
 from tests.support.workload import prompt
 

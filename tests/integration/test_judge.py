@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_april.client import AprilClient, AprilError, AsyncAprilClient
-from sglang_april.replies import Group, Summary
+from sglang_april.client.types import Group, Summary
 from tests.support.server import Server
 from tests.support.workload import prompt
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.book import Book
+from tests.support.delivery_record import Book
 from tests.support.live import Live
 from tests.support.workload import prompt
 

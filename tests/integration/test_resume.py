@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_april.types import sample_seed
+from sglang_april.scheduler.state import sample_seed
 from tests.support.compare import Key, assert_near, assert_same, by_key, stock_noise
 from tests.support.server import Server
 from tests.support.workload import in_one_round, in_rounds, prompt, stoppers

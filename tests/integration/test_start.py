@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from examples import tiny_model
-from sglang_april.adapter import preflight, targets
+from sglang_april.adapter import preflight
+from sglang_april.adapter.v0_5_17 import hook_table
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300
@@ -268,7 +269,7 @@ def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
 
 
 def assert_all_hooks(report: dict[str, Any]) -> None:
-    assert report["hooks"] == [f"{target.path} [{target.kind}]" for target in targets.TARGETS]
+    assert report["hooks"] == [f"{target.path} [{target.kind}]" for target in hook_table.TARGETS]
     assert report["sglang"] == "0.5.17"
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer_bridge.args import load
 from trainer_bridge.checkpoints import State
 from trainer_bridge.config import Config
-from trainer_bridge.flags import load
 from trainer_bridge.loop import Loop
 from trainer_bridge.progress import read_rows
 from trainer_bridge.samples import Response

@@ -33,7 +33,7 @@ def _some_steps_later(guarded: Callable[..., Any], endings: Any) -> None:
 
 
 def _keep_delivered(guarded: Callable[..., Any], ledger: Any, group: Any, indices: list[int]) -> Any:
-    from sglang_april.wire import Delivery
+    from sglang_april.api.messages import Delivery
 
     return Delivery(group.id, group.incarnation, sorted(indices), True)
 

@@ -22,8 +22,8 @@ sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
 
-from bench.stepped import note_copies  # noqa: E402
-from sglang_april import wire  # noqa: E402
+from bench.traced_server import note_copies  # noqa: E402
+from sglang_april.api import messages  # noqa: E402
 from sglang_april.launch_server import main  # noqa: E402
 
 FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
@@ -55,12 +55,12 @@ def note_sleep(stock: Callable[..., Any], sleeper: Any) -> None:
 
 def force_rates(text: str) -> None:
     """What the switch `rates` holds is broadcast instead of what was measured at start; empty: that again."""
-    from sglang_april.adapter.hooks_scheduler import Process
+    from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 
     if text == Forced.text or Process.engine is None or Process.controller is None:
         return
     Forced.measured = Forced.measured or Process.controller.context.rates
-    Forced.text, rates = text, wire.Rates(*json.loads(text)) if text else Forced.measured
+    Forced.text, rates = text, messages.Rates(*json.loads(text)) if text else Forced.measured
     if rates is not None:
         Process.engine.facts.say(rates)
 
@@ -69,7 +69,7 @@ class Forced:
     """Rates that `kv: auto` decides by, of one scheduler process."""
 
     text = ""
-    measured: wire.Rates | None = None
+    measured: messages.Rates | None = None
 
 
 def hold_grammar(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def removable(name: str, without: Callable[..., Any]) -> Callable[..., Any]:
 
 def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
     """An AROUND hook: `faulty(armed, stock, *args)` stands in on rank 1 while the fault `name` is on."""
-    from sglang_april.adapter.hooks_scheduler import Process
+    from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 
     def armed() -> bool:
         return switch("fault") == name

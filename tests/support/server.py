@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.warm import Forked, Warm
+from tests.support.fork_server import Forked, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 450.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.world import Build, World
+from tests.unit.controller_harness import Build, World
 
 
 @pytest.fixture(params=["normal", "overlap"])

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april import wire
-from sglang_april.store.entry import Found, Pages
+from sglang_april.api import messages
+from sglang_april.kv.kv_pages import Found, Pages
 
 Cells = list[tuple[str, int, int] | None]
 Whose = tuple[str, str, int, int]
@@ -163,7 +163,7 @@ class Copies:
         """Copies that remain once everything has been carried out."""
         return self.held.keys() - self._discarded
 
-    def end_of_step(self) -> wire.Moved | None:
+    def end_of_step(self) -> messages.Moved | None:
         """What rank 0 broadcasts before the next step."""
         self._step += 1
         done, failed = [], {}
@@ -175,7 +175,7 @@ class Copies:
                     failed[order.number] = order.failure
                 else:
                     done.append(order.number)
-        return wire.Moved(done, failed) if done or failed else None
+        return messages.Moved(done, failed) if done or failed else None
 
     def _give(self, number: int, act: Callable[[], str]) -> None:
         self._orders.append(Order(number, act, self._step + 1 + self._delay))

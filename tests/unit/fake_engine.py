@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_april import wire
-from sglang_april.policy.push import PushClock
+from sglang_april.api import messages
+from sglang_april.kv.kv_pages import Pages
+from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
-from sglang_april.store.entry import Pages
-from sglang_april.store.saved import Chunk
-from sglang_april.types import Group, Sample
+from sglang_april.scheduler.state import Group, Sample
+from sglang_april.scheduler.version_clock import PushClock
 from tests.unit.fake_copies import Copies, Whose
 from tests.unit.fake_loop import FakeLoop, Request
 
@@ -62,12 +62,12 @@ class FakeEngine(FakeLoop):
         """Whether members of a group start on the KV of its prompt, as a tree with pages of one token lets them."""
         self.ended: dict[tuple[str, str, int, int], Request] = {}
         """Requests of finished samples, for whoever checks them."""
-        self.on_event: Callable[[wire.Event], None] = lambda event: None
+        self.on_event: Callable[[messages.Event], None] = lambda event: None
         self.copies = Copies(copy_delay, fail_every)
         self.copies.engine = self
         self.controller = Controller(Context(self, PushClock(), host_cap, disk_cap, digest=digest))
 
-    def send(self, event: wire.Event) -> None:
+    def send(self, event: messages.Event) -> None:
         self.on_event(event)
 
     # --- slots and memory
@@ -176,11 +176,11 @@ class FakeEngine(FakeLoop):
             self.release(sample)
         sample.request = None
 
-    def finished(self, sample: Sample, reason: dict[str, Any] | None) -> wire.FinishedSample:
+    def finished(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
         request, group = sample.request, sample.group
         output = request.output
         self.ended[group.run.name, group.id, group.incarnation, sample.index] = request
-        result = wire.FinishedSample(
+        result = messages.FinishedSample(
             group.run.name,
             group.id,
             group.incarnation,

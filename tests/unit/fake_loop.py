@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_april.api.messages import Provenance
 from sglang_april.scheduler.controller import Controller
-from sglang_april.types import Group, Sample, State
-from sglang_april.wire import Provenance
+from sglang_april.scheduler.state import Group, Sample, State
 from tests.unit.fake_copies import Copies
 
 

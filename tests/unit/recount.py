@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_april.api.messages import Span
+from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.ledger import Ledger
-from sglang_april.store.entry import Pages
-from sglang_april.types import Run, Sample, State
-from sglang_april.wire import Span
+from sglang_april.scheduler.state import Run, Sample, State
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Request
 

@@ -3,8 +3,8 @@
 from sglang_april.scheduler.admission import Gathering, candidates, pick
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
-from tests.unit.pure import Hand, names
-from tests.unit.world import Build
+from tests.unit.controller_harness import Build
+from tests.unit.ledger_driver import Hand, names
 
 
 def test_partials_then_groups_begun_then_new_groups() -> None:

@@ -13,7 +13,7 @@ from bench import record
 from bench.learning import SIZES, Bench, arguments, fields_of, plan, regime_of
 from bench.learning_page import page, table, target
 from bench.learning_stats import Paired, cost_to, final_reward, in_regime, ks_distance, paired, reward_at
-from trainer_bridge.flags import load
+from trainer_bridge.args import load
 
 
 def test_paired_difference_is_scipys_interval() -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from bench.rollout.bed import Bed
-from bench.rollout.engine import Counters
-from bench.rollout.figures import Block, IdentityError, between, check_identity, figures, grown
+from bench.rollout.baselines import Leg, Open, Outside
+from bench.rollout.engine_client import Counters
 from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import Point, decode_rate, of_snapshots
+from bench.rollout.metrics import Block, IdentityError, between, check_identity, figures, grown
 from bench.rollout.presets import PRESETS, Cell
-from bench.rollout.run import Track
-from bench.rollout.steady import is_level, is_steady
-from bench.rollout.stock import Leg, Open, Outside
+from bench.rollout.runner import Track
+from bench.rollout.steady_state import is_level, is_steady
+from bench.rollout.testbed import Bed
 from bench.rollout.variant import Group, Round, lost
 from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
-from tests.unit.made_rounds import ANY, PLAN, counters, measured
+from tests.unit.round_fixtures import ANY, PLAN, counters, measured
 
 
 @pytest.mark.parametrize("name", ["lognormal", "pareto", "uniform", "constant"])

@@ -5,15 +5,15 @@ from math import ceil
 
 import pytest
 
-from bench.costs import Observed, Stall
-from bench.engine_model import Costs, Engine
 from bench.rollout.lengths import named
 from bench.rollout.limit import Point
 from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.round_model import MEASURED, WARM, WAYS, Outcome, Simulation
 from bench.simulate import H100_4B, costs_of, fitted_cost, reach, simulated, validate
+from bench.simulated_engine import Costs, Engine
+from bench.simulated_rounds import MEASURED, WARM, WAYS, Outcome, Simulation
+from bench.step_costs import Observed, Stall
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
 PLAN = Plan(slots=8, groups=4, n=2)

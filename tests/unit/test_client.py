@@ -12,13 +12,13 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from sglang_april import wire
+from sglang_april.api import messages
 from sglang_april.client import AprilClient, AprilError, AsyncAprilClient, NotPatchedError, PushLeftOpenError
+from sglang_april.client.types import Group, Summary
 from sglang_april.config import AprilConfig
 from sglang_april.http.routes import add_routes
 from sglang_april.http.service import April
-from sglang_april.replies import Group, Summary
-from tests.unit.scheduler_link import ScriptedEngine, prompt
+from tests.unit.scripted_engine import ScriptedEngine, prompt
 
 
 class EagerEngine(ScriptedEngine):
@@ -27,11 +27,11 @@ class EagerEngine(ScriptedEngine):
     async def send(self, payload: bytes) -> None:
         await super().send(payload)
         command = self.commands[-1]
-        if isinstance(command, wire.OpenRound) and command.run != "slow":
+        if isinstance(command, messages.OpenRound) and command.run != "slow":
             for asked in command.prompts:
                 self.finish(command, *((asked.id, i) for i in range(asked.n)))
             self.end(command, *((asked.id, list(range(asked.n))) for asked in command.prompts))
-        if isinstance(command, wire.StopRound):
+        if isinstance(command, messages.StopRound):
             self.end(self.opened, reason="stopped")
 
 

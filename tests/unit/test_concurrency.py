@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from sglang_april import wire
-from sglang_april.policy.concurrency import MEMORY, Tuner
-from sglang_april.types import State
-from tests.unit.world import Build, World
+from sglang_april.api import messages
+from sglang_april.scheduler.concurrency import MEMORY, Tuner
+from sglang_april.scheduler.state import State
+from tests.unit.controller_harness import Build, World
 
 LOOK = 128
 Curve = Callable[[int], float]
@@ -126,7 +126,7 @@ def test_every_number_of_slots(slots: int) -> None:
 
 
 def tuned(w: World, limit: int) -> None:
-    w.do(lambda engine: engine.controller.observe(wire.Tuned(limit, [(float(limit), 2.5)])))
+    w.do(lambda engine: engine.controller.observe(messages.Tuned(limit, [(float(limit), 2.5)])))
 
 
 def running(w: World) -> int:
@@ -198,13 +198,13 @@ def test_state_says_what_auto_stands_for(world: Build) -> None:
     for limit in (None, 4):
         if limit is not None:
             tuned(w, limit)
-        said.append(w.command(wire.GetState).data["tuned"])
+        said.append(w.command(messages.GetState).data["tuned"])
     assert said == [None, {"concurrency": 4, "step_ms": [(4.0, 2.5)]}]
 
 
 def test_it_travels_as_a_fact() -> None:
-    fact = wire.Tuned(3, [(2.5, 1.25)])
-    told = wire.decode_message(wire.encode(fact))
-    assert isinstance(told, wire.Fact)
+    fact = messages.Tuned(3, [(2.5, 1.25)])
+    told = messages.decode_message(messages.encode(fact))
+    assert isinstance(told, messages.Fact)
     assert told == fact
-    assert msgspec.msgpack.decode(wire.encode(fact))["concurrency"] == 3
+    assert msgspec.msgpack.decode(messages.encode(fact))["concurrency"] == 3

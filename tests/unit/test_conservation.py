@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.unit.controller_harness import World
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.world import World
 
 ROUNDS = 10_000
 RUNS = ("a", "b", "c")

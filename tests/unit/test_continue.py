@@ -2,8 +2,8 @@
 
 import pytest
 
-from sglang_april.types import State
-from tests.unit.world import Build, ids, lengths
+from sglang_april.scheduler.state import State
+from tests.unit.controller_harness import Build, ids, lengths
 
 # --- running ahead
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from sglang_april import wire
+from sglang_april.api import messages
 from sglang_april.scheduler import report
-from sglang_april.types import State, sample_seed
-from tests.unit.world import Build, World, ids, lengths
+from sglang_april.scheduler.state import State, sample_seed
+from tests.unit.controller_harness import Build, World, ids, lengths
 
 # --- S3: when a round ends, and what it delivers
 
@@ -101,7 +101,7 @@ def test_stop_delivers_what_is_finished_or_what_is_named_of_it(world: Build) -> 
     w.open("run", {}, quota=None)
     w.stop("run")
     assert ids(w.replies[-1]) == ["p0", "p1"]
-    assert not w.command(wire.StopRound, round_id=w.replies[-1].round_id).data["open"]
+    assert not w.command(messages.StopRound, round_id=w.replies[-1].round_id).data["open"]
     assert w.sample("run", "p3").state is State.SUSPENDED
 
 
@@ -235,7 +235,7 @@ def test_groups_that_have_not_begun_are_named(world: Build) -> None:
     w = world()
     w.open("run", {f"p{i}": (3, 2, 1 + 8 * i) for i in range(8)}, quota=1)
     w.reply()
-    listed = w.command(wire.GetPartials, run="run").data
+    listed = w.command(messages.GetPartials, run="run").data
     begun = {partial["id"] for partial in listed["partials"]}
     unstarted = {group["id"] for group in listed["unstarted"]}
     assert begun

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_april import wire
-from sglang_april.policy import cost
-from sglang_april.policy.auto import why_not_resume, why_not_store
-from sglang_april.store.entry import CopyTier
+from sglang_april.api import messages
+from sglang_april.kv import cost_model
+from sglang_april.kv.auto_policy import why_not_resume, why_not_store
+from sglang_april.kv.kv_pages import CopyTier
 
 seconds = st.floats(1e-9, 1e-2)
 rates_ = st.builds(
-    wire.Rates,
+    messages.Rates,
     seconds,
     st.just(0.0) | st.floats(1e-12, 1e-6),
     st.dictionaries(st.sampled_from(["host", "disk"]), st.tuples(seconds, seconds)),
@@ -26,9 +26,9 @@ bounds = st.none() | st.integers(0, 6)
 @given(st.floats(1e-6, 1e-2), st.floats(0, 1e-6), st.sets(st.integers(1, 9000), min_size=2))
 def test_the_fit_finds_the_rates_again(token_s: float, square_s: float, lengths: set[int]) -> None:
     """Times that follow the model give its two parts back."""
-    found = cost.fit([(t, token_s * t + square_s * t * t) for t in lengths])
+    found = cost_model.fit([(t, token_s * t + square_s * t * t) for t in lengths])
     longest = max(lengths)
-    again = cost.recompute_s(wire.Rates(*found, {}), longest)
+    again = cost_model.recompute_s(messages.Rates(*found, {}), longest)
     assert again == pytest.approx(token_s * longest + square_s * longest**2, rel=1e-3)
 
 
@@ -36,7 +36,7 @@ def test_the_fit_finds_the_rates_again(token_s: float, square_s: float, lengths:
 @given(st.lists(st.tuples(tokens_, seconds), min_size=1))
 def test_no_measured_time_makes_a_rate_negative(points: list[tuple[int, float]]) -> None:
     """A busy machine's times follow no model: longer may have taken less."""
-    token_s, square_s = cost.fit(points)
+    token_s, square_s = cost_model.fit(points)
     assert token_s >= 0
     assert square_s >= 0
     assert token_s + square_s > 0
@@ -44,29 +44,31 @@ def test_no_measured_time_makes_a_rate_negative(points: list[tuple[int, float]])
 
 def test_nothing_timed_is_no_rate() -> None:
     with pytest.raises(ValueError, match="no prefill"):
-        cost.fit([])
+        cost_model.fit([])
 
 
 def test_the_slowest_rank_counts_part_by_part() -> None:
     """S9; and a tier that one rank lacks, none has."""
     ranks = [
-        wire.Rates(1.0, 4.0, {"host": (1.0, 5.0), "disk": (7.0, 8.0)}),
-        wire.Rates(2.0, 3.0, {"host": (4.0, 2.0)}),
+        messages.Rates(1.0, 4.0, {"host": (1.0, 5.0), "disk": (7.0, 8.0)}),
+        messages.Rates(2.0, 3.0, {"host": (4.0, 2.0)}),
     ]
-    assert cost.slowest(ranks) == cost.slowest(ranks[::-1]) == wire.Rates(2.0, 4.0, {"host": (4.0, 5.0)})
+    assert (
+        cost_model.slowest(ranks) == cost_model.slowest(ranks[::-1]) == messages.Rates(2.0, 4.0, {"host": (4.0, 5.0)})
+    )
 
 
 @settings(deadline=None)
 @given(rates_, tiers, tokens_, st.integers(1, 9))
 def test_the_longer_is_never_recomputed_where_the_shorter_is_kept(
-    rates: wire.Rates, tier: CopyTier, tokens: int, age: int
+    rates: messages.Rates, tier: CopyTier, tokens: int, age: int
 ) -> None:
     """Design section 7: the break-even bandwidth falls with length; `break_even_tokens` is where it turns."""
     for choose in (why_not_store, why_not_resume):
         if not choose(rates, tier, tokens, age, None):
             assert not choose(rates, tier, 2 * tokens, age, None)
             assert not choose(rates, tier, tokens + 1, age, None)
-    turn = cost.break_even_tokens(rates, tier)
+    turn = cost_model.break_even_tokens(rates, tier)
     if turn is not None:  # but for the rounding of floats
         assert not why_not_store(rates, tier, turn + turn // 100 + 1, age, None)
         assert turn < 3 or why_not_store(rates, tier, turn - turn // 100 - 2, age, None) == "cheaper"
@@ -75,7 +77,7 @@ def test_the_longer_is_never_recomputed_where_the_shorter_is_kept(
 @settings(deadline=None)
 @given(st.none() | rates_, tiers, tokens_, ages, bounds)
 def test_what_was_worth_a_copy_is_worth_loading(
-    rates: wire.Rates | None, tier: CopyTier, tokens: int, age: int, bound: int | None
+    rates: messages.Rates | None, tier: CopyTier, tokens: int, age: int, bound: int | None
 ) -> None:
     """The two decisions agree, so that no copy is made in vain under rates and a version that stay."""
     if not why_not_store(rates, tier, tokens, age, bound):
@@ -85,7 +87,7 @@ def test_what_was_worth_a_copy_is_worth_loading(
 @settings(deadline=None)
 @given(st.none() | rates_, st.sampled_from(["device", "host", "disk"]), tokens_, ages, bounds)
 def test_the_bound_holds_and_the_same_version_never_recomputes(
-    rates: wire.Rates | None, tier: cost.CopyTier, tokens: int, age: int, bound: int | None
+    rates: messages.Rates | None, tier: cost_model.CopyTier, tokens: int, age: int, bound: int | None
 ) -> None:
     """Design section 7, S6: whatever the rates; and unknown rates, or a tier without one, keep."""
     why = why_not_resume(rates, tier, tokens, age, bound)
@@ -96,18 +98,18 @@ def test_the_bound_holds_and_the_same_version_never_recomputes(
     elif rates is None or tier == "device" or tier not in rates.copy_s:
         assert why == ""
     else:
-        assert (why == "cheaper") == (cost.recompute_s(rates, tokens) < cost.load_s(rates, tier, tokens))
+        assert (why == "cheaper") == (cost_model.recompute_s(rates, tokens) < cost_model.load_s(rates, tier, tokens))
 
 
 def test_the_table_of_the_notes_comes_out() -> None:
     """Qwen3-0.6B at an effective 300 TFLOP/s, 4,096 tokens in 18 ms: kept over PCIe, recomputed rather than NVMe."""
     size, pcie, nvme = 114_688, 55e9, 12e9
-    rates = wire.Rates(3.2e-6, 3e-10, {"host": (size / pcie, size / pcie), "disk": (size / nvme, size / nvme)})
-    assert cost.recompute_s(rates, 4096) == pytest.approx(0.018, rel=0.03)
+    rates = messages.Rates(3.2e-6, 3e-10, {"host": (size / pcie, size / pcie), "disk": (size / nvme, size / nvme)})
+    assert cost_model.recompute_s(rates, 4096) == pytest.approx(0.018, rel=0.03)
     assert why_not_store(rates, "host", 4096, 1, 5) == ""
     assert why_not_store(rates, "disk", 4096, 1, 5) == "cheaper"
-    told = cost.report(rates, size)
+    told = cost_model.report(rates, size)
     assert told is not None
     assert told["tiers"]["host"]["out_gb_per_s"] == pytest.approx(55)
     assert 3000 < told["tiers"]["host"]["break_even_tokens"] < 4096
-    assert cost.report(None, size) is None
+    assert cost_model.report(None, size) is None

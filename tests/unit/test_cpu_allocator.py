@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_april.platforms import cpu
-from sglang_april.platforms.cpu_allocator import SweepAllocator, TorchPagedAllocator, make_allocator
+from sglang_april.cpu import platform
+from sglang_april.cpu.allocator import SweepAllocator, TorchPagedAllocator, make_allocator
 
 PAGE = 4
 
@@ -63,7 +63,7 @@ def test_too_few_pages_change_nothing(allocator: TorchPagedAllocator) -> None:
 )
 def test_every_rank_gets_cores(cores: list[int], ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cores))
-    assert cpu.cores_by_rank(ranks) == expected
+    assert platform.cores_by_rank(ranks) == expected
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_april.platforms.attention import TorchCpuAttention, install, ragged_slots
-from sglang_april.platforms.cpu import CHOSEN_HERE
+from sglang_april.cpu.attention import TorchCpuAttention, install, ragged_slots
+from sglang_april.cpu.platform import CHOSEN_HERE
 
 ROWS, CONTEXT, SLOTS = 12, 96, 2048
 LENGTHS = [1, 64, 2, 33, 95, 17]

@@ -5,8 +5,8 @@ import mmap
 import pytest
 import torch
 
-from sglang_april.platforms.cpu import TorchCpuPlatform
-from sglang_april.platforms.cpu_pool import HugePagesPool, on_huge_pages
+from sglang_april.cpu.platform import TorchCpuPlatform
+from sglang_april.cpu.pool import HugePagesPool, on_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

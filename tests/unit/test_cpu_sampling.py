@@ -7,8 +7,8 @@ import torch
 from scipy import stats
 from sglang.srt.layers import sampler
 
-from sglang_april.platforms.cpu import TorchCpuPlatform
-from sglang_april.platforms.sampling import draw
+from sglang_april.cpu.platform import TorchCpuPlatform
+from sglang_april.cpu.sampling import draw
 
 PROBS = torch.tensor([0.5, 0.2, 0.0, 0.25, 0.05, 0.0])
 

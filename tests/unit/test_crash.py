@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from sglang_april.scheduler.restore import RESTARTED, starting_version
-from tests.unit.crash import Crashing
+from tests.unit.controller_harness import ids, lengths
+from tests.unit.crashing_harness import Crashing
 from tests.unit.test_conservation import ENGINES, Rounds
-from tests.unit.world import ids, lengths
 
 
 @pytest.fixture(params=["normal", "overlap"])

@@ -15,9 +15,9 @@ from examples.april_demo.settings import Settings, Training
 from examples.april_demo.training import Trained, configuration, figures, prepare
 from examples.sorting_task import EOS, SORT, problems, reward, write_prompts
 from examples.train_checkpoints import IGNORED, give_up
-from trainer_bridge.checks import check
 from trainer_bridge.data import PromptData, read_rows
 from trainer_bridge.rewards import RewardSample
+from trainer_bridge.validate import check
 
 SETTINGS = Settings(training=Training(steps=2, groups=4, samples_per_group=2, pool=8, held_out=5))
 

@@ -12,11 +12,11 @@ import torch
 
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.config import AprilConfig
-from sglang_april.store.device import CpuCopier
-from sglang_april.store.disk import Disk, Key
-from sglang_april.store.form import FORMS, FullPages, PageForm, QuantisedPages
-from sglang_april.store.host import Arena
-from sglang_april.store.pages import HostPages, PageStore
+from sglang_april.kv.copiers import CpuCopier
+from sglang_april.kv.disk_tier import Disk, Key
+from sglang_april.kv.host_tier import Arena
+from sglang_april.kv.page_format import FORMS, FullPages, PageForm, QuantisedPages
+from sglang_april.kv.page_store import HostPages, PageStore
 
 PAGE, SLOTS, TOKENS = 4, 64, 21
 KEY = Key("run", "prompt", 0, 1)
@@ -121,7 +121,7 @@ def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -
 
 def test_budgets_count_the_smaller_pages_and_files_are_never_mixed(rank: Rank) -> None:
     """What the adapter makes of the flag: more tokens for the same gigabytes; a file says which form it has."""
-    from sglang_april.adapter.v0_5_17.store import _layout, caps, page_form
+    from sglang_april.adapter.v0_5_17.build_store import _layout, caps, page_form
 
     pool = SimpleNamespace(k_buffer=rank.buffers[:2], v_buffer=rank.buffers[2:])
     scheduler: Any = SimpleNamespace(

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_april.store import tables
-from sglang_april.store.journal import JournalError
-from tests.unit.journal_file import accept, chunk, ended, finish_both, ids, query, read, sample, spec, written
+from sglang_april.recovery import schema
+from sglang_april.recovery.journal import JournalError
+from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, sample, spec, written
 
 
 def flipped(path: Path, table: str, where: str) -> None:
@@ -18,7 +18,7 @@ def flipped(path: Path, table: str, where: str) -> None:
 
 
 def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_path: Path) -> None:
-    pieces = [tables.tokens(0, 0, start, chunk(10 + start, start=start)) for start in range(4)]
+    pieces = [schema.tokens(0, 0, start, chunk(10 + start, start=start)) for start in range(4)]
     path = written(tmp_path / "j", accept(0, spec("a", "p")), *pieces)
     flipped(path, "chunks", "start=2")
     saved = read(path)
@@ -26,14 +26,14 @@ def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_pat
     assert kept is not None
     assert (kept.output_ids, saved.corrupt) == (ids(10, 11), 1)
     # The sample draws token 2 again. The old chunk of token 3 must not join it.
-    again = read(written(path, tables.tokens(0, 0, 2, chunk(99, start=2))))
+    again = read(written(path, schema.tokens(0, 0, 2, chunk(99, start=2))))
     assert again.groups[0].samples[0].chunk.output_ids == ids(10, 11, 99)
     assert again.corrupt == 0
 
 
 @pytest.mark.parametrize("where", ["chunks", "finished"])
 def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
-    records = [accept(0, spec("a", "p")), tables.tokens(0, 0, 0, chunk(5)), tables.finished(0, 1, 4, sample("p", 0, 6))]
+    records = [accept(0, spec("a", "p")), schema.tokens(0, 0, 0, chunk(5)), schema.finished(0, 1, 4, sample("p", 0, 6))]
     path = written(tmp_path / "j", *records)
     flipped(path, where, "idx=0")
     saved = read(path)
@@ -45,7 +45,7 @@ def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
 
 
 def test_a_damaged_reply_is_gone_and_says_so(tmp_path: Path) -> None:
-    path = written(tmp_path / "j", accept(0, spec("a", "p")), *finish_both(0, "p"), tables.ended(ended("a", "p"), 2))
+    path = written(tmp_path / "j", accept(0, spec("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p"), 2))
     flipped(path, "finished", "idx=1")
     saved = read(path)
     assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
@@ -62,13 +62,13 @@ def test_a_damaged_round_or_prompt_costs_itself_alone(tmp_path: Path) -> None:
 
 def test_no_damage_makes_a_wrong_token(tmp_path: Path) -> None:
     """Any byte of the file, any number of them: what is read is true, or counted, or the journal is refused."""
-    records = [tables.version(3)]
+    records = [schema.version(3)]
     for gid in range(6):
         name = f"p{gid}"
         records += [accept(gid, spec(f"r{gid}", name))]
-        records += [tables.tokens(gid, 0, s, chunk(*range(s, s + 10), start=s)) for s in (0, 10, 20)]
+        records += [schema.tokens(gid, 0, s, chunk(*range(s, s + 10), start=s)) for s in (0, 10, 20)]
         records += finish_both(gid, name)[1:] if gid % 2 else []
-        records += [*finish_both(gid, name), tables.ended(ended(f"r{gid}", name), keep=2)] if gid < 3 else []
+        records += [*finish_both(gid, name), schema.ended(ended(f"r{gid}", name), keep=2)] if gid < 3 else []
     whole = written(tmp_path / "whole", *records).read_bytes()
     outcomes = [_read_damaged(tmp_path / f"{seed}", whole, random.Random(seed)) for seed in range(400)]
     assert set(outcomes) == {"true", "counted", "refused"}

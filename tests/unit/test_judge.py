@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_april import wire
-from sglang_april.types import State
-from tests.unit.routes import client_of, open_round, run, until
-from tests.unit.scheduler_link import prompt, service
-from tests.unit.world import Build, World, ids, lengths
+from sglang_april.api import messages
+from sglang_april.scheduler.state import State
+from tests.unit.controller_harness import Build, World, ids, lengths
+from tests.unit.http_app import client_of, open_round, run, until
+from tests.unit.scripted_engine import prompt, service
 
 # --- in the scheduler
 
@@ -152,7 +152,7 @@ def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_t
     w.stop("run")
     assert w.extend("run", 0, {}) == 409
     fields = {"round_id": w.replies[-1].round_id, "quota_add": 0, "prompts": [], "params": []}
-    assert w.command(wire.ExtendRound, **fields).reason.endswith("has ended")
+    assert w.command(messages.ExtendRound, **fields).reason.endswith("has ended")
 
 
 def test_a_quota_has_an_upper_end() -> None:
@@ -161,7 +161,7 @@ def test_a_quota_has_an_upper_end() -> None:
     w.open("run", lengths(30), quota=2**31 - 2)
     assert w.extend("run", 1, {}) == 200
     fields = {"round_id": w.rounds["run"].spec.round_id, "quota_add": 1, "prompts": [], "params": []}
-    assert w.command(wire.ExtendRound, **fields).status == 400
+    assert w.command(messages.ExtendRound, **fields).status == 400
 
 
 # --- through the routes
@@ -210,7 +210,7 @@ def test_the_same_verdict_again_is_fine_even_after_the_end_and_another_is_not() 
             first = await client.post("/april/rounds/r/judge", json={"accept": ["a"]})
             engine.end(engine.opened, ("a", [0]), accepted={"a": True})
             await task
-            engine.answers[wire.JudgeRound] = wire.Answer(0, 409, "round_id", "round r has ended")
+            engine.answers[messages.JudgeRound] = messages.Answer(0, 409, "round_id", "round r has ended")
             again = await client.post("/april/rounds/r/judge", json={"accept": ["a"]})
             assert (first.status_code, again.status_code, first.json()) == (200, 200, again.json())
             for body in ({"reject": ["a"]}, {"accept": ["a", "b"]}):
@@ -242,14 +242,14 @@ def test_extend_has_the_defaults_of_its_round() -> None:
 def test_an_extend_waits_for_its_round_to_open() -> None:
     async def scenario() -> None:
         april, engine = service()
-        engine.silent = {wire.OpenRound}
+        engine.silent = {messages.OpenRound}
         async with client_of(april) as client:
             task = asyncio.create_task(client.post("/april/rollout", json={"round_id": "r", "prompts": [prompt()]}))
             await until(lambda: engine.commands)
             extending = asyncio.create_task(client.post("/april/rounds/r/extend", json={"quota_add": 1}))
             await asyncio.sleep(0.01)
             assert len(engine.commands) == 1
-            engine.tell(wire.Answer(engine.opened.seq, data={"policy_version": 0}))
+            engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
             assert (await extending).status_code == 200
             engine.end(engine.opened, reason="stopped")
             await task

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.lives import one_life
-from tests.unit.lives_client import Client
+from tests.unit.crash_client import Client
+from tests.unit.crash_loop import one_life
 
 KILLS = 1000
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from sglang_april import wire
+from sglang_april.api import messages
+from tests.unit.controller_harness import Build, World, lengths
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_pressure import tiers as tiers_of
-from tests.unit.world import Build, World, lengths
 
-DEAR_COPIES = wire.Rates(1e-6, 0.0, {"host": (1.0, 1.0), "disk": (1.0, 1.0)})
-CHEAP_COPIES = wire.Rates(1.0, 0.0, {"host": (1e-6, 1e-6), "disk": (1e-6, 1e-6)})
+DEAR_COPIES = messages.Rates(1e-6, 0.0, {"host": (1.0, 1.0), "disk": (1.0, 1.0)})
+CHEAP_COPIES = messages.Rates(1.0, 0.0, {"host": (1e-6, 1e-6), "disk": (1e-6, 1e-6)})
 
 
-def say(w: World, rates: wire.Rates) -> None:
+def say(w: World, rates: messages.Rates) -> None:
     """As rank 0 broadcasts it."""
     w.do(lambda e: e.controller.observe(rates))
 
@@ -38,7 +38,7 @@ def provenance(w: World, name: str) -> list[str]:
     [(None, {"host": 2}, {}), (CHEAP_COPIES, {"host": 2}, {}), (DEAR_COPIES, {}, {"cheaper": 2})],
 )
 def test_on_the_host_the_cheaper_way_is_taken_and_told(
-    world: Build, rates: wire.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
+    world: Build, rates: messages.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
 ) -> None:
     """Before the rates are known, as `keep`."""
     w = world()
@@ -59,7 +59,7 @@ def test_on_the_host_the_cheaper_way_is_taken_and_told(
 def test_only_the_short_are_recomputed(world: Build) -> None:
     """Design section 7: attention makes the long ones dear."""
     w = world()
-    say(w, wire.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
+    say(w, messages.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
     w.open("run", {"short": (3, 1, -20), "long": (40, 1, -20), "q": (3, 1, -1)}, quota=1, kv="auto", tier="host")
     w.reply()
     push(w)

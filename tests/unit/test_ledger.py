@@ -2,10 +2,10 @@
 
 import pytest
 
-from sglang_april.policy.push import Refused
-from sglang_april.types import LedgerError, State, sample_seed
-from sglang_april.wire import Span
-from tests.unit.pure import Hand, prompt
+from sglang_april.api.messages import Span
+from sglang_april.scheduler.state import LedgerError, State, sample_seed
+from sglang_april.scheduler.version_clock import Refused
+from tests.unit.ledger_driver import Hand, prompt
 
 QUEUED, RUNNING, SUSPENDED, FINISHED = State
 ALLOWED = {

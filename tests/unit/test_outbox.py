@@ -7,19 +7,19 @@ from typing import Any
 
 import msgspec
 
-from sglang_april import wire
-from sglang_april.scheduler.outbox import Outbox
+from sglang_april.api import messages
+from sglang_april.recovery.journal import Journal
+from sglang_april.recovery.outbox import Outbox
+from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
-from sglang_april.store.journal import Journal
-from sglang_april.store.tables import Op
 from tests.unit.fake_engine import FakeEngine
 
-ANSWER, STATE = wire.Answer(1), wire.Answer(2)
-FINISHED = wire.Finished([])
+ANSWER, STATE = messages.Answer(1), messages.Answer(2)
+FINISHED = messages.Finished([])
 
 
-def ended(round_id: str = "r") -> wire.RoundEnded:
-    return wire.RoundEnded(round_id, "run", 0, "quota", [], {}, {})
+def ended(round_id: str = "r") -> messages.RoundEnded:
+    return messages.RoundEnded(round_id, "run", 0, "quota", [], {}, {})
 
 
 def test_what_needs_a_batch_waits_for_it_and_what_follows_waits_too() -> None:
@@ -52,19 +52,19 @@ class Heard:
     """Events as they leave, from whichever thread."""
 
     def __init__(self) -> None:
-        self.events: list[wire.Event] = []
+        self.events: list[messages.Event] = []
         self._changed = threading.Condition()
 
-    def __call__(self, event: wire.Event) -> None:
+    def __call__(self, event: messages.Event) -> None:
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[list[wire.Event]], Any]) -> None:
+    def wait(self, condition: Callable[[list[messages.Event]], Any]) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self.events), 60)
 
-    def of(self, kind: type[wire.Event]) -> list[wire.Event]:
+    def of(self, kind: type[messages.Event]) -> list[messages.Event]:
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -96,27 +96,27 @@ def test_a_full_disk_holds_promises_and_nothing_else(tmp_path: Path) -> None:
     journal = SmallDisk(tmp_path / "j")
     controller, recorder = engine.controller, Recorder(engine, journal, 2)
     controller.context.recorder = recorder
-    prompt = wire.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
+    prompt = messages.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
     params = [msgspec.msgpack.encode(-30)]
-    controller.command(wire.OpenRound(1, "r", "run", [prompt], params, 1, "group", "keep", 5))
-    heard.wait(lambda events: any(isinstance(e, wire.JournalFault) for e in events))
+    controller.command(messages.OpenRound(1, "r", "run", [prompt], params, 1, "group", "keep", 5))
+    heard.wait(lambda events: any(isinstance(e, messages.JournalFault) for e in events))
     for _ in range(60):
         engine.step()
     assert controller.context.ledger.runs["run"].groups == {}, "the sample has finished and its round has ended"
-    controller.command(wire.GetState(2))
-    assert [e.seq for e in heard.of(wire.Answer)] == [2]
-    assert not heard.of(wire.RoundEnded)
-    (fault,) = heard.of(wire.JournalFault)
+    controller.command(messages.GetState(2))
+    assert [e.seq for e in heard.of(messages.Answer)] == [2]
+    assert not heard.of(messages.RoundEnded)
+    (fault,) = heard.of(messages.JournalFault)
     assert "database or disk is full" in fault.reason
     journal.room.set()
     heard.wait(lambda events: len(events) == 6)
     assert [type(e) for e in heard.events] == [
-        wire.JournalFault,
-        wire.Answer,
-        wire.Answer,
-        wire.Finished,
-        wire.RoundEnded,
-        wire.JournalFault,
+        messages.JournalFault,
+        messages.Answer,
+        messages.Answer,
+        messages.Finished,
+        messages.RoundEnded,
+        messages.JournalFault,
     ]
-    assert heard.of(wire.JournalFault)[1].reason == ""
+    assert heard.of(messages.JournalFault)[1].reason == ""
     recorder.close()

@@ -39,7 +39,7 @@ def test_the_wheel_holds_exactly_three_packages(tmp_path: Path) -> None:
     ("group", "name", "value"),
     [
         ("sglang.srt.plugins", "april", "sglang_april.plugin:register"),
-        ("sglang.srt.platforms", "april_cpu", "sglang_april.platforms:activate"),
+        ("sglang.srt.platforms", "april_cpu", "sglang_april.cpu:activate"),
     ],
 )
 def test_sglang_finds_us(group: str, name: str, value: str) -> None:
@@ -51,7 +51,7 @@ def test_sglang_finds_us(group: str, name: str, value: str) -> None:
 def test_the_plain_parts_import_no_sglang() -> None:
     """The plugin is loaded in every process of every SGLang server, also where nobody asked for it."""
     code = (
-        "import sys, sglang_april.plugin as p, sglang_april.config, sglang_april.platforms as f;"
+        "import sys, sglang_april.plugin as p, sglang_april.config, sglang_april.cpu as f;"
         "p.register(); assert f.activate() is None;"
         "assert not {'sglang', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )

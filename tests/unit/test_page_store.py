@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_april.store.disk import Disk, DiskError, Key
-from sglang_april.store.entry import Found
-from sglang_april.store.host import Arena, Run
-from sglang_april.store.pages import DiskPages, HostPages
-from sglang_april.store.regain import Search
-from tests.unit.rank import ELSEWHERE, KEY, PAGE, Rank, slots_of
+from sglang_april.kv.disk_tier import Disk, DiskError, Key
+from sglang_april.kv.host_tier import Arena, Run
+from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.page_store import DiskPages, HostPages
+from sglang_april.recovery.kv_recovery import Search
+from tests.unit.rank_store import ELSEWHERE, KEY, PAGE, Rank, slots_of
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_a_stale_file_that_stays_ends_the_start(rank: Rank, tmp_path: Path, monk
 
 def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs do not cross slabs, neighbours are joined again, and a machine without memory changes nothing."""
-    monkeypatch.setattr("sglang_april.store.host.SLAB_BYTES", 4 * 8 * 10)
+    monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
     arena = Arena(35, 8, pinned=False)
     rng, taken = random.Random(0), []
     for _ in range(300):
@@ -297,7 +297,7 @@ def test_an_arena_takes_no_more_memory_than_its_pages(
     monkeypatch: pytest.MonkeyPatch, pages: int, rows: list[int]
 ) -> None:
     """A slab holds 10 here; every page is memory of its own."""
-    monkeypatch.setattr("sglang_april.store.host.SLAB_BYTES", 4 * 8 * 10)
+    monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
     arena = Arena(pages, 8, pinned=False)
     runs = arena.take(pages)
     assert [len(arena._slabs[number]) for number in sorted(arena._slabs)] == rows

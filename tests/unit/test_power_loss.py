@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_april.store import tables
-from sglang_april.store.journal import Journal, JournalError
-from sglang_april.store.saved import Chunk
-from sglang_april.wire import OpenRound, Prompt, Span
-from tests.unit.crash import PromptJournal
-from tests.unit.power import Act, after_power_loss, library, recorded
+from sglang_april.api.messages import OpenRound, Prompt, Span
+from sglang_april.recovery import schema
+from sglang_april.recovery.journal import Journal, JournalError
+from sglang_april.recovery.journal_snapshot import Chunk
+from tests.unit.crashing_harness import PromptJournal
+from tests.unit.lossy_disk import Act, after_power_loss, library, recorded
 
 BATCHES = 60
 LOSSES = 150
@@ -20,16 +20,16 @@ TOKENS = 300
 """In a batch; the journal is moved into its main file several times on the way."""
 
 
-def batch(number: int) -> list[tables.Op]:
+def batch(number: int) -> list[schema.Op]:
     """Batch 1 opens a round; each has the next tokens of one sample, and says its number as the version."""
     start = (number - 1) * TOKENS
     ids = np.arange(start, start + TOKENS, dtype="<i4").tobytes()
     chunk = Chunk(ids, ids, [Span(0, start + TOKENS, 0, "fresh")])
-    records = [tables.tokens(0, 0, start, chunk), tables.version(number)]
+    records = [schema.tokens(0, 0, start, chunk), schema.version(number)]
     if number == 1:
         prompt = Prompt("p", b"\1\0\0\0", 1, 0, 0)
         spec = OpenRound(0, "round", "run", [prompt], [b""], 1, "group", "keep", None)
-        records.insert(0, tables.accepted(spec, 1, [(0, 0, prompt, b"")]))
+        records.insert(0, schema.accepted(spec, 1, [(0, 0, prompt, b"")]))
     return records
 
 

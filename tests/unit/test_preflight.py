@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_april.adapter import preflight, targets
+from sglang_april.adapter import preflight
+from sglang_april.adapter.v0_5_17 import hook_table
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
 FILE = "sglang/srt/server_args.py"
@@ -110,7 +111,9 @@ def test_written_manifest_is_the_reviewed_one() -> None:
 
 def test_no_hook_receives_a_coroutine_for_a_result() -> None:
     symbols = preflight.reviewed_manifest("0.5.17")["symbols"]
-    assert not [row.path for row in targets.TARGETS if row.kind == "after" and symbols[row.path]["kind"] == "async def"]
+    assert not [
+        row.path for row in hook_table.TARGETS if row.kind == "after" and symbols[row.path]["kind"] == "async def"
+    ]
 
 
 @pytest.mark.parametrize("origin", [None, str(preflight.REPOSITORY / "kernels" / "__init__.py")])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sglang_april.types import State
-from tests.unit.world import Build, World, ids, lengths
+from sglang_april.scheduler.state import State
+from tests.unit.controller_harness import Build, World, ids, lengths
 
 
 def tiers(w: World, run: str) -> dict[str, str]:

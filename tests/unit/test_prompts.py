@@ -2,14 +2,14 @@
 
 import pytest
 
-from sglang_april.policy.push import PushClock
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import Prompts
-from sglang_april.types import Sample
+from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.version_clock import PushClock
+from tests.unit.controller_harness import Build, World, lengths
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Row
-from tests.unit.pure import Hand, names
-from tests.unit.world import Build, World, lengths
+from tests.unit.ledger_driver import Hand, names
 
 
 @pytest.fixture

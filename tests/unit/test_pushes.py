@@ -2,10 +2,10 @@
 
 import pytest
 
-from sglang_april import wire
-from sglang_april.types import State
+from sglang_april.api import messages
+from sglang_april.scheduler.state import State
+from tests.unit.controller_harness import Build, World, ids, lengths
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.world import Build, World, ids, lengths
 
 
 def spans(w: World, name: str) -> list[tuple[int, str]]:
@@ -191,7 +191,7 @@ def test_an_abort_of_everything_stops_open_rounds_and_leaves_the_carry(world: Bu
     w.open("other", lengths(1, 9), quota=None)
     w.step(3)
     for known in w.rounds.values():
-        known.stop = wire.StopRound(0, known.spec.round_id)
+        known.stop = messages.StopRound(0, known.spec.round_id)
     w.do(lambda e: e.controller.pushes.abort_everything())
     assert w.replies[-1].end_reason == "stopped"
     assert (ids(w.replies[-1]), w.replies[-1].run) == (["p0"], "other")

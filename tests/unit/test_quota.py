@@ -2,10 +2,10 @@
 
 import pytest
 
-from sglang_april.policy.staleness import is_over, is_stale, staleness
+from sglang_april.api.messages import Delivery
 from sglang_april.scheduler.quota import Round
-from sglang_april.wire import Delivery
-from tests.unit.pure import Hand
+from sglang_april.scheduler.staleness import is_over, is_stale, staleness
+from tests.unit.ledger_driver import Hand
 
 
 def delivered(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from sglang_april.http.errors import Refused
-from sglang_april.http.holds import Holds
+from sglang_april.api.errors import Refused
 from sglang_april.http.reply import Reply
 from sglang_april.http.rounds import Round, Rounds
-from tests.unit.scheduler_link import sglang_rwlock
+from sglang_april.http.weight_lock import Holds
+from tests.unit.scripted_engine import sglang_rwlock
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
 

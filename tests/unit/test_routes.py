@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from sglang_april import wire
+from sglang_april.api import messages
 from sglang_april.http.routes import add_routes
-from tests.unit.routes import client_of, open_round, run, until
-from tests.unit.scheduler_link import prompt, service, sglang_module
+from tests.unit.http_app import client_of, open_round, run, until
+from tests.unit.scripted_engine import prompt, service, sglang_module
 
 
 def test_a_round_from_request_to_reply() -> None:
@@ -89,7 +89,7 @@ def test_the_same_id_waits_and_replays_and_another_body_is_refused() -> None:
             replies = [(await first).content, (await second).content, third.content]
             assert replies[0] == replies[1] == replies[2]
             assert (await client.get("/april/rounds/r1")).content == replies[0]
-        assert sum(isinstance(command, wire.OpenRound) for command in engine.commands) == 1
+        assert sum(isinstance(command, messages.OpenRound) for command in engine.commands) == 1
 
     run(scenario())
 
@@ -115,7 +115,7 @@ def test_a_refused_round_leaves_nothing_behind() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
-            engine.answers[wire.OpenRound] = wire.Answer(0, 503, "push", "weights are half pushed")
+            engine.answers[messages.OpenRound] = messages.Answer(0, 503, "push", "weights are half pushed")
             refused = await client.post("/april/rollout", json={"round_id": "r", "prompts": [prompt()]})
             assert refused.status_code == 503
             assert refused.json() == {"error": {"field": "push", "reason": "weights are half pushed"}}

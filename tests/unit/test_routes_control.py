@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from sglang_april import wire
+from sglang_april.api import messages
 from sglang_april.http import routes
-from tests.unit.routes import client_of, open_round, run, until
-from tests.unit.scheduler_link import prompt, service
+from tests.unit.http_app import client_of, open_round, run, until
+from tests.unit.scripted_engine import prompt, service
 
 
 def test_a_client_that_leaves_ends_only_its_wait() -> None:
@@ -137,7 +137,7 @@ def test_a_stop_before_the_round_is_open_is_kept() -> None:
             assert (await client.post("/april/rounds/r/stop")).json()["state"] == "opening"
             assert not engine.commands
             await engine.lock.release_writer()
-            await until(lambda: isinstance(engine.commands[-1] if engine.commands else None, wire.StopRound))
+            await until(lambda: isinstance(engine.commands[-1] if engine.commands else None, messages.StopRound))
             engine.end(engine.opened, reason="stopped")
             assert (await task).json()["end_reason"] == "stopped"
 
@@ -176,7 +176,7 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
 
     async def scenario() -> None:
         april, engine = service()
-        engine.silent = {wire.OpenRound}
+        engine.silent = {messages.OpenRound}
         begin, end = {
             "pause": (april.freeze, april.thaw),
             "push": (lambda: april.push_begin(None), lambda: april.push_end(None)),
@@ -191,7 +191,7 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
                 await begin()
             await end()
             assert not april.holds.held
-            engine.tell(wire.Answer(engine.opened.seq, data={"policy_version": 0}))
+            engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
             await until(lambda: april.holds.held)
             writer = asyncio.create_task(engine.lock.acquire_writer())
             await asyncio.sleep(0.01)
@@ -208,7 +208,7 @@ def test_a_push_that_the_scheduler_refuses_gives_no_reader_up() -> None:
         april, engine = service()
         async with client_of(april) as client:
             await open_round(client, engine, prompts=[prompt(id="a")])
-            engine.answers[wire.PushEnd] = wire.Answer(0, 409, "push", "no push is open")
+            engine.answers[messages.PushEnd] = messages.Answer(0, 409, "push", "no push is open")
             refused = await client.post("/april/push/end")
             assert (refused.status_code, refused.json()["error"]["reason"]) == (409, "no push is open")
             assert len(april.holds.held) == 1

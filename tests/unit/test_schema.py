@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from sglang_april.api.errors import Refused
+from sglang_april.api.requests import Rollout, decode_rollout
 from sglang_april.config import AprilConfig
-from sglang_april.http.errors import Refused
-from sglang_april.http.limits import check_rollout
 from sglang_april.http.prepare import open_round
-from sglang_april.http.schema import Rollout, decode_rollout
-from tests.unit.scheduler_link import ScriptedEngine
+from sglang_april.http.validation import check_rollout
+from tests.unit.scripted_engine import ScriptedEngine
 
 NAN, INF = float("nan"), float("inf")
 

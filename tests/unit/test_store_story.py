@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from sglang_april.store.disk import Key
-from sglang_april.store.entry import Found
-from sglang_april.store.regain import Search
-from tests.unit.rank import ELSEWHERE, PAGE, Rank, slots_of
+from sglang_april.kv.disk_tier import Key
+from sglang_april.kv.kv_pages import Found
+from sglang_april.recovery.kv_recovery import Search
+from tests.unit.rank_store import ELSEWHERE, PAGE, Rank, slots_of
 
 
 class Story(RuleBasedStateMachine):

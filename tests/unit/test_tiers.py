@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from sglang_april import wire
-from sglang_april.policy.push import PushClock
+from sglang_april.api import messages
+from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.store.entry import Pages
-from sglang_april.types import Sample
-from tests.unit.pure import Hand, prompt
+from sglang_april.scheduler.version_clock import PushClock
+from tests.unit.controller_harness import Build, lengths
+from tests.unit.ledger_driver import Hand, prompt
 from tests.unit.test_pressure import tiers as tiers_of
-from tests.unit.world import Build, lengths
 
 PAGE = 16
 
@@ -73,7 +73,7 @@ class Group:
         self.tiers.arrived([sample])
 
     def complete(self) -> None:
-        self.tiers.moved(wire.Moved([said[1] for said in self.engine.said if said[0] in ("out", "load", "spill")]))
+        self.tiers.moved(messages.Moved([said[1] for said in self.engine.said if said[0] in ("out", "load", "spill")]))
 
     def resume(self, sample: Sample) -> None:
         assert self.tiers.load(sample)
@@ -190,7 +190,7 @@ def test_a_check_is_answered_when_every_rank_has_checked(world: Build) -> None:
     seq = w.seq = w.seq + 1
     w._then = lambda answer: None
     for engine in w.engines:
-        engine.controller.command(wire.GetState(seq=seq, check=True))
+        engine.controller.command(messages.GetState(seq=seq, check=True))
     assert seq not in w.answers
     w.step(2)
     assert w.answers.pop(seq).data == {"ok": True, "problem": ""}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_april.store.entry import CopyTier
+from sglang_april.kv.kv_pages import CopyTier
 from tests.unit.test_page_store import Faulty, Rank, slots_of
 
 

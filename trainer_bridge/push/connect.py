@@ -10,7 +10,7 @@ from trainer_bridge.handshake import shake_hands
 from trainer_bridge.megatron.shapes import ModelShape
 from trainer_bridge.push.disk import Disk
 from trainer_bridge.push.distributed import Distributed
-from trainer_bridge.push.engine import PushEngine
+from trainer_bridge.push.push_target import PushEngine
 from trainer_bridge.push.pusher import Pusher, Way
 from trainer_bridge.push.tensor import InCall
 from trainer_bridge.trainer import PushWay

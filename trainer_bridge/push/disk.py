@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer_bridge.hf_folder import write_hf
 from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.engine import PushEngine
+from trainer_bridge.push.push_target import PushEngine
 from trainer_bridge.push.pusher import on_all
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.engine import PushEngine, WeightCallError
+from trainer_bridge.push.push_target import PushEngine, WeightCallError
 
 LIMIT = timedelta(minutes=5)
 """For an engine to join the group, and for one bucket."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sglang_april.client import AprilError
 from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.engine import PushEngine, WeightCallError
+from trainer_bridge.push.push_target import PushEngine, WeightCallError
 from trainer_bridge.trainer import PushReport
 
 BUCKET_BYTES = 512 << 20

@@ -16,7 +16,7 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401  (registers how CUDA tensors are shared)
 
 from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.engine import PushEngine
+from trainer_bridge.push.push_target import PushEngine
 from trainer_bridge.push.pusher import on_all
 
 

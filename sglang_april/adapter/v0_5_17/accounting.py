@@ -6,7 +6,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.store.entry import Pages
+from sglang_april.kv.kv_pages import Pages
 
 
 class AccountingError(AssertionError):

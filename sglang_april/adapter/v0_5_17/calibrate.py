@@ -16,10 +16,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
-from sglang_april.policy.cost import fit, slowest
-from sglang_april.store.entry import CopyTier
-from sglang_april.store.pages import PageStore
-from sglang_april.wire import Rates
+from sglang_april.api.messages import Rates
+from sglang_april.kv.cost_model import fit, slowest
+from sglang_april.kv.kv_pages import CopyTier
+from sglang_april.kv.page_store import PageStore
 
 CHUNK = {"cpu": 256}
 """Tokens of one prefill at most; 2,048 keep a GPU busy, and more tell nothing new."""

@@ -12,21 +12,21 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_april.adapter.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
-from sglang_april.adapter.v0_5_17.facts import Facts
-from sglang_april.adapter.v0_5_17.pages import PagePool
-from sglang_april.adapter.v0_5_17.prompts import PromptPages
+from sglang_april.adapter.v0_5_17.build_store import build_store, caps, key_of, page_form
+from sglang_april.adapter.v0_5_17.capacity import Room
+from sglang_april.adapter.v0_5_17.envelope import AprilOutput
+from sglang_april.adapter.v0_5_17.page_pool import PagePool
+from sglang_april.adapter.v0_5_17.prompt_pages import PromptPages
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
-from sglang_april.adapter.v0_5_17.recall import chunk_of, make_request, recall, revive
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
-from sglang_april.adapter.v0_5_17.room import Room
-from sglang_april.adapter.v0_5_17.store import build_store, caps, key_of, page_form
+from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, recall, revive
+from sglang_april.api.messages import Event, FinishedSample, encode
 from sglang_april.config import AprilConfig
-from sglang_april.store.entry import Pages
-from sglang_april.store.saved import Chunk
-from sglang_april.types import Group, Proximal, Sample
-from sglang_april.wire import Event, FinishedSample, encode
+from sglang_april.kv.kv_pages import Pages
+from sglang_april.recovery.journal_snapshot import Chunk
+from sglang_april.scheduler.state import Group, Proximal, Sample
 
 
 class SchedulerEngine(Room):

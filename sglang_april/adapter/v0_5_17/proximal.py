@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_april.types import Proximal, Sample
+from sglang_april.scheduler.state import Proximal, Sample
 
 CHUNK_ROWS = 512
 """Rows of logits alive at once; 512 x 152k x 4 bytes = 311 MB."""

@@ -10,8 +10,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.v0_5_17.proximal import collected
-from sglang_april.types import Group, Sample
-from sglang_april.wire import FinishedSample
+from sglang_april.api.messages import FinishedSample
+from sglang_april.scheduler.state import Group, Sample
 
 NO_INPUT_LOGPROBS = -1
 

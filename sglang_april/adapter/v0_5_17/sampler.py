@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from april_kernels.seeded_sampling import keep_mask, seeded_sample
 from sglang_april.adapter.v0_5_17.proximal import recomputed_rows
-from sglang_april.types import Sample
+from sglang_april.scheduler.state import Sample
 
 
 @dataclass(slots=True)

@@ -1,12 +1,12 @@
-"""S9: how long decode steps take, on rank 0's clock. What follows from it for admission is broadcast (`wire.Tuned`)."""
+"""S9: how long decode steps take, on rank 0's clock. What follows from it for admission is broadcast (`messages.Tuned`)."""
 
 import time
 
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-from sglang_april import wire
-from sglang_april.adapter.v0_5_17.facts import Facts
-from sglang_april.policy.concurrency import Tuner
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
+from sglang_april.api import messages
+from sglang_april.scheduler.concurrency import Tuner
 from sglang_april.scheduler.context import Context
 
 EVERY = 128
@@ -33,7 +33,7 @@ class StepTimes:
         self._steps += 1
         if self._steps % EVERY == 0:
             curve = self._tuner.curve().values()
-            self._facts.say(wire.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve]))
+            self._facts.say(messages.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve]))
 
     def launched(self, batch: ScheduleBatch | None) -> None:
         """What the step runs."""

@@ -1,0 +1,276 @@
+"""The ways to run rounds on SGLang as it is: wait for all, or do from outside what the engine does not.
+
+One request per group, its unfinished samples in it. Versions are counted here, because SGLang 0.5.17 tells none.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.rollout.engine_client import Engine
+from bench.rollout.variant import Group, Plan, Round
+from bench.rollout.workload import Prompt, Stream
+
+
+@dataclass
+class Leg:
+    """A piece of a response: tokens drawn by one request under one version."""
+
+    version: int
+    tokens: int
+
+
+@dataclass
+class Open:
+    """A group that the client has started: what each of its responses has so far."""
+
+    prompt: Prompt
+    output_ids: list[list[int]] = field(default_factory=list)
+    legs: list[list[Leg]] = field(default_factory=list)
+    started: int = 0
+    """Version of its first request."""
+    finished_at: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.output_ids = [[] for _ in self.prompt.lengths]
+        self.legs = [[] for _ in self.prompt.lengths]
+
+    @property
+    def pending(self) -> list[int]:
+        """Responses that have not reached their length."""
+        return [i for i, target in enumerate(self.prompt.lengths) if len(self.output_ids[i]) < target]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(map(len, self.output_ids))
+
+    def delivered(self, version: int, hybrid: bool) -> Group:
+        """The group for the trainer; `hybrid`: later legs stand on the KV of earlier ones."""
+        legs = [leg for parts in self.legs for leg in parts]
+        old = sum(leg.tokens for leg in legs if leg.version < version)
+        on_old_kv = sum(leg.tokens for parts in self.legs for leg in parts[1:] if leg.version == version)
+        return Group(
+            self.prompt.id,
+            [len(ids) for ids in self.output_ids],
+            oldest_version=min((leg.version for leg in legs), default=version),
+            off_policy=old,
+            hybrid=on_old_kv if hybrid else 0,
+        )
+
+
+class Stock:
+    """What the variants on SGLang's own routes share."""
+
+    name = ""
+    flush_on_push = True
+
+    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+        self.engine, self.plan, self.stream = engine, plan, stream
+        self.delivered: Counter[str] = Counter()
+        self.version = 0
+        self._round = Round(0, [])
+
+    @property
+    def handed_over(self) -> int:
+        """Prompts taken from the stream."""
+        return self.stream.taken
+
+    @property
+    def held(self) -> int:
+        """Samples that were handed over and not delivered."""
+        return self.plan.n * len(self._undelivered)
+
+    @property
+    def _undelivered(self) -> Sequence[Open]:
+        return ()
+
+    async def push(self, checkpoint: Path) -> None:
+        """SGLang's weight call; with its default it flushes the cache."""
+        await self.engine.load_weights(checkpoint, flush=self.flush_on_push)
+        self.version += 1
+
+    async def rest(self) -> None:
+        """Nothing runs between rounds."""
+
+    def _new(self, count: int) -> list[Open]:
+        return [Open(prompt, started=self.version) for prompt in self.stream.take(count)]
+
+    async def _generate(self, group: Open) -> Open:
+        """One request for the unfinished responses of a group; returns when all have finished or were aborted."""
+        wanted = group.pending
+        before = [len(group.output_ids[i]) for i in wanted]
+        body = {
+            "input_ids": [group.prompt.input_ids + group.output_ids[i] for i in wanted],
+            "sampling_params": [
+                {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": group.prompt.lengths[i] - had}
+                for i, had in zip(wanted, before, strict=True)
+            ],
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        answers = await self.engine.post("/generate", body)
+        for i, had, answer in zip(wanted, before, answers, strict=True):
+            self._take(group, i, had, answer)
+        if not group.pending:
+            group.finished_at = time.monotonic()
+        return group
+
+    def _take(self, group: Open, index: int, had: int, answer: dict[str, Any]) -> None:
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        # A request that was aborted before its prefill reports no cached tokens, and cost none.
+        if had and "cached_tokens" in meta:
+            self._round.reprefilled += meta["prompt_tokens"] - meta["cached_tokens"]
+        if ids:
+            self._round.legs += 1
+            if self._round.generated is not None:
+                self._round.generated += len(ids)
+            group.output_ids[index] += ids
+            group.legs[index].append(Leg(self.version, len(ids)))
+
+    def _begin(self) -> None:
+        self._round = Round(self.version, [], generated=0)
+
+    def _end(self, whole: list[Open], carry: int, hybrid: bool = False) -> Round:
+        done = self._round
+        done.version = self.version
+        done.groups = [group.delivered(self.version, hybrid) for group in whole]
+        done.carry = carry
+        for group in whole:
+            self.delivered.update(f"{group.prompt.id}/{i}" for i in range(len(group.prompt.lengths)))
+        return done
+
+    def _reject(self, groups: list[Open]) -> list[Open]:
+        """`dapo`: the client's filter drops groups without a signal; what they cost is wasted."""
+        if not self.plan.filtered:
+            return groups
+        for group in groups:
+            if group.prompt.rejected:
+                self._round.wasted += group.tokens
+                self.delivered.update(f"{group.prompt.id}/{i}" for i in range(len(group.prompt.lengths)))
+        return [group for group in groups if not group.prompt.rejected]
+
+
+class Synchronous(Stock):
+    """All groups of a round are started; the round ends when the last has finished."""
+
+    name = "synchronous"
+
+    async def round(self) -> Round:
+        """Starts what it needs, and with a filter again what was rejected, group by group; waits for all of it."""
+        self._begin()
+        whole: list[Open] = []
+        pending = {asyncio.ensure_future(self._generate(group)) for group in self._new(self.plan.groups)}
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            kept = self._reject([task.result() for task in done])
+            whole += kept
+            pending |= {asyncio.ensure_future(self._generate(group)) for group in self._new(len(done) - len(kept))}
+        return self._end(whole, 0)
+
+    async def drain(self) -> Round:
+        """Nothing is ever carried."""
+        self._begin()
+        return self._end([], 0)
+
+
+class Outside(Stock):
+    """APRIL from outside, at its best: over-sample, count in the client, one abort, send token ids again, first in,
+    first out, and finished surplus is kept."""
+
+    name = "outside"
+    abort_again_s = 0.05
+    """An aborted request answers within a step; what has not by then had not reached the engine: aborted again."""
+    hybrid = False
+
+    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+        super().__init__(engine, plan, stream)
+        self._partials: list[Open] = []
+        self._surplus: list[Open] = []
+
+    async def round(self) -> Round:
+        """Partials first, then new groups, more than are needed; one abort when enough have finished."""
+        self._begin()
+        quota, needed = self.plan.groups, self.plan.groups - len(self._surplus)
+        if needed <= 0:
+            whole, self._surplus = self._surplus[:quota], self._surplus[quota:]
+            return self._end(whole, self._carry(), self.hybrid)
+        target = math.ceil(self.plan.over_sampling * quota)
+        started = self._partials + self._new(target - len(self._partials) - len(self._surplus))
+        pending = {asyncio.ensure_future(self._generate(group)) for group in started}
+        kept = 0
+        while kept < needed and pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            passed = self._reject([task.result() for task in done])
+            kept += len(passed)
+            replaced = self._new(len(done) - len(passed)) if kept < needed else []
+            started += replaced
+            pending |= {asyncio.ensure_future(self._generate(group)) for group in replaced}
+        seen = {id(group) for group in started if not group.pending}
+        await self._abort(pending)
+        late = self._reject([group for group in started if not group.pending and id(group) not in seen])
+        whole = [g for g in started if id(g) in seen and not (self.plan.filtered and g.prompt.rejected)] + late
+        whole = self._surplus + sorted(whole, key=lambda group: group.finished_at)
+        self._partials = [group for group in started if group.pending]
+        self._surplus = whole[quota:]
+        return self._end(whole[:quota], self._carry(), self.hybrid)
+
+    async def _abort(self, pending: set[asyncio.Task[Open]]) -> None:
+        """The counters are looked at beside the first abort, when the client knows: what was computed between the last
+        finish and the client's knowing is not counted, in favour of this variant."""
+        if not pending:
+            return
+        look = asyncio.ensure_future(self.engine.counters())
+        while pending:
+            await self.engine.abort_all()
+            _, pending = await asyncio.wait(pending, timeout=self.abort_again_s)
+        self._round.decoded_at_end = (await look).decoded
+
+    @property
+    def _undelivered(self) -> Sequence[Open]:
+        return self._partials + self._surplus
+
+    def _carry(self) -> int:
+        return sum(group.tokens for group in self._undelivered)
+
+    async def drain(self) -> Round:
+        """Sends what is left once more and waits for all of it."""
+        self._begin()
+        rest, self._partials = self._partials, []
+        done = self._reject(list(await asyncio.gather(*map(self._generate, rest))))
+        surplus, self._surplus = self._surplus, []
+        return self._end(surplus + done, 0, self.hybrid)
+
+
+class OutsideRetry(Outside):
+    """The same with slime's way to end a round (`abort_server_until_idle` in
+    slime/backends/sglang_utils/server_control.py of THUDM/slime, commit 15b8e50): abort, ask for the load, and while
+    there is any, sleep three seconds and do it again. An aborted request is in the batch for one more step."""
+
+    name = "outside-retry3s"
+    abort_again_s = 3.0
+
+    async def _abort(self, pending: set[asyncio.Task[Open]]) -> None:
+        look = await self.engine.counters()
+        while True:
+            await self.engine.abort_all()
+            load = await self.engine.counters()
+            if not load.running + load.waiting:
+                break
+            await asyncio.sleep(self.abort_again_s)
+        if pending:
+            await asyncio.wait(pending)
+        self._round.decoded_at_end = look.decoded
+
+
+class StaleReuse(Outside):
+    """The same without flushing on a push: what was aborted is found in the radix tree, computed by the old weights."""
+
+    name = "stale-reuse"
+    flush_on_push = False
+    hybrid = True

@@ -1,0 +1,148 @@
+"""A thin asynchronous client of one server, the same for every variant, and the scheduler's own counters.
+
+aiohttp rather than httpx: at hundreds of requests a round the client's own time would otherwise be the difference.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from sglang_april.client.types import Group, Reply, Summary, read_event, read_reply
+
+POLL_S = 0.02
+KEEP_ALIVE_S = 2.0
+"""Less than the five seconds after which the server closes an idle connection, perhaps while a request is written."""
+PACKED = {"content-type": "application/msgpack", "accept": "application/msgpack"}
+
+
+class EngineError(RuntimeError):
+    """A route answered with an error; the message holds the route and the answer."""
+
+    def __init__(self, route: str, status: int, content: bytes) -> None:
+        super().__init__(f"{route}: {status} {content[:500]!r}")
+        self.status, self.content = status, content
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the scheduler has done so far (`/v1/loads`); a sample's first token comes from its prefill and is not
+    among the decoded ones."""
+
+    time: float
+    running: int
+    waiting: int
+    steps: int
+    decoded: int
+    prefilled: int
+
+
+class Engine:
+    """One server. `patched`: whether it is ours."""
+
+    def __init__(self, url: str, patched: bool) -> None:
+        self.patched = patched
+        self._http = aiohttp.ClientSession(
+            url,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def post(self, route: str, body: dict[str, Any]) -> Any:
+        """POSTs JSON and returns the decoded answer; anything but 200 raises."""
+        headers = {"content-type": "application/json"}
+        async with self._http.post(route, data=msgspec.json.encode(body), headers=headers) as answer:
+            content = await answer.read()
+            if answer.status != 200:
+                raise EngineError(f"POST {route}", answer.status, content)
+            is_json = answer.content_type == "application/json"
+            return msgspec.json.decode(content) if is_json and content else content
+
+    async def get(self, route: str) -> Any:
+        """GETs JSON; anything but 200 raises."""
+        async with self._http.get(route) as answer:
+            content = await answer.read()
+            if answer.status != 200:
+                raise EngineError(f"GET {route}", answer.status, content)
+            return msgspec.json.decode(content)
+
+    async def rollout(self, body: dict[str, Any]) -> Reply:
+        """One round of ours, msgpack both ways."""
+        async with self._http.post("/april/rollout", data=msgspec.msgpack.encode(body), headers=PACKED) as answer:
+            content = await answer.read()
+            if answer.status != 200:
+                raise EngineError("POST /april/rollout", answer.status, content)
+            return read_reply(msgspec.msgpack.decode(content))
+
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[Group | Summary]:
+        """The same, group by group as they finish, the summary last."""
+        data = msgspec.json.encode({**body, "stream": True})
+        async with self._http.post(
+            "/april/rollout", data=data, headers={"content-type": "application/json"}, read_bufsize=2**26
+        ) as answer:
+            if answer.status != 200:
+                raise EngineError("POST /april/rollout", answer.status, await answer.read())
+            async for line in answer.content:
+                yield read_event(msgspec.json.decode(line))
+
+    async def connect(self, requests: int) -> None:
+        """Opens as many connections as so many requests at once will take: who rested longer than they live, because
+        others had their turn, is not to open them on the clock."""
+        await asyncio.gather(*(self._ping() for _ in range(requests)))
+
+    async def _ping(self) -> None:
+        async with self._http.get("/ping") as answer:
+            await answer.read()
+
+    async def load_weights(self, checkpoint: Path, *, flush: bool) -> None:
+        """One SGLang weight call with a whole checkpoint."""
+        answer = await self.post("/update_weights_from_disk", {"model_path": str(checkpoint), "flush_cache": flush})
+        if not answer.get("success"):
+            raise EngineError(f"the weights of {checkpoint}", 500, msgspec.json.encode(answer))
+
+    async def counters(self) -> Counters:
+        """The newest published ones."""
+        load = (await self.get("/v1/loads?include=core"))["loads"][0]
+        moments = load["decode_moments"]
+        steps, decoded = (int(moments[0]), int(moments[-1])) if moments else (0, 0)
+        return Counters(
+            load["timestamp"],
+            load["num_running_reqs"],
+            load["num_waiting_reqs"],
+            steps,
+            decoded,
+            load["total_prefill_uncached_tokens"],
+        )
+
+    async def settled(self) -> Counters:
+        """The counters once they no longer move (they are published at a step's start, so the last step comes late)."""
+        before = await self.counters()
+        while True:
+            await asyncio.sleep(POLL_S)
+            now = await self.counters()
+            if (now.decoded, now.prefilled) == (before.decoded, before.prefilled):
+                return now
+            before = now
+
+    async def abort_all(self) -> None:
+        """One abort of everything that the engine has."""
+        await self.post("/abort_request", {"rid": "", "abort_all": True})
+
+    async def flush(self) -> None:
+        """Empties the prefix cache; refused while requests run, which is no error here."""
+        with contextlib.suppress(EngineError):
+            await self.post("/flush_cache", {})

@@ -1,0 +1,158 @@
+"""Rounds to rows. Every figure is counted; None where the variant cannot know it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import harmonic_mean, mean, median, quantiles
+from typing import Any
+
+from bench.rollout.engine_client import Counters
+from bench.rollout.lengths import Lengths
+from bench.rollout.variant import Plan, Round, versions
+
+
+class IdentityError(AssertionError):
+    """generated = delivered + Δcarry + wasted does not hold: tokens were lost, or counted twice."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round and its surroundings: seconds from the start of the push to the reply (with a trainer, to the end of
+    its step), and what the scheduler did in that time."""
+
+    round: Round
+    seconds: float
+    decoded: int
+    steps: int
+    prefilled: int
+    after_end: int | None
+
+
+def between(before: Counters, after: Counters, done: Round, seconds: float) -> Measured:
+    """A measured round from the counters around it."""
+    return Measured(
+        done,
+        seconds,
+        decoded=after.decoded - before.decoded,
+        steps=after.steps - before.steps,
+        prefilled=after.prefilled - before.prefilled,
+        after_end=done.after_end if done.decoded_at_end is None else max(0, after.decoded - done.decoded_at_end),
+    )
+
+
+@dataclass
+class Block:
+    """Measured rounds in a row, and the tokens carried into the first of them."""
+
+    carry_before: int
+    rounds: list[Measured]
+
+
+def grown(block: Block) -> int:
+    """Tokens that were carried out of a block more than into it."""
+    return (block.rounds[-1].round.carry or 0) - block.carry_before
+
+
+def check_identity(blocks: Sequence[Block]) -> bool | None:
+    """Over each block; None for variants that do not know what their requests in flight have."""
+    for block in blocks:
+        if any(measured.round.generated is None for measured in block.rounds):
+            return None
+        generated = sum(measured.round.generated or 0 for measured in block.rounds)
+        delivered = sum(measured.round.tokens for measured in block.rounds)
+        wasted = sum(measured.round.wasted for measured in block.rounds)
+        if generated != delivered + grown(block) + wasted:
+            told = f"{generated} generated, {delivered} delivered, carry grown by {grown(block)}, {wasted} wasted"
+            raise IdentityError(told)
+    return True
+
+
+def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Sequence[float]) -> dict[str, Any]:
+    """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, before the rounds,
+    between them, and after; of the same number of tokens each, so that their rate in all is the harmonic mean."""
+    rounds = [measured for block in blocks for measured in block.rounds]
+    limit = harmonic_mean(limits)
+    seconds = sum(measured.seconds for measured in rounds)
+    tokens = sum(measured.round.tokens for measured in rounds)
+    groups = [group for measured in rounds for group in measured.round.groups if not group.rejected]
+    delivered = [length for group in groups for length in group.lengths]
+    distance = lengths.distance(delivered)
+    decoded, steps = sum(measured.decoded for measured in rounds), sum(measured.steps for measured in rounds)
+    total = _sum([measured.round.generated for measured in rounds])
+    took = [measured.seconds for measured in rounds]
+    return {
+        "rounds": len(rounds),
+        "seconds": round(seconds, 4),
+        "delivered_tokens": tokens,
+        "delivered_samples": len(delivered),
+        "delivered_tokens_per_s": tokens / seconds,
+        "delivered_groups_per_s": len(delivered) / plan.n / seconds,
+        "generated_tokens": total,
+        "generated_tokens_per_s": (decoded if total is None else total) / seconds,
+        "wasted_tokens": sum(measured.round.wasted for measured in rounds),
+        "carry_start": blocks[0].carry_before,
+        "carry_end": rounds[-1].round.carry,
+        "carry_grown": sum(map(grown, blocks)),
+        "identity": check_identity(blocks),
+        "ks_distance": round(distance, 4),
+        "biased": distance > lengths.biased_above,
+        "length_mean": mean(delivered) if delivered else None,
+        "round_s_p50": median(took),
+        "round_s_p95": quantiles(took, n=20, method="inclusive")[-1] if len(took) > 1 else took[0],
+        "tokens_after_end": _sum([measured.after_end for measured in rounds]),
+        "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
+        "decoded_tokens": decoded,
+        "computed_tokens": decoded + sum(measured.round.legs for measured in rounds),
+        "decode_steps": steps,
+        "prefilled_tokens": sum(measured.prefilled for measured in rounds),
+        "mean_running": decoded / steps if steps else None,
+        "full_batch_tokens_per_s": limit,
+        "full_batch_looks": [round(rate, 1) for rate in limits],
+        "share_of_limit": tokens / seconds / limit,
+        "off_policy_share": _share([group.off_policy for group in groups], tokens),
+        "hybrid_share": _share([group.hybrid for group in groups], tokens),
+        "staleness": _ages(rounds),
+        "rounds_prolonged": sum(measured.round.prolonged for measured in rounds),
+        "peak_bytes": _peak(rounds),
+    }
+
+
+def limit_of(row: dict[str, Any]) -> float:
+    """The full-batch rate around a row: tokens of all looks by their seconds, as the rounds' rate is. Older rows have
+    the mean of the looks' rates, in which a slow minute counts less than in the rounds."""
+    looks = row.get("full_batch_looks")
+    return harmonic_mean(looks) if looks else float(row["full_batch_tokens_per_s"])
+
+
+def share(row: dict[str, Any]) -> float:
+    """Delivered tokens/s as a share of the limit."""
+    return float(row["delivered_tokens_per_s"] / limit_of(row))
+
+
+def peaks(rows: Sequence[dict[str, Any]]) -> str:
+    """The most that some rows carried, by tier, in MB."""
+    tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
+    most = {tier: max(row["peak_bytes"].get(tier, 0) for row in rows) for tier in tiers}
+    return ", ".join(f"{tier} {peak / 1e6:,.1f}" for tier, peak in most.items()) or "–"
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _share(counts: list[int | None], tokens: int) -> float | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) / tokens if tokens and len(known) == len(counts) else None
+
+
+def _ages(rounds: list[Measured]) -> dict[str, int]:
+    ages: Counter[str] = Counter()
+    for measured in rounds:
+        ages.update(versions(measured.round.groups, measured.round.version))
+    return dict(sorted(ages.items()))
+
+
+def _peak(rounds: list[Measured]) -> dict[str, int]:
+    tiers = {tier for measured in rounds for tier in measured.round.bytes_by_tier}
+    return {tier: max(m.round.bytes_by_tier.get(tier, 0) for m in rounds) for tier in sorted(tiers)}

@@ -1,0 +1,77 @@
+"""Step 5 of 9 (store): one rank's page store on SGLang's KV pool, MHA or MLA."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
+
+from april_kernels.kv_pages import PlaneTable
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
+from sglang_april.config import AprilConfig
+from sglang_april.kv.copiers import copier_for
+from sglang_april.kv.disk_tier import Disk, DiskError, Key
+from sglang_april.kv.host_tier import Arena
+from sglang_april.kv.page_format import FORMS, PageForm
+from sglang_april.kv.page_store import PageStore
+from sglang_april.scheduler.state import Sample
+
+PAGE_TOKENS = 16
+"""Of a page of the store, whatever the pool's page size is: at most 15 tokens of room are lost per partial."""
+
+
+class Caps(NamedTuple):
+    """Budgets in tokens, in whole pages of the store."""
+
+    host: int
+    disk: int
+    page_tokens: int
+
+
+def page_form(s: Scheduler, config: AprilConfig) -> PageForm:
+    """Ends the start with one sentence if the pool's layout or dtype cannot be stored in pages like that."""
+    try:
+        return FORMS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
+    except ValueError as error:
+        raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
+
+
+def caps(config: AprilConfig, form: PageForm, ranks: int) -> Caps:
+    page = 4 * form.page_words * ranks
+    return Caps(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
+
+
+def key_of(sample: Sample) -> Key:
+    group = sample.group
+    return Key(group.run.name, group.id, group.incarnation, sample.index)
+
+
+def build_store(s: Scheduler, config: AprilConfig, form: PageForm, limits: Caps, facts: Facts) -> PageStore:
+    """Ends the start with one sentence if the disk tier's directory cannot be used."""
+    copier = copier_for(form)
+    disk = None
+    try:
+        if config.disk_dir is not None:
+            rank, layout = s.ps.tp_rank, _layout(s, form)
+            disk = Disk(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
+    except DiskError as error:
+        raise SystemExit(f"sglang-april: {error}.") from error
+    pinned = form.table.device.type != "cpu"
+    return PageStore(
+        copier, Arena(limits.host // limits.page_tokens, copier.page_words, pinned=pinned), disk, facts.report
+    )
+
+
+def plane_table(pool: KVCache) -> PlaneTable:
+    """ValueError for a layout that the kernels do not move (head-major, page-major)."""
+    if isinstance(pool, MLATokenToKVPool):
+        return PlaneTable.mla(pool.kv_buffer)
+    return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
+
+
+def _layout(s: Scheduler, form: PageForm) -> str:
+    """Not the model's path: a later checkpoint is another policy version, and goes on from older KV by `kv: keep`."""
+    rows = [form.name, *((str(b.dtype), *b.shape[1:]) for b in form.table.buffers)]
+    text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,124 @@
+"""The HTTP process's side of SGLang: what `http/` needs of a TokenizerManager, and our service attached to it."""
+
+import sys
+from typing import Any
+
+from msgspec import msgpack
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_april import config, metrics
+from sglang_april.adapter.hooking import hook_report
+from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
+from sglang_april.http.frontend import Facts
+from sglang_april.http.routes import add_routes
+from sglang_april.http.service import April
+
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+
+class Frontend:
+    """An `http.engine.Engine` on top of a TokenizerManager."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+        self.lock = manager.model_update_lock
+
+    def facts(self) -> Facts:
+        """Known once the schedulers have reported, which is before the first request."""
+        manager, args = self._manager, self._manager.server_args
+        return Facts(
+            vocab_size=manager.model_config.vocab_size,
+            context_len=manager.context_len - manager.num_reserved_tokens,
+            max_input_len=min(manager.max_req_input_len or manager.context_len, manager.context_len),
+            has_tokenizer=manager.tokenizer is not None,
+            priority=args.enable_priority_scheduling,
+            overlap=not args.disable_overlap_schedule,
+            grammar=args.grammar_backend != "none",
+            preferred=manager.preferred_sampling_params or None,
+            model=_model(manager),
+        )
+
+    def listen(self) -> None:
+        """SGLang starts its loop with the first request."""
+        self._manager.auto_create_handle_loop()
+
+    async def send(self, payload: bytes) -> None:
+        """To the scheduler, after SGLang's loop that reads its messages has been started."""
+        self.listen()
+        await self._manager._async_dispatch_to_scheduler(AprilReq(payload=payload))
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """As `TokenizerManager._tokenize_texts` does, which would block the event loop."""
+        tokenizer = self._manager.tokenizer
+        if getattr(tokenizer, "is_fast", False):
+            return tokenizer(texts)["input_ids"]
+        return [tokenizer.encode(text) for text in texts]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The model's own template, or the one given by --chat-template."""
+        tokenizer = self._manager.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the model has no chat template: give text or input_ids, or launch with --chat-template")
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        except Exception as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+    def encode_params(self, params: dict[str, Any]) -> bytes:
+        """Built, normalised and verified as for SGLang's own requests."""
+        manager = self._manager
+        try:
+            sampling = manager.sampling_params_class(**params)
+            sampling.normalize(manager.tokenizer)
+            sampling.verify(manager.model_config.vocab_size)
+        except Exception as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        return msgpack.encode(sampling)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
+        """With the options that SGLang's detokenizer uses."""
+        tokenizer = self._manager.tokenizer
+        if tokenizer is None:
+            return None
+        if not getattr(tokenizer, "is_fast", False):
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return tokenizer.decode(
+            ids,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+
+
+def _model(manager: TokenizerManager) -> dict[str, Any]:
+    """By the names of a Hugging Face configuration."""
+    config = manager.model_config.hf_text_config
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {
+        "architecture": (config.architectures or [None])[0],
+        "vocab_size": manager.model_config.vocab_size,
+        **{name: getattr(config, name, None) for name in names},
+        "tp_size": manager.server_args.tp_size,
+    }
+
+
+def attach(manager: TokenizerManager) -> April:
+    """Give a TokenizerManager the service, as `manager.april` and, where SGLang serves HTTP, as routes under /april."""
+    args = manager.server_args
+    on_reply = metrics.Metrics({"model_name": args.served_model_name}).observe if args.enable_metrics else None
+    service = April(Frontend(manager), config.load(), on_reply)
+    service.hook_report = hook_report()
+    manager.april = service
+    manager._result_dispatcher._mapping[AprilOutput] = lambda message: service.receive(message.payload)
+    manager._result_dispatcher._mro_cache.clear()
+    http_server = sys.modules.get(HTTP_SERVER)
+    if http_server is not None:
+        _attach_routes(http_server.app, service)
+    return service
+
+
+def _attach_routes(app: Any, service: April) -> None:
+    first = not hasattr(app.state, "april")
+    app.state.april = service
+    if first:
+        add_routes(app, admin=auth_level(AuthLevel.ADMIN_OPTIONAL))

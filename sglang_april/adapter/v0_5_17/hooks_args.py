@@ -1,0 +1,68 @@
+"""Handlers around the start: flags in, refusals out, and the report of the hooks from each process."""
+
+import argparse
+import functools
+import os
+from typing import Any
+
+from sglang_april import config
+from sglang_april.adapter import hooking, refusals
+from sglang_april.recovery.journal import JournalError, probe
+
+
+def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ServerArgs.add_cli_args: our flags, in SGLang's own parser and help."""
+    config.add_arguments(parser)
+
+
+def publish_flags(_: type, args: argparse.Namespace) -> None:
+    """BEFORE ServerArgs.from_cli_args: the flags as SGLang's parser read them, wherever they came from."""
+    typed = {flag.field: getattr(args, f"april_{flag.field}", None) for flag in config.FLAGS}
+    given = {field: value for field, value in typed.items() if value is not None}
+    try:
+        config.publish(config.from_env(os.environ) | given)
+    except config.ConfigError as error:
+        raise SystemExit(f"sglang-april: {error}") from error
+
+
+def refuse_requested(server_args: Any) -> None:
+    """BEFORE ServerArgs.__post_init__: what was asked for, as it was asked for."""
+    refusals.stop_if(refusals.find(server_args, os.environ))
+
+
+def refuse_resolved(server_args: Any) -> None:
+    """BEFORE ServerArgs.check_server_args: the final arguments and the model they name."""
+    refusals.stop_if(refusals.find(server_args, os.environ) or refusals.find_in_model(server_args))
+    _try_journal()
+
+
+@functools.cache
+def _try_journal() -> None:
+    """Once per process: later it is our own scheduler that has it open."""
+    settings = config.load()
+    try:
+        if settings.journal is not None:
+            probe(settings.journal)
+    except JournalError as error:
+        raise SystemExit(f"sglang-april: {error}") from error
+
+
+def report_hooks(info: dict[str, Any], _: Any) -> dict[str, Any]:
+    """AFTER Scheduler.get_init_info: adds what this scheduler runs with."""
+    return {**info, "april": hooking.hook_report()}
+
+
+def require_reports(infos: list[dict[str, Any]], *_: Any, **__: Any) -> None:
+    """AFTER _wait_for_scheduler_ready: every scheduler must run with the same hooks as this process."""
+    expected = hooking.hook_report()
+    for rank, info in enumerate(infos):
+        report = info.get("april") or {}
+        if report.get("hooks") != expected["hooks"]:
+            _stop_children()
+            raise SystemExit(f"sglang-april: the scheduler of rank {rank} lacks our hooks, so it must not serve.")
+
+
+def _stop_children() -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid(), include_parent=False)

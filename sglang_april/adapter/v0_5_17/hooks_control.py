@@ -1,0 +1,151 @@
+"""Hooks in the scheduler process around what interrupts a round (S2): aborts, pushes, flushes, pauses, releases."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.v0_5_17.hooks_scheduler import Process, guarded
+from sglang_april.scheduler.controller import Controller
+
+log = logging.getLogger("sglang_april")
+
+
+@guarded
+def _interrupt(controller: Controller) -> None:
+    controller.pushes.interrupt()
+
+
+@guarded
+def _evacuate(controller: Controller) -> None:
+    controller.suspender.evacuate()
+
+
+def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
+    """AROUND Scheduler.abort_request: of everything = stop our rounds; by rid = never ours (stock matches prefixes)."""
+    if recv_req.abort_all and not s.april.context.frozen:
+        _abort_everything(s.april)
+    ours = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
+    running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
+    before = {r: r.to_finish for r in running}
+    queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
+    s.waiting_queue = [r for r in queue if r.april is None]
+    grammar[:], kept = [r for r in grammar if r.april is None], [r for r in grammar if r.april is not None]
+    try:
+        return orig(s, recv_req)
+    finally:
+        s.waiting_queue += [r for r in queue if r in ours]
+        grammar += kept
+        for req, reason in before.items():
+            req.to_finish = reason
+        if s.chunked_req is not None and s.chunked_req.april is not None:
+            s._pending_chunked_abort_req = None
+
+
+@guarded
+def _abort_everything(controller: Controller) -> None:
+    controller.pushes.abort_everything()
+
+
+def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
+    controller = manager.scheduler.april
+    _interrupt(controller)
+    if broken := controller.context.broken:  # samples of ours may still be in the batch
+        return _refused_update(recv_req, f"the weights stay as they are, because {broken}")
+    if recv_req.flush_cache and not manager.is_fully_idle():  # stock would go on, and end by an assertion
+        out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
+    else:
+        out = orig(manager, recv_req)
+    _weight_call_ended(controller, recv_req, out)
+    return out
+
+
+@guarded
+def _weight_call_ended(controller: Controller, recv_req: Any, out: Any) -> None:
+    kind = type(recv_req).__name__
+    controller.pushes.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
+
+
+def _refused_update(recv_req: Any, message: str) -> Any:
+    """As the stock body refuses: nothing has changed, and the caller hears why."""
+    output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
+    extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
+    return output(success=False, message=message, **extra)
+
+
+def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[bool, str]:
+    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before the stock body acts on it (S1).
+
+    Stock lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
+    on the ranks that succeeded, and reports rank 0's outcome.
+    """
+    try:
+        ok, message = orig(worker, recv_req)
+    except Exception as error:
+        log.exception("weights could not be loaded")
+        ok, message = False, f"{type(error).__name__}: {error}"
+    s = Process.scheduler
+    return (ok, message) if s is None else _over_all_ranks(s.tp_cpu_group, ok, message)
+
+
+def _over_all_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
+    """A control message over the TP group, not a scheduling step: a failure on any rank is a failure."""
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return ok, message
+    outcomes: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(outcomes, (ok, message), group=group)
+    failures = [f"rank {rank}: {said}" for rank, (fine, said) in enumerate(outcomes) if not fine]
+    return (False, "; ".join(failures)) if failures else (ok, message)
+
+
+def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerFlushWrapper.handle: our samples do not stand in a flush's way."""
+    s = Process.scheduler
+    if s is not None:
+        if recv_req.timeout_s and s.ps.tp_size > 1:
+            return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
+        _interrupt(s.april)
+    return orig(wrapper, recv_req)
+
+
+def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
+    """AROUND Scheduler.flush_cache: pages move out before the pools are cleared."""
+    if s.is_fully_idle():
+        _evacuate(s.april)
+    return orig(s, *args, **kwargs)
+
+
+def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
+    """AROUND Scheduler.pause_generation."""
+    _freeze(s.april)
+    return orig(s, recv_req)
+
+
+@guarded
+def _freeze(controller: Controller) -> None:
+    controller.pushes.freeze()
+
+
+def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
+    """AFTER Scheduler.continue_generation."""
+    _thaw(s.april)
+
+
+@guarded
+def _thaw(controller: Controller) -> None:
+    controller.pushes.thaw()
+
+
+def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
+    controller = manager.scheduler.april
+    _interrupt(controller)
+    if not recv_req.tags or "kv_cache" in recv_req.tags:
+        _evacuate(controller)
+    return orig(manager, recv_req)

@@ -1,0 +1,252 @@
+"""Hooks in the scheduler process: where SGLang's loop meets our controller. Every handler is a row of `targets.py`."""
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.v0_5_17.accounting import check_accounting
+from sglang_april.adapter.v0_5_17.calibrate import measure
+from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
+from sglang_april.adapter.v0_5_17.envelope import AprilReq
+from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
+from sglang_april.adapter.v0_5_17.restart import restart
+from sglang_april.adapter.v0_5_17.restore_request import advance_grammar
+from sglang_april.adapter.v0_5_17.step_times import StepTimes
+from sglang_april.api import messages
+from sglang_april.config import load
+from sglang_april.kv import cost_model
+from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.controller import Controller, Progress
+from sglang_april.scheduler.state import Sample, State
+from sglang_april.scheduler.version_clock import PushClock
+
+log = logging.getLogger("sglang_april")
+
+CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
+"""Recount both pools at every step and let an exception of ours end the process (all tests)."""
+
+
+class Process:
+    """The one controller of this scheduler process, for hooks that see no scheduler."""
+
+    controller: Controller | None = None
+    engine: SchedulerEngine | None = None
+    scheduler: Scheduler | None = None
+    step_times: StepTimes | None = None
+    sending = threading.Lock()
+
+
+def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """No exception of ours may end the scheduler: it ends our rounds with the reason, and SGLang goes on."""
+
+    @functools.wraps(fn)
+    def call(controller: Controller, *args: Any) -> Any:
+        try:
+            return fn(controller, *args)
+        except Exception as error:
+            if CHECK:
+                raise
+            log.exception("partial rollouts stop here")
+            where = fn.__name__.strip("_")
+            controller.context.stop_serving(f"rounds are over until a restart: internal error in {where}: {error!r}")
+            return None
+
+    return call
+
+
+# --- wiring
+
+
+def attach(_: None, s: Scheduler) -> None:
+    """AFTER Scheduler.init_request_dispatcher."""
+    config = load()
+    engine = SchedulerEngine(s, config)
+    caps = engine.caps
+    context = Context(engine, PushClock(), caps.host, caps.disk, caps.page_tokens, digest=_digest_file(s))
+    s.april = Process.controller = Controller(context)
+    Process.engine, Process.scheduler = engine, s
+    Process.step_times = StepTimes(engine.facts, s.max_running_requests)
+    restart(s, s.april, config, engine.store.disk)
+    began = time.monotonic()
+    rates = measure(s, engine.store, {"host": caps.host, "disk": caps.disk}, engine.bytes_per_token // s.ps.tp_size)
+    took = time.monotonic() - began
+    if rates is not None:
+        engine.facts.say(rates)
+    s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
+    log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, context.clock.version)
+    log.info("april: measured in %.2f s: %s", took, cost_model.report(rates, engine.bytes_per_token))
+
+
+def _digest_file(s: Scheduler) -> Any:
+    folder = os.environ.get("SGLANG_APRIL_DIGEST")
+    return (Path(folder) / f"rank{s.ps.tp_rank}.log").open("w") if folder else None
+
+
+def _command(controller: Controller, message: AprilReq) -> None:
+    told = messages.decode_message(message.payload)
+    if isinstance(told, messages.Fact):
+        _observe(controller, told)
+    else:
+        _run_command(controller, told)
+
+
+@guarded
+def _observe(controller: Controller, fact: messages.Fact) -> None:
+    controller.observe(fact)
+
+
+@guarded
+def _run_command(controller: Controller, cmd: messages.Command) -> None:
+    try:
+        controller.command(cmd)
+    except Exception as error:
+        controller.context.engine.send(messages.Answer(cmd.seq, 500, "", f"internal error: {error!r}"))
+        raise
+
+
+def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER Req.__init__: the policy version is part of every request's cache key."""
+    if Process.engine is not None:
+        Process.engine.adopt(req)
+    else:
+        req.april, req.april_base_key = None, req.extra_key
+
+
+# --- the loop
+
+
+def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch, last_batch: Any) -> NextBatchPlan:
+    """AROUND Scheduler.get_next_batch_to_run: the step boundary."""
+    s.running_batch, s.last_batch = running_batch, last_batch
+    _before_step(s.april, s)
+    plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
+    if Process.step_times is not None:
+        Process.step_times.launched(plan.batch_to_run)
+    return plan
+
+
+@guarded
+def _before_step(controller: Controller, s: Scheduler) -> None:
+    if controller.context.broken:
+        return
+    if Process.step_times is not None:
+        Process.step_times.boundary(controller.context)
+    if CHECK:
+        held = (x.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.pages is not None)
+        check_accounting(s, held)
+    controller.context.flushing = s.flush_wrapper._pending is not None
+    controller.before_step()
+
+
+def new_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:
+    """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of a prefill."""
+    s.running_batch = running_batch
+    if _resume(s.april):
+        return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
+    return orig(s, s.running_batch)
+
+
+@guarded
+def _resume(controller: Controller) -> bool:
+    return not controller.context.broken and controller.resume()
+
+
+def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
+    """AROUND Scheduler.maybe_sleep_on_idle: samples of ours that can start wait in no queue of SGLang's."""
+    if not _has_work(s.april):
+        orig(s)
+
+
+@guarded
+def _has_work(controller: Controller) -> bool:
+    return not controller.context.broken and controller.has_work()
+
+
+def results(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
+    """AFTER Scheduler.process_batch_result: step 3, count."""
+    _progress(s.april, batch)
+
+
+@guarded
+def _progress(controller: Controller, batch: ScheduleBatch) -> None:
+    controller.progress(list(_steps(batch)))
+
+
+def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
+    lengths = batch.extend_lens if batch.forward_mode.is_extend() else None
+    for i, req in enumerate(batch.reqs):
+        sample = req.april
+        if sample is not None and sample.state is State.RUNNING and sample.request is req:
+            yield sample, len(req.output_ids), lengths[i] if lengths else 0, req.finished_reason is not None
+
+
+def keep_from_detokenizer(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
+    """AROUND SchedulerOutputStreamer.stream_output: our samples go to the HTTP process by our own message."""
+    rest = [r for r in reqs if r.april is None]
+    for req in reqs:
+        if req.april is not None and req.finished():
+            req.finished_output = True
+    return orig(streamer, rest, *args, **kwargs) if rest else None
+
+
+def held_tokens(result: int, _observer: Any) -> int:
+    """AFTER SchedulerPoolStatsObserver.session_held_tokens: pages of partials are part of SGLang's own leak check."""
+    controller, engine = Process.controller, Process.engine
+    if controller is None or engine is None:
+        return result
+    runs = controller.context.ledger.runs.values()
+    return result + sum(engine.held_tokens(s.pages) for r in runs for s in r.suspended if s.pages is not None)
+
+
+# --- requests that SGLang gives up or takes back
+
+
+def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
+    """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
+    if Process.controller is not None and Process.engine is not None:
+        _queued(Process.controller, Process.engine, req, is_retracted)
+    return orig(s, req, is_retracted)
+
+
+@guarded
+def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
+    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head (S6).
+
+    What a request of a higher priority preempts is retracted too, but not said to be.
+    """
+    if req.kv is None:
+        engine._renew(req)
+        if req.april is not None:
+            req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
+            if req.april.recall is not None:
+                advance_grammar(req)
+                req.april.recall = None
+    if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recomputing)):
+        controller.retracted(req.april)
+
+
+def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
+    """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank.
+
+    With a journal its writer sends too, and a socket is one thread's at a time.
+    """
+    engine, controller = Process.engine, Process.controller
+    if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
+        _aborted(controller, engine.samples[output.rid], output.finished_reason)
+        return None
+    with Process.sending:
+        return orig(sender, output, recv_obj)
+
+
+@guarded
+def _aborted(controller: Controller, sample: Sample, reason: dict[str, Any] | None) -> None:
+    controller.aborted(sample, reason or {"type": "abort", "message": "aborted by the engine"})

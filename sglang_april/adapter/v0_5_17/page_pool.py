@@ -1,0 +1,131 @@
+"""Step 5 of 9 (store): KV pages of one sample out of, and back into, SGLang's pools.
+
+Invariant when a sample is taken out after `settle`: `kv_committed_len == seqlen - 1 == kv_allocated_len`; the KV of the
+last output token does not exist yet, the next decode step writes it.
+"""
+
+import torch
+from sglang.srt.managers.overlap_utils import RelayPayload
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sglang_april.kv.kv_pages import Pages
+
+
+class PagePool:
+    """Moves pages between requests and partials; their copies are made by `kv/page_store.py`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._s = scheduler
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._rows = scheduler.req_to_token_pool
+        self.page_size: int = self._allocator.page_size
+
+    def round_up(self, tokens: int) -> int:
+        return -(-tokens // self.page_size) * self.page_size
+
+    def take(self, req: Req) -> Pages:
+        """Pages of a running request; its request slot is freed, its prefix stays locked in the tree."""
+        length = req.kv_committed_len
+        if not length == req.seqlen - 1 == req.kv.kv_allocated_len:
+            raise AssertionError(f"{req.rid}: KV {length}/{req.kv.kv_allocated_len} of {req.seqlen - 1} tokens")
+        slots = self._rows.req_to_token[req.req_pool_idx, :length].to(torch.int64, copy=True)
+        self._rows.free(req)
+        req.kv = None
+        return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+
+    def drop(self, req: Req) -> None:
+        """Release the KV of a request in a batch and make it ready to be prefilled again."""
+        release_kv_cache(req, self._s.tree_cache, is_insert=False)
+        req.reset_for_retract()
+
+    def free(self, pages: Pages, req: Req | None) -> None:
+        """Release stored pages; `req` keeps its tokens only. After a restart there may be none yet."""
+        self.free_slots(pages)
+        if req is not None:
+            req.kv_committed_len = 0
+            req.last_node = None
+            req.reset_for_retract()
+
+    def free_slots(self, pages: Pages) -> None:
+        if pages.slots is None:
+            return
+        self._allocator.free(pages.slots[pages.protected :])
+        if pages.node is not None:
+            self._s.tree_cache.dec_lock_ref(pages.node)
+        pages.slots, pages.node, pages.protected = None, None, 0
+
+    def give_slots(self, pages: Pages) -> bool:
+        """New slots for all tokens, the sample's own; False when there is no room."""
+        need = self.round_up(pages.length)
+        evict_from_tree_cache(self._s.tree_cache, need)
+        slots = self._allocator.alloc(need)
+        if slots is None:
+            return False
+        pages.slots = slots[: pages.length].to(torch.int64)
+        return True
+
+    def after_forward(self) -> None:
+        """Slots may still be written by the forward in flight: what follows on this stream comes after it."""
+        if self._s.enable_overlap and self._s.device != "cpu":
+            self._s.schedule_stream.wait_stream(self._s.forward_stream)
+
+    def put_back(self, reqs: list[Req], pages: list[Pages], on_old_kv: list[bool]) -> ScheduleBatch:
+        """A decode batch of requests on their stored pages, as if they had never left.
+
+        Args:
+            on_old_kv: per request, whether a page beneath it is older than the current policy; such a request never
+                inserts into the tree.
+        """
+        s = self._s
+        s.req_to_token_pool.alloc(self._ready(reqs))
+        # Without a tree (--disable-radix-cache) a request stands on no node.
+        root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
+        for req, page, old in zip(reqs, pages, on_old_kv, strict=True):
+            self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots.to(torch.int32))
+            req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
+            req.kv_committed_len = page.length
+            req.cache_protected_len, req.last_node = page.protected, page.node or root
+            req.prefix_indices = page.slots[: page.protected]
+            req.extra_key = page.extra_key
+            req.skip_radix_cache_insert = old
+        batch = ScheduleBatch.init_new(
+            reqs,
+            s.req_to_token_pool,
+            s.token_to_kv_pool_allocator,
+            s.tree_cache,
+            s.model_config,
+            s.enable_overlap,
+            s.spec_algorithm,
+        )
+        _fill_decode_tensors(s, batch, [p.length for p in pages])
+        return batch
+
+    @staticmethod
+    def _ready(reqs: list[Req]) -> list[Req]:
+        for req in reqs:
+            req.req_pool_idx, req.extend_range = None, None
+            req.is_retracted, req.kv_committed_len = False, 0
+        return reqs
+
+
+def _fill_decode_tensors(s: Scheduler, batch: ScheduleBatch, lengths: list[int]) -> None:
+    """What `prepare_for_decode` expects of a batch whose last step has been processed."""
+    rows = [r.req_pool_idx for r in batch.reqs]
+    device = batch.device
+    batch.req_pool_indices = torch.tensor(rows, dtype=torch.int64, device=device)
+    batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
+    batch.seq_lens = torch.tensor(lengths, dtype=torch.int64, device=device)
+    batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+    batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    batch.seq_lens_sum = sum(lengths)
+    last = [r.output_ids[-1] if r.output_ids else r.origin_input_ids[-1] for r in batch.reqs]
+    last_tokens = torch.tensor(last, dtype=torch.int64, device=device)
+    s.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
+    batch.input_ids = None
+    batch.multimodal_inputs = [r.multimodal_inputs for r in batch.reqs]
+    batch.top_logprobs_nums = [r.logprob.top_logprobs_num for r in batch.reqs]
+    batch.token_ids_logprobs = [r.logprob.token_ids_logprob for r in batch.reqs]
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, s.model_config.vocab_size)

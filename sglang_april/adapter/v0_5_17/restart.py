@@ -1,0 +1,120 @@
+"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds (S1, S8).
+
+And the KV that the disk tier has of it; what else is in the tier's directory is removed.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.v0_5_17.build_store import key_of
+from sglang_april.adapter.v0_5_17.request import has_grammar
+from sglang_april.config import AprilConfig
+from sglang_april.kv.disk_tier import Disk, DiskError
+from sglang_april.kv.kv_pages import Found
+from sglang_april.recovery.journal import Journal, JournalError
+from sglang_april.recovery.journal_snapshot import Saved, restored_event
+from sglang_april.recovery.kv_recovery import Outcome, Search, agreed
+from sglang_april.scheduler.controller import Controller
+from sglang_april.scheduler.recorder import Recorder
+from sglang_april.scheduler.restore import starting_version
+from sglang_april.scheduler.state import Sample
+
+UNNAMED = -1
+"""In cache keys, until the policy version of the weights is named."""
+
+log = logging.getLogger("sglang_april")
+
+
+def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Disk | None) -> None:
+    """Give a controller what the journal holds, and rank 0's the journal itself.
+
+    Raises:
+        SystemExit: the journal or the directory cannot be used, or `--april-version` stands against it; one sentence.
+    """
+    try:
+        if config.journal is None:
+            _start_at(controller, config.version or 0, unnamed=False)
+            if disk is not None:
+                disk.begin("")
+            return
+        journal = Journal(config.journal, config.journal_sync) if s.ps.tp_rank == 0 else None
+        saved = _on_all_ranks(s, journal.load() if journal is not None else None)
+        version, unnamed = starting_version(config.version, saved.version)
+        _start_at(controller, version, unnamed=unnamed)
+        _take_over(s, controller, saved, disk)
+    except (JournalError, DiskError, ValueError) as error:
+        raise SystemExit(f"sglang-april: {error}") from error
+    if journal is not None:
+        controller.context.engine.send(restored_event(saved, unnamed=unnamed))
+        recorder = controller.context.recorder = Recorder(controller.context.engine, journal, config.replies)
+        recorder.version(version)
+        recorder.life(saved.next_life)
+        recorder.commit()
+        _log(config, saved, version)
+
+
+def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: Disk | None) -> None:
+    if disk is None:
+        controller.restore(saved)
+        return
+    search, began = Search(disk, saved.life), time.monotonic()
+    controller.restore(saved, lambda wanted: _look(s, search, wanted))
+    back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.pages is not None]
+    removed = disk.begin(saved.next_life, map(key_of, back))
+    log.info(
+        "april: KV of %d partials is back from the disk: %d bytes verified in %.1f s, %d other files removed",
+        len(back),
+        search.bytes_read,
+        time.monotonic() - began,
+        removed,
+    )
+
+
+def _look(s: Scheduler, search: Search, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
+    """On all ranks together. A sample with a grammar is prefilled again in any case: its request waits for one."""
+    asked = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
+    said: list[Any] = [None] * s.ps.tp_size
+    torch.distributed.all_gather_object(said, search.look(asked), group=s.tp_cpu_group)
+    outcomes = iter(agreed(said))
+    return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
+
+
+def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
+    c = controller.context
+    c.clock.version, c.clock.unnamed = version, unnamed
+    # What SGLang's own requests leave in the tree until the version is named may be of any weights, and the version
+    # that is named may be this very one.
+    c.engine.version = UNNAMED if unnamed else version
+
+
+def _on_all_ranks(s: Scheduler, saved: Saved | None) -> Saved:
+    """Rank 0's copy, on every rank: part of the start, not of a scheduling step."""
+    if s.ps.tp_size == 1:
+        assert saved is not None
+        return saved
+    box: list[Any] = [msgspec.msgpack.encode(saved) if saved is not None else None]
+    torch.distributed.broadcast_object_list(box, src=s.tp_group.first_rank, group=s.tp_cpu_group)
+    return msgspec.msgpack.decode(box[0], type=Saved)
+
+
+def _log(config: AprilConfig, saved: Saved, version: int) -> None:
+    samples = [x for g in saved.groups for x in g.samples]
+    log.info(
+        "april: journal %s (%s): version %d, %d undelivered samples (%d finished, %d with tokens), %d open rounds, "
+        "%d kept replies, %d damaged records",
+        config.journal,
+        config.journal_sync,
+        version,
+        len(samples),
+        sum(x.finished is not None for x in samples),
+        sum(x.chunk is not None for x in samples),
+        len(saved.rounds),
+        len(saved.replies),
+        saved.corrupt,
+    )

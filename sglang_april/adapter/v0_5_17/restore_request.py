@@ -1,0 +1,96 @@
+"""Step 9 of 9 after a restart: what the journal has of a sample becomes part of its new request; and the way there.
+
+A request made anew has drawn nothing; the tokens of earlier legs are put into it before SGLang looks at it, so that its
+prefill is that of a retracted request. A grammar is brought to the state behind those tokens once SGLang has it.
+"""
+
+from array import array
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.v0_5_17.request import build_request, rid_of, top_logprobs, versioned_key
+from sglang_april.recovery.journal_snapshot import Chunk
+from sglang_april.scheduler.state import Proximal, Sample
+
+
+def chunk_of(sample: Sample, start: int) -> Chunk:
+    """Output tokens from `start` on of a sample that is not finished."""
+    req: Req = sample.request
+    logprobs = req.logprob.output_token_logprobs_val or []
+    proximal = sample.proximal
+    if proximal is not None and proximal.version == sample.recorded_proximal:
+        proximal = None
+    return Chunk(
+        np.asarray(req.output_ids[start : sample.length], dtype="<i4").tobytes(),
+        np.asarray(logprobs[start : sample.length], dtype="<f4").tobytes(),
+        sample.closed_spans(),
+        top_logprobs(req, start, sample.length) if sample.group.prompt.top_logprobs_num else None,
+        _sealed(proximal) if proximal is not None else None,
+    )
+
+
+def _sealed(proximal: Proximal) -> tuple[int, list[tuple[int, bytes]]]:
+    """One copy from the device, whatever the number of parts."""
+    if not proximal.parts:
+        return proximal.version, []
+    values = torch.cat([part for _, part in proximal.parts]).float().cpu().numpy().astype("<f4")
+    ends = np.cumsum([len(part) for _, part in proximal.parts])
+    firsts = [first for first, _ in proximal.parts]
+    return proximal.version, [(i, v.tobytes()) for i, v in zip(firsts, np.split(values, ends[:-1]), strict=True)]
+
+
+def recall(req: Req, sample: Sample, chunk: Chunk) -> None:
+    """Put the tokens of earlier legs into a request that has just been made."""
+    ids = np.frombuffer(chunk.output_ids, "<i4")
+    req.output_ids = array("q", ids.astype(np.int64).tobytes())
+    out = req.logprob
+    out.output_token_logprobs_val = np.frombuffer(chunk.logprobs, "<f4").tolist()
+    out.output_token_logprobs_idx = ids.tolist()
+    if chunk.top_logprobs is not None:
+        out.output_top_logprobs_val = [[value for value, _ in row] for row in chunk.top_logprobs]
+        out.output_top_logprobs_idx = [[token for _, token in row] for row in chunk.top_logprobs]
+    if chunk.proximal is not None:
+        version, parts = chunk.proximal
+        values = [(first, torch.from_numpy(np.frombuffer(raw, "<f4").copy())) for first, raw in parts]
+        sample.proximal, sample.recorded_proximal = Proximal(version, values), version
+
+
+def revive(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
+    """A request for a sample whose copy was found; False, and nothing has changed, if it is refused."""
+    pages, tokens = sample.pages, sample.recall
+    assert pages is not None
+    req = make_request(s, ours, sample)
+    if req is None:
+        sample.recall = tokens
+        return False
+    pages.extra_key = versioned_key(req.april_base_key, sample.kv_version)
+    return True
+
+
+def make_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> Req | None:
+    """A request that needs no prefill, made at SGLang's own door; None, and nothing has changed, if it is refused.
+
+    Behind the door is a queue of its own meanwhile, so that nobody else's request is moved or given up.
+    """
+    ours[rid_of(sample)] = sample
+    queue, s.waiting_queue = s.waiting_queue, []
+    try:
+        s.handle_generate_request(build_request(sample))
+    finally:
+        queued, s.waiting_queue = s.waiting_queue, queue
+    req: Req | None = sample.request
+    if req is None or queued != [req] or req.to_finish is not None:
+        del ours[rid_of(sample)]
+        sample.request = None
+        return None
+    return req
+
+
+def advance_grammar(req: Req) -> None:
+    """SGLang has compiled the grammar of a recalled request: the tokens of earlier legs pass through it."""
+    if req.grammar is not None:
+        for token in req.output_ids:
+            req.grammar.accept_token(token)

@@ -1,0 +1,96 @@
+"""A portable PyTorch CPU platform, so that the real engine runs on any machine.
+
+SGLang's own CPU mode needs kernels built for the processor. This one needs PyTorch alone: native forward, the
+`torch_native` attention, the ordinary KV pools. It is for trying, teaching and testing, not for speed.
+
+SGLang asks for the platform while it is itself being imported, so most of its modules are imported late here.
+"""
+
+import os
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.device_mixin import CpuArchEnum, PlatformEnum
+
+DEFAULT_TOTAL_TOKENS = 65_536
+DEFAULT_RUNNING_REQUESTS = 64
+CHOSEN_HERE = "april_cpu_attention"
+"""Attribute of the server's arguments, not a flag: the platform chose the attention backend, not the user."""
+
+
+class TorchCpuPlatform(CpuSRTPlatform):
+    """What SGLang asks of a platform, answered with portable PyTorch."""
+
+    _enum = PlatformEnum.OOT
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Choose what works on a CPU wherever SGLang's own choice, or the user's silence, would not."""
+        # By now SGLang has filled in what it would take itself.
+        theirs = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
+        if server_args.attention_backend in (None, theirs):
+            server_args.attention_backend = "torch_native"
+            setattr(server_args, CHOSEN_HERE, True)
+        # xgrammar allocates its mask through CUDA.
+        server_args.grammar_backend = server_args.grammar_backend or "llguidance"
+        server_args.disable_custom_all_reduce = True
+        # The idle loop would otherwise spin on a core that the HTTP process needs.
+        server_args.sleep_on_idle = True
+        # SGLang sizes the pool for a GPU's memory; here the memory is shared with everything else.
+        server_args.max_total_tokens = server_args.max_total_tokens or DEFAULT_TOTAL_TOKENS
+        server_args.max_running_requests = server_args.max_running_requests or DEFAULT_RUNNING_REQUESTS
+        # The first grammar mask would be compiled by torch.compile: half a minute, and a C++ compiler, for a few rows.
+        if not server_args.enable_torch_compile:
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        # The NCCL that comes with PyTorch needs a GPU; without a library SGLang uses gloo.
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent")
+        if server_args.tp_size > 1:
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_by_rank(server_args.tp_size))
+
+    def get_device(self, local_rank: int | None = None) -> str:  # noqa: ARG002 - SGLang's signature
+        """The name, not the object: without `--device` SGLang takes this for the flag's value and splits it."""
+        return "cpu"
+
+    def init_backend(self) -> None:
+        """Our decode attention and draws, in each worker."""
+        from sglang_april.cpu import attention, sampling
+
+        attention.install()
+        sampling.install()
+
+    def get_default_attention_backend(self) -> str:
+        """PyTorch's scaled dot product attention."""
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """SGLang's ordinary pool, on huge pages."""
+        from sglang_april.cpu.pool import HugePagesPool
+
+        return HugePagesPool
+
+    def get_mla_kv_pool_cls(self) -> type:
+        """SGLang's ordinary pool."""
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return MLATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> Any:
+        """The constructor of an allocator that fits the page size."""
+        from sglang_april.cpu.allocator import make_allocator
+
+        return make_allocator
+
+    def get_dispatch_key_name(self) -> str:
+        """`forward_native` of every operator."""
+        return "native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:  # noqa: ARG002 - SGLang's signature
+        """No compilation."""
+        return "eager"
+
+
+def cores_by_rank(ranks: int) -> str:
+    """The machine's cores divided among the ranks, as SGLang wants it: `0-3|4-7`; ranks share cores if they must."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    each = max(1, len(cores) // ranks)
+    starts = [(rank * each) % len(cores) for rank in range(ranks)]
+    return "|".join(",".join(map(str, cores[start : start + each])) for start in starts)

@@ -1,0 +1,62 @@
+"""What the HTTP process needs of an engine. `adapter/v0_5_17/frontend.py` gives it on top of SGLang."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a request is checked against."""
+
+    vocab_size: int
+    context_len: int
+    """Prompt and output together may have at most so many tokens."""
+    max_input_len: int
+    """A prompt must be shorter than this (the KV pool may hold less than the context)."""
+    has_tokenizer: bool
+    priority: bool
+    """Whether the server schedules by priority."""
+    overlap: bool
+    """Whether the scheduler runs its overlap loop."""
+    grammar: bool = True
+    preferred: dict[str, Any] | None = None
+    """The server's own defaults of sampling parameters."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Shape of the model and the engine's tensor-parallel size, for trainers to compare with their own."""
+
+
+class ReaderLock(Protocol):
+    """The reader side of SGLang's `model_update_lock`."""
+
+    async def acquire_reader(self) -> None:
+        """Wait until no weight call holds or awaits the lock."""
+
+    async def release_reader(self) -> None:
+        """Let weight calls go on."""
+
+
+class Engine(Protocol):
+    """The link to the scheduler, the tokenizer and the sampling parameters. Errors are ValueErrors with a reason."""
+
+    lock: ReaderLock
+
+    def facts(self) -> Facts:
+        """Known once the server has started."""
+
+    def listen(self) -> None:
+        """Start reading what the scheduler says, if that has not begun."""
+
+    async def send(self, payload: bytes) -> None:
+        """Send one encoded `wire.Command` to the scheduler; its answer comes to `April.receive`."""
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, as SGLang itself would have them. Runs in a worker thread."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation with the generation prompt. Runs in a worker thread."""
+
+    def encode_params(self, params: dict[str, Any]) -> bytes:
+        """SGLang's `SamplingParams`, normalised and verified, as msgpack. Runs in a worker thread."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
+        """The text of token ids; None where the server has no tokenizer. Runs in a worker thread."""

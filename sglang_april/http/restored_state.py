@@ -1,0 +1,110 @@
+"""Step 6 of 9 after a restart: what this process has to know again (S8), and whether the journal can be written."""
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang_april.api import messages
+from sglang_april.http.completed_groups import Done, Part, Prompt
+from sglang_april.http.reply import Reply
+from sglang_april.http.rounds import Round
+
+if TYPE_CHECKING:
+    from sglang_april.http.service import April
+
+logger = logging.getLogger("sglang_april")
+
+
+class Restart:
+    """With a journal, the scheduler's first message says what the last server knew. Requests wait until it is told."""
+
+    def __init__(self, april: "April", journal: str | None) -> None:
+        self._april = april
+        self._journal = journal
+        self._told = asyncio.Event()
+        self.fault = ""
+        """Why the journal cannot be written, or empty. Nothing new is accepted meanwhile."""
+        self._warnings: list[str] = []
+
+    async def ready(self) -> None:
+        """Wait until everything is known again."""
+        if self._journal is not None and not self._told.is_set():
+            self._april.engine.listen()
+            await self._told.wait()
+
+    def state(self) -> dict[str, Any] | None:
+        """For `GET /april/state`."""
+        if self._journal is None:
+            return None
+        return {"path": self._journal, "fault": self.fault, "warnings": self._warnings}
+
+    def receive(self, message: messages.Restored | messages.Named | messages.JournalFault) -> None:
+        """What the scheduler says of the journal and the restart."""
+        match message:
+            case messages.JournalFault():
+                self.fault = message.reason
+            case messages.Named():
+                self._april.retake("restart")
+            case messages.Restored():
+                self._restored(message)
+
+    def _restored(self, message: messages.Restored) -> None:
+        april = self._april
+        self._warnings = message.warnings
+        for warning in message.warnings:
+            logger.warning("%s", warning)
+        april.vault.accept(Prompt.of(run, prompt) for run, prompt in message.groups)
+        for run, name, _ in message.verdicts:
+            april.vault.judge(run, [name])
+        for spec in message.rounds:
+            round_ = _round(spec)
+            round_.verdicts = {name: accepted for run, name, accepted in message.verdicts if run == spec.run}
+            april.rounds.reopened(round_)
+        april.finished(message.finished)
+        for round_ in (r for r in april.rounds.open if r.judged):
+            shown = {part.prompt.id for part in round_.events}
+            round_.events += [part for part in april.vault.unjudged(round_.run) if part.prompt.id not in shown]
+        april.rounds.forgotten(message.gone)
+        april.holds.keep_off("restart")
+        if not message.unnamed:
+            april.retake("restart")
+        april.spawn(self._replay(message))
+
+    async def _replay(self, message: messages.Restored) -> None:
+        """Replies from the oldest to the newest, as they are kept. Their texts are decoded again."""
+        for spec, ended, prompts, samples in message.replies:
+            try:
+                parts = self._parts(ended, prompts, samples)
+                reply = await Reply.build(ended, parts)
+            except Exception:
+                logger.exception("the reply of round %s is lost", spec.round_id)
+                self._april.rounds.forgotten([spec.round_id])
+                continue
+            round_ = _round(spec)
+            round_.events = list(parts)
+            self._april.rounds.restored(round_, reply)
+        self._told.set()
+
+    def _parts(
+        self, ended: messages.RoundEnded, prompts: list[messages.Prompt], samples: list[messages.FinishedSample]
+    ) -> list[Part]:
+        by_key = {(s.id, s.incarnation, s.index): s for s in samples}
+        parts = []
+        for delivery, asked in zip(ended.deliver, prompts, strict=True):
+            prompt = Prompt.of(ended.run, asked)
+            of_group = [by_key[delivery.id, delivery.incarnation, index] for index in delivery.indices]
+            done = tuple(Done(sample, self._april.decode(prompt, sample)) for sample in of_group)
+            parts.append(Part(prompt, delivery.incarnation, done, delivery.complete, delivery.accepted))
+        return parts
+
+
+def _round(spec: messages.OpenRound) -> Round:
+    return Round(
+        spec.round_id,
+        spec.run,
+        spec.fingerprint,
+        spec.unit,
+        spec.keep_until_ack,
+        judged=spec.count == "accepted",
+        defaults=spec.defaults,
+    )

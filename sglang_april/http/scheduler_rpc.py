@@ -1,0 +1,52 @@
+"""Commands to the scheduler and their answers, matched by `seq`."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+from sglang_april.api import messages
+from sglang_april.api.errors import Refused
+
+Accepted = Callable[[messages.Answer], None]
+
+
+class Link:
+    """Sends commands and waits for answers. There is no timeout: behind a long prefill an answer may take its time."""
+
+    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[asyncio.Future[messages.Answer], Accepted | None]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many commands have no answer yet."""
+        return len(self._waiting)
+
+    def number(self) -> int:
+        """The `seq` of a new command."""
+        return next(self._numbers)
+
+    async def call(self, command: messages.Command, accepted: Accepted | None = None) -> messages.Answer:
+        """The answer to a command, or Refused if its status is not 200.
+
+        `accepted` runs in the moment in which a 200 arrives: before any later message of the scheduler is read.
+        """
+        future: asyncio.Future[messages.Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[command.seq] = future, accepted
+        try:
+            await self._send(messages.encode(command))
+            answer = await future
+        finally:
+            self._waiting.pop(command.seq, None)
+        if answer.status != 200:
+            raise Refused(answer.status, answer.field or "server", answer.reason)
+        return answer
+
+    def answered(self, answer: messages.Answer) -> None:
+        """Hand an answer to whoever waits for it, if anyone still does."""
+        future, accepted = self._waiting.pop(answer.seq, (None, None))
+        if accepted is not None and answer.status == 200:
+            accepted(answer)
+        if future is not None and not future.done():
+            future.set_result(answer)

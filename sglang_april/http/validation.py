@@ -1,0 +1,146 @@
+"""Step 1 (request): the rules of a rollout request that no single field can tell (S3, S5, S8)."""
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_april.api.errors import bad
+from sglang_april.api.requests import Judge, PromptBody, Rollout, Sampling
+
+MAX_SAMPLES = 2**20
+MAX_DEPTH = 64
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def check_rollout(body: Rollout, packed: bool) -> str:
+    """Check what spans several fields, bring `input_ids` into one form, and return the request's fingerprint.
+
+    The fingerprint tells a repeated request from another one under the same `round_id`. How the reply travels
+    (`stream`, JSON or msgpack) is not part of it.
+    """
+    if body.round_id in (".", ".."):
+        raise bad("round_id", "must not be . or .., which no URL can name")
+    if body.sampling_params is not None:
+        _check_sampling(body.sampling_params, "sampling_params")
+    check_prompts(body.prompts, packed)
+    return fingerprint(body)
+
+
+def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
+    """Check the prompts of one request, and bring their `input_ids` into one form."""
+    first_seen: dict[str, int] = {}
+    samples = 0
+    for i, prompt in enumerate(prompts):
+        if prompt.id in first_seen:
+            raise bad(f"prompts[{i}].id", f"is the same as prompts[{first_seen[prompt.id]}].id")
+        first_seen[prompt.id] = i
+        samples += prompt.n
+        _check_prompt(prompt, f"prompts[{i}]", packed)
+    if samples > MAX_SAMPLES:
+        raise bad("prompts", f"ask for {samples} samples, and one request may ask for at most {MAX_SAMPLES}")
+
+
+def check_judge(body: Judge) -> None:
+    """No group may be judged both ways at once."""
+    accepted = set(body.accept)
+    for i, name in enumerate(body.reject):
+        if name in accepted:
+            raise bad(f"reject[{i}]", f"{name!r} is also in accept")
+
+
+def fingerprint(body: Rollout) -> str:
+    """A digest of all that a request asks for."""
+    encoded = msgspec.msgpack.encode(msgspec.structs.replace(body, stream=False))
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def _check_prompt(prompt: PromptBody, at: str, packed: bool) -> None:
+    given = [name for name in ("input_ids", "text", "messages") if getattr(prompt, name) is not None]
+    if len(given) != 1:
+        field = f"{at}.{given[-1] if given else 'input_ids'}"
+        raise bad(field, f"exactly one of input_ids, text and messages is needed, not {' and '.join(given) or 'none'}")
+    if prompt.input_ids is not None:
+        prompt.input_ids = _raw_ids(prompt.input_ids, f"{at}.input_ids", packed)
+    if prompt.text == "":
+        raise bad(f"{at}.text", "is empty")
+    if prompt.messages is not None:
+        _check_messages(prompt.messages, f"{at}.messages")
+    if prompt.sampling_params is not None:
+        _check_sampling(prompt.sampling_params, f"{at}.sampling_params", prompt.n)
+    if prompt.metadata is not None:
+        _check_plain(prompt.metadata, f"{at}.metadata")
+
+
+def _raw_ids(ids: list[int] | bytes, field: str, packed: bool) -> bytes:
+    """Token ids as little-endian int32."""
+    if isinstance(ids, list):
+        raw = np.asarray(ids, dtype="<i4").tobytes()
+    elif not packed:
+        raise bad(field, "Expected array, got str")
+    elif len(ids) % 4:
+        raise bad(field, f"must be whole little-endian int32 numbers, and {len(ids)} bytes are not")
+    else:
+        raw = ids
+    if not raw:
+        raise bad(field, "is empty")
+    return raw
+
+
+def _check_messages(messages: list[dict[str, Any]], field: str) -> None:
+    if not messages:
+        raise bad(field, "is empty")
+    for i, message in enumerate(messages):
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise bad(f"{field}[{i}].{name}", "must be a string")
+        _check_plain(message, f"{field}[{i}]")
+
+
+def _check_sampling(params: Sampling, at: str, n: int | None = None) -> None:
+    """`n`: samples of the prompt whose parameters these are; None for those of a round."""
+    _check_lengths(params, f"{at}.max_new_tokens", n)
+    if params.top_k == 0:
+        raise bad(f"{at}.top_k", "must be -1 (off) or at least 1")
+    grammars = [name for name in GRAMMARS if getattr(params, name)]
+    if len(grammars) > 1:
+        raise bad(f"{at}.{grammars[1]}", f"only one grammar may be set, and {grammars[0]} is")
+    for token in params.logit_bias or {}:
+        if not token.isascii() or not token.isdecimal() or len(token) > 10:
+            raise bad(f"{at}.logit_bias", f"keys must be token ids, not {token!r}")
+
+
+def _check_lengths(params: Sampling, field: str, n: int | None) -> None:
+    lengths = params.max_new_tokens
+    if not isinstance(lengths, list):
+        return
+    if n is None:
+        raise bad(field, "may be a list only on a prompt, whose n samples it is for")
+    if len(lengths) != n:
+        raise bad(field, f"has {len(lengths)} numbers for {n} samples")
+
+
+def _check_plain(value: Any, field: str, depth: int = 0) -> None:
+    """Metadata comes back in JSON or msgpack, so it may hold only what both can say."""
+    if depth > MAX_DEPTH:
+        raise bad(field, f"is nested more than {MAX_DEPTH} deep")
+    if value is None or isinstance(value, (str, bool)):
+        return
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise bad(field, "has a number beyond 64 bits")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise bad(field, "must not have NaN or Infinity")
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(item, field, depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise bad(field, "must have only strings as keys")
+            _check_plain(item, field, depth + 1)
+    else:
+        raise bad(field, f"must be plain JSON, and {type(value).__name__} is not")

@@ -1,0 +1,229 @@
+"""Step 5 of 9 (store): the disk tier of one rank, one file per partial.
+
+    magic | header length, CRC-32 | header (msgpack) | pages | checksums of the pages | their CRC-32
+
+A file is written under another name and renamed when it is whole, so a reader never sees half of one. It is not synced:
+what a loss of power took fails its checksums, is counted, and is recomputed; the death of the process costs nothing.
+
+What makes a file after a restart provably KV of the tokens that the journal has (`regain.py`): it was written in the
+journal's last life (the lock file names it) or taken over in it, for everything else is removed at a start; in one life
+a sample's tokens only grow, and the journal's are the first of them; so the same number of tokens are the same tokens.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from april_kernels import kv_pages
+from april_kernels.kv_pages import page_count
+from sglang_april.durable import sync_folder
+from sglang_april.kv.kv_pages import Found
+
+MAGIC = b"APRILKV1"
+SUFFIX = ".kv"
+_PARTIAL = ".part"
+_LOOK_BYTES = 8 << 20
+"""Read at once where nothing waits for it."""
+
+
+class Key(NamedTuple):
+    """A sample, by names that outlive the process."""
+
+    run: str
+    id: str
+    incarnation: int
+    member: int
+
+
+class DiskError(RuntimeError):
+    """The directory cannot be used; the message is one sentence."""
+
+
+class DamagedFileError(Exception):
+    """A file that is not what was written."""
+
+
+class Header(msgspec.Struct, array_like=True):
+    key: Key
+    length: int
+    version: int
+    page_tokens: int
+    page_words: int
+    layout: str
+    """What the bytes mean: model, rank, dtype and shape of the pool."""
+
+
+class Disk:
+    """Files of one rank in a directory that no other server uses."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        layout: str,
+        page_tokens: int,
+        page_words: int,
+        write: Callable[[int, memoryview], int] = os.write,
+    ) -> None:
+        """Raises DiskError: the directory is missing, in use, or cannot be written."""
+        self._folder, self._rank, self._layout = folder, rank, layout
+        self._page_tokens, self._page_words = page_tokens, page_words
+        self._write = write
+        try:
+            self._lock = os.open(folder / f"lock.r{rank}", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DiskError(f"the disk tier's directory {folder} is in use by another server") from None
+        except OSError as error:
+            raise DiskError(f"the disk tier's directory {folder} cannot be used: {error.strerror}") from error
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    # --- one file
+
+    def save(
+        self, key: Key, length: int, version: int, pieces: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> torch.Tensor:
+        """Write all pages of a sample: int32 [n, page_words] each time, with their checksums or None.
+
+        Returns the checksums of all pages. Raises OSError (no space, bad device, missing directory, …), and what
+        `pieces` raises: no file is left, and one that was there before is gone too.
+        """
+        head = Header(key, length, version, self._page_tokens, self._page_words, self._layout)
+        path = self._path(key)
+        part = path.with_suffix(_PARTIAL)
+        sums: list[torch.Tensor] = []
+        try:
+            with part.open("wb", buffering=0) as file:
+                self._put(file.fileno(), _framed(head))
+                for pages, known in pieces:
+                    sums.append(kv_pages.checksum(pages) if known is None else known)
+                    self._put(file.fileno(), memoryview(pages.numpy()).cast("B"))
+                every = torch.cat(sums)
+                tail = every.numpy().tobytes()
+                self._put(file.fileno(), tail + zlib.crc32(tail).to_bytes(4, "little"))
+            part.replace(path)
+        except BaseException:
+            for left in (part, path):
+                with contextlib.suppress(OSError):
+                    left.unlink(missing_ok=True)
+            raise
+        return every
+
+    def load(self, key: Key, length: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The pages of a sample, so many at a time as `buffer` holds, with the checksums they must have.
+
+        Raises OSError, and DamagedFileError for a file that is short, of another sample or model, or whose checksums
+        are damaged; damaged pages are for the caller to find.
+        """
+        with self._path(key).open("rb", buffering=0) as file:
+            head, sums = self._read_ends(file.fileno())
+            if head.key != key or head.length != length:
+                raise DamagedFileError(f"a file of {head.key} with {head.length} tokens, not of {key} with {length}")
+            for first in range(0, len(sums), len(buffer)):
+                pages = buffer[: min(len(buffer), len(sums) - first)]
+                view = memoryview(pages.numpy()).cast("B")
+                if file.readinto(view) != len(view):
+                    raise DamagedFileError("the file is short")
+                yield pages, sums[first : first + len(pages)]
+
+    def remove(self, key: Key) -> None:
+        with contextlib.suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
+
+    # --- after a restart
+
+    @property
+    def life(self) -> str:
+        """The life of a journal in which these files were written or taken over; empty: of none that is known."""
+        return os.pread(self._lock, 256, 0).decode(errors="replace")
+
+    def find(self, key: Key, wanted: Found) -> int:
+        """Bytes of a sample's file, every page verified, if it has just what is wanted; else 0.
+
+        Raises OSError and DamagedFileError: there is a file, and it cannot be used.
+        """
+        buffer = torch.empty((max(1, _LOOK_BYTES // (4 * self._page_words)), self._page_words), dtype=torch.int32)
+        try:
+            with self._path(key).open("rb") as file:
+                head, _ = self._read_ends(file.fileno())
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            return 0
+        if (head.length, head.version) != wanted:
+            return 0
+        for pages, sums in self.load(key, head.length, buffer):
+            if not torch.equal(kv_pages.checksum(pages), sums):
+                raise DamagedFileError("pages are damaged")
+        return size
+
+    def begin(self, life: str, keep: Iterable[Key] = ()) -> int:
+        """Remove this rank's files of all other samples, and halves of files; what remains is of this life.
+
+        Returns how many were removed. Raises DiskError: one cannot be, or the life's name cannot be written. A death
+        in the middle leaves the name of the life before, and after a loss of power nothing removed comes back under
+        the new one.
+        """
+        kept = {self._path(key).name for key in keep}
+        stale = [
+            path
+            for path in self._folder.glob(f"*.r{self._rank}.*")
+            if path.suffix in (SUFFIX, _PARTIAL) and path.name not in kept
+        ]
+        try:
+            for path in stale:
+                path.unlink(missing_ok=True)
+            sync_folder(self._folder)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, life.encode(), 0)
+            os.fsync(self._lock)
+        except OSError as error:
+            raise DiskError(f"the disk tier's directory {self._folder} cannot be used: {error.strerror}") from error
+        return len(stale)
+
+    # --- bytes
+
+    def _path(self, key: Key) -> Path:
+        name = hashlib.blake2b(msgspec.msgpack.encode(key), digest_size=16).hexdigest()
+        return self._folder / f"{name}.r{self._rank}{SUFFIX}"
+
+    def _put(self, fd: int, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            written = self._write(fd, view)
+            if written <= 0:
+                raise OSError(0, "nothing could be written")
+            view = view[written:]
+
+    def _read_ends(self, fd: int) -> tuple[Header, torch.Tensor]:
+        """Header and checksums; the file is left at its first page."""
+        start = os.pread(fd, 16, 0)
+        size = int.from_bytes(start[8:12], "little")
+        body = os.pread(fd, min(size, 1 << 20), 16)
+        if start[:8] != MAGIC or len(body) != size or zlib.crc32(body) != int.from_bytes(start[12:], "little"):
+            raise DamagedFileError("the header is damaged")
+        head = msgspec.msgpack.decode(body, type=Header)
+        if (head.layout, head.page_tokens, head.page_words) != (self._layout, self._page_tokens, self._page_words):
+            raise DamagedFileError("the file is of another model or another pool")
+        pages = page_count(head.length, head.page_tokens)
+        at = 16 + size + 4 * pages * head.page_words
+        tail = os.pread(fd, 8 * pages + 4, at)
+        if len(tail) != 8 * pages + 4 or zlib.crc32(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
+            raise DamagedFileError("the file is short, or its checksums are damaged")
+        os.lseek(fd, 16 + size, os.SEEK_SET)
+        return head, torch.from_numpy(np.frombuffer(tail[:-4], "<i8").copy())
+
+
+def _framed(head: Header) -> bytes:
+    body = msgspec.msgpack.encode(head)
+    return MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body

@@ -1,1 +1,0 @@
-"""Rules that depend on the policy version: pushes and staleness."""

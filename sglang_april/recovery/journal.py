@@ -1,0 +1,175 @@
+"""Step 5 of 9 (store): the journal, so that a killed server restarts with every undelivered sample (S8).
+
+SQLite in WAL mode, one writer thread; what is put while a transaction is written becomes the next one. With
+`synchronous=NORMAL` a committed transaction survives the death of the process; with FULL, loss of power too (SQLite
+documentation, "PRAGMA synchronous"). Every record carries a CRC-32: a damaged one costs the tokens behind it, which are
+drawn again, and is counted; it is never used.
+"""
+
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sglang_april.recovery.journal_snapshot import Saved, read_saved, seal
+from sglang_april.recovery.schema import SCHEMA, TABLES, Op
+
+log = logging.getLogger("sglang_april")
+
+RETRY_S = 0.5
+"""How long the writer waits before it tries again what could not be written."""
+
+OnWritten = Callable[[int, str], None]
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be used; the message is one sentence."""
+
+
+def probe(path: Path | str) -> None:
+    """Open and close a journal, so that one that cannot be used ends a start before any model is loaded.
+
+    Raises:
+        JournalError: as for `Journal`.
+    """
+    Journal(path).close()
+
+
+class Journal:
+    """Batches of records are put by the scheduler's thread and written by one of the journal's own."""
+
+    def __init__(self, path: Path | str, sync: str = "normal") -> None:
+        """Open or create the file. It is locked: no second server can open it.
+
+        Raises:
+            JournalError: it cannot be opened or written, is in use, or is of another schema.
+        """
+        self.path = str(path)
+        self.error = ""
+        """Why the last transaction failed; empty when all is written. What was put is kept and tried again."""
+        self._queue: queue.SimpleQueue[list[Op] | None] = queue.SimpleQueue()
+        self._put = 0
+        self._thread: threading.Thread | None = None
+        try:
+            self._db = self._open(sync)
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # a damaged schema is quoted as it is
+            in_use = "it is in use by another server" if "locked" in str(error) else str(error)
+            raise JournalError(f"the journal {path} cannot be used: {in_use}") from error
+
+    def _open(self, sync: str) -> sqlite3.Connection:
+        for path in (Path(self.path), Path(self.path).parent):
+            # SQLite would call it a disk I/O error. It writes a second file beside the first.
+            if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
+                raise JournalError(f"the journal {self.path} cannot be used: {path} is read-only")
+        db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+        # The lock is held from the first access on; it also spares SQLite its shared memory file.
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
+        fresh = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not fresh:
+            row = db.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
+            if row is None or row[0] != SCHEMA:
+                found = row[0] if row else "unknown"
+                raise JournalError(f"the journal {self.path} has schema {found}, and this version writes {SCHEMA}")
+        db.execute("BEGIN IMMEDIATE")
+        for statement in TABLES.split(";"):
+            db.execute(statement)
+        if fresh:
+            db.execute("INSERT INTO meta VALUES('schema', ?), ('version', ?)", (SCHEMA, seal(0, "version")))
+        db.execute("COMMIT")
+        return db
+
+    def load(self) -> Saved:
+        """Everything undelivered, the open rounds and the kept replies. Called before `start`.
+
+        What is damaged is deleted, so that new records cannot come to stand beside it.
+
+        Raises:
+            JournalError: the file itself is damaged, so that records may be missing.
+        """
+        try:
+            if (said := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(said)
+            saved = read_saved(self._db)
+            self._db.execute("BEGIN IMMEDIATE")
+            for statement, row in saved.repairs:
+                self._db.execute(statement, row)
+            self._db.execute("COMMIT")
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise JournalError(f"the journal {self.path} cannot be read: {error}") from error
+        return saved
+
+    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
+        """Start the writer. After every transaction it calls `written(last batch written, error)` in its own thread."""
+        self._written = written
+        self._thread = threading.Thread(target=self._write, name="april-journal", daemon=True)
+        self._thread.start()
+
+    def put(self, batch: Sequence[Op]) -> int:
+        """Queue the records of a step, which are written together or not at all; returns the batch's number, from 1."""
+        self._put += 1
+        self._queue.put(list(batch))
+        return self._put
+
+    def close(self) -> None:
+        """Write what can be written, and let the file go."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        self._db.close()
+
+    # --- the writer
+
+    def _write(self) -> None:
+        pending: list[Op] = []
+        taken, ending = 0, False
+        while not ending:
+            batches = self._take()
+            ending = None in batches
+            fresh = [batch for batch in batches if batch is not None]
+            taken += len(fresh)
+            pending += [op for batch in fresh for op in batch]
+            error = self._transaction(pending) if pending else ""
+            if not error:
+                pending = []
+            self._tell(taken, error)
+
+    def _take(self) -> list[list[Op] | None]:
+        """All batches that are there; waits for the first, but not for ever when something waits to be written."""
+        try:
+            batches = [self._queue.get(timeout=RETRY_S if self.error else None)]
+        except queue.Empty:
+            return []
+        while not self._queue.empty():
+            batches.append(self._queue.get())
+        return batches
+
+    def _tell(self, taken: int, error: str) -> None:
+        if error and error != self.error:
+            log.error("%s; it is tried again, and replies wait until then", error)
+        elif self.error and not error:
+            log.info("the journal can be written again")
+        self.error = error
+        try:
+            self._written(0 if error else taken, error)
+        except Exception:
+            log.exception("what waited for the journal could not be sent")
+
+    def _transaction(self, ops: list[Op]) -> str:
+        """Run all operations, or none; returns why it failed."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for op in ops:
+                op(self._db)
+            self._db.execute("COMMIT")
+        except Exception as error:
+            if not isinstance(error, sqlite3.Error):
+                log.exception("a journal record could not be made")
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            return f"the journal cannot be written: {error}"
+        return ""

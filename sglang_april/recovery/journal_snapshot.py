@@ -1,0 +1,303 @@
+"""Step 5 of 9 (store): what a journal holds, read back after a restart."""
+
+import secrets
+import sqlite3
+import zlib
+from typing import Any
+
+import msgspec
+
+from sglang_april.api.messages import FinishedSample, OpenRound, Prompt, Restored, RoundEnded, Span
+
+
+class Chunk(msgspec.Struct, array_like=True):
+    """Consecutive output tokens of an unfinished sample, in the order in which they were drawn."""
+
+    output_ids: bytes
+    """int32 [tokens]."""
+    logprobs: bytes
+    """float32 [tokens]."""
+    spans: list[Span]
+    """All spans of the sample up to the end of this chunk."""
+    top_logprobs: list[list[tuple[float, int]]] | None = None
+    proximal: tuple[int, list[tuple[int, bytes]]] | None = None
+    """What a recompute gave since the chunk before: version, and (first output token, float32 [tokens]) each (S7)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.output_ids) // 4
+
+
+class SavedSample(msgspec.Struct, array_like=True):
+    """A sample of an undelivered group: finished, or with the tokens it had at its last record."""
+
+    index: int
+    place: int = -1
+    """In admission order; -1 if it never entered the engine."""
+    number: int = -1
+    """Round of its run in which it first did."""
+    chunk: Chunk | None = None
+    finished: FinishedSample | None = None
+    step: int = 0
+    """In which it finished."""
+
+
+class SavedGroup(msgspec.Struct, array_like=True):
+    gid: int
+    run: str
+    incarnation: int
+    prompt: Prompt
+    params: bytes
+    samples: list[SavedSample]
+    """The undelivered ones."""
+    accepted: bool | None = None
+    """The caller's verdict on it."""
+
+    @property
+    def whole(self) -> bool:
+        """Every undelivered sample has finished."""
+        return all(s.finished is not None for s in self.samples)
+
+
+class SavedRound(msgspec.Struct, array_like=True):
+    """A round that was open; its prompts are among the groups."""
+
+    spec: OpenRound
+    number: int
+
+
+class SavedReply(msgspec.Struct, array_like=True):
+    """A reply that is kept, with all that it says."""
+
+    spec: OpenRound
+    ended: RoundEnded
+    prompts: list[Prompt]
+    """One per entry of `ended.deliver`."""
+    samples: list[FinishedSample]
+
+
+class Saved(msgspec.Struct):
+    """All of it. msgpack can carry it from rank 0 to the others."""
+
+    version: int = 0
+    next_gid: int = 0
+    groups: list[SavedGroup] = []
+    """In arrival order."""
+    rounds: list[SavedRound] = []
+    replies: list[SavedReply] = []
+    gone: list[str] = []
+    """Ids of rounds whose replies are no longer kept."""
+    ids: list[tuple[str, str, int]] = []
+    """(run, prompt id, next incarnation)."""
+    rounds_opened: dict[str, int] = {}
+    life: str = ""
+    """Name of the last server's life with this journal; files of the disk tier bear it too."""
+    next_life: str = ""
+    """Name of the one that begins."""
+    corrupt: int = 0
+    """Records that did not verify; their tokens are drawn again."""
+    repairs: list[tuple[str, tuple[Any, ...]]] = []
+    """Statements that delete them."""
+
+
+class CorruptRecordError(ValueError):
+    """A record whose checksum does not match."""
+
+
+def seal(value: Any, *key: Any) -> bytes:
+    """msgpack behind a CRC-32 of it and of the columns that say whose it is."""
+    body = msgspec.msgpack.encode(value)
+    return _crc(body, key) + body
+
+
+def unseal(blob: Any, kind: Any, *key: Any) -> Any:
+    """What `seal` was given.
+
+    Raises:
+        CorruptRecordError: the record is not what was written, or not where.
+    """
+    if not isinstance(blob, bytes) or len(blob) < 4 or blob[:4] != _crc(body := blob[4:], key):
+        raise CorruptRecordError
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CorruptRecordError from error
+
+
+def _crc(body: bytes, key: tuple[Any, ...]) -> bytes:
+    return zlib.crc32(body, zlib.crc32(msgspec.msgpack.encode(key))).to_bytes(4, "little")
+
+
+def read_saved(db: sqlite3.Connection) -> Saved:
+    """Read a journal back. A damaged record costs what it held, never more, and is counted in `corrupt`."""
+    saved = Saved()
+    meta = dict(db.execute("SELECT key, value FROM meta"))
+    saved.next_gid = meta.get("next_gid", 0)
+    saved.life, saved.next_life = str(meta.get("life", "")), secrets.token_hex(16)
+    saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
+    saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
+    query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
+    for gid, run, incarnation, prompt_blob, params_blob, accepted in db.execute(query).fetchall():
+        try:
+            prompt = unseal(prompt_blob, Prompt, gid, run, incarnation)
+            params = unseal(params_blob, bytes, gid)
+        except CorruptRecordError:
+            saved.corrupt += 1
+            saved.repairs.append(("DELETE FROM groups WHERE gid=?", (gid,)))
+            continue
+        if samples := _undelivered(db, saved, gid, prompt.n):
+            group = SavedGroup(gid, run, incarnation, prompt, params, samples)
+            if accepted is not None and group.whole:  # damage may have made it unfinished again
+                group.accepted = bool(accepted)
+            saved.groups.append(group)
+    _read_rounds(db, saved)
+    saved.version = _version(saved, meta.get("version"))
+    return saved
+
+
+def _version(saved: Saved, record: Any) -> int:
+    """The policy version; if its record is damaged, at least the newest that anything was written under."""
+    try:
+        return unseal(record, int, "version")
+    except CorruptRecordError:
+        saved.corrupt += 1
+    samples = [s for g in saved.groups for s in g.samples]
+    spans = [span for s in samples for part in (s.chunk, s.finished) if part is not None for span in part.spans]
+    return max([span.version for span in spans] + [r.ended.policy_version for r in saved.replies], default=0)
+
+
+def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list[SavedSample]:
+    rows = {i: rest for i, *rest in db.execute(
+        "SELECT idx, start, step, body, round_id FROM finished WHERE gid=?", (gid,))}  # fmt: skip
+    first = {i: rest for i, *rest in db.execute("SELECT idx, place, number FROM admitted WHERE gid=?", (gid,))}
+    samples = []
+    for index in range(n):
+        start, step, body, round_id = rows.get(index, (0, 0, None, None))
+        if round_id is not None:
+            continue
+        place, number = first.get(index, (-1, -1))
+        sample = SavedSample(index, place, number, step=step)
+        sample.chunk = _tokens(db, saved, gid, index)
+        if body is not None:
+            try:
+                sample.finished = _whole(unseal(body, FinishedSample, gid, index, start, step), start, sample.chunk)
+                sample.chunk = None
+            except CorruptRecordError:
+                saved.corrupt += 1
+                saved.repairs.append(("DELETE FROM finished WHERE gid=? AND idx=?", (gid, index)))
+        samples.append(sample)
+    return samples
+
+
+def _tokens(db: sqlite3.Connection, saved: Saved, gid: int, index: int) -> Chunk | None:
+    """The chunks of a sample as one, up to the first that is missing or damaged."""
+    whole: Chunk | None = None
+    query = "SELECT start, body FROM chunks WHERE gid=? AND idx=? ORDER BY start"
+    for start, body in db.execute(query, (gid, index)):
+        try:
+            chunk = unseal(body, Chunk, gid, index, start)
+            if start != (whole.length if whole else 0):
+                raise CorruptRecordError
+        except CorruptRecordError:
+            saved.corrupt += 1
+            behind = "DELETE FROM chunks WHERE gid=? AND idx=? AND start>=?"
+            saved.repairs.append((behind, (gid, index, start)))
+            break
+        whole = chunk if whole is None else _joined(whole, chunk)
+    return whole
+
+
+def _joined(whole: Chunk, more: Chunk) -> Chunk:
+    top = None if more.top_logprobs is None else [*(whole.top_logprobs or ()), *more.top_logprobs]
+    return Chunk(
+        whole.output_ids + more.output_ids,
+        whole.logprobs + more.logprobs,
+        more.spans,
+        top,
+        more.proximal or whole.proximal,
+    )
+
+
+def _whole(tail: FinishedSample, start: int, chunk: Chunk | None) -> FinishedSample:
+    """A finished sample from its chunks and what it drew after the last of them."""
+    if start == 0:
+        return tail
+    if chunk is None or chunk.length < start:
+        raise CorruptRecordError
+    top = None if tail.top_logprobs is None else [*(chunk.top_logprobs or ())[:start], *tail.top_logprobs]
+    return msgspec.structs.replace(
+        tail,
+        output_ids=chunk.output_ids[: 4 * start] + tail.output_ids,
+        logprobs=chunk.logprobs[: 4 * start] + tail.logprobs,
+        top_logprobs=top,
+    )
+
+
+def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
+    for round_id, number, spec_blob, ended_blob in db.execute(
+        "SELECT round_id, number, spec, ended FROM rounds ORDER BY seq"
+    ).fetchall():
+        if not spec_blob:
+            saved.gone.append(round_id)
+            continue
+        try:
+            spec = unseal(spec_blob, OpenRound, round_id, number)
+            if ended_blob is None:
+                saved.rounds.append(SavedRound(spec, number))
+            else:
+                ended = unseal(ended_blob, RoundEnded, round_id)
+                saved.replies.append(_reply(db, saved, spec, ended))
+        except CorruptRecordError:
+            saved.corrupt += 1
+            saved.gone.append(round_id)
+            saved.repairs.append(("UPDATE rounds SET spec=x'', ended=x'' WHERE round_id=?", (round_id,)))
+
+
+def _reply(db: sqlite3.Connection, saved: Saved, spec: OpenRound, ended: RoundEnded) -> SavedReply:
+    rows = db.execute(
+        "SELECT gid, idx, f.start, f.step, f.body, g.run, g.incarnation, g.prompt "
+        "FROM finished f JOIN groups g USING(gid) "
+        "WHERE f.round_id=?",
+        (spec.round_id,),
+    ).fetchall()
+    samples = []
+    by_id: dict[tuple[str, int], Prompt] = {}
+    for gid, index, start, step, body, run, incarnation, prompt_blob in rows:
+        tail = unseal(body, FinishedSample, gid, index, start, step)
+        samples.append(_whole(tail, start, _tokens(db, saved, gid, index) if start else None))
+        prompt = unseal(prompt_blob, Prompt, gid, run, incarnation)
+        by_id[prompt.id, incarnation] = prompt
+    there = {(s.id, s.incarnation, s.index) for s in samples}
+    try:
+        prompts = [by_id[d.id, d.incarnation] for d in ended.deliver]
+    except KeyError as error:
+        raise CorruptRecordError from error
+    if any((d.id, d.incarnation, i) not in there for d in ended.deliver for i in d.indices):
+        raise CorruptRecordError
+    return SavedReply(spec, ended, prompts, samples)
+
+
+def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
+    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named (S1)."""
+    warnings = [f"{saved.corrupt} journal records were damaged; their tokens are drawn again"] if saved.corrupt else []
+    done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
+    return Restored(
+        groups=[(g.run, g.prompt) for g in saved.groups],
+        verdicts=[(g.run, g.prompt.id, g.accepted) for g in saved.groups if g.accepted is not None],
+        finished=[sample for _, sample in done],
+        rounds=[r.spec for r in saved.rounds],
+        replies=[(r.spec, r.ended, r.prompts, r.samples) for r in saved.replies],
+        gone=saved.gone,
+        unnamed=unnamed,
+        warnings=warnings,
+    )
+
+
+def _finished(group: SavedGroup) -> list[tuple[int, FinishedSample]]:
+    """(step, sample) of a group as they ended; the last one completes it, unless damage has undone another."""
+    done = [(s.step, msgspec.structs.replace(s.finished, whole=False)) for s in group.samples if s.finished is not None]
+    done.sort(key=lambda row: row[0])
+    if group.whole:
+        done[-1][1].whole = True
+    return done

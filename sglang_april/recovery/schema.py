@@ -1,0 +1,172 @@
+"""Step 5 of 9 (store): the journal's tables, and what each record does to them.
+
+Every function here returns an operation: it is called in the scheduler's thread and run in the writer's, inside a
+transaction. A group is named by its number (`gid`, arrival order over the life of the journal), in messages by
+(run, id, incarnation).
+"""
+
+import sqlite3
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from sglang_april.api.messages import FinishedSample, OpenRound, Prompt, RoundEnded
+from sglang_april.recovery.journal_snapshot import Chunk, seal
+
+SCHEMA = 1
+REMEMBERED = 2**16
+"""How many ids of rounds whose replies are gone are remembered, to tell 410 from 404."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rounds(
+    seq INTEGER PRIMARY KEY, round_id TEXT UNIQUE, run TEXT, number INTEGER, spec BLOB, ended BLOB, held INTEGER);
+CREATE INDEX IF NOT EXISTS kept_replies ON rounds(run, seq) WHERE length(ended) > 0;
+CREATE TABLE IF NOT EXISTS groups(
+    gid INTEGER PRIMARY KEY, run TEXT, id TEXT, incarnation INTEGER, n INTEGER, prompt BLOB, params BLOB,
+    accepted INTEGER, dropped INTEGER, UNIQUE(run, id, incarnation));
+CREATE TABLE IF NOT EXISTS admitted(
+    gid INTEGER, idx INTEGER, place INTEGER, number INTEGER, PRIMARY KEY(gid, idx)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks(gid INTEGER, idx INTEGER, start INTEGER, body BLOB, PRIMARY KEY(gid, idx, start));
+CREATE TABLE IF NOT EXISTS finished(
+    gid INTEGER, idx INTEGER, start INTEGER, step INTEGER, body BLOB, round_id TEXT, PRIMARY KEY(gid, idx));
+CREATE INDEX IF NOT EXISTS finished_by_round ON finished(round_id) WHERE round_id IS NOT NULL;
+"""
+
+DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
+
+Op = Callable[[sqlite3.Connection], Any]
+NewGroup = tuple[int, int, Prompt, bytes]
+"""gid, incarnation, prompt, sampling parameters."""
+
+
+def accepted(spec: OpenRound, number: int, groups: Iterable[NewGroup]) -> Op:
+    """A round, the `number`th of its run, and its new groups."""
+    new, spec = list(groups), _stripped(spec)
+
+    def op(db: sqlite3.Connection) -> None:
+        row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
+        db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row)
+        _insert_groups(db, spec.run, new)
+
+    return op
+
+
+def extended(spec: OpenRound, number: int, groups: Iterable[NewGroup]) -> Op:
+    """An open round, the `number`th of its run, has changed (its quota), or has more groups."""
+    new, spec = list(groups), _stripped(spec)
+
+    def op(db: sqlite3.Connection) -> None:
+        db.execute("UPDATE rounds SET spec=? WHERE round_id=?", (seal(spec, spec.round_id, number), spec.round_id))
+        _insert_groups(db, spec.run, new)
+
+    return op
+
+
+def _stripped(spec: OpenRound) -> OpenRound:
+    """As it is now, without what the groups have."""
+    return msgspec.structs.replace(spec, prompts=[], params=[])
+
+
+def judged(verdicts: Iterable[tuple[bool, int]]) -> Op:
+    """The caller has accepted groups, or rejected them: (verdict, gid) each."""
+    rows = list(verdicts)
+    return lambda db: db.executemany("UPDATE groups SET accepted=? WHERE gid=?", rows)
+
+
+def _insert_groups(db: sqlite3.Connection, run: str, groups: list[NewGroup]) -> None:
+    rows = [(gid, run, p.id, inc, p.n, seal(p, gid, run, inc), seal(params, gid)) for gid, inc, p, params in groups]
+    db.executemany("INSERT INTO groups VALUES(?,?,?,?,?,?,?,NULL,0)", rows)
+    db.executemany("INSERT OR REPLACE INTO ids VALUES(?,?,?)", [(run, p.id, inc + 1) for _, inc, p, _ in groups])
+    if groups:
+        db.execute("INSERT OR REPLACE INTO meta VALUES('next_gid', ?)", (groups[-1][0] + 1,))
+
+
+def admitted(gid: int, index: int, place: int, number: int) -> Op:
+    """A sample enters the engine for the first time: its place in admission order, and its run's round."""
+    return lambda db: db.execute("INSERT OR REPLACE INTO admitted VALUES(?,?,?,?)", (gid, index, place, number))
+
+
+def tokens(gid: int, index: int, start: int, chunk: Chunk) -> Op:
+    """Tokens [start, start + n) of an unfinished sample: only new ones are appended."""
+    key = gid, index, start
+    return lambda db: db.execute("INSERT OR REPLACE INTO chunks VALUES(?,?,?,?)", (*key, seal(chunk, *key)))
+
+
+def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
+    """A sample has ended; `tail` has its tokens from `start` on, and all else of it."""
+    statement = "INSERT OR REPLACE INTO finished VALUES(?,?,?,?,?,NULL)"
+    key = gid, tail.index, start, step
+    return lambda db: db.execute(statement, (*key, seal(tail, *key)))
+
+
+def ended(event: RoundEnded, keep: int) -> Op:
+    """A round's reply is fixed, with the samples that it names; the last `keep` of its run stay."""
+    delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
+
+    def op(db: sqlite3.Connection) -> None:
+        db.execute("UPDATE rounds SET ended=? WHERE round_id=?", (seal(event, event.round_id), event.round_id))
+        db.executemany(
+            "UPDATE finished SET round_id=? WHERE gid="
+            "(SELECT gid FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
+            delivered,
+        )
+        _prune(db, event.run, keep)
+
+    return op
+
+
+def acknowledged(round_id: str, run: str, keep: int) -> Op:
+    """The caller has the reply for good: it is kept like any other."""
+
+    def op(db: sqlite3.Connection) -> None:
+        db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
+        _prune(db, run, keep)
+
+    return op
+
+
+def dropped(gids: Iterable[int]) -> Op:
+    """Groups that are deleted undelivered. Samples of theirs that a kept reply has stay with that reply."""
+    rows = [(gid,) for gid in gids]
+
+    def op(db: sqlite3.Connection) -> None:
+        db.executemany("DELETE FROM finished WHERE gid=? AND round_id IS NULL", rows)
+        db.executemany("DELETE FROM chunks WHERE gid=?1 AND idx NOT IN (SELECT idx FROM finished WHERE gid=?1)", rows)
+        left = "(SELECT count(*) FROM finished f WHERE f.gid=groups.gid)"
+        db.executemany(f"UPDATE groups SET dropped=1, n={left} WHERE gid=?", rows)  # noqa: S608
+        _forget_groups(db, [gid for (gid,) in rows])
+
+    return op
+
+
+def version(number: int) -> Op:
+    record = seal(number, "version")
+    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (record,))
+
+
+def life(name: str) -> Op:
+    """A server's life with this journal has begun."""
+    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('life', ?)", (name,))
+
+
+def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:
+    """Replies beyond the last few of a run go, with the groups that only they still named."""
+    query = "SELECT seq, round_id, held FROM rounds WHERE run=? AND length(ended) > 0 ORDER BY seq DESC"
+    for seq, round_id, held in db.execute(query, (run,)).fetchall()[keep:]:
+        if not held:
+            gids = [gid for (gid,) in db.execute("SELECT DISTINCT gid FROM finished WHERE round_id=?", (round_id,))]
+            db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE seq=?", (seq,))
+            db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
+            _forget_groups(db, gids)
+    db.execute("DELETE FROM rounds WHERE length(ended)=0 AND seq <= (SELECT max(seq) FROM rounds) - ?", (REMEMBERED,))
+
+
+def _forget_groups(db: sqlite3.Connection, gids: list[int]) -> None:
+    """Delete those whose samples are all in replies that are no longer kept."""
+    gone = "SELECT gid FROM groups g WHERE gid=? AND n = (SELECT count(*) FROM finished WHERE gid=g.gid AND body=x'')"
+    rows = [row for gid in gids for row in db.execute(gone, (gid,))]
+    for statement in DROP_GROUP:
+        db.executemany(statement, rows)

@@ -1,1 +1,0 @@
-"""Step 5: where partials and their KV pages are kept."""

@@ -1,0 +1,159 @@
+"""Many real servers for the price of one import: each is a fork of a process that has imported SGLang.
+
+Importing SGLang three times (HTTP process, scheduler, detokenizer) takes most of a server's start. Here nothing else is
+saved: a fork is a session of its own, in which the test server's main runs from its first line; plugins are loaded and
+hooks applied there. SGLang then asks for `spawn` and gets `fork`, so that its scheduler and detokenizer need no import
+either, and are children and members of the process group as ever: kill -9 of the group ends all of a server.
+
+    python -m tests.support.fork_server        # started by `Warm`, which speaks to it over stdin and stdout
+"""
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+BEFORE_IMPORT = {
+    # The platform is chosen while SGLang is imported, and its sampler reads the second: before anybody asks for rounds.
+    "SGLANG_APRIL_CPU": "1",
+    "SYNC_TOKEN_IDS_ACROSS_TP": "1",
+}
+
+
+@dataclass
+class Forked:
+    """What `subprocess.Popen` gives of a server, for one that is no child of ours. It leaves no zombie behind."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return -1
+        return None
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+class Warm:
+    """The process that forks. It imports when the first server is asked for, in that server's environment.
+
+    It ends with whoever made it, and servers that still run with it: none outlives a test that was cut off.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> Forked:
+        """Like `Popen([sys.executable, "-m", "tests.support.launch", *argv], …, start_new_session=True)`."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.fork_server"],
+                cwd=cwd,
+                env={**env, **BEFORE_IMPORT},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answers is not None
+        asked.write(json.dumps({"argv": list(argv), "env": dict(env), "log": str(log)}) + "\n")
+        asked.flush()
+        answer = answers.readline()
+        assert answer, "the warm process has died"
+        return Forked(int(answer))
+
+    def close(self) -> None:
+        """Servers that still run end too."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what SGLang prints while it is imported is no answer
+    _import()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for servers: they leave no zombies
+    servers: dict[int, int] = {}  # by a descriptor that names the very process, whatever becomes of its number
+    for line in sys.stdin:
+        if not (pid := os.fork()):
+            _serve(json.loads(line), answers.fileno())
+        with contextlib.suppress(ProcessLookupError):
+            servers[os.pidfd_open(pid)] = pid
+        print(pid, file=answers, flush=True)
+    for ended in select.select(servers, [], [], 0)[0]:
+        del servers[ended]
+    for pid in servers.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _import() -> None:
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # see launch.py
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+    from setproctitle import getproctitle
+
+    getproctitle()  # so that forks can be renamed: the first call must find the environment where it was at the start
+    # A fork has the one thread that forks; jemalloc's thread knows about forks.
+    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    assert threads <= {Path("/proc/self/comm").read_text().strip(), "jemalloc_bg_thd"}, threads
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()  # a collection in a fork does not write to, and so copy, what all share
+
+
+def _serve(start: dict[str, Any], answers: int) -> NoReturn:
+    """The fork: from here on what `python -m tests.support.launch` would be."""
+    code = 1
+    try:
+        os.setsid()
+        os.close(answers)
+        log = os.open(start["log"], os.O_WRONLY | os.O_APPEND)
+        for standard, opened in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+            os.dup2(opened, standard)
+        os.environ.clear()
+        os.environ.update(start["env"])
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stock = multiprocessing.set_start_method
+        multiprocessing.set_start_method = lambda _method, force=False: stock("fork", force)  # type: ignore[method-assign]
+        sys.argv = ["tests.support.launch", *start["argv"]]
+        from tests.support import launch
+
+        launch.main(sys.argv[1:])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+        print(end, file=sys.stderr)
+    except BaseException:  # noqa: BLE001
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

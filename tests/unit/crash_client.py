@@ -1,0 +1,113 @@
+"""The client of a process that is killed: remembers every word, and holds the next life against it (S8)."""
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from sglang_april.api import messages
+from sglang_april.scheduler.state import sample_seed
+from tests.unit.crashing_harness import KEPT
+from tests.unit.fake_loop import token
+
+RUNS = ("a", "b", "c")
+Word = messages.Command | messages.Event
+
+
+class Client:
+    """The parent: remembers every word, and compares the next life with it."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, messages.Command] = {}
+        self.accepted: dict[tuple[str, str], int] = {}
+        """(run, id) -> n of every prompt that was accepted."""
+        self.gone: set[tuple[str, str]] = set()
+        """Dropped."""
+        self.delivered: dict[tuple[str, str, int], str] = {}
+        """Sample -> the one round whose reply has it."""
+        self.open: dict[str, str] = {}
+        """Round -> run."""
+        self.replies: dict[str, bytes] = {}
+        self.order: dict[str, list[str]] = {run: [] for run in RUNS}
+        self.finished: dict[tuple[str, str, int], messages.FinishedSample] = {}
+        self.restored = 0
+
+    def hear(self, word: Word) -> None:
+        match word:
+            case messages.Answer():
+                self._answered(word)
+            case messages.Finished():
+                self.finished |= {(s.run, s.id, s.index): s for s in word.samples}
+            case messages.RoundEnded():
+                samples = [self.finished[word.run, d.id, i] for d in word.deliver for i in d.indices]
+                self._replied(word, samples)
+            case messages.Restored():
+                self._restored(word)
+            case messages.Named() | messages.JournalFault():
+                assert not isinstance(word, messages.JournalFault), word
+            case _:
+                self.asked[word.seq] = word
+
+    def _answered(self, answer: messages.Answer) -> None:
+        assert answer.status == 200, answer
+        match self.asked.pop(answer.seq):
+            case messages.OpenRound(round_id=name, run=run, prompts=prompts):
+                self.open[name] = run
+                self.accepted |= {(run, p.id): p.n for p in prompts}
+            case messages.Drop(run=run, ids=ids):
+                self.gone |= {(run, i) for i in ids or ()}
+
+    def _replied(self, ended: messages.RoundEnded, samples: list[messages.FinishedSample]) -> None:
+        for sample in samples:
+            key = sample.run, sample.id, sample.index
+            assert key not in self.delivered, f"{key} of {ended.round_id} was delivered by {self.delivered[key]}"
+            self.delivered[key] = ended.round_id
+            tokens = np.frombuffer(sample.output_ids, "<i4").tolist()
+            assert tokens == [token(sample.seed, t) for t in range(len(tokens))]
+            assert len(sample.logprobs) == len(sample.output_ids)
+            assert sample.spans[-1].end == len(tokens)
+            assert sample.seed == sample_seed(int(sample.id.split(".")[2]), sample.id, 0, sample.index)
+        self.open.pop(ended.round_id, None)
+        self.replies[ended.round_id] = _content(ended, samples)
+        self.order[ended.run].append(ended.round_id)
+
+    def _restored(self, life: messages.Restored) -> None:
+        self.restored += 1
+        assert not life.warnings, life.warnings
+        self.finished |= {(s.run, s.id, s.index): s for s in life.finished}
+        unanswered = list(self.asked.values())
+        self.asked.clear()
+        # What was asked in the moment of death may or may not have come to pass.
+        rounds = {r.round_id: r.run for r in life.rounds} | {spec.round_id: spec.run for spec, *_ in life.replies}
+        for command in unanswered:
+            if isinstance(command, messages.OpenRound) and command.round_id in rounds:
+                self.open[command.round_id] = command.run
+                self.accepted |= {(command.run, p.id): p.n for p in command.prompts}
+        there = {(run, prompt.id) for run, prompt in life.groups}
+        for command in unanswered:
+            if isinstance(command, messages.Drop):
+                self.gone |= {(command.run, i) for i in command.ids or ()} - there
+        self._check_replies(life)
+        assert {r.round_id for r in life.rounds} == set(self.open), "an open round is lost, or one came back"
+        assert there == set(self.undelivered()), "a group is lost, or one came back"
+
+    def _check_replies(self, life: messages.Restored) -> None:
+        kept = {spec.round_id: _content(ended, samples) for spec, ended, _, samples in life.replies}
+        for spec, ended, _, samples in life.replies:
+            if spec.round_id not in self.replies:
+                self._replied(ended, samples)
+        assert kept.keys() | set(life.gone) == self.replies.keys()
+        assert all(self.replies[name] == said for name, said in kept.items()), "a reply has changed"
+        for order in self.order.values():
+            assert not set(order[-KEPT:]) & set(life.gone), "a reply is lost"
+
+    def undelivered(self) -> Iterator[tuple[str, str]]:
+        for (run, name), n in self.accepted.items():
+            if (run, name) not in self.gone and any((run, name, i) not in self.delivered for i in range(n)):
+                yield run, name
+
+
+def _content(ended: messages.RoundEnded, samples: list[messages.FinishedSample]) -> bytes:
+    # Which of two that ended in one step completed their group is nothing that a reply says.
+    in_order = sorted((msgspec.structs.replace(s, whole=False) for s in samples), key=lambda s: (s.id, s.index))
+    return messages.encode(ended) + msgspec.msgpack.encode(in_order)

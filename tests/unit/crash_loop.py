@@ -1,0 +1,225 @@
+"""A scheduler without a model in a process of its own, whose journal and files of pages outlive it (S8).
+
+What it does is paced by its journal, not by the clock: it is never more than a few batches ahead of the writer, and
+never more than a pipe of words ahead of who listens. So a kill meets all phases alike, however slow the disk is.
+"""
+
+import fcntl
+import os
+import random
+import signal
+import struct
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_april.api import messages
+from sglang_april.recovery.journal import Journal, OnWritten
+from sglang_april.recovery.journal_snapshot import restored_event
+from sglang_april.recovery.kv_recovery import Search
+from sglang_april.recovery.schema import Op
+from sglang_april.scheduler.recorder import Recorder
+from sglang_april.scheduler.restore import starting_version
+from tests.unit.crash_client import RUNS, Client, Word
+from tests.unit.crashing_harness import KEPT, recall_all
+from tests.unit.recount import recount, samples_of
+from tests.unit.storing_engine import StoringEngine, key_of
+
+COMMAND, EVENT = 0, 1
+HEAD = struct.Struct("<BI")
+PIPE_BYTES = 4096
+"""So little that a life is never far ahead of what has been heard of it."""
+SLOTS, POOL, HOST, DISK = 4, 200, 80, 160
+"""Samples, and tokens of each tier: little, so that pages are always on the move."""
+
+
+class PacedJournal(Journal):
+    """Its caller waits where it is more than so many batches ahead of the writer."""
+
+    def __init__(self, path: Path, ahead: int) -> None:
+        super().__init__(path)
+        self._ahead, self._done, self._told = ahead, 0, threading.Condition()
+
+    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
+        def told(last: int, error: str) -> None:
+            written(last, error)
+            with self._told:
+                self._done = last
+                self._told.notify()
+
+        super().start(told)
+
+    def put(self, batch: Sequence[Op]) -> int:
+        number = super().put(batch)
+        with self._told:
+            self._told.wait_for(lambda: self._done >= number - self._ahead)
+        return number
+
+
+class Life:
+    """The child: a client's commands, at random, and what the scheduler says, as words in a pipe."""
+
+    def __init__(self, folder: Path, pipe: int, seed: int) -> None:
+        self.rng, self.pipe, self.seed = random.Random(seed), pipe, seed
+        self.seq, self.lock = 0, threading.Lock()
+        self.busy: set[str] = set()
+        """Runs whose round is open, as far as the client has heard."""
+        caps = {"pool": POOL, "host_cap": HOST, "disk_cap": DISK}
+        self.engine = StoringEngine(folder, slots=SLOTS, overlap=seed % 2 == 0, **caps)
+        self.engine.on_event = self.say
+        journal = PacedJournal(folder / "journal", ahead=self.rng.choice((0, 1, 4)))
+        saved = journal.load()
+        version, unnamed = starting_version(None, saved.version)
+        self.context = self.engine.controller.context
+        self.context.clock.version = self.engine.version = version
+        self.context.clock.unnamed = unnamed
+        search = Search(self.engine.disk, saved.life)
+        self.engine.controller.restore(saved, lambda wanted: search.look([(key_of(s), kv) for s, kv in wanted]))
+        recall_all(self.engine)
+        recount(self.engine, self.context.ledger)
+        back = [key_of(s) for s in samples_of(self.context.ledger) if s.pages is not None]
+        self.engine.disk.begin(saved.next_life, back)
+        with (folder / "regained").open("a") as out:
+            out.writelines(f"{key}\n" for key in back)
+        self.busy |= {r.spec.run for r in saved.rounds}
+        self.engine.send(restored_event(saved, unnamed=unnamed))
+        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT)
+        self.recorder.life(saved.next_life)
+        self.recorder.commit()
+
+    def say(self, word: Word) -> None:
+        """One word at a time; the journal's thread speaks too."""
+        if isinstance(word, messages.RoundEnded):
+            self.busy.discard(word.run)
+        body = messages.encode(word)
+        kind = EVENT if isinstance(word, messages.Event) else COMMAND
+        with self.lock:
+            os.write(self.pipe, HEAD.pack(kind, len(body)) + body)
+
+    def ask(self, kind: type[Any], **fields: Any) -> None:
+        self.seq += 1
+        command = kind(seq=self.seq, **fields)
+        self.say(command)
+        self.engine.controller.command(command)
+
+    def open(self, run: str, count: int, quota: int | None) -> None:
+        self.busy.add(run)
+        sizes = [self.rng.choice((1, 6, 30)) for _ in range(count)]
+        prompts = [messages.Prompt(f"{self.seed}.{self.seq}.{i}", bytes(12), 2, i, i) for i in range(count)]
+        params = list(map(msgspec.msgpack.encode, sizes))
+        held = self.rng.random() < 0.1
+        name = f"{run}.{self.seed}.{self.seq}"
+        self.ask(
+            messages.OpenRound,
+            round_id=name,
+            run=run,
+            prompts=prompts,
+            params=params,
+            quota=quota,
+            unit=self.rng.choice(("group", "group", "sample")),
+            kv="keep",
+            max_staleness=5,
+            keep_until_ack=held,
+            tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
+        )
+        if held:
+            self.ask(messages.Acknowledge, round_id=name, run=run)
+
+    def name_the_version(self) -> None:
+        if self.context.clock.closed:
+            self.ask(messages.PushBegin)
+            self.ask(messages.PushEnd)
+
+    def live(self) -> None:
+        """Until somebody ends it."""
+        self.name_the_version()
+        while True:
+            idle = [run for run in RUNS if run not in self.busy]
+            if idle and self.rng.random() < 0.5:
+                self.open(self.rng.choice(idle), self.rng.randint(0, 3), self.rng.choice((1, 1, 2, None)))
+            for _ in range(self.rng.randint(1, 3)):
+                self.engine.step()
+            if self.rng.random() < 0.1:
+                self.disturb()
+
+    def disturb(self) -> None:
+        match self.rng.randrange(4):
+            case 0:
+                self.ask(messages.PushBegin)
+                self.ask(messages.PushEnd)
+            case 1 if self.context.rounds:
+                rnd = self.rng.choice(list(self.context.rounds.values()))
+                self.ask(messages.StopRound, round_id=rnd.spec.round_id)
+            case 2:
+                run = self.context.ledger.run(self.rng.choice(RUNS))
+                if run.groups:
+                    self.ask(messages.Drop, run=run.name, ids=[self.rng.choice(list(run.groups))])
+            case 3:
+                self.engine.flush()
+
+    def finish(self) -> None:
+        """Deliver everything, and end in good order."""
+        self.name_the_version()
+        runs = self.context.ledger.runs
+        while self.context.rounds or any(run.groups for run in runs.values()):
+            for run in (r for r in RUNS if r not in self.busy and self.context.ledger.run(r).groups):
+                self.open(run, 0, None)
+            for rnd in [r for r in self.context.rounds.values() if r.spec.quota is not None]:
+                self.ask(messages.StopRound, round_id=rnd.spec.round_id)
+            self.engine.step()
+        self.recorder.close()
+
+
+def words(pipe: int) -> Iterator[Word]:
+    """What a life says; a word that was cut off by its end was never said."""
+    data = b""
+    while True:
+        while len(data) >= HEAD.size:
+            kind, size = HEAD.unpack_from(data)
+            if len(data) < HEAD.size + size:
+                break
+            body, data = data[HEAD.size : HEAD.size + size], data[HEAD.size + size :]
+            yield messages.decode_event(body) if kind == EVENT else messages.decode_message(body)
+        more = os.read(pipe, 1 << 16)
+        if not more:
+            return
+        data += more
+
+
+def one_life(folder: Path, client: Client, seed: int, last_word: int | None) -> int:
+    """Fork a life, listen to so many words (None: to its good end), kill it; returns how many words were heard."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        status = 1
+        try:
+            life = Life(folder, write, seed)
+            if last_word is None:
+                life.finish()
+            else:
+                life.live()
+            status = 0
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(write)
+    heard = 0
+    try:
+        for word in words(read):
+            client.hear(word)
+            heard += 1
+            if heard == last_word:
+                os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == (0 if last_word is None else -signal.SIGKILL), f"life {seed} ended by itself: {status}"
+    return heard

@@ -1,0 +1,200 @@
+"""A `World` with a journal, whose server dies at any moment and comes back (S8)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_april.api import messages
+from sglang_april.kv.kv_pages import Found
+from sglang_april.recovery.journal import Journal, OnWritten
+from sglang_april.recovery.journal_snapshot import Saved
+from sglang_april.recovery.kv_recovery import Outcome, Search, agreed
+from sglang_april.recovery.schema import Op
+from sglang_april.scheduler.recorder import Recorder
+from sglang_april.scheduler.restore import starting_version
+from sglang_april.scheduler.state import Sample, State
+from tests.unit.controller_harness import World
+from tests.unit.fake_copies import Folder, Whose
+from tests.unit.fake_engine import FakeEngine, build, whose
+from tests.unit.fake_loop import token
+from tests.unit.recount import samples_of
+
+KEPT = 2
+"""Replies per run."""
+
+
+class PromptJournal(Journal):
+    """Writes in the moment in which it is told, so that a story can be told step by step."""
+
+    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
+        self._written = written
+
+    def put(self, batch: list[Op]) -> int:
+        self._put += 1
+        assert self._transaction(list(batch)) == ""
+        self._written(self._put, "")
+        return self._put
+
+
+class Crashing(World):
+    """Rank 0 has the journal, the other replicas have none and must decide the same."""
+
+    def __init__(self, path: Path | str, replicas: int = 1, every: int = 1, **engine: Any) -> None:
+        self.path = path
+        self.crashes = 0
+        self.folders = [Folder() for _ in range(replicas)]
+        """The disk tier's directories, one per rank."""
+        self.disk_cap = engine.get("disk_cap", 0)
+        self.histories: dict[Whose, list[Any]] = {}
+        """How the tokens of each sample came to be, up to its end or the last crash."""
+        self.regained = 0
+        """Partials that had their KV again, over all restarts."""
+        super().__init__(replicas, every, **engine)
+
+    def _start(self) -> None:
+        super()._start()
+        journal = PromptJournal(self.path)
+        self.saved = saved = journal.load()
+        version, unnamed = starting_version(None, saved.version)
+        if self.kind.get("disk_cap"):
+            for e, folder in zip(self.engines, self.folders, strict=True):
+                e.copies.folder = folder
+        for e in self.engines:
+            e.life = self.crashes
+            context = e.controller.context
+            context.clock.version = e.version = version
+            context.clock.unnamed = unnamed
+            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), Saved), self._look)
+            recall_all(e, self.histories)
+        self._begin(saved.next_life)
+        self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, KEPT)
+        self.recorder.life(saved.next_life)
+        self.recorder.commit()
+
+    def _look(self, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
+        asked = [(whose(sample), kv) for sample, kv in wanted]
+        return agreed([Search(e.copies.folder, self.saved.life).look(asked) for e in self.engines])
+
+    def _begin(self, life: str) -> None:
+        for e in self.engines:
+            back = [s for s in samples_of(e.controller.context.ledger) if s.pages is not None]
+            e.copies.folder.begin(life, [whose(s) for s in back])
+        self.regained += len(back)
+
+    @staticmethod
+    def _same(said: list[bytes], other: list[bytes]) -> bool:
+        """With a journal, an answer that stands for itself overtakes what waits to be written."""
+        return sorted(said) == sorted(other)
+
+    def close(self) -> None:
+        self.recorder.close()
+
+    def _finished(self, s: messages.FinishedSample) -> None:
+        name = s.run, s.id, s.incarnation, s.index
+        self.histories[name] = self.engine.ended[name].history
+        super()._finished(s)
+
+    def crash(self, *, disk: bool = True) -> None:
+        """Kill the server between two events; what the last step has not put to the journal is lost.
+
+        `disk`: whether the next life has the disk tier.
+        """
+        before = {whose(s): s for s in samples_of(self.ledger)}
+        self.histories |= {name: s.request.history for name, s in before.items() if s.request is not None}
+        drawn = {name: list(s.request.drawn_under) for name, s in before.items() if s.request is not None}
+        step, lost = self.controller.context.step, bool(self.recorder._records)
+        self.recorder._records = []
+        self.recorder.close()
+        self.crashes += 1
+        usable = self._usable() if disk and self.kind.get("disk_cap") else {}
+        self.kind["disk_cap"] = self.disk_cap if disk else 0
+        self._start()
+        self._check_kv(usable)
+        self.push_open = self.frozen = False
+        assert self.controller.context.clock.version == self.version
+        self._check_replies(self.saved)
+        assert {(run, name): n for run, name, n in self.saved.ids} == dict(self.incarnations)
+        after = {whose(s): s for s in samples_of(self.ledger)}
+        assert after.keys() == before.keys(), "a sample is lost, or back from the dead"
+        for name, sample in after.items():
+            self._check(sample, before[name], drawn.get(name), step if lost else -1)
+        for run, rnd in self.rounds.items():
+            rnd.generated = rnd.reprefilled = 0
+            rnd.mandatory.clear()
+            self.mark(rnd)
+            assert self.controller.context.rounds[run].spec == msgspec.structs.replace(
+                rnd.spec, prompts=[], params=[], seq=self.controller.context.rounds[run].spec.seq
+            )
+        self.end_what_is_over()
+        self.check()
+
+    def _check(self, sample: Sample, before: Sample, drawn: list[Any] | None, step: int) -> None:
+        group = self.groups[sample.group.run.name, sample.group.id, sample.group.incarnation]
+        if before.state is State.FINISHED:
+            if sample.state is State.FINISHED:
+                assert (sample.order, sample.finish_step) == (before.order, before.finish_step)
+                assert (sample.length, sample.closed_spans()) == (before.length, before.closed_spans())
+                return
+            assert before.finish_step == step, "a finished sample was not written in its step"
+            del group.finished[sample.index]
+        assert sample.state is (State.SUSPENDED if sample.length else State.QUEUED)
+        assert sample.length == before.recorded or step == self.controller.context.step
+        assert sample.seed == before.seed
+        if drawn is not None:
+            assert [(s.version, s.kv) for s in sample.spans for _ in range(s.start, s.end)] == drawn[: sample.length]
+        if sample.length:
+            assert sample.request.output == [token(sample.seed, t) for t in range(sample.length)]
+
+    def _usable(self) -> dict[Whose, int]:
+        """Samples with a sound file on every rank and their tokens in it, by what is there and not by its header."""
+        names = set.intersection(*(set(folder.files) for folder in self.folders)) & self.histories.keys()
+        usable = {}
+        for name in names:
+            files = [folder.files[name] for folder in self.folders]
+            tokens = len(files[0].history)
+            if all(file.sound and file.history == self.histories[name][:tokens] for file in files):
+                usable[name] = tokens
+        return usable
+
+    def _check_kv(self, usable: dict[Whose, int]) -> None:
+        """KV is back of just the tokens that the journal has; and of all that have such files, if there is room."""
+        partials = [s for s in samples_of(self.ledger) if s.state is State.SUSPENDED]
+        for sample in (s for s in partials if s.pages is not None):
+            for file in (e.copies.folder.files[whose(sample)] for e in self.engines):
+                assert file.sound
+                assert file.history == sample.request.history, "KV of other tokens"
+        due = [s for s in partials if usable.get(whose(s)) == s.length]
+        if sum(s.request.prompt + s.length - 1 for s in due) <= self.kind.get("disk_cap", 0):
+            assert all(s.pages is not None for s in due), "KV that was there is not used"
+
+    def _check_replies(self, saved: Saved) -> None:
+        """A kept reply says the same for ever; what is no longer kept is known to be gone."""
+        said = [r.round_id for r in self.replies]
+        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(said)
+        for run in {r.run for r in self.replies}:
+            kept = [r for r in saved.replies if r.spec.run == run]
+            heard = [r for r in self.replies if r.run == run][-KEPT:]
+            assert [messages.encode(r.ended) for r in kept] == [messages.encode(r) for r in heard]
+            for reply in kept:
+                named = {((run, d.id, d.incarnation), i) for d in reply.ended.deliver for i in d.indices}
+                there = {((run, s.id, s.incarnation), s.index): s for s in reply.samples}
+                assert there == {key: self.samples[key] for key in named}
+                assert [p.id for p in reply.prompts] == [d.id for d in reply.ended.deliver]
+
+
+def recall_all(engine: FakeEngine, histories: Mapping[Whose, list[Any]] | None = None) -> None:
+    """What the engine makes of restored samples when it first needs them; and what the test knows of their tokens."""
+    ledger = engine.controller.context.ledger
+    for sample in samples_of(ledger):
+        name = f"{sample.group.order}.{sample.index}"
+        if sample.order >= 0:
+            engine.first_start[name] = sample.order
+        if sample.recall is not None:
+            assert np.frombuffer(sample.recall.logprobs, "<f4").tolist() == [-1.0] * sample.length
+            request = build(sample)
+            history = histories[whose(sample)] if histories is not None else [(0, None)] * sample.length
+            request.lives = [life for life, _ in history][: sample.length]
+    engine.starts = ledger._admissions

@@ -1,0 +1,131 @@
+"""What the scheduler says and does, held against the rules as it happens: the listening half of `World`."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from sglang_april.api import messages
+from sglang_april.scheduler.controller import Controller
+from sglang_april.scheduler.ledger import Ledger
+from sglang_april.scheduler.state import Sample, sample_seed
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_loop import Request, Row, token
+from tests.unit.recount import samples_of, spans_of
+from tests.unit.reference_model import Ended, Key, Known, KnownRound, oldest_of
+
+
+class Heard(Known):
+    """Called by the engine of the first replica, and for every event of each."""
+
+    engine: FakeEngine
+    controller: Controller
+    ledger: Ledger
+    push_open: bool
+    frozen: bool
+    said: list[list[bytes]]
+    answers: dict[int, messages.Answer]
+    replies: list[messages.RoundEnded]
+    samples: dict[tuple[Key, int], messages.FinishedSample]
+    _then: Callable[[messages.Answer], None]
+
+    def _hear(self, replica: int, event: messages.Event) -> None:
+        stable = msgspec.structs.replace(event, stats={}) if isinstance(event, messages.RoundEnded) else event
+        self.said[replica].append(messages.encode(stable))
+        if replica == 0:
+            match event:
+                case messages.Answer():
+                    self.answers[event.seq] = event
+                    if event.status == 200:
+                        self._then(event)
+                case messages.Finished():
+                    for sample in event.samples:
+                        self._finished(sample)
+                case messages.RoundEnded():
+                    self._ended(event)
+
+    def _finished(self, s: messages.FinishedSample) -> None:
+        group, length = self.groups[s.run, s.id, s.incarnation], len(s.output_ids) // 4
+        assert s.index in group.undelivered
+        assert s.index not in group.finished, "finished twice"
+        request = self.engine.ended.pop((s.run, s.id, s.incarnation, s.index))
+        assert s.seed == sample_seed(0, s.id, s.incarnation, s.index)
+        assert np.frombuffer(s.output_ids, "<i4").tolist() == [token(s.seed, t) for t in range(length)]
+        assert len(s.logprobs) == len(s.output_ids)
+        assert s.spans == spans_of(request)
+        step = self.controller.context.step
+        group.finished[s.index] = Ended(step, self.engine.first_start[request.name], oldest_of(request))
+        self.samples[group.key, s.index] = s
+        assert s.whole == group.whole
+        assert s.round_id == (self.rounds[s.run].spec.round_id if s.run in self.rounds else None)
+
+    def _ended(self, e: messages.RoundEnded) -> None:
+        rnd = self.rounds.pop(e.run)
+        assert (e.round_id, e.policy_version) == (rnd.spec.round_id, self.version)
+        assert e.end_reason == ("stopped" if rnd.stop else self.due(rnd))
+        self.check_delivery(rnd, e)
+        assert (e.stats["tokens_generated"], e.stats["reprefilled_tokens"]) == (rnd.generated, rnd.reprefilled)
+        between = e.stats["ahead"]
+        assert rnd.before == (between and (between["tokens_generated"], between["reprefilled_tokens"]))
+        assert e.stats["tokens_after_quota"] <= (self.engine.slots if self.engine.overlap else 0)
+        self.replies.append(e)
+        for d in e.deliver:
+            group = self.groups[e.run, d.id, d.incarnation]
+            for index in d.indices:
+                del group.finished[index]
+                group.undelivered.remove(index)
+                self.leave(group.key, index, "delivered")
+            assert d.complete == (not group.undelivered)
+            if d.complete:
+                del self.groups[group.key]
+        left = list(self.of(e.run))
+        tokens = sum(len(r.output) for g in left for r in self.requests(g))
+        sizes = {"groups": len(left), "samples": sum(len(g.undelivered) for g in left), "tokens": tokens}
+        assert {name: e.carried[name] for name in sizes} == sizes
+        if rnd.spec.after_quota == "continue" and left:
+            self.ahead[e.run] = KnownRound(rnd.spec)
+        assert sum(memoryview(e.carried_lengths).cast("i")) == tokens
+        running = e.carried["running"]
+        assert not running or (e.run in self.ahead and not self.rests(self.ahead[e.run]))
+
+    def _forward(self, rows: list[Row]) -> None:
+        """At the moment in which a forward starts."""
+        over = [r for r in self.rounds.values() if self.due(r)]
+        assert not over or self.engine.late_abort, "a forward after the end of a round"
+        ours = [r.request.sample for r in rows if r.request.sample is not None]
+        resting = {run for run, rnd in self.ahead.items() if self.rests(rnd)} if not self.engine.late_abort else set()
+        going = {*self.rounds, *self.ahead} - resting
+        assert {s.group.run.name for s in ours} <= going, "a sample steps outside of a round"
+        stopped = self.push_open or self.frozen or self.engine.flush_pending or self.engine.released
+        assert not ours or not (stopped or self.controller.context.clock.closed)
+        for run, rnd in (self.ahead | self.rounds).items():
+            bound = rnd.spec.concurrency
+            assert self.ledger.runs[run].running <= (bound if isinstance(bound, int) else self.engine.slots)
+            if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
+                begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.rounds else 0
+                if rnd.spec.count == "accepted":
+                    begun -= sum(g.accepted is False for g in self.of(run))
+                assert begun <= max(rnd.spec.quota, rnd.begun_before), "strict on-policy starts too many groups"
+
+    def _results(self, rows: list[Row], grown: list[Request]) -> None:
+        """A step's results have been taken in: `grown` have one token more."""
+        for row in rows:
+            sample = row.request.sample
+            if sample is not None and sample.request is row.request and row.request.recomputed:
+                self.lane(sample).reprefilled += row.prefilled
+        for request in grown:
+            if request.sample is not None:
+                self.lane(request.sample).generated += 1
+                run = request.sample.group.run.name
+                group = self.groups[run, request.sample.group.id, request.sample.group.incarnation]
+                if group.first_round is None:
+                    group.first_round = self.opened[run] + (run not in self.rounds)
+
+    def lane(self, sample: Sample) -> KnownRound:
+        run = sample.group.run.name
+        return self.rounds[run] if run in self.rounds else self.ahead[run]
+
+    def _retract(self, request: Request) -> None:
+        """S6: before the engine retracts, partials have given way and our newer samples are suspended."""
+        assert not any(s.pages and s.pages.tier == "device" for s in samples_of(self.ledger)), "partials hold pages"
+        assert sum(r.sample is not None and r.reason is None for r in self.engine.running) <= 1

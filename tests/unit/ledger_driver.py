@@ -1,0 +1,72 @@
+"""A ledger without an engine: samples are moved by hand, and tokens are numbers."""
+
+from typing import Any
+
+from sglang_april.api.messages import OpenRound, Prompt
+from sglang_april.kv.kv_pages import Pages
+from sglang_april.scheduler.ledger import Ledger
+from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.state import Group, Sample
+
+
+def prompt(name: str, n: int = 1, seed: int = 0, tokens: int = 3) -> Prompt:
+    return Prompt(name, b"\0" * 4 * tokens, n, 0, seed)
+
+
+class Hand:
+    """One run of a ledger, and the hand that plays the engine."""
+
+    def __init__(self, name: str = "run", ledger: Ledger | None = None) -> None:
+        self.ledger = ledger or Ledger()
+        self.run = self.ledger.run(name)
+        self.step = 0
+
+    def accept(self, *prompts: Prompt) -> list[Group]:
+        self.ledger.check(self.run.name, list(prompts))
+        return self.ledger.accept(self.run.name, list(prompts), [b""])
+
+    def groups(self, *sizes: int) -> list[Group]:
+        """Groups g0, g1, … of so many samples."""
+        first = len(self.run.groups)
+        return self.accept(*(prompt(f"g{first + i}", n) for i, n in enumerate(sizes)))
+
+    def start(self, *samples: Sample, version: int = 0) -> None:
+        for sample in samples:
+            self.ledger.admit(sample)
+            sample.open_span(version, "fresh")
+
+    def grow(self, *samples: Sample, tokens: int = 1) -> None:
+        for sample in samples:
+            sample.length += tokens
+
+    def suspend(self, *samples: Sample, pages: int = 0) -> None:
+        for sample in samples:
+            self.ledger.suspend(sample)
+            sample.pages = Pages(pages, 0, list(range(pages)), None, None) if pages else None
+
+    def begin(self, *samples: Sample, version: int = 0, tokens: int = 1) -> None:
+        """Samples become partials."""
+        self.start(*samples, version=version)
+        self.grow(*samples, tokens=tokens)
+        self.suspend(*samples)
+
+    def finish(self, *samples: Sample, version: int = 0) -> None:
+        """Samples end, all in one step."""
+        self.step += 1
+        for sample in samples:
+            if sample.order < 0:
+                self.start(sample, version=version)
+                self.grow(sample)
+            elif sample in self.run.suspended:
+                self.ledger.admit(sample)
+            self.ledger.finish(sample, self.step)
+
+    def round(self, version: int = 0, **spec: Any) -> Round:
+        fields = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5, **spec}
+        rnd = Round(OpenRound(seq=0, round_id="r", run=self.run.name, prompts=[], params=[], **fields), self.run, 1)
+        rnd.mark_mandatory(version)
+        return rnd
+
+
+def names(samples: list[Sample]) -> list[str]:
+    return [f"{s.group.id}.{s.index}" for s in samples]

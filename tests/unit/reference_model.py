@@ -1,0 +1,168 @@
+"""What the rules say of groups and rounds, from the events alone: S3 and S4 a second time, written differently."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_april.api import messages
+from sglang_april.scheduler.ledger import Ledger
+from tests.unit.fake_loop import Request
+
+Key = tuple[str, str, int]
+"""A group: run, id, incarnation."""
+
+
+class Ended(NamedTuple):
+    """A finished sample that is in no reply yet."""
+
+    step: int
+    order: int
+    """Of its first admission."""
+    oldest: int | None
+    """Version of its first token."""
+
+
+@dataclass(eq=False, slots=True)
+class KnownGroup:
+    key: Key
+    undelivered: set[int]
+    finished: dict[int, Ended] = field(default_factory=dict)
+    accepted: bool | None = None
+    first_round: int | None = None
+    """In which it got its first token; ahead of a round counts as in it."""
+
+    @property
+    def whole(self) -> bool:
+        return len(self.finished) == len(self.undelivered)
+
+
+@dataclass(eq=False, slots=True)
+class KnownRound:
+    spec: messages.OpenRound
+    begun_before: int = 0
+    """Groups that had begun when the round opened."""
+    number: int = 0
+    """Of the run's rounds, from 1."""
+    mandatory: set[Key] = field(default_factory=set)
+    stop: messages.StopRound | None = None
+    generated: int = 0
+    reprefilled: int = 0
+    before: tuple[int, int] | None = None
+    """The same two of what ran ahead of it."""
+
+
+class Known:
+    """Every sample that was ever accepted, and the open rounds."""
+
+    ledger: Ledger
+    """Asked only for what the engine has of a sample."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.groups: dict[Key, KnownGroup] = {}
+        """Undelivered groups."""
+        self.rounds: dict[str, KnownRound] = {}
+        """By run."""
+        self.ahead: dict[str, KnownRound] = {}
+        """Rounds that are over, by run, where the run goes on."""
+        self.opened: Counter[str] = Counter()
+        self.incarnations: Counter[tuple[str, str]] = Counter()
+        self.fate: dict[tuple[Key, int], str] = {}
+        """Of every sample ever accepted: "live", "delivered" or "dropped"."""
+
+    def due(self, rnd: KnownRound) -> messages.EndReason | None:
+        """S3, S4: whether the round must end now."""
+        groups = list(self.of(rnd.spec.run))
+        counted = [g for g in groups if self.counts(rnd, g)]
+        done = sum(len(g.finished) for g in counted) if rnd.spec.unit == "sample" else sum(g.whole for g in counted)
+        if rnd.spec.quota is not None and done >= rnd.spec.quota:
+            return None if any(self.must(rnd, g) and not g.whole for g in groups) else "quota"
+        judging = rnd.spec.count == "accepted"
+        return "exhausted" if all(g.whole and not (judging and g.accepted is None) for g in groups) else None
+
+    def counts(self, rnd: KnownRound, group: KnownGroup) -> bool:
+        return rnd.spec.count == "finished" or group.accepted is True
+
+    def rests(self, rnd: KnownRound) -> bool:
+        """S4: running ahead, as far as it may go."""
+        groups = list(self.of(rnd.spec.run))
+        done = sum(len(g.finished) if rnd.spec.unit == "sample" else g.whole for g in groups)
+        if rnd.spec.quota is not None and done >= rnd.spec.ahead * rnd.spec.quota:
+            return True
+        bound = rnd.spec.max_staleness
+        ages = [self.version - oldest for g in groups if (oldest := self.oldest(g)) is not None]
+        return bound == 0 or (bound is not None and max(ages, default=-1) >= bound)
+
+    def must(self, rnd: KnownRound, group: KnownGroup) -> bool:
+        spec, first = rnd.spec, group.first_round
+        old = spec.quota_mode == "cohort" and first is not None and rnd.number - first >= spec.cohort_rounds
+        return old or group.key in rnd.mandatory or (rnd.spec.max_staleness == 0 and self.oldest(group) is not None)
+
+    def oldest(self, group: KnownGroup) -> int | None:
+        """Version of the oldest token of any undelivered sample."""
+        versions = [e.oldest for e in group.finished.values()] + [oldest_of(r) for r in self.requests(group)]
+        return min((v for v in versions if v is not None), default=None)
+
+    def mark(self, rnd: KnownRound) -> None:
+        bound = rnd.spec.max_staleness
+        for group in self.of(rnd.spec.run):
+            oldest = self.oldest(group)
+            if bound is not None and oldest is not None and self.version - oldest >= bound:
+                rnd.mandatory.add(group.key)
+
+    def of(self, run: str) -> Iterator[KnownGroup]:
+        return (g for k, g in self.groups.items() if k[0] == run)
+
+    def requests(self, group: KnownGroup) -> Iterator[Request]:
+        """What the engine has of the group's unfinished samples."""
+        run, name, _ = group.key
+        live = (self.ledger.runs[run].groups[name].samples[i] for i in group.undelivered - set(group.finished))
+        return (s.request for s in live if s.request is not None)
+
+    def check_delivery(self, rnd: KnownRound, e: messages.RoundEnded) -> None:
+        """S3: who is delivered, how many, and in which order."""
+        units: list[tuple[tuple[bool, int, int], Key, list[int]]] = []
+        for group in self.of(e.run):
+            if rnd.stop and rnd.stop.deliver is not None and group.key[1] not in rnd.stop.deliver:
+                continue
+            whole = [list(group.finished)] if group.whole else []
+            for part in [[i] for i in group.finished] if rnd.spec.unit == "sample" else whole:
+                step, order = max(group.finished[i].step for i in part), min(group.finished[i].order for i in part)
+                units.append(((not self.must(rnd, group), step, order), group.key, part))
+        units.sort()
+        if rnd.spec.surplus == "carry" and not (rnd.stop and rnd.stop.deliver is not None):
+            counting = [u for u in units if self.counts(rnd, self.groups[u[1]])]
+            if e.end_reason == "quota":
+                counting = counting[: rnd.spec.quota]
+            units = [u for u in units if u in counting or self.anyway(rnd, self.groups[u[1]])]
+        expected: dict[Key, list[int]] = {}
+        for _, key, part in units:
+            expected[key] = sorted(expected.get(key, []) + part)
+        assert [((e.run, d.id, d.incarnation), d.indices) for d in e.deliver] == list(expected.items())
+        assert all(d.accepted is self.groups[e.run, d.id, d.incarnation].accepted for d in e.deliver)
+        self.check_quota(rnd, e)
+
+    def check_quota(self, rnd: KnownRound, e: messages.RoundEnded) -> None:
+        """S3: exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
+        groups = [(d, self.groups[e.run, d.id, d.incarnation]) for d in e.deliver]
+        if e.end_reason == "quota":
+            size = [(len(d.indices) if rnd.spec.unit == "sample" else 1, g) for d, g in groups]
+            counted = sum(n for n, g in size if self.counts(rnd, g))
+            extra = sum(n for n, g in size if self.counts(rnd, g) and self.anyway(rnd, g))
+            assert counted >= (rnd.spec.quota or 0)
+            assert counted == rnd.spec.quota or counted == extra or rnd.spec.surplus == "return"
+            if rnd.spec.surplus == "carry":
+                assert all(self.counts(rnd, g) or self.anyway(rnd, g) for _, g in groups)
+
+    def anyway(self, rnd: KnownRound, group: KnownGroup) -> bool:
+        """Delivered at the end, whole, whatever the quota."""
+        return self.must(rnd, group) or (rnd.spec.count == "accepted" and group.accepted is False)
+
+    def leave(self, key: Key, index: int, how: str) -> None:
+        assert self.fate[key, index] == "live", f"{key}[{index}] is {how} after it was {self.fate[key, index]}"
+        self.fate[key, index] = how
+
+
+def oldest_of(request: Request) -> int | None:
+    return request.drawn_under[0][0] if request.drawn_under else None

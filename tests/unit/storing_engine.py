@@ -1,0 +1,105 @@
+"""An engine in memory whose copies are really made: by a page store, with its thread, its arena and its files.
+
+A token's row says what its cell says: whose it is, at which place, under which version. So a file that outlived its
+process can be held against the sample that it claims to be of.
+"""
+
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from april_kernels.kv_pages import PlaneTable
+from sglang_april.kv.copiers import CpuCopier
+from sglang_april.kv.disk_tier import Disk, Key
+from sglang_april.kv.host_tier import Arena
+from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.page_format import FullPages
+from sglang_april.kv.page_store import PageStore
+from sglang_april.scheduler.state import Sample
+from tests.unit.fake_copies import File
+from tests.unit.fake_engine import FakeEngine, whose
+
+PAGE = 4
+"""Tokens."""
+
+
+def key_of(sample: Sample) -> Key:
+    group = sample.group
+    return Key(group.run.name, group.id, group.incarnation, sample.index)
+
+
+class StoringEngine(FakeEngine):
+    """Each order is carried out in the moment in which it is given; its end is told when the engine in memory says."""
+
+    def __init__(self, folder: Path, **loop: Any) -> None:
+        super().__init__(**loop)
+        self.rows = torch.zeros(self.pool, 1, 4, dtype=torch.int32)
+        copier = CpuCopier(FullPages(PlaneTable.of([self.rows]), PAGE), piece_bytes=1)
+        self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words)
+        self._ends: dict[int, str] = {}
+        arena = Arena(loop["host_cap"], copier.page_words, pinned=False)  # caps here are tokens, not whole pages
+        self.store = PageStore(copier, arena, self.disk, self._ends.__setitem__)
+
+    def copy_out(self, sample: Sample, order: int) -> None:
+        pages = sample.pages
+        slots = torch.tensor(pages.slots)
+        self.rows[slots, 0] = _rows(self.cells[slot] for slot in pages.slots)
+        if pages.copy.tier == "disk":
+            self.store.put_on_disk(order, pages.copy.number, slots, key_of(sample), sample.kv_version)
+        else:
+            self.store.put(order, pages.copy.number, slots, None)
+        self._ended(order)
+        super().copy_out(sample, order)
+
+    def load(self, sample: Sample, order: int) -> bool:
+        if not super().load(sample, order):
+            return False
+        pages = sample.pages
+        slots = torch.tensor(pages.slots)
+        self.store.get(order, pages.copy.number, slots)
+        self._ended(order)
+        assert torch.equal(self.rows[slots, 0], _rows(self.copies.held[pages.copy.number])), "another token's KV"
+        return True
+
+    def spill(self, sample: Sample, order: int) -> None:
+        self.store.spill(order, sample.pages.copy.number, key_of(sample), sample.pages.length, sample.kv_version)
+        self._ended(order)
+        super().spill(sample, order)
+
+    def discard(self, number: int) -> None:
+        self.store.discard(number)
+        super().discard(number)
+
+    def _ended(self, order: int) -> None:
+        self.store.wait(order)
+        while order not in self._ends:
+            time.sleep(0)  # reported right after
+        assert self._ends.pop(order) == ""
+
+    # --- what an earlier life has left
+
+    def regain(self, sample: Sample) -> None:
+        """The sample's KV in the file that outlived its process, every row checked."""
+        pages, name = sample.pages, f"{sample.group.order}.{sample.index}"
+        self.store.adopt(pages.copy.number, key_of(sample), pages.length)
+        order = -1
+        self.store.get(order, pages.copy.number, torch.arange(pages.length))
+        self._ended(order)
+        rows = self.rows[: pages.length, 0].tolist()
+        assert [row[:2] for row in rows] == [[_number(name), at] for at in range(pages.length)], "another sample's KV"
+        cells = [(name, at, version) for _, at, version, _ in rows]
+        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv_version), cells, []))
+        super().regain(sample)
+
+
+def _number(name: str) -> int:
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF
+
+
+def _rows(cells: Iterable[Any]) -> torch.Tensor:
+    """int32 [tokens, 4]."""
+    return torch.tensor([[_number(name), place, version, 1] for name, place, version in cells], dtype=torch.int32)

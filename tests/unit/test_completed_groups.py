@@ -1,0 +1,173 @@
+"""The vault keeps every finished sample until exactly one reply has it."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_april.api import messages
+from sglang_april.http.completed_groups import MissingSampleError, Part, Prompt, Vault, visible_text
+from sglang_april.http.reply import Reply, delivered_figures
+from tests.unit.scripted_engine import ScriptedEngine
+
+
+def a_prompt(name: str = "a", run: str = "r", **fields: Any) -> Prompt:
+    return Prompt(run=run, id=name, n=2, prompt_ids=b"\1\0\0\0", metadata=b"", **fields)
+
+
+def a_sample(
+    name: str = "a", index: int = 0, run: str = "r", text: str = "ab", **fields: Any
+) -> messages.FinishedSample:
+    return messages.FinishedSample(
+        run=run,
+        id=name,
+        incarnation=0,
+        index=index,
+        output_ids=np.array([ord(c) for c in text], "<i4").tobytes(),
+        logprobs=np.zeros(len(text), "<f4").tobytes(),
+        spans=fields.pop("spans", [messages.Span(0, len(text), 0, "fresh")]),
+        finish_reason=fields.pop("finish_reason", {"type": "length", "length": len(text)}),
+        seed=0,
+        **fields,
+    )
+
+
+def in_loop(scenario: Any) -> None:
+    async def run() -> None:
+        def decode(prompt: Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(f"{prompt.id}{sample.index}")
+            return future
+
+        outcome = scenario(Vault(decode))
+        if outcome is not None:
+            await outcome
+
+    asyncio.run(run())
+
+
+def test_a_sample_is_delivered_once() -> None:
+    def scenario(vault: Vault) -> None:
+        vault.accept([a_prompt()])
+        vault.put(a_sample(index=1))
+        vault.put(a_sample(index=0))
+        (part,) = vault.deliver("r", [messages.Delivery("a", 0, [0, 1], True)])
+        assert [done.sample.index for done in part.done] == [0, 1]
+        assert not len(vault)
+        with pytest.raises(MissingSampleError):
+            vault.deliver("r", [messages.Delivery("a", 0, [0], True)])
+
+    in_loop(scenario)
+
+
+def test_if_one_sample_is_missing_none_is_taken() -> None:
+    def scenario(vault: Vault) -> None:
+        vault.accept([a_prompt("a"), a_prompt("b")])
+        vault.put(a_sample("a"))
+        with pytest.raises(MissingSampleError, match=r"\[1\] of prompt 'b'"):
+            vault.deliver("r", [messages.Delivery("a", 0, [0], True), messages.Delivery("b", 0, [1], True)])
+        assert vault.samples == 1
+
+    in_loop(scenario)
+
+
+def test_a_part_leaves_the_rest_of_its_group() -> None:
+    def scenario(vault: Vault) -> None:
+        vault.accept([a_prompt()])
+        vault.put(a_sample(index=0))
+        vault.deliver("r", [messages.Delivery("a", 0, [0], False)])
+        assert (len(vault), vault.samples) == (1, 0)
+        vault.put(a_sample(index=1))
+        assert vault.deliver("r", [messages.Delivery("a", 0, [1], True)])[0].complete
+        assert not len(vault)
+
+    in_loop(scenario)
+
+
+def test_runs_do_not_see_each_other_and_drop_deletes_only_what_it_names() -> None:
+    def scenario(vault: Vault) -> None:
+        vault.accept([a_prompt("a", "r"), a_prompt("b", "r"), a_prompt("a", "s")])
+        for name, run in (("a", "r"), ("b", "r"), ("a", "s")):
+            vault.put(a_sample(name, run=run))
+        vault.drop("r", ["a"])
+        assert vault.put(a_sample("a", 1, run="r")) is None
+        assert vault.samples == 2
+        vault.drop("r", None)
+        assert vault.samples == 1
+        assert vault.deliver("s", [messages.Delivery("a", 0, [0], True)])
+
+    in_loop(scenario)
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "no_trim", "text"),
+    [
+        ({"type": "stop", "matched": ord("c")}, False, "ab"),
+        ({"type": "stop", "matched": ord("c")}, True, "abc"),
+        ({"type": "stop", "matched": "bc"}, False, "a"),
+        ({"type": "stop", "matched": "bc"}, True, "abc"),
+        ({"type": "stop", "matched": "zz"}, False, "abc"),
+        ({"type": "length", "length": 3}, False, "abc"),
+        ({"type": "abort", "message": "x"}, False, "abc"),
+    ],
+)
+def test_text_ends_where_sglang_would_end_it(finish_reason: dict[str, Any], no_trim: bool, text: str) -> None:
+    sample = a_sample(text="abc", finish_reason=finish_reason)
+    assert visible_text(ScriptedEngine().decode, a_prompt(no_stop_trim=no_trim), sample) == text
+
+
+def test_a_sample_that_drew_no_token_has_an_empty_text() -> None:
+    assert visible_text(ScriptedEngine().decode, a_prompt(), a_sample(text="", spans=[])) == ""
+
+
+def parts_with(*spans: list[messages.Span]) -> list[Part]:
+    async def build() -> list[Part]:
+        vault = Vault(lambda prompt, sample: asyncio.get_running_loop().create_future())
+        vault.accept([a_prompt()])
+        for i, of_sample in enumerate(spans):
+            vault.put(a_sample(index=i, text="x" * of_sample[-1].end, spans=of_sample))
+        return vault.deliver("r", [messages.Delivery("a", 0, list(range(len(spans))), True)])
+
+    return asyncio.run(build())
+
+
+def test_figures_of_a_delivery() -> None:
+    parts = parts_with(
+        [messages.Span(0, 4, 1, "fresh"), messages.Span(4, 10, 2, "kept")],
+        [messages.Span(0, 1, 1, "fresh"), messages.Span(1, 5, 2, "recomputed"), messages.Span(5, 10, 2, "fresh")],
+    )
+    figures = delivered_figures(parts, policy_version=2)
+    assert (figures["groups"], figures["samples"], figures["tokens"]) == (1, 2, 20)
+    assert figures["tokens_by_version"] == {"1": 5, "2": 15}
+    assert figures["tokens_by_kv"] == {"fresh": 10, "kept": 6, "recomputed": 4}
+    assert figures["off_policy_share"] == 0.25
+    assert figures["hybrid_share"] == 0.3
+    assert figures["length"]["mean"] == 10
+
+
+def test_figures_of_an_empty_delivery() -> None:
+    figures = delivered_figures([], 0)
+    assert (figures["tokens"], figures["off_policy_share"], figures["length"]) == (0, 0.0, {})
+
+
+def test_a_reply_waits_for_its_texts_and_warns_of_truncated_sampling() -> None:
+    def scenario(vault: Vault) -> Any:
+        vault.accept([a_prompt(truncates=True)])
+        vault.put(a_sample())
+        parts = vault.deliver("r", [messages.Delivery("a", 0, [0], True)])
+        lengths = np.array([3, 5], "<i4").tobytes()
+        ended = messages.RoundEnded("x", "r", 3, "quota", [], {}, {"warnings": ["first"]}, lengths)
+
+        async def check() -> None:
+            reply = await Reply.build(ended, parts)
+            assert reply.stats["warnings"][0] == "first"
+            carried = reply.stats["carried_length"]
+            assert (carried["min"], carried["mean"], carried["max"]) == (3, 4.0, 5)
+            assert "top_k" in reply.stats["warnings"][1]
+            assert b'"text":"a0"' in reply.encode(packed=False)
+            assert reply.nbytes > 0
+
+        return check()
+
+    in_loop(scenario)

@@ -1,0 +1,115 @@
+"""Which partials give way when memory runs short (S6, S9): pure functions of lengths, orders and budgets in tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_april.kv.kv_pages import Pages
+from sglang_april.scheduler.eviction import Shelf, give_way, worth
+from sglang_april.scheduler.state import Sample
+from tests.unit.ledger_driver import Hand, names
+
+
+def stored(*lengths: int, versions: tuple[int, ...] = ()) -> list[Sample]:
+    """Suspended samples with so many tokens of KV, admitted in this order."""
+    hand = Hand()
+    samples = [g.samples[0] for g in hand.groups(*[1] * len(lengths))]
+    for i, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        hand.begin(sample, version=versions[i] if versions else 0)
+        hand.start(sample)
+        hand.suspend(sample, pages=length)
+    return samples
+
+
+def never(sample: Sample) -> bool:
+    return False
+
+
+def shelf_of(samples: list[Sample], must_finish: object = never) -> Shelf:
+    shelf = Shelf(lambda pages: True, must_finish)  # type: ignore[arg-type]
+    for sample in samples:
+        shelf.push(sample)
+    return shelf
+
+
+def in_order(shelf: Shelf) -> list[str]:
+    return names(list(iter(shelf.pop, None)))
+
+
+def length(sample: Sample) -> int:
+    return sample.pages.length if sample.pages else 0
+
+
+def test_the_short_give_way_before_the_long() -> None:
+    """Design section 7: under a byte budget the longest samples are kept first."""
+    assert in_order(shelf_of(stored(30, 10, 20))) == ["g1.0", "g2.0", "g0.0"]
+
+
+def test_among_equals_the_less_stale_and_then_the_last_admitted_gives_way_first() -> None:
+    """Issue of the page store, S6: newest first."""
+    assert in_order(shelf_of(stored(10, 10, 10, versions=(1, 2, 1)))) == ["g1.0", "g2.0", "g0.0"]
+
+
+def test_what_must_finish_gives_way_last() -> None:
+    """S4: whatever its length; and no longer when its round has ended."""
+    samples = stored(1, 30, 20)
+    mandatory = [samples[0]]
+    shelf = shelf_of(samples, mandatory.__contains__)
+    assert shelf.first() is samples[2]
+    mandatory.clear()
+    shelf.bounds_changed()
+    assert in_order(shelf) == ["g0.0", "g2.0", "g1.0"]
+    assert in_order(shelf_of(samples, lambda s: s is samples[0])) == ["g2.0", "g1.0", "g0.0"]
+
+
+@pytest.mark.parametrize(
+    ("cap", "evicted"),
+    [(100, []), (60, []), (59, ["g0.0"]), (50, ["g0.0"]), (49, ["g0.0", "g1.0"]), (30, ["g0.0", "g1.0"]), (29, None)],
+)
+def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None:
+    """Design rule 5: a byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
+    *there, newcomer = stored(10, 20, 30)
+    shelf = shelf_of(there)
+    gone = give_way(shelf, newcomer, mandatory=False, gain=length, short=30 + 30 - cap)
+    assert gone == evicted if gone is None else names(gone) == evicted
+    assert in_order(shelf) == [n for n in ("g0.0", "g1.0") if n not in (evicted or [])]
+
+
+def test_a_newcomer_never_pushes_out_what_is_worth_more_or_must_finish() -> None:
+    """Design section 7, S4: it falls back to its tokens itself."""
+    long, short, newcomer = stored(30, 10, 20)
+    assert give_way(shelf_of([long]), newcomer, mandatory=False, gain=length, short=1) is None
+    must = shelf_of([short], lambda s: s is short)
+    assert give_way(must, newcomer, mandatory=False, gain=length, short=1) is None
+    assert give_way(must, newcomer, mandatory=True, gain=length, short=1) == [short]
+    assert give_way(shelf_of([short]), newcomer, mandatory=False, gain=length, short=1) == [short]
+
+
+def test_a_sample_that_comes_again_as_long_as_before() -> None:
+    """Suspended, resumed and suspended in one step: other pages, the same worth."""
+    samples = stored(5, 4)
+    shelf = shelf_of(samples)
+    samples[0].pages = Pages(5, 0, [0] * 5, None, None)
+    shelf.push(samples[0])
+    assert in_order(shelf) == ["g1.0", "g0.0"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=40))
+def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool, bool]]) -> None:
+    """Whoever leaves behind its back, comes twice, or must finish."""
+    samples = stored(*(size for size, _, _ in items))
+    gone = {s for s, (_, left, _) in zip(samples, items, strict=True) if left}
+    must = {s for s, (_, _, must) in zip(samples, items, strict=True) if must}
+    shelf = Shelf(lambda pages: pages not in {s.pages for s in gone}, must.__contains__)
+    for sample in samples * 3:
+        shelf.push(sample)
+        shelf.first()
+    found = list(dict.fromkeys(iter(shelf.pop, None)))
+    assert found == sorted(set(samples) - gone, key=lambda s: (s in must, worth(s)))
+
+
+def test_a_sample_that_came_back_gives_way_once() -> None:
+    """S10: put on the shelf twice, and its tokens are set free once."""
+    short, middle, long = stored(10, 20, 40)
+    shelf = shelf_of([short, middle, short])
+    assert give_way(shelf, long, mandatory=False, gain=length, short=15) == [short, middle]

@@ -1,0 +1,230 @@
+"""The HTTP process after a restart (S8): one server's life told to the next, and a journal that cannot be written."""
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from sglang_april.api import messages
+from sglang_april.http.service import April
+from tests.unit.scripted_engine import ScriptedEngine, prompt, service
+from tests.unit.test_routes import client_of, open_round, run, until
+
+BODY: dict[str, Any] = {"run": "r", "round_id": "open", "prompts": [prompt(id="late", text="x", input_ids=None)]}
+
+
+async def life(april: April, engine: ScriptedEngine, *rounds: str, **body: Any) -> dict[str, tuple[Any, bytes]]:
+    """Rounds of one group each, from request to reply; what the scheduler was told, and what was replied."""
+    lived = {}
+    async with client_of(april) as client:
+        for name in rounds:
+            asked = {"run": "r", "round_id": name, "prompts": [prompt(id=f"p-{name}", text="hello", input_ids=None)]}
+            task = await open_round(client, engine, **asked, **body)
+            opened = engine.opened
+            engine.finish(opened, (f"p-{name}", 0))
+            engine.end(opened, (f"p-{name}", [0]))
+            lived[name] = opened, (await task).content
+    return lived
+
+
+def kept(engine: ScriptedEngine, opened: messages.OpenRound) -> tuple[Any, ...]:
+    """A reply as the journal has it."""
+    name = opened.prompts[0].id
+    ended = messages.RoundEnded(
+        opened.round_id, opened.run, 0, "quota", [messages.Delivery(name, 0, [0], True)], {}, {}
+    )
+    ended.carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
+    ended.stats = {"tokens_after_quota": 0, "warnings": []}
+    return opened, ended, opened.prompts, [engine.sample(opened, name, 0, "ab", True)]
+
+
+def restored(**fields: Any) -> messages.Restored:
+    empty: dict[str, Any] = {
+        "groups": [],
+        "verdicts": [],
+        "finished": [],
+        "rounds": [],
+        "replies": [],
+        "gone": [],
+        "warnings": [],
+    }
+    return messages.Restored(**{**empty, "unnamed": False, **fields})
+
+
+def with_journal(**settings: Any) -> tuple[April, ScriptedEngine]:
+    return service(journal="/journal", **settings)
+
+
+def told() -> tuple[April, ScriptedEngine]:
+    april, engine = with_journal()
+    engine.tell(restored())
+    return april, engine
+
+
+async def before(*names: str) -> tuple[dict[str, tuple[Any, bytes]], messages.OpenRound]:
+    """What a first server replied, and the round that it had open when it died."""
+    april, engine = told()
+    lived = await life(april, engine, *names)
+    async with client_of(april) as client:
+        task = await open_round(client, engine, **BODY)
+        task.cancel()
+    return lived, engine.opened
+
+
+def test_requests_wait_until_the_last_server_s_life_is_told() -> None:
+    async def scenario() -> None:
+        lived, _ = await before("one")
+        april, engine = with_journal()
+        async with client_of(april) as client:
+            asked = asyncio.create_task(client.get("/april/rounds/one"))
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            engine.tell(restored(replies=[kept(engine, lived["one"][0])], gone=["zero"]))
+            assert (await asked).content == lived["one"][1]
+            assert (await client.get("/april/rounds/zero")).status_code == 410
+            assert (await client.get("/april/rounds/never")).status_code == 404
+
+    run(scenario())
+
+
+def test_a_round_that_was_open_is_open_again_for_the_same_body() -> None:
+    async def scenario() -> None:
+        _, opened = await before()
+        april, engine = with_journal()
+        spec = msgspec.structs.replace(opened, prompts=[], params=[])
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec]))
+        async with client_of(april) as client:
+            assert (await client.get("/april/rounds/open")).status_code == 202
+            other = await client.post("/april/rollout", json={**BODY, "quota": 7})
+            assert (other.status_code, other.json()["error"]["field"]) == (409, "round_id")
+            again = asyncio.create_task(client.post("/april/rollout", json=BODY))
+            await until(lambda: april.holds.held == {"open"})
+            engine.finish(opened, ("late", 0))
+            engine.end(opened, ("late", [0]))
+            reply = (await again).json()
+            assert [g["id"] for g in reply["finished"]] == ["late"]
+            assert reply["finished"][0]["samples"][0]["text"] == "ab"
+            assert not any(isinstance(c, messages.OpenRound) for c in engine.commands), "it was accepted before"
+
+    run(scenario())
+
+
+def test_a_reopened_round_that_ends_at_once_does_not_push_out_newer_replies() -> None:
+    """Its reply is the newest of its run, though its text is there before theirs."""
+
+    async def scenario() -> None:
+        lived, opened = await before("one", "two")
+        april, engine = with_journal(replies=2)
+        spec = msgspec.structs.replace(opened, prompts=[], params=[])
+        replies = [kept(engine, lived[name][0]) for name in ("one", "two")]
+        late = engine.sample(opened, "late", 0, "now", True)
+        gate, decode = threading.Event(), engine.decode
+        engine.decode = lambda ids, *args: (gate.wait(10) if len(ids) == 2 else None, decode(ids, *args))[1]
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec], replies=replies, finished=[late]))
+        engine.end(opened, ("late", [0]))
+        await april.rounds.find("open").events[0].done[0].text
+        await asyncio.sleep(0.05)
+        gate.set()
+        async with client_of(april) as client:
+            found = {name: (await client.get(f"/april/rounds/{name}")).status_code for name in ("one", "two")}
+            reply = await client.post("/april/rollout", json=BODY)
+            assert reply.status_code == 200, reply.text
+            assert found["two"] == 200
+            assert (await client.get("/april/rounds/one")).status_code == 410
+            assert (await client.get("/april/rounds/open")).content == reply.content
+
+    run(scenario())
+
+
+def test_what_had_finished_is_streamed_again() -> None:
+    async def scenario() -> None:
+        _, opened = await before()
+        april, engine = with_journal()
+        spec = msgspec.structs.replace(opened, prompts=[], params=[])
+        late = engine.sample(opened, "late", 0, "ab", True)
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec], finished=[late]))
+        (part,) = april.rounds.find("open").events
+        assert (part.prompt.id, [d.sample.index for d in part.done]) == ("late", [0])
+
+    run(scenario())
+
+
+def test_nothing_holds_the_weights_until_their_version_is_named() -> None:
+    """A weight call that names it must not wait for a round that waits for the name."""
+
+    async def scenario() -> None:
+        _, opened = await before()
+        april, engine = with_journal()
+        spec = msgspec.structs.replace(opened, prompts=[], params=[])
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec], unnamed=True))
+        await april.restart.ready()
+        await asyncio.sleep(0.01)
+        assert not await engine.lock.is_locked()
+        await april.push_begin(None)
+        engine.tell(messages.Named(1))
+        await asyncio.sleep(0.01)
+        assert not await engine.lock.is_locked(), "a push is open"
+        await april.push_end(None)
+        await until(lambda: april.holds.held == {"open"})
+
+    run(scenario())
+
+
+def test_a_journal_that_cannot_be_written_takes_nothing_new_and_keeps_its_word() -> None:
+    async def scenario() -> None:
+        april, engine = told()
+        lived = await life(april, engine, "one")
+        async with client_of(april) as client:
+            waiting = await open_round(client, engine, run="other", round_id="two", prompts=[prompt(id="x")])
+            engine.tell(messages.JournalFault("the journal cannot be written: disk full"))
+            refused = await client.post("/april/rollout", json={"run": "r", "prompts": [prompt(id="y")]})
+            assert (refused.status_code, refused.json()["error"]["reason"]) == (
+                503,
+                "the journal cannot be written: disk full",
+            )
+            assert (await client.get("/april/rounds/one")).content == lived["one"][1]
+            assert (await client.get("/april/state")).json()["http"]["journal"]["fault"]
+            engine.finish(engine.opened, ("x", 0))
+            engine.end(engine.opened, ("x", [0]))
+            assert (await waiting).status_code == 200
+            engine.tell(messages.JournalFault(""))
+            task = await open_round(client, engine, run="r", prompts=[prompt(id="y")])
+            assert not task.done()
+            task.cancel()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("journal", [None, "/journal"])
+def test_the_journal_hears_of_an_ack(journal: str | None) -> None:
+    async def scenario() -> None:
+        april, engine = service(journal=journal)
+        if journal:
+            engine.tell(restored())
+        await life(april, engine, "one", keep_until_ack=True)
+        assert engine.opened.keep_until_ack
+        async with client_of(april) as client:
+            reply: httpx.Response = await client.post("/april/rounds/one/ack")
+            assert reply.json() == {"round_id": "one", "acknowledged": True}
+        told = [c for c in engine.commands if isinstance(c, messages.Acknowledge)]
+        assert [(c.round_id, c.run) for c in told] == ([("one", "r")] if journal else [])
+
+    run(scenario())
+
+
+def test_damage_is_told() -> None:
+    async def scenario() -> None:
+        april, engine = with_journal()
+        engine.tell(restored(warnings=["2 journal records were damaged"]))
+        async with client_of(april) as client:
+            state = (await client.get("/april/state")).json()
+        assert state["http"]["journal"] == {
+            "path": "/journal",
+            "fault": "",
+            "warnings": ["2 journal records were damaged"],
+        }
+
+    run(scenario())

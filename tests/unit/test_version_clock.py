@@ -1,0 +1,176 @@
+"""S1: the policy version, on the pure `PushClock`."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_april.scheduler.version_clock import PushClock, Refused
+
+
+def call(clock: PushClock, forwards: int = 0, *, ok: bool = True, whole: bool = False) -> bool:
+    return clock.weight_call(ok, "" if ok else "bad tensor", forwards, whole=whole)
+
+
+def refused(status: int, act: "object", *args: int | None) -> str:
+    with pytest.raises(Refused) as caught:
+        act(*args)  # type: ignore[operator]
+    assert caught.value.status == status
+    return caught.value.reason
+
+
+def test_s1_the_version_starts_where_the_flag_says() -> None:
+    assert PushClock().version == 0
+    assert PushClock(7).version == 7
+
+
+def test_s1_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end() -> None:
+    clock = PushClock()
+    clock.begin(None)
+    assert "push is open" in clock.closed
+    for forwards in range(10):
+        assert not call(clock, forwards)
+    assert clock.version == 0
+    assert clock.end(None) == 1
+    assert (clock.version, clock.closed) == (1, "")
+
+
+def test_s1_a_push_without_any_call_moves_the_version_too() -> None:
+    """The trainer may bring the weights by a way of its own."""
+    clock = PushClock()
+    clock.begin(None)
+    assert clock.end(None) == 1
+
+
+@pytest.mark.parametrize(("at_begin", "at_end", "becomes"), [(9, None, 9), (None, 9, 9), (9, 12, 12), (None, None, 4)])
+def test_s1_begin_or_end_names_the_version(at_begin: int | None, at_end: int | None, becomes: int) -> None:
+    clock = PushClock(3)
+    clock.begin(at_begin)
+    assert clock.end(at_end) == becomes
+    clock.begin(None)
+    assert clock.end(None) == becomes + 1, "a name is used once"
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_s1_a_version_that_is_not_greater_is_refused_and_changes_nothing(version: int) -> None:
+    clock = PushClock(3)
+    assert "3" in refused(409, clock.begin, version)
+    assert not clock.open
+    clock.begin(None)
+    refused(409, clock.end, version)
+    assert clock.open
+    assert clock.end(None) == 4
+
+
+def test_s1_end_without_begin_is_refused() -> None:
+    clock = PushClock(3)
+    assert "begin" in refused(409, clock.end, None)
+    clock.begin(None)
+    clock.end(None)
+    refused(409, clock.end, None)
+    assert clock.version == 4
+
+
+def test_s1_begin_while_one_is_open_starts_over() -> None:
+    clock = PushClock()
+    clock.begin(5)
+    call(clock, ok=False)
+    clock.begin(None)
+    assert "open" in clock.closed
+    assert clock.end(None) == 1, "neither the failure nor the name of the first begin counts"
+
+
+def test_s1_a_failed_call_keeps_admission_closed_until_a_push_succeeds() -> None:
+    clock = PushClock()
+    clock.begin(None)
+    call(clock)
+    call(clock, ok=False)
+    call(clock)
+    assert "bad tensor" in clock.closed
+    assert "bad tensor" in refused(409, clock.end, None)
+    assert (clock.version, clock.open) == (0, True)
+    clock.begin(None)
+    assert clock.end(None) == 1
+    assert clock.closed == ""
+
+
+def test_s1_a_begin_never_ended_keeps_admission_closed() -> None:
+    clock = PushClock()
+    clock.begin(None)
+    assert "/april/push/end" in clock.closed
+
+
+def test_s1_without_begin_the_first_accepted_call_after_a_forward_moves_the_version() -> None:
+    clock = PushClock()
+    assert call(clock, 5)
+    assert not call(clock, 5), "further calls before the next forward belong to the same push"
+    assert not call(clock, 5)
+    assert clock.version == 1
+    assert call(clock, 6)
+    assert clock.version == 2
+
+
+def test_s1_without_begin_a_failed_bucket_closes_admission_and_another_bucket_does_not_heal_it() -> None:
+    clock = PushClock()
+    assert not call(clock, 5, ok=False)
+    assert not call(clock, 6)
+    assert (clock.version, bool(clock.closed)) == (0, True)
+    assert call(clock, 6, whole=True), "a whole policy does"
+    assert (clock.version, clock.closed) == (1, "")
+
+
+def test_s1_a_failure_after_the_version_moved_is_healed_by_the_next_whole_push() -> None:
+    clock = PushClock()
+    call(clock, 5)
+    call(clock, 5, ok=False)
+    assert clock.closed
+    assert call(clock, 5, whole=True)
+    assert (clock.version, clock.closed) == (2, "")
+
+
+def test_s1_a_push_after_a_call_without_begin() -> None:
+    """What came before `begin` is a push of its own."""
+    clock = PushClock()
+    call(clock, 5)
+    clock.begin(None)
+    call(clock, 5)
+    assert clock.end(None) == 2
+    assert not clock.closed
+
+
+actions = st.one_of(
+    st.tuples(st.just("begin"), st.none() | st.integers(0, 30)),
+    st.tuples(st.just("end"), st.none() | st.integers(0, 30)),
+    st.tuples(st.just("call"), st.booleans()),
+    st.tuples(st.just("forward"), st.none()),
+)
+
+
+@given(st.lists(actions, max_size=40))
+def test_s1_whatever_happens_the_version_only_rises_and_once_per_push(
+    steps: list[tuple[str, int | None]],
+) -> None:
+    """Any order of messages: never back, at most one move per message, none while closed."""
+    clock, forwards = PushClock(), 0
+    for name, value in steps:
+        before, closed = clock.version, clock.closed
+        try:
+            if name == "begin":
+                clock.begin(value)
+                assert clock.open
+            elif name == "end":
+                assert clock.end(value) == clock.version > before
+                assert not closed or "open" in closed
+                assert value is None or clock.version == value
+            elif name == "call":
+                moved = call(clock, forwards, ok=bool(value))
+                assert moved == (clock.version == before + 1)
+                assert not (moved and clock.closed)
+                assert value or clock.closed
+            else:
+                forwards += 1
+        except Refused:
+            assert (clock.version, clock.closed) == (before, closed)
+        if name != "end":
+            assert clock.version - before in (0, 1)
+        if name in ("begin", "forward"):
+            assert clock.version == before

@@ -1,0 +1,21 @@
+"""`python -m trainer_bridge.die_with_parent PARENT COMMAND…` becomes COMMAND, and is killed when the process PARENT dies."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that comes when the parent dies; it is kept over `exec`."""
+
+
+def main(argv: list[str]) -> None:
+    """Nothing comes back from here."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(argv[0]):
+        sys.exit("the parent has died")
+    os.execvp(argv[1], argv[1:])  # noqa: S606
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
