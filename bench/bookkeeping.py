@@ -24,7 +24,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.version_clock import PushClock
+from sglang_april.scheduler.version_clock import VersionClock
 
 PAGE = 16
 BATCH = 64
@@ -54,7 +54,7 @@ def running(count: int) -> tuple[Context, list[Sample]]:
     sizes = lengths(count)
     budget = sum(sizes)
     engine: Any = NoEngine()
-    context = Context(engine, PushClock(), budget // 2, budget // 4, PAGE)
+    context = Context(engine, VersionClock(), budget // 2, budget // 4, PAGE)
     prompts = [Prompt(str(i), b"\0" * 16, 8, 0, 0) for i in range(count // 8)]
     groups = context.ledger.accept("run", prompts, [b""])
     samples = [s for g in groups for s in g.samples.values()]

@@ -22,7 +22,7 @@ from april_kernels.kv_pages import PlaneTable
 from bench import record
 from examples.tiny_model import DTYPES, make
 from sglang_april.kv.copiers import CpuCopier
-from sglang_april.kv.host_tier import Arena
+from sglang_april.kv.host_tier import HostArena
 from sglang_april.kv.page_format import FORMS
 from sglang_april.kv.page_store import PageStore
 
@@ -35,7 +35,7 @@ def through_the_store(form: str, planes: Sequence[torch.Tensor]) -> list[torch.T
     pools = [torch.cat([plane, torch.zeros_like(plane)]) for plane in planes]
     copier = CpuCopier(FORMS[form](PlaneTable.of(pools), PAGE))
     ends: dict[int, str] = {}
-    store = PageStore(copier, Arena(-(-tokens // PAGE), copier.page_words, pinned=False), None, ends.__setitem__)
+    store = PageStore(copier, HostArena(-(-tokens // PAGE), copier.page_words, pinned=False), None, ends.__setitem__)
     there = torch.arange(tokens, 2 * tokens)
     store.put(1, 1, torch.arange(tokens), None)
     store.get(2, 1, there)

@@ -51,7 +51,7 @@ class Missing:
     why: str
 
 
-class Bed:
+class KernelTestbed:
     """One pool with the KV of `tokens` tokens in it, and room for their pages."""
 
     def __init__(self, config: Config, tokens: int, device: str) -> None:
@@ -97,7 +97,7 @@ def _sglang_pool(config: Config, size: int, dtype: torch.dtype, device: str) -> 
         return None, f"no SGLang pool: {error!r}"[:300]
 
 
-def cases(bed: Bed) -> Iterator[Case | Missing]:
+def cases(bed: KernelTestbed) -> Iterator[Case | Missing]:
     yield from _within_memory(bed)
     yield from _sglang_copies(bed)
     if bed.device == "cpu":
@@ -108,7 +108,7 @@ def cases(bed: Bed) -> Iterator[Case | Missing]:
     yield from _flashinfer(bed)
 
 
-def _within_memory(bed: Bed) -> Iterator[Case]:
+def _within_memory(bed: KernelTestbed) -> Iterator[Case]:
     table, page_tokens, pages = bed.table, bed.config.page_tokens, bed.pages
     page_bytes = 4 * pages.numel()
 
@@ -138,7 +138,7 @@ def _within_memory(bed: Bed) -> Iterator[Case]:
     yield Case("torch index_copy_", scatter, "copy peak", 2)
 
 
-def _sglang_copies(bed: Bed) -> Iterator[Case | Missing]:
+def _sglang_copies(bed: KernelTestbed) -> Iterator[Case | Missing]:
     pool = bed.sglang
     if pool is None:
         yield Missing("sglang get_cpu_copy", bed.why_not)
@@ -150,7 +150,7 @@ def _sglang_copies(bed: Bed) -> Iterator[Case | Missing]:
     yield Case("sglang load_cpu_copy", lambda: pool.load_cpu_copy(copy, bed.random), peaks[1], passes)
 
 
-def _over_the_link(bed: Bed) -> Iterator[Case]:
+def _over_the_link(bed: KernelTestbed) -> Iterator[Case]:
     pages, pinned, page_bytes = bed.pages, bed.pinned, 4 * bed.pages.numel()
     yield Case("d2h peak", lambda: pinned.copy_(pages, non_blocking=True), None, 1, kv_bytes=page_bytes)
     yield Case("h2d peak", lambda: pages.copy_(pinned, non_blocking=True), None, 1, kv_bytes=page_bytes)
@@ -164,7 +164,7 @@ def _over_the_link(bed: Bed) -> Iterator[Case]:
         yield Case("zero-copy pack to host", zero_copy, "d2h peak", 1, programs)
 
 
-def _staged(bed: Bed, *, to_host: bool) -> Callable[[], None]:
+def _staged(bed: KernelTestbed, *, to_host: bool) -> Callable[[], None]:
     """Pieces go through two buffers: while one is packed (or unpacked), the copy engine moves the other."""
     page_tokens, (n_pages, words) = bed.config.page_tokens, bed.pages.shape
     piece = max(1, min(n_pages, STAGING_BYTES // (4 * words)))
@@ -198,7 +198,7 @@ def _staged(bed: Bed, *, to_host: bool) -> Callable[[], None]:
     return run
 
 
-def _sglang_kernels(bed: Bed) -> Iterator[Case | Missing]:
+def _sglang_kernels(bed: KernelTestbed) -> Iterator[Case | Missing]:
     try:
         from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf as transfer
     except Exception as error:  # noqa: BLE001 (see _sglang_pool)
@@ -220,7 +220,7 @@ def _sglang_kernels(bed: Bed) -> Iterator[Case | Missing]:
             yield Case(f"sglang transfer_kv_all_layer_lf_pf to {where}", run, peak, passes, blocks)
 
 
-def _flashinfer(bed: Bed) -> Iterator[Case | Missing]:
+def _flashinfer(bed: KernelTestbed) -> Iterator[Case | Missing]:
     """Attention over resumed pages against pages that never moved, and flashinfer's own append beside our unpack."""
     try:
         import flashinfer

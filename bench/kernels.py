@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from bench import record
-from bench.kernel_cases import Bed, Case, Config, Missing, cases
+from bench.kernel_cases import Case, Config, KernelTestbed, Missing, cases
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
@@ -63,7 +63,7 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
 
 def measured(config: Config, tokens: int, device: str) -> list[dict[str, Any]]:
     """One row per case, shares of the peaks filled in."""
-    bed = Bed(config, tokens, device)
+    bed = KernelTestbed(config, tokens, device)
     found = list(cases(bed))
     times = iter(timed([case.run for case in found if isinstance(case, Case)], device))
     rows: list[dict[str, Any]] = []

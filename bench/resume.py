@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from bench import record
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, ours
 from bench.suspend import TIERS, prompt
 from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
-from sglang_april.client.types import Reply, Sample
+from sglang_april.client.types import RolloutReply, RolloutSample
 
 CUT = 12
 """Tokens after which the quota is met."""
@@ -35,12 +35,14 @@ TOLERANCE = {"cpu": 1e-5, "gpu": 0.1}
 """Of logprobs: float32 rounds them in the seventh digit, bf16 by a few hundredths."""
 
 
-async def draw(engine: Engine, prompts: list[dict[str, Any]], **body: Any) -> Reply:
+async def draw(engine: EngineClient, prompts: list[dict[str, Any]], **body: Any) -> RolloutReply:
     """A round until the quota, or until everything has finished."""
     return await engine.rollout({"prompts": prompts, "quota": None, "kv": "keep", **body})
 
 
-async def compared(engine: Engine, tier: str, plain: dict[str, Sample], prompts: list[dict[str, Any]]) -> record.Row:
+async def compared(
+    engine: EngineClient, tier: str, plain: dict[str, RolloutSample], prompts: list[dict[str, Any]]
+) -> record.Row:
     """A row: the samples of a run that was cut off and resumed from this tier, against the plain ones."""
     run = f"resume-{uuid.uuid4().hex[:8]}"
     end = prompt("end", 16, CUT, 999_983)
@@ -61,7 +63,7 @@ async def compared(engine: Engine, tier: str, plain: dict[str, Sample], prompts:
     }
 
 
-def difference(plain: Sample, resumed: Sample) -> tuple[int | None, float]:
+def difference(plain: RolloutSample, resumed: RolloutSample) -> tuple[int | None, float]:
     """The first token that differs (None: none), and the largest gap between the logprobs of the tokens before it."""
     same = np.asarray(plain.output_ids) == np.asarray(resumed.output_ids)
     at = None if same.all() else int(np.argmin(same))
@@ -74,7 +76,7 @@ async def measure(url: str, samples: int, tokens: int, length: int) -> list[reco
     prompts = [prompt(str(i), tokens, length, i) for i in range(samples)]
     for number, one in enumerate(prompts):
         one["sampling_params"]["sampling_seed"] = number
-    async with Engine(url, patched=True) as engine:
+    async with EngineClient(url, patched=True) as engine:
         reply = await draw(engine, prompts, run=f"plain-{uuid.uuid4().hex[:8]}")
         plain = {group.id: group.samples[0] for group in reply.finished}
         return [await compared(engine, tier, plain, prompts) for tier in TIERS]

@@ -5,8 +5,8 @@
     python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k (ten minutes)
 
-The model is bench/simulated_rounds.py, of engines as in bench/simulated_engine.py. Without --costs `reach` takes what was found
-beside the newest main table's rows, and `project` what is assumed of an H100.
+The model is bench/simulated_rounds.py, of engines as in bench/simulated_engine.py. Without --costs `reach` takes what
+was found beside the newest main table's rows, and `project` what is assumed of an H100.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from statistics import mean
 
 from bench import record
 from bench.report import by_variant, newest
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import LIKELY, PRESETS, Preset
 from bench.rollout.servers import Size, stock
-from bench.rollout.testbed import Bed
+from bench.rollout.testbed import Testbed
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.simulated_engine import Costs
 from bench.simulated_rounds import MEASURED, WARM, WAYS, Outcome, Simulation
 from examples.tiny_model import make
-from sglang_april.scheduler.admission import Gathering
+from sglang_april.scheduler.admission import PrefillBatcher
 
 COSTS = record.ROOT / "out" / "bench" / "costs.json"
 WITHIN = 0.10
@@ -57,7 +57,7 @@ def simulated(
     plan: Plan,
     variant: str,
     costs: Costs,
-    gather: float = Gathering.STEPS,
+    gather: float = PrefillBatcher.STEPS,
     engines: int = 1,
     distribution: str = "lognormal",
 ) -> Outcome:
@@ -125,7 +125,7 @@ def _near(ratio: float) -> bool:
 
 def reach(preset: Preset, costs: Costs) -> list[record.Row]:
     """Where a round's time goes, and what changes would give, as shares of the full-batch rate."""
-    usual = float(Gathering.STEPS)
+    usual = float(PrefillBatcher.STEPS)
     cases = [(variant, costs, usual, "as it is") for variant in SIMULATED]
     cases += [("april-keep", costs, gather, f"if a prefill counted as {gather:g} steps") for gather in GATHERED]
     free = replace(costs, prefill_s=0.0, prefill_sample_s=0.0, prefill_token_s=0.0)
@@ -210,8 +210,8 @@ def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:
 
 
 async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
-    async with Engine(url, patched=False) as engine:
-        bed = Bed(engine, engine, (checkpoint, checkpoint), preset)
+    async with EngineClient(url, patched=False) as engine:
+        bed = Testbed(engine, engine, (checkpoint, checkpoint), preset)
         for _ in range(LOOKS):
             await bed.look("lognormal")
     return bed.observed.costs()

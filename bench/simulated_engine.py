@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from bench.rollout.workload import Prompt
+from bench.rollout.workload import WorkloadPrompt
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Costs:
 
 
 @dataclass(eq=False)
-class Sample:
+class SimulatedSample:
     """A response on its way."""
 
-    group: "Group"
+    group: "SimulatedGroup"
     target: int
     done: int = 0
     kept: bool = False
@@ -64,11 +64,11 @@ class Sample:
 
 
 @dataclass(eq=False)
-class Group:
+class SimulatedGroup:
     """The responses to one prompt."""
 
-    prompt: Prompt
-    samples: list[Sample] = field(default_factory=list)
+    prompt: WorkloadPrompt
+    samples: list[SimulatedSample] = field(default_factory=list)
     prefilled_in: int = -1
     """The round in which some member has been prefilled: the KV of its prompt is there for the others."""
 
@@ -78,15 +78,15 @@ class Group:
         return all(sample.done >= sample.target for sample in self.samples)
 
 
-class Engine:
+class SimulatedEngine:
     """`ours`: it gathers leaders, and their followers join. `gather`: what a prefill is taken to cost, in decode steps
     (`Gathering`); with 0 whoever needs a prefill gets one at once. `found`: a partial's prefill finds its KV."""
 
     def __init__(self, costs: Costs, slots: int, *, ours: bool, gather: float, found: bool = False) -> None:
         self._costs, self._slots, self._ours, self._found = costs, slots, ours, found
         self._gather = gather if ours else 0.0
-        self.queue: deque[Sample] = deque()
-        self.running: list[Sample] = []
+        self.queue: deque[SimulatedSample] = deque()
+        self.running: list[SimulatedSample] = []
         self.clock = 0.0
         self.number = -1
         """Of the round."""
@@ -96,14 +96,14 @@ class Engine:
         self._stretch = self._idle = 0
         """Decode steps that are under way, and slots that somebody waits for meanwhile."""
 
-    def begun(self) -> set[Group]:
+    def begun(self) -> set[SimulatedGroup]:
         """Groups with samples that run or wait."""
         return {sample.group for sample in (*self.running, *self.queue)}
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: WorkloadPrompt) -> None:
         """A group that waits."""
-        group = Group(prompt)
-        group.samples = [Sample(group, target) for target in prompt.lengths]
+        group = SimulatedGroup(prompt)
+        group.samples = [SimulatedSample(group, target) for target in prompt.lengths]
         self.queue.extend(group.samples)
 
     @property
@@ -127,7 +127,7 @@ class Engine:
             return None
         return self.clock
 
-    def end(self, until: float = math.inf) -> list[Group]:
+    def end(self, until: float = math.inf) -> list[SimulatedGroup]:
         """What has begun ends, of a stretch the step in flight at `until`; groups that are whole now."""
         if self._stretch:
             self._decode(self._steps_until(until))
@@ -148,7 +148,7 @@ class Engine:
         self.queue.extendleft(reversed(self.running))
         self.running, self._kv = [], 0
 
-    def _is_ready(self, sample: Sample) -> bool:
+    def _is_ready(self, sample: SimulatedSample) -> bool:
         return sample.kept or (self._ours and not sample.done and sample.group.prefilled_in == self.number)
 
     def _due(self, free: int) -> bool:
@@ -175,9 +175,9 @@ class Engine:
                 low = middle + 1
         return low
 
-    def _leaders(self, free: int) -> list[Sample]:
+    def _leaders(self, free: int) -> list[SimulatedSample]:
         """As `scheduler/prompts.py` has it: one of each group, of groups enough for one batch."""
-        room, led, chosen = free + len(self.running), set[Group](), list[Sample]()
+        room, led, chosen = free + len(self.running), set[SimulatedGroup](), list[SimulatedSample]()
         for sample in self.queue:
             if len(chosen) == free or room <= 0:
                 break
@@ -191,13 +191,13 @@ class Engine:
             chosen.append(sample)
         return chosen
 
-    def _join(self, samples: list[Sample]) -> None:
+    def _join(self, samples: list[SimulatedSample]) -> None:
         """On KV that is there: their next token comes with the next decode."""
         kept = [sample for sample in samples if sample.kept]
         took = len(kept) * self._costs.join_s + sum(x.tokens for x in kept) * self._costs.move_token_s
         self._enter(samples, took + (len(samples) - len(kept)) * (self._costs.prefill_sample_s + self._costs.follow_s))
 
-    def _prefill(self, samples: list[Sample]) -> None:
+    def _prefill(self, samples: list[SimulatedSample]) -> None:
         costs = self._costs
         tokens = sum(1 if self._found and sample.done else sample.tokens for sample in samples)
         for sample in samples:
@@ -205,7 +205,7 @@ class Engine:
             sample.done += 1
         self._enter(samples, costs.prefill_s + len(samples) * costs.prefill_sample_s + tokens * costs.prefill_token_s)
 
-    def _enter(self, samples: list[Sample], took: float) -> None:
+    def _enter(self, samples: list[SimulatedSample], took: float) -> None:
         gone = set(samples)
         self.queue = deque(sample for sample in self.queue if sample not in gone)
         self.clock += took

@@ -12,14 +12,14 @@ from typing import Literal
 
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
-from bench.simulated_engine import Costs, Engine, Group
-from sglang_april.scheduler.admission import Gathering
+from bench.simulated_engine import Costs, SimulatedEngine, SimulatedGroup
+from sglang_april.scheduler.admission import PrefillBatcher
 
 WARM, MEASURED = 12, 40
 
 
 @dataclass(frozen=True)
-class Way:
+class SimulatedVariant:
     """How a variant runs its rounds."""
 
     supply: Literal["quota", "factor", "refilled", "demand"]
@@ -37,17 +37,17 @@ class Way:
 
 
 WAYS = {
-    "synchronous": Way("quota"),
-    "outside": Way("factor", between="abort_s"),
-    "outside-retry3s": Way("factor", between="abort_s", sleep_s=3.0),
-    "stale-reuse": Way("factor", partials="found", between="abort_s"),
-    "pause-retract": Way("factor", surplus_counts=False),
-    "pause-in-place": Way("factor", "running", surplus_counts=False),
-    "async": Way("refilled", "running", between="", surplus_counts=False),
-    "april-keep": Way("demand", partials="kept"),
-    "april-recompute": Way("demand"),
-    "april-auto": Way("demand", partials="kept"),  # where that costs less, as it does in every preset
-    "april-continue": Way("demand", "running", between=""),
+    "synchronous": SimulatedVariant("quota"),
+    "outside": SimulatedVariant("factor", between="abort_s"),
+    "outside-retry3s": SimulatedVariant("factor", between="abort_s", sleep_s=3.0),
+    "stale-reuse": SimulatedVariant("factor", partials="found", between="abort_s"),
+    "pause-retract": SimulatedVariant("factor", surplus_counts=False),
+    "pause-in-place": SimulatedVariant("factor", "running", surplus_counts=False),
+    "async": SimulatedVariant("refilled", "running", between="", surplus_counts=False),
+    "april-keep": SimulatedVariant("demand", partials="kept"),
+    "april-recompute": SimulatedVariant("demand"),
+    "april-auto": SimulatedVariant("demand", partials="kept"),  # where that costs less, as it does in every preset
+    "april-continue": SimulatedVariant("demand", "running", between=""),
 }
 
 
@@ -78,13 +78,15 @@ class Simulation:
         plan: Plan,
         stream: Stream,
         costs: Costs,
-        gather: float = Gathering.STEPS,
+        gather: float = PrefillBatcher.STEPS,
         engines: int = 1,
     ) -> None:
         self._way, self._plan, self._stream, self._costs = WAYS[variant], plan, stream, costs
         ours, found = self._way.supply == "demand", self._way.partials == "found"
-        self._engines = [Engine(costs, plan.slots, ours=ours, gather=gather, found=found) for _ in range(engines)]
-        self._pile: list[Group] = []
+        self._engines = [
+            SimulatedEngine(costs, plan.slots, ours=ours, gather=gather, found=found) for _ in range(engines)
+        ]
+        self._pile: list[SimulatedGroup] = []
         self._clock = 0.0
         self.outcome = Outcome(engines)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from bench.rollout.engine_client import Counters, Engine
+from bench.rollout.engine_client import Counters, EngineClient
 from bench.rollout.limit import LOGPROBS, Point, decode_rate, params, prompts
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 from bench.simulated_engine import Costs
@@ -87,7 +87,7 @@ def fitted(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 async def look(
-    engine: Engine, checkpoint: Path | None, slots: int, length: int, prompt_tokens: int, batch: int
+    engine: EngineClient, checkpoint: Path | None, slots: int, length: int, prompt_tokens: int, batch: int
 ) -> Observed:
     """One look of a few seconds at an idle engine; `checkpoint`: what is pushed, without a flush."""
     seen = Observed()
@@ -100,7 +100,7 @@ async def look(
     return seen
 
 
-async def _stalls(engine: Engine, batch: int) -> list[Stall]:
+async def _stalls(engine: EngineClient, batch: int) -> list[Stall]:
     """Prefills beside a batch that decodes: the seconds that its steps do not account for."""
     async with _decoding(engine, batch) as after:
         marks = [await after(0)]
@@ -119,7 +119,7 @@ async def _stalls(engine: Engine, batch: int) -> list[Stall]:
 
 
 @contextlib.asynccontextmanager
-async def _decoding(engine: Engine, batch: int) -> AsyncIterator[Callable[[int], Awaitable[Counters]]]:
+async def _decoding(engine: EngineClient, batch: int) -> AsyncIterator[Callable[[int], Awaitable[Counters]]]:
     """A batch that decodes meanwhile, and is aborted in the end. Yields a wait for so many more steps of it, which
     returns the counters after them."""
     body = {"input_ids": prompts(batch, 8), "sampling_params": params(STEPS), **LOGPROBS}
@@ -143,13 +143,13 @@ async def _decoding(engine: Engine, batch: int) -> AsyncIterator[Callable[[int],
         await task
 
 
-async def _prefill(engine: Engine, count: int, tokens: int) -> None:
+async def _prefill(engine: EngineClient, count: int, tokens: int) -> None:
     """One new token for each of so many prompts that no cache has seen."""
     ids = [[random.randrange(FIRST_TOKEN, VOCAB) for _ in range(tokens)] for _ in range(count)]
     await engine.post("/generate", {"input_ids": ids, "sampling_params": params(1), **LOGPROBS})
 
 
-async def _abort(engine: Engine, batch: int) -> float:
+async def _abort(engine: EngineClient, batch: int) -> float:
     """Seconds from the abort of a full batch to its last answer."""
     async with _decoding(engine, batch) as after:
         await after(0)

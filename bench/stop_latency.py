@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, both
 from examples.tiny_model import make
 
@@ -39,7 +39,7 @@ def workload(running: int) -> list[dict[str, Any]]:
     ]
 
 
-async def ours(engine: Engine, running: int, packed: bool) -> record.Row:
+async def ours(engine: EngineClient, running: int, packed: bool) -> record.Row:
     """One round; its partials are dropped."""
     run = f"stop-{uuid.uuid4().hex[:8]}"
     body = {"run": run, "prompts": workload(running), "quota": running // 2}
@@ -53,7 +53,7 @@ async def ours(engine: Engine, running: int, packed: bool) -> record.Row:
     }
 
 
-async def outside(engine: Engine, running: int) -> record.Row:
+async def outside(engine: EngineClient, running: int) -> record.Row:
     """The same samples, counted and aborted from here."""
 
     async def one(prompt: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ async def outside(engine: Engine, running: int) -> record.Row:
     }
 
 
-async def big_reply(engine: Engine, running: int, tokens: int) -> Iterable[record.Row]:
+async def big_reply(engine: EngineClient, running: int, tokens: int) -> Iterable[record.Row]:
     """A reply of at least `tokens` tokens, in both formats: from the quota to the last byte."""
     length = min(REPLY_LENGTH, -(-tokens // running))
     count = -(-tokens // length)
@@ -105,7 +105,7 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record
         record.append_rows(args.out, [{**facts, **row}])
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
-    async with Engine(urls[0], patched=False) as stock, Engine(urls[1], patched=True) as april:
+    async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
         for repetition in range(args.repetitions):
             for running in args.running:
                 common = {"running": running, "repetition": repetition}

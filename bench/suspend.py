@@ -8,8 +8,9 @@ without a flush, so that nothing of a recompute comes from the radix tree; the n
 repetition by repetition.
 
 `reply_ms`: from the quota to the reply on its way, in the engine. A stall is a step of those who decode that takes
-longer than their usual one, by the times at which the scheduler began its forwards (`bench.traced_server`): `stall_p99_steps`
-is the 99th percentile of their steps from the end of the round until the last page has been copied, less that of tier
+longer than their usual one, by the times at which the scheduler began its forwards (`bench.traced_server`):
+`stall_p99_steps` is the 99th percentile of their steps from the end of the round until the last page has been copied,
+less that of tier
 `device`, where nothing is copied, in median steps. `resume_ms`: from the request of the next round until all samples
 have a new token; `resume_stall_p99_steps` likewise. One row more: SGLang's own `get_cpu_copy` of the same slots of the
 same pool, which the scheduler's thread would have to wait for.
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from bench import record, traced_server
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, ours
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 from examples.april_demo.server import has_gpu
@@ -135,7 +136,7 @@ def prompt(name: str, tokens: int, length: int, salt: int) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def others(engine: Engine, plan: Plan, steps: Steps) -> AsyncIterator[None]:
+async def others(engine: EngineClient, plan: Plan, steps: Steps) -> AsyncIterator[None]:
     """A round that always has `beside` samples running, each up to the whole context, one after the other."""
     run, start = f"others-{uuid.uuid4().hex[:8]}", time.time()
     prompts = [prompt(str(i), 16, plan.length, 10_000 + i) for i in range(64 * plan.beside)]
@@ -153,7 +154,7 @@ async def others(engine: Engine, plan: Plan, steps: Steps) -> AsyncIterator[None
         await engine.post("/april/drop", {"run": run})
 
 
-async def once(engine: Engine, plan: Plan, steps: Steps, tier: str, salt: int, weights: Path, seen: Seen) -> None:
+async def once(engine: EngineClient, plan: Plan, steps: Steps, tier: str, salt: int, weights: Path, seen: Seen) -> None:
     """Round, push without a flush, round; nothing of the run is left."""
     run = f"suspend-{uuid.uuid4().hex[:8]}"
     mine = [prompt(str(i), plan.prompt, plan.length, salt * 1000 + i) for i in range(plan.samples)]
@@ -191,7 +192,7 @@ async def once(engine: Engine, plan: Plan, steps: Steps, tier: str, salt: int, w
 async def measure(url: str, folder: Path, plan: Plan, weights: Path, on_gpu: bool) -> list[record.Row]:
     """One row per tier, and one for SGLang's own copy."""
     steps, seen = Steps(folder), {tier: Seen() for tier in TIERS}
-    async with Engine(url, patched=True) as engine, others(engine, plan, steps):
+    async with EngineClient(url, patched=True) as engine, others(engine, plan, steps):
         await once(engine, plan, steps, "host", 0, weights, Seen())  # memory for the arena, caches, code
         for number in range(plan.repetitions):
             for at, tier in enumerate(TIERS):
@@ -224,13 +225,13 @@ def figures(one: Seen, device: Seen, plan: Plan) -> record.Row:
 
 def sglang_copy(config: dict[str, Any], plan: Plan, on_gpu: bool, step_s: float) -> record.Row:
     """`get_cpu_copy` and `load_cpu_copy` of each sample's slots, one after the other, in this process."""
-    from bench.kernel_cases import Bed, Config
+    from bench.kernel_cases import Config, KernelTestbed
 
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     dtype, device = (config["torch_dtype"], "cuda") if on_gpu else ("float32", "cpu")
     tokens = plan.prompt + plan.output
-    bed = Bed(Config(config["num_hidden_layers"], heads, dim, dtype, 16), plan.samples * tokens, device)
+    bed = KernelTestbed(Config(config["num_hidden_layers"], heads, dim, dtype, 16), plan.samples * tokens, device)
     if bed.sglang is None:
         return {"tier": "sglang get_cpu_copy", "skipped": bed.why_not}
     copy_ms, load_ms = [], []

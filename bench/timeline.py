@@ -3,8 +3,8 @@
     python -m bench.timeline --record
 
 The workload and sizes are those of `bench.rollout --preset cpu`. Our server writes down when each piece of its
-scheduler's loop began and how long it took (`bench.traced_server`). A row has the pieces' shares of the rounds' time, from
-the start of the push to the reply:
+scheduler's loop began and how long it took (`bench.traced_server`). A row has the pieces' shares of the rounds' time,
+from the start of the push to the reply:
 
 - `decode`, `prefill`: the model's forwards; `sample`: drawing tokens; `run`: what else `run_batch` does;
 - `results`: tokens into requests, finished samples, our bookkeeping, what is sent to the detokenizer;
@@ -25,11 +25,11 @@ from statistics import harmonic_mean
 from typing import Any
 
 from bench import record, traced_server
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.runner import KINDS, Track
 from bench.rollout.servers import Size, ours
-from bench.rollout.testbed import Bed
+from bench.rollout.testbed import Testbed
 from examples.tiny_model import make
 
 Window = tuple[float, float]
@@ -67,8 +67,8 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
     """Rows: the full batch before, the variant's rounds in the steady state, the full batch after."""
     spans = traced_server.Lines(folder / traced_server.SPANS)
     began = time.time()
-    async with Engine(url, patched=True) as engine:
-        bed = Bed(engine, engine, checkpoints, preset)
+    async with EngineClient(url, patched=True) as engine:
+        bed = Testbed(engine, engine, checkpoints, preset)
         track = Track(bed, Cell("lognormal", variant))
         steady = await track.warm()
         limits, full = [], []

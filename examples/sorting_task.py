@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer_bridge.prompt import Prompt
+    from trainer_bridge.prompt import TrainingPrompt
     from trainer_bridge.rewards import RewardSample
 
 PAD, BOS, EOS, SORT = 0, 1, 2, 3
@@ -92,6 +92,6 @@ def write_prompts(path: Path, given: Iterable[Problem]) -> Path:
     return path
 
 
-def reward(sample: RewardSample, prompt: Prompt) -> float:
+def reward(sample: RewardSample, prompt: TrainingPrompt) -> float:
     """``score``, as the trainer bridge asks for it."""
     return score(Problem(prompt.id, prompt.content, prompt.label), sample.output_ids)

@@ -2,8 +2,8 @@
 
 Each story (tests/support/kills.py) starts a server with an empty journal, kills it a few times and checks everything
 at its end. Totals are kept in a file, to which an interrupted soak comes back; a story that was cut off does not count.
-Servers are forks of one process that has imported SGLang (tests/support/fork_server.py): importing it took most of the minute
-that a kill cost.
+Servers are forks of one process that has imported SGLang (tests/support/fork_server.py): importing it took most of the
+minute that a kill cost.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from examples.tiny_model import make
-from tests.support.fork_server import Warm
+from tests.support.fork_server import ForkServer
 from tests.support.kills import Story
 from tests.support.server import Server
 
@@ -22,7 +22,7 @@ FLAGS = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]
 
 
-def story(folder: Path, seed: int, kills: int, warm: Warm) -> dict[str, int]:
+def story(folder: Path, seed: int, kills: int, warm: ForkServer) -> dict[str, int]:
     """One story in a folder of its own; its totals."""
 
     def model(which: int) -> Path:
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path("out/soak.json"))
     options = parser.parse_args()
     totals: dict[str, int] = json.loads(options.state.read_text()) if options.state.exists() else {}
-    warm = Warm()
+    warm = ForkServer()
     while (left := options.kills - totals.get("kills", 0)) > 0:
         with tempfile.TemporaryDirectory() as folder:
             began, seed = time.monotonic(), totals.get("stories", 0)

@@ -19,7 +19,7 @@ from sglang_april.durable import sync_folder
 
 
 @dataclass(slots=True)
-class State:
+class LoopState:
     """What the loop knows after a step, beside the trainer."""
 
     step: int = 0
@@ -73,7 +73,7 @@ class Checkpoints:
         """The folder of one."""
         return self._list / f"step-{step:06d}"
 
-    def save(self, state: State, save_trainer: Callable[[Path], None]) -> None:
+    def save(self, state: LoopState, save_trainer: Callable[[Path], None]) -> None:
         """Write one; when it returns it is durable, and old ones are gone."""
         made = self._list / f"tmp-{state.step:06d}"
         (made / "trainer").mkdir(parents=True)
@@ -86,13 +86,13 @@ class Checkpoints:
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(old))
 
-    def newest(self) -> tuple[State, Path] | None:
+    def newest(self) -> tuple[LoopState, Path] | None:
         """The loop's state and the trainer's folder, or None where there is none."""
         done = self.steps()
         if not done:
             return None
         folder = self.path(done[-1])
-        return State(**json.loads((folder / "state.json").read_text())), folder / "trainer"
+        return LoopState(**json.loads((folder / "state.json").read_text())), folder / "trainer"
 
     def note_extended(self, round_id: str, ids: list[str]) -> None:
         """Before a round is extended: the engine may get these prompts, whether we live on or not."""

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 def _train(config: Config) -> int:
     from sglang_april.client import AprilError
     from trainer_bridge.handshake import HandshakeError
-    from trainer_bridge.loop import Loop
+    from trainer_bridge.loop import TrainingLoop
     from trainer_bridge.megatron.shapes import UnsupportedModelError
     from trainer_bridge.megatron.workers import TrainerFailed
     from trainer_bridge.server_process import EngineGoneError
@@ -42,7 +42,7 @@ def _train(config: Config) -> int:
     # A terminated run still ends its server and its reward processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        loop = Loop(config)
+        loop = TrainingLoop(config)
     except (ConfigError, UnsupportedModelError, OSError) as error:
         print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.prompt import Prompt
+from trainer_bridge.prompt import TrainingPrompt
 
 
 class PromptData:
@@ -25,18 +25,18 @@ class PromptData:
         """Rows of one epoch."""
         return len(self._rows)
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, count: int) -> list[TrainingPrompt]:
         """The next prompts."""
         taken = [self._at(self.position + i) for i in range(count)]
         self.position += count
         return taken
 
-    def find(self, prompt_id: str) -> Prompt:
+    def find(self, prompt_id: str) -> TrainingPrompt:
         """The prompt that once had this id."""
         epoch, row = prompt_id.removeprefix("e").split("-")
         return self._prompt(int(epoch), int(row))
 
-    def _at(self, position: int) -> Prompt:
+    def _at(self, position: int) -> TrainingPrompt:
         epoch, place = divmod(position, len(self._rows))
         if self._order[0] != epoch:
             order = list(range(len(self._rows)))
@@ -45,14 +45,14 @@ class PromptData:
             self._order = (epoch, order)
         return self._prompt(epoch, self._order[1][place])
 
-    def _prompt(self, epoch: int, row: int) -> Prompt:
+    def _prompt(self, epoch: int, row: int) -> TrainingPrompt:
         fields, config = self._rows[row], self._config
         content = _column(fields, config.input_key, row)
         if config.apply_chat_template and isinstance(content, str):
             content = [{"role": "user", "content": content}]
         label = None if config.label_key is None else _column(fields, config.label_key, row)
         metadata = None if config.metadata_key is None else _column(fields, config.metadata_key, row)
-        return Prompt(f"e{epoch}-{row}", content, label, metadata)
+        return TrainingPrompt(f"e{epoch}-{row}", content, label, metadata)
 
 
 def read_rows(path: str | Path) -> list[Mapping[str, Any]]:

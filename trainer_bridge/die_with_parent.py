@@ -1,4 +1,4 @@
-"""`python -m trainer_bridge.die_with_parent PARENT COMMAND…` becomes COMMAND, and is killed when the process PARENT dies."""
+"""`python -m trainer_bridge.die_with_parent PARENT COMMAND…` becomes COMMAND and is killed when PARENT dies."""
 
 import ctypes
 import os

@@ -13,21 +13,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_april.client import AprilClient, AprilError
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 
-Event = Group | Summary | BaseException
+Event = RolloutGroup | RolloutSummary | BaseException
 GONE = (404, 410)
 """Of a round: there is none, or it is not kept any longer."""
 
 
-class Fleet:
+class EnginePool:
     """A client of several engines. A prompt's field `engine` says which one gets it; without it they take turns."""
 
     def __init__(self, clients: Sequence[AprilClient]) -> None:
         self.clients = clients
         self._open: dict[str, SharedRound] = {}
 
-    def stream(self, **body: Any) -> Iterator[Group | Summary]:
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         """A round over all engines: groups as they finish, and one summary."""
         shared = self._open[body["round_id"]] = SharedRound(self.clients, body)
         try:
@@ -90,7 +90,7 @@ class SharedRound:
         self._met = False
         self._lock = threading.RLock()
 
-    def run(self) -> Iterator[Group | Summary]:
+    def run(self) -> Iterator[RolloutGroup | RolloutSummary]:
         """All events, and the merged summary. An engine's error is raised; the others go on, and may be asked again."""
         streams = [client.stream(**body) for client, body in zip(self._clients, self._bodies(), strict=True)]
         if self._quota is not None:
@@ -98,12 +98,12 @@ class SharedRound:
                 self._look(engine)
         for engine, stream in enumerate(streams):
             threading.Thread(target=self._follow, args=(engine, stream), daemon=True, name=f"engine {engine}").start()
-        summaries: dict[int, Summary] = {}
+        summaries: dict[int, RolloutSummary] = {}
         while len(summaries) < len(self._clients):
             engine, event = self._events.get()
             if isinstance(event, BaseException):
                 raise event
-            if isinstance(event, Summary):
+            if isinstance(event, RolloutSummary):
                 summaries[engine] = event
                 self._ended(engine, sum(bool(named["accepted"]) for named in event.delivered))
                 continue
@@ -163,7 +163,7 @@ class SharedRound:
         reply = client.get_round(self._id)
         self._ended(engine, 0 if reply is None else sum(bool(group.accepted) for group in reply.finished))
 
-    def _follow(self, engine: int, stream: Iterator[Group | Summary]) -> None:
+    def _follow(self, engine: int, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
         try:
             for event in stream:
                 self._events.put((engine, event))
@@ -203,14 +203,14 @@ class SharedRound:
 
     # After the events
 
-    def _merged(self, parts: list[Summary]) -> Summary:
+    def _merged(self, parts: list[RolloutSummary]) -> RolloutSummary:
         versions = {part.policy_version for part in parts}
         if len(versions) > 1:
             raise AprilError(409, "policy_version", f"the engines ended the round at versions {sorted(versions)}")
         order = list(self._home)
         delivered = sorted((named for part in parts for named in part.delivered), key=lambda n: order.index(n["id"]))
         met = self._quota is not None and sum(self._accepted) >= self._quota
-        return Summary(
+        return RolloutSummary(
             self._id,
             parts[0].run,
             versions.pop(),

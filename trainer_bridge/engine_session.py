@@ -15,8 +15,8 @@ from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.handshake import NoEngineError
 from trainer_bridge.push.pusher import PushFailed
-from trainer_bridge.rollout import Rollouts
-from trainer_bridge.rollout_engine import Engines
+from trainer_bridge.rollout import RolloutDriver
+from trainer_bridge.rollout_engine import RolloutEngines
 from trainer_bridge.server_process import EngineGoneError, EngineLostError
 from trainer_bridge.trainer import PARTS, Trainer
 
@@ -26,11 +26,17 @@ LOST = (httpx.TransportError, EngineLostError, NoEngineError, PushFailed)
 T = TypeVar("T")
 
 
-class Link:
+class EngineSession:
     """Calls to the engine that survive its loss. `step` is the trainer's: steps done."""
 
     def __init__(
-        self, engines: Engines, trainer: Trainer, rollouts: Rollouts, store: Checkpoints, run: str, config: Config
+        self,
+        engines: RolloutEngines,
+        trainer: Trainer,
+        rollouts: RolloutDriver,
+        store: Checkpoints,
+        run: str,
+        config: Config,
     ) -> None:
         self._engines, self._trainer, self._rollouts, self._store = engines, trainer, rollouts, store
         self._run, self._config = run, config

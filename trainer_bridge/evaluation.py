@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from sglang_april.client import AprilClient
-from sglang_april.client.types import Group
+from sglang_april.client.types import RolloutGroup
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
-from trainer_bridge.engine_pool import Fleet
+from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 
 
@@ -19,7 +19,7 @@ def round_of(run: str, step: int) -> str:
 
 
 def evaluate(
-    client: AprilClient | Fleet, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
+    client: AprilClient | EnginePool, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
 ) -> dict[str, float]:
     """Mean reward over all held-out prompts, its standard error over prompts, and lengths.
 
@@ -51,7 +51,7 @@ def evaluate(
         quota_unit="group",
         keep_until_ack=True,
     ):
-        if isinstance(event, Group):
+        if isinstance(event, RolloutGroup):
             told = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]
             waiting.append(rewards.submit(told, prompts[event.id]))
             lengths += [len(sample.output_ids) for sample in event.samples]

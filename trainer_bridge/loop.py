@@ -15,34 +15,34 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from sglang_april.client import AprilError
-from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.checkpoints import Checkpoints, LoopState
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData, read_rows
-from trainer_bridge.engine_session import Link
+from trainer_bridge.engine_session import EngineSession
 from trainer_bridge.evaluation import evaluate, round_of
 from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.metrics import step_row
-from trainer_bridge.progress import Progress
+from trainer_bridge.progress import RunProgress
 from trainer_bridge.rewards import RewardError, Rewards
-from trainer_bridge.rollout import Rollout, Rollouts
-from trainer_bridge.rollout_engine import Engines
-from trainer_bridge.samples import Cut, Response, known_proximal, micro_batches, responses, updates
+from trainer_bridge.rollout import RolloutDriver, ScoredRollout
+from trainer_bridge.rollout_engine import RolloutEngines
+from trainer_bridge.samples import PackedMicroBatch, TrainingSample, known_proximal, micro_batches, responses, updates
 from trainer_bridge.trainer import PARTS, Part, StepReport, Trainer
 from trainer_bridge.validate import RunError, check, check_model, check_on_policy, modified_sampling
 
 if TYPE_CHECKING:
-    from trainer_bridge.ray_cluster import Cluster
+    from trainer_bridge.ray_cluster import RayCluster
 
 MOST_ROUNDS = 10
 """A step that needs more than this has a reward that always fails, or never differs."""
 T = TypeVar("T")
 
 
-class Loop:
+class TrainingLoop:
     """One run, from its last checkpoint or its first step to its end. `close` ends what it started."""
 
-    def __init__(self, config: Config, trainer: Trainer | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, config: Config, trainer: Trainer | None = None, progress: RunProgress | None = None) -> None:
         check(config)
         if trainer is None:
             check_model(config)
@@ -50,18 +50,18 @@ class Loop:
         folder = Path(config.save)
         self.store = Checkpoints(folder, config.keep_checkpoints)
         self.run_name = self.store.run_name(config.run)
-        self.progress = progress or Progress(folder)
+        self.progress = progress or RunProgress(folder)
         self._data = PromptData(read_rows(config.prompt_data), config)
         self._eval_data: PromptData | None = None
         if config.eval_interval is not None and config.eval_prompt_data is not None:
             self._eval_data = PromptData(read_rows(config.eval_prompt_data), config, shuffle=False)
         self.rewards = _rewards(config)
         self._cluster = _cluster(config)
-        self.engine = Engines(config, folder, self._cluster)
+        self.engine = RolloutEngines(config, folder, self._cluster)
         self.trainer = trainer or make_trainer(config.trainer, self._cluster)
-        self.rollouts = Rollouts(self.engine.client, self.run_name, self._data, self.rewards, config, self.store)
-        self.link = Link(self.engine, self.trainer, self.rollouts, self.store, self.run_name, config)
-        self.state = State()
+        self.rollouts = RolloutDriver(self.engine.client, self.run_name, self._data, self.rewards, config, self.store)
+        self.link = EngineSession(self.engine, self.trainer, self.rollouts, self.store, self.run_name, config)
+        self.state = LoopState()
         self._unacknowledged: list[str] = []
         self._spent: dict[str, float] = {}
 
@@ -74,7 +74,7 @@ class Loop:
         if self._cluster is not None:
             self._cluster.close()
 
-    def run(self) -> State:
+    def run(self) -> LoopState:
         """All steps that are left, and the end."""
         self._restore()
         self._evaluate()
@@ -112,7 +112,7 @@ class Loop:
         self._save(rounds)
         self._evaluate()
 
-    def _rounds(self, round_id: str, quota: int | None) -> list[Rollout]:
+    def _rounds(self, round_id: str, quota: int | None) -> list[ScoredRollout]:
         """The round of this step; and another for groups that could not be replaced before it ended."""
         done = [self._with_engine(lambda: self.rollouts.round(round_id, quota, full=quota is not None))]
         while quota is not None and self.config.quota_unit == "group":
@@ -128,7 +128,7 @@ class Loop:
             self._spend("reward_wait", rollout.reward_wait_s)
         return done
 
-    def _trained_version(self, rounds: list[Rollout]) -> int:
+    def _trained_version(self, rounds: list[ScoredRollout]) -> int:
         """The policy version of the trainer's weights, which must be the one that the engine ended the round with."""
         version = self.link.version
         seen = rounds[-1].summary.policy_version
@@ -136,14 +136,16 @@ class Loop:
             raise RunError(f"the engine answers with policy version {seen}, the trainer is at {version}: who pushes?")
         return version
 
-    def _train(self, made: list[Response], version: int) -> tuple[list[StepReport], list[tuple[list[Response], Cut]]]:
+    def _train(
+        self, made: list[TrainingSample], version: int
+    ) -> tuple[list[StepReport], list[tuple[list[TrainingSample], PackedMicroBatch]]]:
         config = self.config
         parts = updates(made, config.global_batch_size)
         with self._part("proximal"):
             if config.proximal in ("trainer", "engine"):
                 self._fill_proximal([response for part in parts for response in part], version)
         reports: list[StepReport] = []
-        cuts: list[tuple[list[Response], Cut]] = []
+        cuts: list[tuple[list[TrainingSample], PackedMicroBatch]] = []
         with self._part("train"):
             for part in parts:
                 batches = micro_batches(part, version, config)
@@ -154,7 +156,7 @@ class Loop:
             check_on_policy([report.stats.row() for report in reports], exact=exact)
         return reports, cuts
 
-    def _fill_proximal(self, made: list[Response], version: int) -> None:
+    def _fill_proximal(self, made: list[TrainingSample], version: int) -> None:
         """π_old of every response: from the engine where it knows it, else by a forward of the trainer."""
         unknown = []
         for response in made:
@@ -219,7 +221,7 @@ class Loop:
         """Whether a restart goes on after this step, and not before it."""
         return self.state.step % self.config.save_interval == 0 or self.state.step >= self.config.num_rollout
 
-    def _save(self, rounds: list[Rollout]) -> None:
+    def _save(self, rounds: list[ScoredRollout]) -> None:
         """A checkpoint when it is due; then its rounds are acknowledged, and the evaluations before it."""
         self._unacknowledged += [rollout.summary.round_id for rollout in rounds]
         if not self._saves():
@@ -299,9 +301,9 @@ def _rewards(config: Config) -> Rewards:
         raise ConfigError(f"{'group_reward' if of_groups else 'reward'}: {error}") from error
 
 
-def _cluster(config: Config) -> "Cluster | None":
+def _cluster(config: Config) -> "RayCluster | None":
     if not config.ray:
         return None
-    from trainer_bridge.ray_cluster import Cluster
+    from trainer_bridge.ray_cluster import RayCluster
 
-    return Cluster(config.ray_address)
+    return RayCluster(config.ray_address)

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 
 from trainer_bridge.batch import KEPT
-from trainer_bridge.checkpoints import State
-from trainer_bridge.rollout import Rollout
-from trainer_bridge.samples import Cut, Response
+from trainer_bridge.checkpoints import LoopState
+from trainer_bridge.rollout import ScoredRollout
+from trainer_bridge.samples import PackedMicroBatch, TrainingSample
 from trainer_bridge.trainer import StepReport
 
 DECILES = 10
 
 
 def step_row(
-    state: State,
+    state: LoopState,
     version: int,
-    rounds: Sequence[Rollout],
-    made: Sequence[Response],
+    rounds: Sequence[ScoredRollout],
+    made: Sequence[TrainingSample],
     reports: Sequence[StepReport],
-    cuts: Sequence[tuple[list[Response], Cut]],
+    cuts: Sequence[tuple[list[TrainingSample], PackedMicroBatch]],
 ) -> dict[str, Any]:
     """All figures of a step but its time split; `version` is the trainer's at the step. JSON values only."""
     lengths = np.array([len(response.output_ids) for response in made])
@@ -61,7 +61,7 @@ def step_row(
     return row
 
 
-def _staleness(made: Sequence[Response], version: int) -> dict[str, Any]:
+def _staleness(made: Sequence[TrainingSample], version: int) -> dict[str, Any]:
     """Tokens by age, the shares of S7, and how many versions a sample was drawn over.
 
     `kv_drift`: mean |log π − log μ| of tokens that this policy drew on kept KV, π by a plain forward of the trainer;
@@ -90,7 +90,7 @@ def _staleness(made: Sequence[Response], version: int) -> dict[str, Any]:
     }
 
 
-def _engine(rounds: Sequence[Rollout]) -> dict[str, Any]:
+def _engine(rounds: Sequence[ScoredRollout]) -> dict[str, Any]:
     """What the engine says of the rounds (S8, `stats`)."""
     stats = [rollout.summary.stats for rollout in rounds]
     duration = sum(s["duration_s"] for s in stats)
@@ -109,7 +109,7 @@ def _engine(rounds: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _deciles(
-    cuts: Sequence[tuple[list[Response], Cut]], reports: Sequence[StepReport], version: int
+    cuts: Sequence[tuple[list[TrainingSample], PackedMicroBatch]], reports: Sequence[StepReport], version: int
 ) -> list[dict[str, float]]:
     """Per decile of length: does anything silently take the gradient from long answers?"""
     told = [figures for report in reports for figures in report.sequences]

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer_bridge.checkpoints import State
+from trainer_bridge.checkpoints import LoopState
 
 CHARTS = (
     "reward",
@@ -24,7 +24,7 @@ CHARTS = (
 )
 
 
-class Progress:
+class RunProgress:
     """Rows of `steps.jsonl` and `evaluations.jsonl` in a run's folder. Steps done again replace their rows."""
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:
@@ -60,7 +60,7 @@ class Progress:
         for problem in row["problems"][:1]:
             self.warn(f"no reward: {problem}")
 
-    def evaluated(self, state: State, figures: dict[str, float]) -> None:
+    def evaluated(self, state: LoopState, figures: dict[str, float]) -> None:
         """An evaluation after this step."""
         row = {"step": state.step, "samples_so_far": state.samples, "seconds_so_far": state.seconds, **figures}
         _append(self._evaluations, row)

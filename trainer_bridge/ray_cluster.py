@@ -25,7 +25,7 @@ class NoRoomError(ConfigError):
     """Ray has not started what was asked for."""
 
 
-class Cluster:
+class RayCluster:
     """A Ray that runs already (`address`, as `ray.init` takes it), or one of our own, which ends with the run."""
 
     def __init__(self, address: str | None = None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from trainer_bridge.ray_cluster import Cluster, NoRoomError, passed_on
-from trainer_bridge.server_process import EngineGoneError, OwnServer
+from trainer_bridge.ray_cluster import NoRoomError, RayCluster, passed_on
+from trainer_bridge.server_process import EngineGoneError, LocalServerProcess
 
 
 class ServerActor:
@@ -19,23 +19,23 @@ class ServerActor:
     def __init__(self, record: Path, given: Sequence[str]) -> None:
         if "OMP_NUM_THREADS" not in given:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own choice for its workers, not the user's for a server
-        OwnServer(record).end()
-        self._own = OwnServer(record, tied=True)
+        LocalServerProcess(record).end()
+        self._own = LocalServerProcess(record, tied=True)
 
     def place(self) -> tuple[str, str]:
         """The node it is on, and a URL there."""
         return ray.get_runtime_context().get_node_id(), self._own.new_url(ray.util.get_node_ip_address())
 
     def alive(self) -> bool:
-        """As `OwnServer.alive`."""
+        """As `LocalServerProcess.alive`."""
         return self._own.alive
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
-        """As `OwnServer.start`."""
+        """As `LocalServerProcess.start`."""
         self._own.start(command, url, log)
 
     def end(self) -> None:
-        """As `OwnServer.end`."""
+        """As `LocalServerProcess.end`."""
         self._own.end()
 
 
@@ -45,7 +45,7 @@ class RayServer:
     url: str | None = None
     """No server outlives its trainer here: what the next one goes on from is the journal."""
 
-    def __init__(self, record: Path, cluster: Cluster, gpus: int) -> None:
+    def __init__(self, record: Path, cluster: RayCluster, gpus: int) -> None:
         self._record, self._cluster, self._gpus = record, cluster, gpus
         self._actor = self._make(None)
         self._node, self._url = ray.get(self._actor.place.remote())

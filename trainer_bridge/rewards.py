@@ -1,7 +1,7 @@
 """Step 7 (train), first part: rewards, computed in processes of their own while others still generate.
 
-A reward is a function of a `RewardSample` and a `Prompt`. Each call has a time-out; a worker that exceeds it is killed
-and replaced. A call that fails or times out is tried once more, and then its samples have no reward: they are
+A reward is a function of a `RewardSample` and a `TrainingPrompt`. Each call has a time-out; a worker that exceeds it is
+killed and replaced. A call that fails or times out is tried once more, and then its samples have no reward: they are
 masked and left out of the baseline, never scored 0.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer_bridge.prompt import Prompt
+from trainer_bridge.prompt import TrainingPrompt
 
 TRIES = 2
 START_S = 300.0
@@ -51,7 +51,7 @@ class RewardError(Exception):
     """What a worker says of a call that went wrong."""
 
 
-def math_answer(sample: RewardSample, prompt: Prompt) -> float:
+def math_answer(sample: RewardSample, prompt: TrainingPrompt) -> float:
     """1.0 where the last answer in the text equals the label, judged by math-verify; else 0.0."""
     from math_verify import parse, verify
 
@@ -96,7 +96,7 @@ def _serve(connection: Connection, place: str) -> None:
             connection.send((False, repr(error)))
 
 
-class Worker:
+class RewardWorker:
     """One process; started again after a time-out or its death."""
 
     def __init__(self, place: str) -> None:
@@ -158,16 +158,16 @@ class Rewards:
 
     def __init__(self, place: str, workers: int, timeout: float, *, of_groups: bool = False) -> None:
         self._timeout, self._of_groups = timeout, of_groups
-        self._workers = [Worker(place) for _ in range(workers)]
-        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._workers = [RewardWorker(place) for _ in range(workers)]
+        self._free: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="reward")
-        list(self._threads.map(Worker.start, self._workers))
+        list(self._threads.map(RewardWorker.start, self._workers))
         for worker in self._workers:
             self._free.put(worker)
         self.seconds = 0.0
         """Spent in calls so far, over all workers."""
 
-    def submit(self, samples: Sequence[RewardSample], prompt: Prompt) -> "Future[list[Score]]":
+    def submit(self, samples: Sequence[RewardSample], prompt: TrainingPrompt) -> "Future[list[Score]]":
         """The scores of a group's samples."""
         if self._of_groups:
             return self._threads.submit(self._group, list(samples), prompt)
@@ -180,10 +180,10 @@ class Rewards:
         for worker in self._workers:
             worker.stop()
 
-    def _one(self, sample: RewardSample, prompt: Prompt) -> Score:
+    def _one(self, sample: RewardSample, prompt: TrainingPrompt) -> Score:
         return self._tried((sample, prompt), lambda value: [_number(value)])[0]
 
-    def _group(self, samples: list[RewardSample], prompt: Prompt) -> list[Score]:
+    def _group(self, samples: list[RewardSample], prompt: TrainingPrompt) -> list[Score]:
         def read(value: Any) -> list[float]:
             numbers = [_number(one) for one in value]
             if len(numbers) != len(samples):

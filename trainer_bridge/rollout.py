@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 
 from sglang_april.client import AprilClient, AprilError
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
-from trainer_bridge.engine_pool import Fleet
-from trainer_bridge.prompt import Prompt
+from trainer_bridge.engine_pool import EnginePool
+from trainer_bridge.prompt import TrainingPrompt
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 from trainer_bridge.samples import ScoredGroup
 
@@ -35,10 +35,10 @@ Key = tuple[str, int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Rollout:
+class ScoredRollout:
     """What a round brought."""
 
-    summary: Summary
+    summary: RolloutSummary
     groups: list[ScoredGroup] = field(default_factory=list)
     """To train on, in the order of delivery."""
     rejected: int = 0
@@ -58,17 +58,17 @@ class Rollout:
 class _Streamed:
     """A sample as it came, with the scores of the part that it came in."""
 
-    group: Group
+    group: RolloutGroup
     at: int
     scores: "Future[list[Score]]"
 
 
-class Rollouts:
+class RolloutDriver:
     """The rounds of one run. `pending` are the prompts handed over and not wholly delivered."""
 
     def __init__(
         self,
-        client: AprilClient | Fleet,
+        client: AprilClient | EnginePool,
         run: str,
         data: PromptData,
         rewards: Rewards,
@@ -77,10 +77,10 @@ class Rollouts:
     ) -> None:
         self._client, self._run, self._data, self._rewards = client, run, data, rewards
         self._config, self._store = config, store
-        self.pending: dict[str, Prompt] = {}
+        self.pending: dict[str, TrainingPrompt] = {}
         self.homes: dict[str, int] = {}
         """Of each of them, the engine that it was handed to."""
-        self.engines = len(client.clients) if isinstance(client, Fleet) else 1
+        self.engines = len(client.clients) if isinstance(client, EnginePool) else 1
         self.held: set[int] = set()
         """The engines that have what is pending with them; a new engine without a journal has not."""
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Rollouts:
         self.pending = {prompt_id: self._data.find(prompt_id) for prompt_id in ids}
         self.homes = dict(zip(ids, homes or [0] * len(ids), strict=True))
 
-    def round(self, round_id: str, quota: int | None, *, full: bool = True) -> Rollout:
+    def round(self, round_id: str, quota: int | None, *, full: bool = True) -> ScoredRollout:
         """One round to its end. `full`: the pool is filled up first. A failure changes nothing here.
 
         Asked for again under its `round_id` it brings what it brought before and generates nothing (S8).
@@ -102,14 +102,14 @@ class Rollouts:
             self.pending, self.homes, self._data.position = before, homes, position
             raise
 
-    def _take(self, count: int) -> list[Prompt]:
+    def _take(self, count: int) -> list[TrainingPrompt]:
         with self._lock:
             taken = self._data.take(count)
             for prompt in taken:
                 self._place(prompt)
             return taken
 
-    def _place(self, prompt: Prompt) -> None:
+    def _place(self, prompt: TrainingPrompt) -> None:
         """The engine with the fewest pending prompts gets it; the same one whenever this is asked for again."""
         load = Counter(self.homes.values())
         self.homes[prompt.id] = min(range(self.engines), key=lambda engine: load[engine])
@@ -120,12 +120,12 @@ class Rollouts:
         self.pending.pop(prompt_id, None)
         self.homes.pop(prompt_id, None)
 
-    def prompt_body(self, prompt: Prompt) -> dict[str, Any]:
+    def prompt_body(self, prompt: TrainingPrompt) -> dict[str, Any]:
         """The prompt as it is handed over."""
         body = prompt.body(self._config.n_samples_per_prompt)
         return body if self.engines == 1 else {**body, "engine": self.homes[prompt.id]}
 
-    def body(self, round_id: str, prompts: list[Prompt], quota: int | None) -> dict[str, Any]:
+    def body(self, round_id: str, prompts: list[TrainingPrompt], quota: int | None) -> dict[str, Any]:
         """The request. It follows from checkpoint and configuration alone, so that it can be asked again."""
         config = self._config
         return {
@@ -150,22 +150,22 @@ class Rollouts:
 class _Round:
     """One round while it is open: events, scores and verdicts arrive on threads of their own."""
 
-    def __init__(self, rollouts: Rollouts, round_id: str, quota: int | None, full: bool) -> None:
+    def __init__(self, rollouts: RolloutDriver, round_id: str, quota: int | None, full: bool) -> None:
         self._all, self._id, self._quota, self._full = rollouts, round_id, quota, full
         self._config, self._client = rollouts._config, rollouts._client
         self._streamed: dict[Key, _Streamed] = {}
-        self._events: queue.SimpleQueue[Group | Summary | BaseException] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[RolloutGroup | RolloutSummary | BaseException] = queue.SimpleQueue()
         self._failed = False
         """A verdict was lost: nothing more is read or judged."""
         self._judge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
         self._verdicts: dict[tuple[str, int], Future[None]] = {}
         self._extended = rollouts._store.extended(round_id)
-        self._again: list[Prompt] = []
+        self._again: list[TrainingPrompt] = []
         """Replacements that the round may have been extended by before it was asked for again, not yet needed now."""
         self._replaced = 0
         self._judges = self._config.dynamic_sampling and quota is not None
 
-    def run(self) -> Rollout:
+    def run(self) -> ScoredRollout:
         config, rollouts = self._config, self._all
         missing = max(0, config.pool - len(rollouts.pending)) if self._full else 0
         new = {prompt.id for prompt in rollouts._take(missing)}
@@ -184,28 +184,28 @@ class _Round:
         made.replaced = self._replaced
         return made
 
-    def _stream(self, body: dict[str, Any]) -> Summary:
+    def _stream(self, body: dict[str, Any]) -> RolloutSummary:
         """All events to the summary. A thread reads them, so that a lost verdict, which they wait for, ends this."""
         threading.Thread(target=self._follow, args=(self._client.stream(**body),), daemon=True, name="round").start()
         while True:
             event = self._events.get()
             if isinstance(event, BaseException):
                 raise event
-            if isinstance(event, Summary):
+            if isinstance(event, RolloutSummary):
                 return event
             self._score(event)
 
-    def _follow(self, stream: Iterator[Group | Summary]) -> None:
+    def _follow(self, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
         try:
             for event in stream:
                 self._events.put(event)
-                if self._failed or isinstance(event, Summary):
+                if self._failed or isinstance(event, RolloutSummary):
                     return
             raise AprilError(500, "stream", f"round {self._id} ended without its summary")
         except BaseException as error:  # noqa: BLE001 - raised where the events are read
             self._events.put(error)
 
-    def _score(self, group: Group) -> None:
+    def _score(self, group: RolloutGroup) -> None:
         """Rewards of the samples of one event; then the verdict, if this group is judged."""
         told = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in group.samples]
         prompt = self._all.pending.get(group.id) or self._all._data.find(group.id)
@@ -216,7 +216,7 @@ class _Round:
             verdict = self._judge.submit(self._settle, group, scores)
             self._verdicts[group.id, group.incarnation] = verdict
 
-    def _settle(self, group: Group, scores: "Future[list[Score]]") -> None:
+    def _settle(self, group: RolloutGroup, scores: "Future[list[Score]]") -> None:
         """On the judge's thread, in the order of finishing."""
         if self._failed:
             return
@@ -227,7 +227,7 @@ class _Round:
             self._events.put(error)
             raise
 
-    def _decide(self, group: Group, scores: "Future[list[Score]]") -> None:
+    def _decide(self, group: RolloutGroup, scores: "Future[list[Score]]") -> None:
         rewards = [score.reward for score in scores.result() if score.reward is not None]
         fit = len(rewards) >= min(SCORABLE, len(group.samples))
         if self._judges:
@@ -278,8 +278,8 @@ class _Round:
             raise
         return True
 
-    def _deliver(self, summary: Summary) -> Rollout:
-        made = Rollout(summary)
+    def _deliver(self, summary: RolloutSummary) -> ScoredRollout:
+        made = ScoredRollout(summary)
         for named in summary.delivered:
             parts = [self._streamed[named["id"], named["incarnation"], index] for index in named["indices"]]
             scored = _assemble(parts, named)

@@ -14,13 +14,13 @@ import httpx
 
 from sglang_april.client import AprilClient
 from trainer_bridge.config import Config
-from trainer_bridge.engine_pool import Fleet
+from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.push.pusher import on_all
-from trainer_bridge.server_process import EngineGoneError, EngineLostError, OwnServer, ServerProcess
+from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess, ServerProcess
 from trainer_bridge.validate import RunError
 
 if TYPE_CHECKING:
-    from trainer_bridge.ray_cluster import Cluster
+    from trainer_bridge.ray_cluster import RayCluster
 
 POLL_S = 0.5
 ANSWER_S = 600.0
@@ -29,7 +29,7 @@ NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
 """What a server says that has released none of these tags."""
 
 
-class Engine:
+class RolloutEngine:
     """Where rounds and weights go: its URL, the client, and the memory calls of the colocated cycle.
 
     A server of our own keeps a journal in the run's folder, so that its death costs no sample. It outlives a trainer
@@ -42,7 +42,7 @@ class Engine:
         folder: Path,
         number: int = 0,
         url: str | None = None,
-        cluster: "Cluster | None" = None,
+        cluster: "RayCluster | None" = None,
     ) -> None:
         """`url`: of a server that was given; `number`: of one that is started here (or by Ray), among several."""
         name = f"server-{number}" if number else "server"
@@ -115,34 +115,34 @@ class Engine:
         return command
 
 
-class Engines:
+class RolloutEngines:
     """All engines of a run, and one client for them."""
 
-    def __init__(self, config: Config, folder: Path, cluster: "Cluster | None" = None) -> None:
+    def __init__(self, config: Config, folder: Path, cluster: "RayCluster | None" = None) -> None:
         urls: list[str | None] = [*config.servers] or [None] * config.engines
-        self.each = [Engine(config, folder, number, url, cluster) for number, url in enumerate(urls)]
+        self.each = [RolloutEngine(config, folder, number, url, cluster) for number, url in enumerate(urls)]
         clients = [engine.client for engine in self.each]
-        self.client: AprilClient | Fleet = clients[0] if len(clients) == 1 else Fleet(clients)
+        self.client: AprilClient | EnginePool = clients[0] if len(clients) == 1 else EnginePool(clients)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="engines")
 
     def ready(self) -> None:
-        """As `Engine.ready`, of all at once."""
-        self._on_all(Engine.ready)
+        """As `RolloutEngine.ready`, of all at once."""
+        self._on_all(RolloutEngine.ready)
 
     def release(self) -> None:
-        """As `Engine.release`."""
-        self._on_all(Engine.release)
+        """As `RolloutEngine.release`."""
+        self._on_all(RolloutEngine.release)
 
     def resume(self, *tags: str) -> None:
-        """As `Engine.resume`."""
+        """As `RolloutEngine.resume`."""
         self._on_all(lambda engine: engine.resume(*tags))
 
     def close(self) -> None:
         """End what was started here."""
-        self._on_all(Engine.close)
+        self._on_all(RolloutEngine.close)
         self._threads.shutdown()
 
-    def _on_all(self, call: Callable[[Engine], None]) -> None:
+    def _on_all(self, call: Callable[[RolloutEngine], None]) -> None:
         on_all(self._threads, [partial(call, engine) for engine in self.each])
 
 
@@ -156,9 +156,9 @@ def _refusal(answer: httpx.Response) -> str:
         return ""
 
 
-def _own_server(record: Path, config: Config, cluster: "Cluster | None") -> ServerProcess:
+def _own_server(record: Path, config: Config, cluster: "RayCluster | None") -> ServerProcess:
     if cluster is None:
-        return OwnServer(record)
+        return LocalServerProcess(record)
     from trainer_bridge.ray_server import RayServer
 
     return RayServer(record.resolve(), cluster, config.server_gpus)

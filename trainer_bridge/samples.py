@@ -2,7 +2,7 @@
 
 The prompt is not in the loss; every response token carries the logprob under which it was drawn, the version and the KV
 that drew it. A group's baseline uses all its scored members whatever their versions. A sample without a reward is
-masked: it stays in the count (`Response.masked`) and out of the loss.
+masked: it stays in the count (`TrainingSample.masked`) and out of the loss.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sglang_april.client.types import Group, Sample
+from sglang_april.client.types import RolloutGroup, RolloutSample
 from trainer_bridge.batch import PROVENANCE, MicroBatch, Sequences, Tokens
 from trainer_bridge.config import Config
 from trainer_bridge.corrections import engine_proximal
@@ -23,7 +23,7 @@ from trainer_bridge.rewards import Score
 class ScoredGroup:
     """A delivered group and what its samples were given, in their order."""
 
-    group: Group
+    group: RolloutGroup
     scores: list[Score]
 
     @property
@@ -33,7 +33,7 @@ class ScoredGroup:
 
 
 @dataclass(slots=True, eq=False)
-class Response:
+class TrainingSample:
     """One sample as the trainer sees it; arrays have one element per output token, T of them."""
 
     prompt_id: str
@@ -71,7 +71,7 @@ class Response:
         return version - self.version
 
 
-def responses(groups: Sequence[ScoredGroup], config: Config) -> list[Response]:
+def responses(groups: Sequence[ScoredGroup], config: Config) -> list[TrainingSample]:
     """All samples of all groups, in the order of delivery, with advantages."""
     made = []
     for scored in groups:
@@ -85,11 +85,11 @@ def responses(groups: Sequence[ScoredGroup], config: Config) -> list[Response]:
     return made
 
 
-def _pairs(scored: ScoredGroup) -> Iterable[tuple[Sample, Score]]:
+def _pairs(scored: ScoredGroup) -> Iterable[tuple[RolloutSample, Score]]:
     return zip(scored.group.samples, scored.scores, strict=True)
 
 
-def _shaped(sample: Sample, score: Score, config: Config) -> float:
+def _shaped(sample: RolloutSample, score: Score, config: Config) -> float:
     """The reward, with DAPO's punishment of overlong answers where asked for; NaN where there is none."""
     if score.reward is None:
         return float("nan")
@@ -99,7 +99,7 @@ def _shaped(sample: Sample, score: Score, config: Config) -> float:
     return score.reward + overlong_penalty(len(sample.output_ids), longest, config.overlong_buffer_len)
 
 
-def _response(group: Group, sample: Sample, score: Score, advantage: float) -> Response:
+def _response(group: RolloutGroup, sample: RolloutSample, score: Score, advantage: float) -> TrainingSample:
     count = len(sample.output_ids)
     version, kv = np.full(count, -1, np.int64), np.zeros(count, np.int8)
     for span in sample.spans:
@@ -107,7 +107,7 @@ def _response(group: Group, sample: Sample, score: Score, advantage: float) -> R
         kv[span.start : span.end] = PROVENANCE.index(span.kv)
     if count and version.min() < 0:
         raise ValueError(f"sample {sample.index} of prompt {group.id!r}: its spans do not cover its tokens")
-    return Response(
+    return TrainingSample(
         prompt_id=group.id,
         index=sample.index,
         prompt_ids=group.prompt_ids,
@@ -123,7 +123,7 @@ def _response(group: Group, sample: Sample, score: Score, advantage: float) -> R
     )
 
 
-def known_proximal(response: Response, version: int) -> np.ndarray:
+def known_proximal(response: TrainingSample, version: int) -> np.ndarray:
     """π_old as far as the engine knows it, float32 [T]; NaN where the trainer's forward must tell."""
     return engine_proximal(
         response.behaviour,
@@ -135,7 +135,7 @@ def known_proximal(response: Response, version: int) -> np.ndarray:
     )
 
 
-def updates(made: Sequence[Response], samples: int | None) -> list[list[Response]]:
+def updates(made: Sequence[TrainingSample], samples: int | None) -> list[list[TrainingSample]]:
     """The responses of each optimiser step: `samples` at a time in the order of delivery, masked ones left out.
 
     A rest smaller than half a batch joins the last one.
@@ -151,14 +151,14 @@ def updates(made: Sequence[Response], samples: int | None) -> list[list[Response
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class PackedMicroBatch:
     """A micro-batch, and which of the step's responses stand in it, in its order."""
 
     batch: MicroBatch
     members: list[int]
 
 
-def micro_batches(made: Sequence[Response], version: int, config: Config) -> list[Cut]:
+def micro_batches(made: Sequence[TrainingSample], version: int, config: Config) -> list[PackedMicroBatch]:
     """The micro-batches of one optimiser step, the longest first, so that sharing them out evenly is easy.
 
     Nothing is padded (`megatron/model.py`), so their lengths sum to at most `max_tokens_per_gpu`; a response that is
@@ -176,7 +176,7 @@ def micro_batches(made: Sequence[Response], version: int, config: Config) -> lis
             rows.append([i])
             total = len(made[i])
     return [
-        Cut(
+        PackedMicroBatch(
             _micro_batch(
                 [made[i] for i in members], [weights[i] for i in members], version, config.rollout_temperature
             ),
@@ -187,7 +187,7 @@ def micro_batches(made: Sequence[Response], version: int, config: Config) -> lis
 
 
 def _micro_batch(
-    made: Sequence[Response], weights: Sequence[np.ndarray], version: int, temperature: float
+    made: Sequence[TrainingSample], weights: Sequence[np.ndarray], version: int, temperature: float
 ) -> MicroBatch:
     ids = np.concatenate([part for r in made for part in (r.prompt_ids, r.output_ids)]).astype(np.int64)
     counts = np.array([len(r.output_ids) for r in made])

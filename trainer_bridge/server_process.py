@@ -47,7 +47,7 @@ class ServerProcess(Protocol):
         """End it and all that it started."""
 
 
-class OwnServer:
+class LocalServerProcess:
     """The process of `record`: its number, when it began (numbers are used again), and its URL.
 
     `tied`: it is killed when this process dies.

@@ -12,13 +12,13 @@ import aiohttp
 import httpx
 
 from bench import record
-from bench.rollout.engine_client import Engine, EngineError
+from bench.rollout.engine_client import EngineClient, EngineError
 from bench.rollout.limit import NeverFullError
 from bench.rollout.metrics import IdentityError
 from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.runner import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both
-from bench.rollout.testbed import Bed
+from bench.rollout.testbed import Testbed
 from examples.tiny_model import make
 
 PROBLEMS = (ServerError, EngineError, NeverFullError, IdentityError, httpx.HTTPError, aiohttp.ClientError)
@@ -149,8 +149,8 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
         record.append_rows(args.out, [row])
         print(line(row), flush=True)
 
-    async with Engine(urls[0], patched=urls[0] == urls[1]) as stock, Engine(urls[1], patched=True) as april:
-        bed = Bed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
+    async with EngineClient(urls[0], patched=urls[0] == urls[1]) as stock, EngineClient(urls[1], patched=True) as april:
+        bed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
         for row in done:
             bed.note(row)
         facts = {**record.facts(), "configuration": configuration(args, preset), "changed": changed(args)}

@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.engine_client import Engine, EngineError
-from bench.rollout.variant import Group, Plan, Round
-from bench.rollout.workload import Prompt, Stream
+from bench.rollout.engine_client import EngineClient, EngineError
+from bench.rollout.variant import DeliveredGroup, Plan, RoundResult
+from bench.rollout.workload import Stream, WorkloadPrompt
 from sglang_april.client import types
 
 LEGS = ("started", "resumed_recomputed")
@@ -26,12 +26,12 @@ class April:
     by_factor = False
     """Whether the factor of the plan says how many prompts are ready, as with the clients outside."""
 
-    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+    def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         self.engine, self.plan, self.stream = engine, plan, stream
         self.delivered: Counter[str] = Counter()
         self.held = 0
         self._run = f"bench-{uuid.uuid4().hex[:8]}"
-        self._open: dict[str, Prompt] = {}
+        self._open: dict[str, WorkloadPrompt] = {}
         self._pushed: list[int] = []
         """The engine's version after each push of ours, as far as it is known: from the next reply on."""
 
@@ -49,7 +49,7 @@ class April:
         if self.plan.max_staleness:
             self._note((await self.engine.get("/april/state"))["policy_version"])
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """New prompts in place of the delivered ones, and a quota."""
         plan = self.plan
         ready = max(READY * plan.groups, -(-2 * plan.slots // plan.n))
@@ -57,14 +57,14 @@ class April:
         quota = self.plan.samples if self.plan.unit == "sample" else self.plan.groups
         return await self._rollout(new, quota)
 
-    async def drain(self) -> Round:
+    async def drain(self) -> RoundResult:
         """A round without a quota ends when everything has finished."""
         return await self._rollout([], None)
 
     async def rest(self) -> None:
         """Nothing runs between rounds."""
 
-    def _body(self, new: list[Prompt], quota: int | None, after_quota: str) -> dict[str, Any]:
+    def _body(self, new: list[WorkloadPrompt], quota: int | None, after_quota: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "run": self._run,
             "prompts": [
@@ -102,7 +102,9 @@ class April:
         if version not in self._pushed[-1:]:
             self._pushed.append(version)
 
-    async def _rollout(self, new: list[Prompt], quota: int | None, after_quota: str | None = None) -> Round:
+    async def _rollout(
+        self, new: list[WorkloadPrompt], quota: int | None, after_quota: str | None = None
+    ) -> RoundResult:
         self._open |= {prompt.id: prompt for prompt in new}
         body = self._body(new, quota, after_quota or self.after_quota)
         if self.plan.filtered and quota is not None:
@@ -110,12 +112,12 @@ class April:
         reply = await self.engine.rollout(body)
         return self._round(reply.policy_version, reply.finished, reply.carried, reply.stats)
 
-    async def _judged(self, body: dict[str, Any]) -> Round:
+    async def _judged(self, body: dict[str, Any]) -> RoundResult:
         """The quota counts accepted groups, and each is judged as soon as it has finished."""
         body |= {"count": "accepted", "round_id": uuid.uuid4().hex}
-        groups: dict[tuple[str, int], types.Group] = {}
+        groups: dict[tuple[str, int], types.RolloutGroup] = {}
         async for event in self.engine.stream(body):
-            if isinstance(event, types.Summary):
+            if isinstance(event, types.RolloutSummary):
                 told = [groups[one["id"], one["incarnation"]] for one in event.delivered]
                 return self._round(event.policy_version, told, event.carried, event.stats)
             groups[event.id, event.incarnation] = event
@@ -128,13 +130,13 @@ class April:
         raise RuntimeError("the stream ended without a summary")
 
     def _round(
-        self, version: int, finished: list[types.Group], carried: dict[str, Any], stats: dict[str, Any]
-    ) -> Round:
+        self, version: int, finished: list[types.RolloutGroup], carried: dict[str, Any], stats: dict[str, Any]
+    ) -> RoundResult:
         self._note(version)
         self.held = carried["samples"]
         groups = [self._group(group, version) for group in finished]
         ahead = stats.get("ahead") or dict.fromkeys(("tokens_generated", "reprefilled_tokens", *LEGS), 0)
-        return Round(
+        return RoundResult(
             self._own(version),
             groups,
             generated=stats["tokens_generated"] + ahead["tokens_generated"],
@@ -147,13 +149,13 @@ class April:
             bytes_by_tier=carried["bytes"],
         )
 
-    def _group(self, group: types.Group, version: int) -> Group:
+    def _group(self, group: types.RolloutGroup, version: int) -> DeliveredGroup:
         prompt = self._open[group.id]
         self.delivered.update(f"{group.id}/{sample.index}" for sample in group.samples)
         if group.complete:
             del self._open[group.id]
         spans = [span for sample in group.samples for span in sample.spans]
-        return Group(
+        return DeliveredGroup(
             group.id,
             [len(sample.output_ids) for sample in group.samples],
             rejected=self.plan.filtered and prompt.rejected,
@@ -199,15 +201,15 @@ class Continue(April):
     name = "april-continue"
     after_quota = "continue"
 
-    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+    def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)
-        self._held: Round | None = None
+        self._held: RoundResult | None = None
 
     async def rest(self) -> None:
         """A round of one group suspends what runs ahead; that group is delivered with the next round."""
         self._held = await self._rollout([], 1, after_quota="suspend")
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """As the others'."""
         done = await super().round()
         held, self._held = self._held, None

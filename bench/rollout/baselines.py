@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.engine_client import Engine
-from bench.rollout.variant import Group, Plan, Round
-from bench.rollout.workload import Prompt, Stream
+from bench.rollout.engine_client import EngineClient
+from bench.rollout.variant import DeliveredGroup, Plan, RoundResult
+from bench.rollout.workload import Stream, WorkloadPrompt
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Leg:
 class Open:
     """A group that the client has started: what each of its responses has so far."""
 
-    prompt: Prompt
+    prompt: WorkloadPrompt
     output_ids: list[list[int]] = field(default_factory=list)
     legs: list[list[Leg]] = field(default_factory=list)
     started: int = 0
@@ -50,12 +50,12 @@ class Open:
         """Output tokens so far."""
         return sum(map(len, self.output_ids))
 
-    def delivered(self, version: int, hybrid: bool) -> Group:
+    def delivered(self, version: int, hybrid: bool) -> DeliveredGroup:
         """The group for the trainer; `hybrid`: later legs stand on the KV of earlier ones."""
         legs = [leg for parts in self.legs for leg in parts]
         old = sum(leg.tokens for leg in legs if leg.version < version)
         on_old_kv = sum(leg.tokens for parts in self.legs for leg in parts[1:] if leg.version == version)
-        return Group(
+        return DeliveredGroup(
             self.prompt.id,
             [len(ids) for ids in self.output_ids],
             oldest_version=min((leg.version for leg in legs), default=version),
@@ -64,17 +64,17 @@ class Open:
         )
 
 
-class Stock:
+class ClientSideBaseline:
     """What the variants on SGLang's own routes share."""
 
     name = ""
     flush_on_push = True
 
-    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+    def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         self.engine, self.plan, self.stream = engine, plan, stream
         self.delivered: Counter[str] = Counter()
         self.version = 0
-        self._round = Round(0, [])
+        self._round = RoundResult(0, [])
 
     @property
     def handed_over(self) -> int:
@@ -134,9 +134,9 @@ class Stock:
             group.legs[index].append(Leg(self.version, len(ids)))
 
     def _begin(self) -> None:
-        self._round = Round(self.version, [], generated=0)
+        self._round = RoundResult(self.version, [], generated=0)
 
-    def _end(self, whole: list[Open], carry: int, hybrid: bool = False) -> Round:
+    def _end(self, whole: list[Open], carry: int, hybrid: bool = False) -> RoundResult:
         done = self._round
         done.version = self.version
         done.groups = [group.delivered(self.version, hybrid) for group in whole]
@@ -156,12 +156,12 @@ class Stock:
         return [group for group in groups if not group.prompt.rejected]
 
 
-class Synchronous(Stock):
+class Synchronous(ClientSideBaseline):
     """All groups of a round are started; the round ends when the last has finished."""
 
     name = "synchronous"
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """Starts what it needs, and with a filter again what was rejected, group by group; waits for all of it."""
         self._begin()
         whole: list[Open] = []
@@ -173,13 +173,13 @@ class Synchronous(Stock):
             pending |= {asyncio.ensure_future(self._generate(group)) for group in self._new(len(done) - len(kept))}
         return self._end(whole, 0)
 
-    async def drain(self) -> Round:
+    async def drain(self) -> RoundResult:
         """Nothing is ever carried."""
         self._begin()
         return self._end([], 0)
 
 
-class Outside(Stock):
+class Outside(ClientSideBaseline):
     """APRIL from outside, at its best: over-sample, count in the client, one abort, send token ids again, first in,
     first out, and finished surplus is kept."""
 
@@ -188,12 +188,12 @@ class Outside(Stock):
     """An aborted request answers within a step; what has not by then had not reached the engine: aborted again."""
     hybrid = False
 
-    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+    def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)
         self._partials: list[Open] = []
         self._surplus: list[Open] = []
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """Partials first, then new groups, more than are needed; one abort when enough have finished."""
         self._begin()
         quota, needed = self.plan.groups, self.plan.groups - len(self._surplus)
@@ -238,7 +238,7 @@ class Outside(Stock):
     def _carry(self) -> int:
         return sum(group.tokens for group in self._undelivered)
 
-    async def drain(self) -> Round:
+    async def drain(self) -> RoundResult:
         """Sends what is left once more and waits for all of it."""
         self._begin()
         rest, self._partials = self._partials, []

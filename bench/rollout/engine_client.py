@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from sglang_april.client.types import Group, Reply, Summary, read_event, read_reply
+from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
 
 POLL_S = 0.02
 KEEP_ALIVE_S = 2.0
@@ -43,7 +43,7 @@ class Counters:
     prefilled: int
 
 
-class Engine:
+class EngineClient:
     """One server. `patched`: whether it is ours."""
 
     def __init__(self, url: str, patched: bool) -> None:
@@ -80,7 +80,7 @@ class Engine:
                 raise EngineError(f"GET {route}", answer.status, content)
             return msgspec.json.decode(content)
 
-    async def rollout(self, body: dict[str, Any]) -> Reply:
+    async def rollout(self, body: dict[str, Any]) -> RolloutReply:
         """One round of ours, msgpack both ways."""
         async with self._http.post("/april/rollout", data=msgspec.msgpack.encode(body), headers=PACKED) as answer:
             content = await answer.read()
@@ -88,7 +88,7 @@ class Engine:
                 raise EngineError("POST /april/rollout", answer.status, content)
             return read_reply(msgspec.msgpack.decode(content))
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[Group | Summary]:
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """The same, group by group as they finish, the summary last."""
         data = msgspec.json.encode({**body, "stream": True})
         async with self._http.post(

@@ -9,16 +9,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.rollout.baselines import Open, Stock
-from bench.rollout.engine_client import Engine
-from bench.rollout.variant import Group, Plan, Round
+from bench.rollout.baselines import ClientSideBaseline, Open
+from bench.rollout.engine_client import EngineClient
+from bench.rollout.variant import DeliveredGroup, Plan, RoundResult
 from bench.rollout.workload import Stream
 
 
-class InFlight(Stock):
+class InFlight(ClientSideBaseline):
     """Requests that live across rounds, and a pile of finished groups."""
 
-    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None:
+    def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)
         self.tasks: dict[asyncio.Task[Open], Open] = {}
         self.pile: list[Open] = []
@@ -56,7 +56,7 @@ class InFlight(Stock):
             await asyncio.sleep(0)
         self._resting = False
 
-    async def drain(self) -> Round:
+    async def drain(self) -> RoundResult:
         """Waits for all that is in flight."""
         await self._thaw()
         self._resting = True
@@ -109,12 +109,12 @@ class InFlight(Stock):
         if self._failure:
             raise self._failure
 
-    def _deliver(self, count: int) -> Round:
+    def _deliver(self, count: int) -> RoundResult:
         whole, self.pile = self.pile[:count], self.pile[count:]
         done = self._end(whole, 0)
         done.carry = None
         done.groups = [
-            Group(group.prompt.id, [len(ids) for ids in group.output_ids], oldest_version=group.started)
+            DeliveredGroup(group.prompt.id, [len(ids) for ids in group.output_ids], oldest_version=group.started)
             for group in whole
         ]
         return done
@@ -125,7 +125,7 @@ class Paused(InFlight):
 
     mode = ""
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """Goes on with what was paused, tops it up, pauses when the quota is there."""
         self._begin()
         await self._thaw()
@@ -178,7 +178,7 @@ class Asynchronous(InFlight):
         await super().push(checkpoint)
         await self._thaw()
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """The next quota of finished groups, as soon as there is one."""
         self._begin()
         self.refill()

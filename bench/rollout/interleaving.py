@@ -13,16 +13,16 @@ BLOCK = 4
 measured."""
 
 
-class Turns(enum.Enum):
+class Interleaving(enum.Enum):
     """How cells of one table take turns."""
 
     ROUNDS = "round by round"
     BLOCKS = "in blocks of rounds"
 
 
-def kind(cell: Cell) -> Turns:
+def kind(cell: Cell) -> Interleaving:
     """How a cell is measured among others."""
-    return Turns.ROUNDS if cell.variant in IN_TURNS else Turns.BLOCKS
+    return Interleaving.ROUNDS if cell.variant in IN_TURNS else Interleaving.BLOCKS
 
 
 def in_turns(cells: list[Cell]) -> list[list[Cell]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.rollout.engine_client import Counters, Engine
+from bench.rollout.engine_client import Counters, EngineClient
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 
 POLL_S = 0.02
@@ -36,7 +36,7 @@ class Decoded:
     halves: tuple[Point, ...]
 
 
-async def decode_rate(engine: Engine, batch: int, length: int, prompt_tokens: int) -> Decoded:
+async def decode_rate(engine: EngineClient, batch: int, length: int, prompt_tokens: int) -> Decoded:
     """Exactly `batch` samples decoding, each from empty to `length` tokens; again if nobody saw it, as a short one may
     be over between two looks at the counters.
 
@@ -48,7 +48,7 @@ async def decode_rate(engine: Engine, batch: int, length: int, prompt_tokens: in
     return await _decoded(engine, batch, length, prompt_tokens)
 
 
-async def _decoded(engine: Engine, batch: int, length: int, prompt_tokens: int) -> Decoded:
+async def _decoded(engine: EngineClient, batch: int, length: int, prompt_tokens: int) -> Decoded:
     body = {"input_ids": prompts(batch, prompt_tokens), "sampling_params": params(length), **LOGPROBS}
     task = asyncio.ensure_future(engine.post("/generate", body))
     seen: list[Counters] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.rollout.engine_client import Counters
 from bench.rollout.lengths import Lengths
-from bench.rollout.variant import Plan, Round, versions
+from bench.rollout.variant import Plan, RoundResult, versions
 
 
 class IdentityError(AssertionError):
@@ -20,7 +20,7 @@ class Measured:
     """One round and its surroundings: seconds from the start of the push to the reply (with a trainer, to the end of
     its step), and what the scheduler did in that time."""
 
-    round: Round
+    round: RoundResult
     seconds: float
     decoded: int
     steps: int
@@ -28,7 +28,7 @@ class Measured:
     after_end: int | None
 
 
-def between(before: Counters, after: Counters, done: Round, seconds: float) -> Measured:
+def between(before: Counters, after: Counters, done: RoundResult, seconds: float) -> Measured:
     """A measured round from the counters around it."""
     return Measured(
         done,

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from bench.record import Row
 from bench.rollout import april, baselines, in_flight
 from bench.rollout.engine_client import Counters, EngineError
-from bench.rollout.interleaving import BLOCK, Turns, in_turns, kind, shuffled
+from bench.rollout.interleaving import BLOCK, Interleaving, in_turns, kind, shuffled
 from bench.rollout.metrics import Block, IdentityError, Measured, between, figures
 from bench.rollout.presets import Cell
 from bench.rollout.steady_state import is_level, is_steady
-from bench.rollout.testbed import Bed, Ruler
-from bench.rollout.variant import Round, Variant, lost
+from bench.rollout.testbed import Ruler, Testbed
+from bench.rollout.variant import RoundResult, Variant, lost
 from bench.rollout.workload import Stream
 
 KINDS: dict[str, type[Variant]] = {
@@ -35,7 +35,7 @@ LOOKS = 8
 class Track:
     """One variant with its stream and its carry: it rests while others run, and goes on where it was."""
 
-    def __init__(self, bed: Bed, cell: Cell) -> None:
+    def __init__(self, bed: Testbed, cell: Cell) -> None:
         self.bed, self.cell = bed, cell
         self.plan = bed.plan(cell)
         self.engine = bed.engine(cell.variant)
@@ -51,7 +51,7 @@ class Track:
         self.warm_rounds = 0
         self._drawn = 0
         """Drawn tokens of this variant less the delivered ones: the carry of who cannot know it."""
-        self._last, self._last_legs = Round(0, []), 0
+        self._last, self._last_legs = RoundResult(0, []), 0
 
     async def round(self, trainer_s: float = 0.0) -> Measured:
         """A push, a round, and what a trainer does with it. The clock stands while connections are opened and the
@@ -135,7 +135,7 @@ class Track:
 class Runner:
     """Runs cells one after the other. `facts`: what every row says of the run."""
 
-    def __init__(self, bed: Bed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
+    def __init__(self, bed: Testbed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
         self._bed, self._facts, self._run_id, self._keep = bed, facts, run_id, keep
         self._tracks: dict[tuple[str, str, str | None], Track] = {}
         """As long as a later cell of theirs is to come."""
@@ -172,7 +172,7 @@ class Runner:
                 await track.keep_up(most)
         ruler = Ruler(self._bed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
-        if kind(cells[0]) is Turns.ROUNDS:
+        if kind(cells[0]) is Interleaving.ROUNDS:
             await self._round_by_round(tracks, blocks, ruler, until)
         else:
             for turn in range(-(-self._bed.preset.measured // BLOCK)):

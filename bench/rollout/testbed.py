@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench.record import Row
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.lengths import Lengths
 from bench.rollout.limit import decode_rate
 from bench.rollout.presets import OVER_SAMPLING, Cell, Preset
@@ -16,11 +16,11 @@ from bench.step_costs import BATCHES, Observed, look
 
 
 @dataclass
-class Bed:
+class Testbed:
     """Where cells run: two servers, two checkpoints, and what was measured of the machine."""
 
-    stock: Engine
-    april: Engine
+    stock: EngineClient
+    april: EngineClient
     checkpoints: tuple[Path, Path]
     preset: Preset
     seed: int = 0
@@ -36,7 +36,7 @@ class Bed:
     """Of a variant, a distribution and n, at each factor that was tried: what was computed and is kept, as shares of
     the limit. In what is delivered the carry is, too, which may come in waves."""
 
-    def engine(self, variant: str) -> Engine:
+    def engine(self, variant: str) -> EngineClient:
         """Ours for our variants, the stock one for the others."""
         return self.april if variant.startswith("april") else self.stock
 
@@ -97,7 +97,7 @@ class Bed:
 class Ruler:
     """The looks at the machine around and between the rounds of cells that take turns."""
 
-    def __init__(self, bed: Bed, cell: Cell) -> None:
+    def __init__(self, bed: Testbed, cell: Cell) -> None:
         self._bed, self._distribution = bed, cell.distribution
         self._closely = cell.ablation is None
         self.limits: list[float] = []

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.workload import Stream
 
 
 @dataclass(frozen=True)
-class Group:
+class DeliveredGroup:
     """One delivered group, as the trainer gets it. Versions are numbers of the variant's own pushes."""
 
     id: str
@@ -26,11 +26,11 @@ class Group:
 
 
 @dataclass
-class Round:
+class RoundResult:
     """One round: what it delivered, and what it cost."""
 
     version: int
-    groups: list[Group]
+    groups: list[DeliveredGroup]
     generated: int | None = None
     """Output tokens of this round, by the engine for ours, else those that the client got; None where requests stay in
     flight and the client cannot know."""
@@ -89,7 +89,7 @@ class Variant(Protocol):
     held: int
     """Samples that were handed over and not delivered, after a round: by the engine's count for ours."""
 
-    def __init__(self, engine: Engine, plan: Plan, stream: Stream) -> None: ...
+    def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None: ...
 
     @property
     def handed_over(self) -> int:
@@ -98,10 +98,10 @@ class Variant(Protocol):
     async def push(self, checkpoint: Path) -> None:
         """Brings the next policy version."""
 
-    async def round(self) -> Round:
+    async def round(self) -> RoundResult:
         """A round that delivers the quota."""
 
-    async def drain(self) -> Round:
+    async def drain(self) -> RoundResult:
         """Finishes and delivers all that is left."""
 
     async def rest(self) -> None:
@@ -115,7 +115,7 @@ def lost(variant: Variant, n: int) -> tuple[int, int]:
     return variant.handed_over * n - delivered - variant.held, variant.delivered.total() - delivered
 
 
-def versions(groups: Sequence[Group], version: int) -> dict[str, Any]:
+def versions(groups: Sequence[DeliveredGroup], version: int) -> dict[str, Any]:
     """Staleness histogram of delivered groups (versions -> groups), None where it is not known."""
     ages = Counter(version - group.oldest_version for group in groups if group.oldest_version is not None)
     return {str(age): count for age, count in sorted(ages.items())}

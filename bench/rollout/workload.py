@@ -14,7 +14,7 @@ REJECTED_SHARE = 0.4
 
 
 @dataclass(frozen=True)
-class Prompt:
+class WorkloadPrompt:
     """One prompt and how long each response to it gets (`ignore_eos`, `max_new_tokens`)."""
 
     id: str
@@ -36,7 +36,7 @@ class Stream:
         self.ends_after: int | None = None
         self._prompts = self._generate(random.Random(f"rollout-{seed}"), lengths, n, prompt_tokens)
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, count: int) -> list[WorkloadPrompt]:
         """The next prompts."""
         if self.ends_after is not None:
             count = min(count, self.ends_after - self.taken)
@@ -45,9 +45,9 @@ class Stream:
         return [next(self._prompts) for _ in range(count)]
 
     @staticmethod
-    def _generate(rng: random.Random, lengths: Lengths, n: int, prompt_tokens: int) -> Iterator[Prompt]:
+    def _generate(rng: random.Random, lengths: Lengths, n: int, prompt_tokens: int) -> Iterator[WorkloadPrompt]:
         number = 0
         while True:
             ids = [rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(prompt_tokens)]
-            yield Prompt(f"p{number}", ids, [lengths.draw(rng) for _ in range(n)])
+            yield WorkloadPrompt(f"p{number}", ids, [lengths.draw(rng) for _ in range(n)])
             number += 1

@@ -111,13 +111,13 @@ def train(config: Config, console: Console) -> Trained:
     """One run from its first step to its last, a line per step on the console."""
     import torch
 
-    from trainer_bridge.loop import Loop
-    from trainer_bridge.progress import Progress, read_rows
+    from trainer_bridge.loop import TrainingLoop
+    from trainer_bridge.progress import RunProgress, read_rows
 
     # A tiny model gains nothing from more, and the sums come in one order.
     torch.set_num_threads(1)
     folder = Path(config.save)
-    loop = Loop(config, progress=Progress(folder, console))
+    loop = TrainingLoop(config, progress=RunProgress(folder, console))
     try:
         loop.run()
     finally:

@@ -7,7 +7,7 @@ SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.17/python/sglang/srt/"
 
 
 @dataclass(frozen=True)
-class Target:
+class Hook:
     """One hook: `handler` is `module:function`, imported when it is first called."""
 
     path: str

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import sglang_april
-from sglang_april.adapter.v0_5_17.hook_table import TARGETS, Target
+from sglang_april.adapter.hook import Hook
+from sglang_april.adapter.v0_5_17.hook_table import TARGETS
 
 
 class HookError(RuntimeError):
     """A hook that is not where it should be; the message is one sentence."""
 
 
-_applied: dict[str, list[tuple[Target, Callable[..., Any]]]] = {}
+_applied: dict[str, list[tuple[Hook, Callable[..., Any]]]] = {}
 _verified: list[str] = []
 
 

@@ -3,7 +3,7 @@
 MAX_TEXT = 500
 
 
-class Refused(Exception):  # noqa: N818 - reads as a sentence where it is raised
+class RequestError(Exception):
     """A request that changes nothing: an HTTP status, the field that is wrong, and why."""
 
     def __init__(self, status: int, field: str, reason: str) -> None:
@@ -17,11 +17,11 @@ class Refused(Exception):  # noqa: N818 - reads as a sentence where it is raised
         return {"error": {"field": self.field, "reason": self.reason}}
 
 
-def bad(field: str, reason: str) -> Refused:
+def bad(field: str, reason: str) -> RequestError:
     """A 400."""
-    return Refused(400, field, reason)
+    return RequestError(400, field, reason)
 
 
-def fault(error: BaseException) -> Refused:
+def fault(error: BaseException) -> RequestError:
     """A fault of ours, as an answer."""
-    return Refused(500, "server", f"{type(error).__name__}: {error}")
+    return RequestError(500, "server", f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Step 1 (request): the bodies of all routes, decoded from JSON or msgpack into checked structs.
 
 Types, ranges and names are checked here, without an engine; `limits.py` checks what depends on other fields, and
-`prepare.py` what depends on the model. Every error is a `Refused` that names the field (`prompts[3].n`).
+`prepare.py` what depends on the model. Every error is a `RequestError` that names the field (`prompts[3].n`).
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from sglang_april.api.errors import Refused, bad
+from sglang_april.api.errors import RequestError, bad
 
 MAX_COUNT = 2**31 - 1
 MAX_VERSION = 2**62
@@ -30,7 +30,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of all bodies: fields by name only, unknown ones are errors."""
 
 
-class Sampling(Body):
+class SamplingBody(Body):
     """SGLang's own sampling parameters; null stands for SGLang's default, absent for the round's."""
 
     max_new_tokens: Count | list[Count] | UnsetType | None = UNSET
@@ -71,19 +71,19 @@ class PromptBody(Body):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     n: Annotated[int, Meta(ge=1, le=2**14)] = 1
-    sampling_params: Sampling | None = None
+    sampling_params: SamplingBody | None = None
     metadata: Any = None
     top_logprobs_num: Annotated[int, Meta(ge=0, le=1024)] = 0
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] | None = None
 
 
-class Rollout(Body):
+class RolloutBody(Body):
     """`POST /april/rollout`: design.md, section 4. UNSET stands for the launch flag."""
 
     run: Name = "default"
     round_id: RoundId | None = None
     prompts: list[PromptBody] = []
-    sampling_params: Sampling | None = None
+    sampling_params: SamplingBody | None = None
     quota: Count | UnsetType | None = UNSET
     quota_unit: Literal["group", "sample"] | UnsetType = UNSET
     count: Literal["finished", "accepted"] = "finished"
@@ -101,40 +101,40 @@ class Rollout(Body):
     stream: bool = False
 
 
-class Stop(Body):
+class StopBody(Body):
     """`POST /april/rounds/{id}/stop`."""
 
     deliver: list[Name] | None = None
 
 
-class Judge(Body):
+class JudgeBody(Body):
     """`POST /april/rounds/{id}/judge`: verdicts on finished groups, by prompt id."""
 
     accept: list[Name] = []
     reject: list[Name] = []
 
 
-class Extend(Body):
+class ExtendBody(Body):
     """`POST /april/rounds/{id}/extend`: a greater quota and more prompts for an open round."""
 
     quota_add: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     prompts: list[PromptBody] = []
 
 
-class Drop(Body):
+class DropBody(Body):
     """`POST /april/drop`: named groups of a run, or all of them. `run` has no default here: this deletes."""
 
     run: Name
     ids: list[Name] | None = None
 
 
-class Push(Body):
+class PushBody(Body):
     """`POST /april/push/begin` and `/end`."""
 
     version: Version | None = None
 
 
-class Nothing(Body):
+class EmptyBody(Body):
     """A body without fields."""
 
 
@@ -179,7 +179,7 @@ def decoder(kind: type[T]) -> Callable[[bytes, bool], T]:
     return decode
 
 
-def _named(message: str) -> Refused:
+def _named(message: str) -> RequestError:
     """Turn msgspec's `reason - at `$.path`` into a field and a reason."""
     reason, _, place = message.rpartition(" - at ")
     if not reason:
@@ -198,13 +198,13 @@ def _named(message: str) -> Refused:
     return bad(field or "body", reason.replace("`", ""))
 
 
-decode_rollout = decoder(Rollout)
-decode_stop = decoder(Stop)
-decode_judge = decoder(Judge)
-decode_extend = decoder(Extend)
-decode_drop = decoder(Drop)
-decode_push = decoder(Push)
-decode_nothing = decoder(Nothing)
+decode_rollout = decoder(RolloutBody)
+decode_stop = decoder(StopBody)
+decode_judge = decoder(JudgeBody)
+decode_extend = decoder(ExtendBody)
+decode_drop = decoder(DropBody)
+decode_push = decoder(PushBody)
+decode_nothing = decoder(EmptyBody)
 
 
 def check_round_id(round_id: str) -> str:

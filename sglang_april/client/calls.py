@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from sglang_april.client.types import Group, Reply, Summary, read_event, read_reply
+from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
@@ -45,10 +45,10 @@ class Calls:
         response = yield self._request(method, path, body, query)
         return self._content(response)
 
-    def _rollout(self, body: Mapping[str, Any]) -> Step[Reply]:
+    def _rollout(self, body: Mapping[str, Any]) -> Step[RolloutReply]:
         return read_reply((yield from self._call("POST", "/april/rollout", body)))
 
-    def _get_round(self, round_id: str) -> Step[Reply | None]:
+    def _get_round(self, round_id: str) -> Step[RolloutReply | None]:
         """The reply of a round, or None while it is open."""
         yield from self._check()
         response = yield self._request("GET", f"/april/rounds/{round_id}", None, {})
@@ -88,7 +88,7 @@ class Calls:
         raise AprilError(response.status_code, error.get("field", "server"), error.get("reason", str(error)))
 
 
-def event(line: str) -> Group | Summary:
+def event(line: str) -> RolloutGroup | RolloutSummary:
     """One line of a stream; the error event raises."""
     said = msgspec.json.decode(line)
     if said["event"] == "error":

@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 
 from sglang_april.client.calls import AprilError, Calls, NotPatchedError, PushLeftOpenError, Step, T, event, left_open
-from sglang_april.client.types import Group, Reply, Summary
+from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 
 __all__ = ["AprilClient", "AprilError", "AsyncAprilClient", "NotPatchedError", "PushLeftOpenError"]
 
@@ -45,11 +45,11 @@ class AprilClient(Calls):
         except StopIteration as done:
             return done.value
 
-    def rollout(self, **body: Any) -> Reply:
+    def rollout(self, **body: Any) -> RolloutReply:
         """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request."""
         return self._run(self._rollout(body))
 
-    def stream(self, **body: Any) -> Iterator[Group | Summary]:
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         """The same with `stream: true`: each group as it finishes, and at last the summary.
 
         The round is open when this returns.
@@ -62,7 +62,7 @@ class AprilClient(Calls):
             self._content(response)
         return _events(response)
 
-    def get_round(self, round_id: str) -> Reply | None:
+    def get_round(self, round_id: str) -> RolloutReply | None:
         """`GET /april/rounds/{id}`: its reply, or None while it is open."""
         return self._run(self._get_round(round_id))
 
@@ -118,7 +118,7 @@ class AprilClient(Calls):
         return self._run(self._call("POST", "/april/drop", {"run": run, "ids": ids}))
 
 
-def _events(response: httpx.Response) -> Iterator[Group | Summary]:
+def _events(response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
     try:
         for line in response.iter_lines():
             yield event(line)
@@ -151,11 +151,11 @@ class AsyncAprilClient(Calls):
         except StopIteration as done:
             return done.value
 
-    async def rollout(self, **body: Any) -> Reply:
+    async def rollout(self, **body: Any) -> RolloutReply:
         """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request."""
         return await self._run(self._rollout(body))
 
-    async def stream(self, **body: Any) -> AsyncIterator[Group | Summary]:
+    async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """The same with `stream: true`: each group as it finishes, and at last the summary."""
         await self._run(self._check())
         request = self._request("POST", "/april/rollout", {**body, "stream": True}, {})
@@ -169,7 +169,7 @@ class AsyncAprilClient(Calls):
         finally:
             await response.aclose()
 
-    async def get_round(self, round_id: str) -> Reply | None:
+    async def get_round(self, round_id: str) -> RolloutReply | None:
         """`GET /april/rounds/{id}`: its reply, or None while it is open."""
         return await self._run(self._get_round(round_id))
 

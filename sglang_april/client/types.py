@@ -22,7 +22,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class RolloutSample:
     """One finished response."""
 
     index: int
@@ -43,7 +43,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class RolloutGroup:
     """A prompt's samples: all of them where `complete`, with a quota of samples perhaps only some."""
 
     id: str
@@ -52,24 +52,24 @@ class Group:
     prompt_ids: Ints
     complete: bool
     accepted: bool | None
-    samples: list[Sample]
+    samples: list[RolloutSample]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reply:
+class RolloutReply:
     """What a round delivered, what it left for the next, and its figures."""
 
     round_id: str
     run: str
     policy_version: int
     end_reason: Literal["quota", "stopped", "exhausted"]
-    finished: list[Group]
+    finished: list[RolloutGroup]
     carried: dict[str, Any]
     stats: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Summary:
+class RolloutSummary:
     """The end of a stream: a reply that names its groups instead of repeating them."""
 
     round_id: str
@@ -82,24 +82,24 @@ class Summary:
     stats: dict[str, Any]
 
 
-def read_reply(fields: dict[str, Any]) -> Reply:
+def read_reply(fields: dict[str, Any]) -> RolloutReply:
     """A reply from its decoded body, JSON or msgpack."""
-    return Reply(**{**fields, "finished": [read_group(group) for group in fields["finished"]]})
+    return RolloutReply(**{**fields, "finished": [read_group(group) for group in fields["finished"]]})
 
 
-def read_group(fields: dict[str, Any]) -> Group:
+def read_group(fields: dict[str, Any]) -> RolloutGroup:
     """A group from its decoded form."""
     samples = [_sample(sample) for sample in fields["samples"]]
-    return Group(**{**fields, "prompt_ids": _array(fields["prompt_ids"], "<i4"), "samples": samples})
+    return RolloutGroup(**{**fields, "prompt_ids": _array(fields["prompt_ids"], "<i4"), "samples": samples})
 
 
-def read_event(fields: dict[str, Any]) -> Group | Summary:
+def read_event(fields: dict[str, Any]) -> RolloutGroup | RolloutSummary:
     """One event of a stream."""
     rest = {name: value for name, value in fields.items() if name != "event"}
-    return Summary(**rest) if fields["event"] == "round" else read_group(rest)
+    return RolloutSummary(**rest) if fields["event"] == "round" else read_group(rest)
 
 
-def _sample(fields: dict[str, Any]) -> Sample:
+def _sample(fields: dict[str, Any]) -> RolloutSample:
     changed: dict[str, Any] = {
         "output_ids": _array(fields["output_ids"], "<i4"),
         "logprobs": _array(fields["logprobs"], "<f4"),
@@ -109,7 +109,7 @@ def _sample(fields: dict[str, Any]) -> Sample:
         changed["proximal_logprobs"] = _array(fields["proximal_logprobs"], "<f4")
     if fields.get("top_logprobs") is not None:
         changed["top_logprobs"] = [[(value, token) for value, token in row] for row in fields["top_logprobs"]]
-    return Sample(**{**fields, **changed})
+    return RolloutSample(**{**fields, **changed})
 
 
 def _array(values: bytes | list[Any], dtype: str) -> np.ndarray:

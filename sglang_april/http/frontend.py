@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServerInfo:
     """What a request is checked against."""
 
     vocab_size: int
@@ -35,12 +35,12 @@ class ReaderLock(Protocol):
         """Let weight calls go on."""
 
 
-class Engine(Protocol):
+class Frontend(Protocol):
     """The link to the scheduler, the tokenizer and the sampling parameters. Errors are ValueErrors with a reason."""
 
     lock: ReaderLock
 
-    def facts(self) -> Facts:
+    def facts(self) -> ServerInfo:
         """Known once the server has started."""
 
     def listen(self) -> None:

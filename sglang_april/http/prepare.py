@@ -8,11 +8,11 @@ import numpy as np
 from msgspec import UNSET
 
 from sglang_april.api import messages
-from sglang_april.api.errors import Refused, bad
-from sglang_april.api.requests import Extend, PromptBody, Rollout, Sampling
+from sglang_april.api.errors import RequestError, bad
+from sglang_april.api.requests import ExtendBody, PromptBody, RolloutBody, SamplingBody
 from sglang_april.config import AprilConfig
-from sglang_april.http.completed_groups import Prompt
-from sglang_april.http.frontend import Engine, Facts
+from sglang_april.http.completed_groups import PromptRecord
+from sglang_april.http.frontend import Frontend, ServerInfo
 from sglang_april.http.validation import GRAMMARS
 
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -32,35 +32,35 @@ class Params:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class BuiltPrompts:
     """The prompts of one request: for the scheduler with their distinct parameters, and for the vault."""
 
     prompts: list[messages.Prompt]
     params: list[bytes]
-    kept: list[Prompt]
+    kept: list[PromptRecord]
 
 
-class Preparation:
+class RequestBuilder:
     """Turns the prompts of one request into what the scheduler is sent and what the vault keeps.
 
     `run` owns them; `defaults` are the round's sampling parameters.
     """
 
-    def __init__(self, engine: Engine, run: str, defaults: Sampling | None) -> None:
+    def __init__(self, engine: Frontend, run: str, defaults: SamplingBody | None) -> None:
         self._engine = engine
-        self._facts: Facts = engine.facts()
+        self._facts: ServerInfo = engine.facts()
         self._run = run
         self._defaults = defaults
         self._params: dict[bytes, Params] = {}
         self._encoded: list[bytes] = []
 
-    def prompts(self, given: list[PromptBody]) -> Prepared:
+    def prompts(self, given: list[PromptBody]) -> BuiltPrompts:
         """The prompts of a request, or Refused naming the field."""
         if self._defaults is not None:
             self._intern(None, "")
         ids = self._token_ids(given)
         prompts = [self._prompt(p, raw, f"prompts[{i}]") for i, (p, raw) in enumerate(zip(given, ids, strict=True))]
-        return Prepared(prompts, self._encoded, [Prompt.of(self._run, prompt) for prompt in prompts])
+        return BuiltPrompts(prompts, self._encoded, [PromptRecord.of(self._run, prompt) for prompt in prompts])
 
     def _token_ids(self, prompts: list[PromptBody]) -> list[bytes]:
         """int32 ids of every prompt; all texts are tokenised together."""
@@ -130,7 +130,7 @@ class Preparation:
             reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {facts.context_len}"
             raise bad(new_field, reason)
 
-    def _intern(self, own: Sampling | None, at: str) -> Params:
+    def _intern(self, own: SamplingBody | None, at: str) -> Params:
         """The merged parameters of a prompt, checked and encoded once per distinct set. The seed is not among them."""
         merged = dict(self._facts.preferred or {})
         for level in (self._defaults, own):
@@ -146,7 +146,7 @@ class Preparation:
         try:
             self._check_params(merged)
             self._encoded.append(self._engine.encode_params(merged))
-        except Refused as refused:
+        except RequestError as refused:
             raise bad(_where(refused.field, own, at), refused.reason) from None
         except ValueError as error:
             raise bad(_where(_blamed(merged, str(error)), own, at), str(error)) from None
@@ -177,12 +177,12 @@ class Preparation:
 
 
 def open_round(
-    seq: int, round_id: str, body: Rollout, config: AprilConfig, engine: Engine, fingerprint: str = ""
-) -> tuple[messages.OpenRound, list[Prompt]]:
+    seq: int, round_id: str, body: RolloutBody, config: AprilConfig, engine: Frontend, fingerprint: str = ""
+) -> tuple[messages.OpenRound, list[PromptRecord]]:
     """The command that opens a round, and the prompts that the vault keeps; or Refused naming the field."""
     if body.tier == "disk" and config.disk_dir is None:
         raise bad("tier", "disk needs a server with --april-disk-dir")
-    prepared = Preparation(engine, body.run, body.sampling_params).prompts(body.prompts)
+    prepared = RequestBuilder(engine, body.run, body.sampling_params).prompts(body.prompts)
     command = messages.OpenRound(
         seq=seq,
         round_id=round_id,
@@ -210,20 +210,20 @@ def open_round(
 
 
 def extend_round(
-    seq: int, round_id: str, body: Extend, run: str, defaults: bytes, engine: Engine
-) -> tuple[messages.ExtendRound, list[Prompt]]:
+    seq: int, round_id: str, body: ExtendBody, run: str, defaults: bytes, engine: Frontend
+) -> tuple[messages.ExtendRound, list[PromptRecord]]:
     """The same for an `extend`; its prompts have the defaults of the round, `OpenRound.defaults`."""
-    sampling = msgspec.msgpack.decode(defaults, type=Sampling) if defaults else None
-    prepared = Preparation(engine, run, sampling).prompts(body.prompts)
+    sampling = msgspec.msgpack.decode(defaults, type=SamplingBody) if defaults else None
+    prepared = RequestBuilder(engine, run, sampling).prompts(body.prompts)
     return messages.ExtendRound(seq, round_id, body.quota_add, prepared.prompts, prepared.params), prepared.kept
 
 
-def unit_of(body: Rollout, config: AprilConfig) -> messages.Unit:
+def unit_of(body: RolloutBody, config: AprilConfig) -> messages.Unit:
     """What the quota of a request counts."""
     return _given(body.quota_unit, config.quota_unit)
 
 
-def _lengths(params: Sampling | None) -> list[int] | None:
+def _lengths(params: SamplingBody | None) -> list[int] | None:
     """`max_new_tokens` of each sample, where the prompt gives a list."""
     lengths = None if params is None else params.max_new_tokens
     return lengths if isinstance(lengths, list) else None
@@ -233,7 +233,7 @@ def _given(value: Any, otherwise: Any) -> Any:
     return otherwise if value is UNSET else value
 
 
-def _seed(params: Sampling | None, otherwise: int) -> int:
+def _seed(params: SamplingBody | None, otherwise: int) -> int:
     seed = UNSET if params is None else params.sampling_seed
     return otherwise if seed is UNSET or seed is None else seed
 
@@ -244,7 +244,7 @@ def _truncates(params: Params) -> bool:
     return params.get("top_p", 1.0) < 1 or params.get("min_p", 0.0) > 0 or params.get("top_k", -1) not in (-1, 1 << 30)
 
 
-def _where(name: str, own: Sampling | None, at: str) -> str:
+def _where(name: str, own: SamplingBody | None, at: str) -> str:
     """The field that set a sampling parameter: the prompt's if it gave it, else the round's."""
     given = own is not None and (not name or getattr(own, name, UNSET) is not UNSET)
     return ".".join(step for step in (at if given else "", "sampling_params", name) if step)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
-from sglang_april.http.completed_groups import Done, Part, decoded
+from sglang_april.http.completed_groups import CompletedSample, GroupSlice, decoded
 
 logger = logging.getLogger("sglang_april")
 
@@ -37,14 +37,14 @@ class Reply:
     run: str
     policy_version: int
     end_reason: messages.EndReason
-    parts: list[Part]
+    parts: list[GroupSlice]
     carried: dict[str, Any]
     stats: dict[str, Any]
     nbytes: int = 0
     """About what it takes in memory."""
 
     @classmethod
-    async def build(cls, ended: messages.RoundEnded, parts: list[Part]) -> "Reply":
+    async def build(cls, ended: messages.RoundEnded, parts: list[GroupSlice]) -> "Reply":
         """Wait for the last texts and add the figures of the delivery."""
         await decoded(parts)
         stats = dict(ended.stats)
@@ -95,7 +95,7 @@ class Reply:
             self.stats.setdefault("quota_to_reply_s", max(0.0, time.time() - self.stats["t_quota_met"]))
 
 
-def encode_group(part: Part, packed: bool, event: bool = False) -> bytes:
+def encode_group(part: GroupSlice, packed: bool, event: bool = False) -> bytes:
     """One group as a value of `finished`, or as an event of a stream."""
     encoder = _msgpack if packed else _json
     prompt = part.prompt
@@ -112,7 +112,7 @@ def encode_group(part: Part, packed: bool, event: bool = False) -> bytes:
     return encoder.encode(fields)
 
 
-def _sample_fields(done: Done, packed: bool) -> dict[str, Any]:
+def _sample_fields(done: CompletedSample, packed: bool) -> dict[str, Any]:
     sample = done.sample
     fields: dict[str, Any] = {
         "index": sample.index,
@@ -148,13 +148,13 @@ def _metadata(raw: bytes, packed: bool) -> Any:
     return msgspec.Raw(raw) if packed else msgspec.msgpack.decode(raw)
 
 
-def size_of(part: Part) -> int:
+def size_of(part: GroupSlice) -> int:
     """About how many bytes of memory a group takes whose texts are all there."""
     own = len(part.prompt.prompt_ids) + len(part.prompt.metadata)
     return own + sum(_sample_size(done) for done in part.done)
 
 
-def _sample_size(done: Done) -> int:
+def _sample_size(done: CompletedSample) -> int:
     sample = done.sample
     pairs = sum(len(row) for row in sample.top_logprobs or ())
     text = len(done.text.result() or "")
@@ -162,7 +162,7 @@ def _sample_size(done: Done) -> int:
     return len(sample.output_ids) + len(sample.logprobs) + text + 64 * len(sample.spans) + lists + 512
 
 
-def delivered_figures(parts: list[Part], policy_version: int) -> dict[str, Any]:
+def delivered_figures(parts: list[GroupSlice], policy_version: int) -> dict[str, Any]:
     """Length distribution of the delivered samples, and their tokens by version and by provenance of the KV (S7).
 
     Off-policy are tokens of an older version than `policy_version`; hybrid are tokens of this version on kept KV.

@@ -5,20 +5,20 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_april.api import messages
-from sglang_april.http.completed_groups import Done, Part, Prompt
+from sglang_april.http.completed_groups import CompletedSample, GroupSlice, PromptRecord
 from sglang_april.http.reply import Reply
-from sglang_april.http.rounds import Round
+from sglang_april.http.rounds import RoundRecord
 
 if TYPE_CHECKING:
-    from sglang_april.http.service import April
+    from sglang_april.http.service import AprilService
 
 logger = logging.getLogger("sglang_april")
 
 
-class Restart:
+class RestoredState:
     """With a journal, the scheduler's first message says what the last server knew. Requests wait until it is told."""
 
-    def __init__(self, april: "April", journal: str | None) -> None:
+    def __init__(self, april: "AprilService", journal: str | None) -> None:
         self._april = april
         self._journal = journal
         self._told = asyncio.Event()
@@ -53,7 +53,7 @@ class Restart:
         self._warnings = message.warnings
         for warning in message.warnings:
             logger.warning("%s", warning)
-        april.vault.accept(Prompt.of(run, prompt) for run, prompt in message.groups)
+        april.vault.accept(PromptRecord.of(run, prompt) for run, prompt in message.groups)
         for run, name, _ in message.verdicts:
             april.vault.judge(run, [name])
         for spec in message.rounds:
@@ -87,19 +87,19 @@ class Restart:
 
     def _parts(
         self, ended: messages.RoundEnded, prompts: list[messages.Prompt], samples: list[messages.FinishedSample]
-    ) -> list[Part]:
+    ) -> list[GroupSlice]:
         by_key = {(s.id, s.incarnation, s.index): s for s in samples}
         parts = []
         for delivery, asked in zip(ended.deliver, prompts, strict=True):
-            prompt = Prompt.of(ended.run, asked)
+            prompt = PromptRecord.of(ended.run, asked)
             of_group = [by_key[delivery.id, delivery.incarnation, index] for index in delivery.indices]
-            done = tuple(Done(sample, self._april.decode(prompt, sample)) for sample in of_group)
-            parts.append(Part(prompt, delivery.incarnation, done, delivery.complete, delivery.accepted))
+            done = tuple(CompletedSample(sample, self._april.decode(prompt, sample)) for sample in of_group)
+            parts.append(GroupSlice(prompt, delivery.incarnation, done, delivery.complete, delivery.accepted))
         return parts
 
 
-def _round(spec: messages.OpenRound) -> Round:
-    return Round(
+def _round(spec: messages.OpenRound) -> RoundRecord:
+    return RoundRecord(
         spec.round_id,
         spec.run,
         spec.fingerprint,

@@ -10,12 +10,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from sglang_april.api import requests
-from sglang_april.api.errors import Refused, bad, fault
+from sglang_april.api.errors import RequestError, bad, fault
 from sglang_april.api.requests import check_round_id
 from sglang_april.http.completed_groups import decoded
 from sglang_april.http.reply import encode_group, size_of
-from sglang_april.http.rounds import Round
-from sglang_april.http.service import April
+from sglang_april.http.rounds import RoundRecord
+from sglang_april.http.service import AprilService
 from sglang_april.http.validation import check_judge, check_prompts, check_rollout
 
 logger = logging.getLogger("sglang_april")
@@ -27,7 +27,7 @@ SMALL = 2**16
 JSON, MSGPACK = "application/json", "application/msgpack"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
-Handler = Callable[[April, Request], Awaitable[Response]]
+Handler = Callable[[AprilService, Request], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -63,7 +63,7 @@ def _endpoint(handler: Handler) -> Endpoint:
         try:
             await request.app.state.april.restart.ready()
             return await handler(request.app.state.april, request)
-        except Refused as refused:
+        except RequestError as refused:
             return _refusal(request, refused)
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.url.path)
@@ -73,7 +73,7 @@ def _endpoint(handler: Handler) -> Endpoint:
     return endpoint
 
 
-async def rollout(april: April, request: Request) -> Response:
+async def rollout(april: AprilService, request: Request) -> Response:
     """Open a round, or find it by its `round_id`, and answer with its reply."""
     data, packed = await _body(request), _is_packed(request)
     body, fingerprint = await _off_loop(len(data), _read_rollout, data, packed)
@@ -83,12 +83,12 @@ async def rollout(april: April, request: Request) -> Response:
     return await _reply(request, round_)
 
 
-def _read_rollout(data: bytes, packed: bool) -> tuple[requests.Rollout, str]:
+def _read_rollout(data: bytes, packed: bool) -> tuple[requests.RolloutBody, str]:
     body = requests.decode_rollout(data, packed)
     return body, check_rollout(body, packed)
 
 
-async def get_round(april: April, request: Request) -> Response:
+async def get_round(april: AprilService, request: Request) -> Response:
     """The reply of a round, or 202 while it is open."""
     round_ = april.rounds.find(_round_id(request))
     if not round_.reply.done():
@@ -96,57 +96,57 @@ async def get_round(april: April, request: Request) -> Response:
     return await _reply(request, round_)
 
 
-async def stop(april: April, request: Request) -> Response:
+async def stop(april: AprilService, request: Request) -> Response:
     """End a round now."""
     body = requests.decode_stop(await _body(request), _is_packed(request))
     return _answer(request, await april.stop(_round_id(request), body.deliver))
 
 
-async def acknowledge(april: April, request: Request) -> Response:
+async def acknowledge(april: AprilService, request: Request) -> Response:
     """The reply of a round need not be kept any longer."""
     requests.decode_nothing(await _body(request), _is_packed(request))
     return _answer(request, await april.acknowledge(_round_id(request)))
 
 
-async def judge(april: April, request: Request) -> Response:
+async def judge(april: AprilService, request: Request) -> Response:
     """Accept and reject finished groups of a round with `count: accepted`."""
     body = requests.decode_judge(await _body(request), _is_packed(request))
     check_judge(body)
     return _answer(request, await april.judge(_round_id(request), body.accept, body.reject))
 
 
-async def extend(april: April, request: Request) -> Response:
+async def extend(april: AprilService, request: Request) -> Response:
     """A greater quota and more prompts for an open round."""
     data, packed = await _body(request), _is_packed(request)
     body = await _off_loop(len(data), _read_extend, data, packed)
     return _answer(request, await april.extend(_round_id(request), body))
 
 
-def _read_extend(data: bytes, packed: bool) -> requests.Extend:
+def _read_extend(data: bytes, packed: bool) -> requests.ExtendBody:
     body = requests.decode_extend(data, packed)
     check_prompts(body.prompts, packed)
     return body
 
 
-async def push_begin(april: April, request: Request) -> Response:
+async def push_begin(april: AprilService, request: Request) -> Response:
     """The weights of one policy begin to arrive."""
     body = requests.decode_push(await _body(request), _is_packed(request))
     return _answer(request, await april.push_begin(body.version))
 
 
-async def push_end(april: April, request: Request) -> Response:
+async def push_end(april: AprilService, request: Request) -> Response:
     """They have all arrived."""
     body = requests.decode_push(await _body(request), _is_packed(request))
     return _answer(request, await april.push_end(body.version))
 
 
-async def drop(april: April, request: Request) -> Response:
+async def drop(april: AprilService, request: Request) -> Response:
     """Delete undelivered groups of a run."""
     body = requests.decode_drop(await _body(request), _is_packed(request))
     return _answer(request, await april.drop(body.run, body.ids))
 
 
-async def state(april: April, request: Request) -> Response:
+async def state(april: AprilService, request: Request) -> Response:
     """What the server holds and how it runs; with `check=1` also whether all of it is sound."""
     check = _query(request, "check").get("check", "0")
     if check not in ("0", "1"):
@@ -154,7 +154,7 @@ async def state(april: April, request: Request) -> Response:
     return _answer(request, await april.state(check=check == "1"))
 
 
-async def partials(april: April, request: Request) -> Response:
+async def partials(april: AprilService, request: Request) -> Response:
     """The suspended samples of a run, or of all."""
     run = _query(request, "run").get("run")
     if run is not None and not 1 <= len(run) <= 256:
@@ -162,12 +162,12 @@ async def partials(april: April, request: Request) -> Response:
     return _answer(request, await april.partials(run))
 
 
-async def no_route(_april: April, request: Request) -> Response:
+async def no_route(_april: AprilService, request: Request) -> Response:
     """Everything else under /april."""
-    raise Refused(404, "path", f"there is no {request.method} {request.url.path}")
+    raise RequestError(404, "path", f"there is no {request.method} {request.url.path}")
 
 
-async def _reply(request: Request, round_: Round) -> Response:
+async def _reply(request: Request, round_: RoundRecord) -> Response:
     """Wait for the reply for as long as the client does. The round does not depend on it."""
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -187,7 +187,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(round_: Round) -> AsyncIterator[bytes]:
+async def _events(round_: RoundRecord) -> AsyncIterator[bytes]:
     """Newline-delimited JSON: groups as they finish, the summary last. A replay says the same again."""
     said = 0
     while True:
@@ -202,7 +202,7 @@ async def _events(round_: Round) -> AsyncIterator[bytes]:
         await bell.wait()
     try:
         summary = round_.reply.result().summary()
-    except Refused as refused:
+    except RequestError as refused:
         summary = {"event": "error", **refused.body()}
     yield msgspec.json.encode(summary) + b"\n"
 
@@ -215,13 +215,13 @@ async def _body(request: Request) -> bytes:
     """The whole body, within limits."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > MAX_BODY:
-        raise Refused(413, "body", f"has {declared} bytes, and at most {MAX_BODY} are taken")
+        raise RequestError(413, "body", f"has {declared} bytes, and at most {MAX_BODY} are taken")
     chunks, size = [], 0
     async for chunk in request.stream():
         chunks.append(chunk)
         size += len(chunk)
         if size > MAX_BODY:
-            raise Refused(413, "body", f"has more than {MAX_BODY} bytes")
+            raise RequestError(413, "body", f"has more than {MAX_BODY} bytes")
     return b"".join(chunks)
 
 
@@ -250,5 +250,5 @@ def _answer(request: Request, content: dict[str, Any], status: int = 200) -> Res
     return Response(encode(content), status, media_type=MSGPACK if packed else JSON)
 
 
-def _refusal(request: Request, refused: Refused) -> Response:
+def _refusal(request: Request, refused: RequestError) -> Response:
     return _answer(request, refused.body(), refused.status)

@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Awaitable, Callable
 
 from sglang_april.api import messages
-from sglang_april.api.errors import Refused
+from sglang_april.api.errors import RequestError
 
 Accepted = Callable[[messages.Answer], None]
 
 
-class Link:
+class SchedulerRpc:
     """Sends commands and waits for answers. There is no timeout: behind a long prefill an answer may take its time."""
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
@@ -40,7 +40,7 @@ class Link:
         finally:
             self._waiting.pop(command.seq, None)
         if answer.status != 200:
-            raise Refused(answer.status, answer.field or "server", answer.reason)
+            raise RequestError(answer.status, answer.field or "server", answer.reason)
         return answer
 
     def answered(self, answer: messages.Answer) -> None:

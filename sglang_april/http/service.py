@@ -12,39 +12,39 @@ from typing import Any
 import msgspec
 
 from sglang_april.api import messages, requests
-from sglang_april.api.errors import Refused, fault
+from sglang_april.api.errors import RequestError, fault
 from sglang_april.config import AprilConfig
-from sglang_april.http.completed_groups import Part, Prompt, Vault, visible_text
-from sglang_april.http.frontend import Engine
+from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, PromptRecord, visible_text
+from sglang_april.http.frontend import Frontend
 from sglang_april.http.prepare import extend_round, open_round, unit_of
 from sglang_april.http.reply import Reply, log_reply
-from sglang_april.http.restored_state import Restart
-from sglang_april.http.rounds import Round, Rounds
-from sglang_april.http.scheduler_rpc import Link
+from sglang_april.http.restored_state import RestoredState
+from sglang_april.http.rounds import RoundRecord, RoundRegistry
+from sglang_april.http.scheduler_rpc import SchedulerRpc
 from sglang_april.http.validation import check_rollout
-from sglang_april.http.weight_lock import Holds
+from sglang_april.http.weight_lock import WeightLock
 
 logger = logging.getLogger("sglang_april")
 
 OnReply = Callable[[Reply], None]
 
 
-class April:
+class AprilService:
     """Rounds, pushes and their bookkeeping on one event loop; the scheduler decides, this side carries and tells."""
 
-    def __init__(self, engine: Engine, config: AprilConfig, on_reply: OnReply | None = None) -> None:
+    def __init__(self, engine: Frontend, config: AprilConfig, on_reply: OnReply | None = None) -> None:
         self.engine = engine
         self.config = config
-        self.link = Link(engine.send)
-        self.holds = Holds(engine.lock)
-        self.vault = Vault(self.decode)
-        self.rounds = Rounds(config.replies, config.reply_bytes)
+        self.link = SchedulerRpc(engine.send)
+        self.holds = WeightLock(engine.lock)
+        self.vault = CompletedGroups(self.decode)
+        self.rounds = RoundRegistry(config.replies, config.reply_bytes)
         self.hook_report: dict[str, Any] = {}
         self.released: set[str] = set()
         """Memory tags that are released at this moment."""
         self.pausing = asyncio.Lock()
         """A pause and its end, one at a time."""
-        self.restart = Restart(self, config.journal)
+        self.restart = RestoredState(self, config.journal)
         self.broken = ""
         """Why the scheduler serves no rounds any more, or empty."""
         self._on_reply = on_reply
@@ -61,12 +61,12 @@ class April:
         reply = await asyncio.shield(round_.reply)
         return msgspec.msgpack.decode(reply.encode(packed=True))
 
-    async def open(self, body: requests.Rollout, fingerprint: str) -> Round:
+    async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it; it lives on when the caller goes away."""
         await self.restart.ready()
         if (reason := self.broken or self.restart.fault) and not self.rounds.knows(body.round_id):
-            raise Refused(503, "", reason)
-        candidate = Round(
+            raise RequestError(503, "", reason)
+        candidate = RoundRecord(
             id=body.round_id or uuid.uuid4().hex,
             run=body.run,
             fingerprint=fingerprint,
@@ -88,7 +88,7 @@ class April:
         elif round_.state == "open":
             try:
                 await self.link.call(messages.StopRound(self.link.number(), round_id, deliver))
-            except Refused:
+            except RequestError:
                 if round_.state != "ended":
                     raise
         return {"round_id": round_id, "state": round_.state}
@@ -100,17 +100,17 @@ class April:
         command = messages.JudgeRound(self.link.number(), round_id, accept, reject)
         try:
             await self.link.call(command, accepted=lambda _: self._judged(round_, accept, reject))
-        except Refused:
+        except RequestError:
             if not round_.repeats(accept, reject):
                 raise
         verdicts = list(round_.verdicts.values())
         return {"round_id": round_id, "accepted": verdicts.count(True), "rejected": verdicts.count(False)}
 
-    def _judged(self, round_: Round, accept: list[str], reject: list[str]) -> None:
+    def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
         self.vault.judge(round_.run, [*accept, *reject])
 
-    async def extend(self, round_id: str, body: requests.Extend) -> dict[str, Any]:
+    async def extend(self, round_id: str, body: requests.ExtendBody) -> dict[str, Any]:
         """A greater quota and more prompts for an open round."""
         round_ = self.rounds.find(round_id)
         await asyncio.shield(round_.opened)
@@ -244,12 +244,12 @@ class April:
         self.broken = reason
         for round_ in [r for r in self.rounds.open if r.state == "open"]:
             self.rounds.ended(round_)
-            self.rounds.failed(round_, Refused(500, "server", reason))
+            self.rounds.failed(round_, RequestError(500, "server", reason))
             self.spawn(self.holds.drop(round_.id))
 
     # What runs beside the callers
 
-    async def _open(self, round_: Round, body: requests.Rollout) -> None:
+    async def _open(self, round_: RoundRecord, body: requests.RolloutBody) -> None:
         """Prepare, become a reader of the weights, and ask the scheduler; or refuse and leave no trace."""
         try:
             number = self.link.number()
@@ -260,12 +260,12 @@ class April:
             await self.holds.take(round_.id)
             await self.link.call(command, accepted=lambda _: self._accepted(round_, prompts))
         except Exception as error:
-            if not isinstance(error, Refused):
+            if not isinstance(error, RequestError):
                 logger.exception("round %s could not be opened", round_.id)
             await self.holds.drop(round_.id)
-            self.rounds.refuse(round_, error if isinstance(error, Refused) else fault(error))
+            self.rounds.refuse(round_, error if isinstance(error, RequestError) else fault(error))
 
-    def _accepted(self, round_: Round, prompts: list[Prompt]) -> None:
+    def _accepted(self, round_: RoundRecord, prompts: list[PromptRecord]) -> None:
         self.vault.accept(prompts)
         if round_.judged:
             round_.events += self.vault.unjudged(round_.run)
@@ -274,12 +274,12 @@ class April:
         if self.broken:  # with a journal this answer may come after that
             self._broken(self.broken)
 
-    async def _stop_once_open(self, round_: Round, deliver: list[str] | None) -> None:
-        with contextlib.suppress(Refused):
+    async def _stop_once_open(self, round_: RoundRecord, deliver: list[str] | None) -> None:
+        with contextlib.suppress(RequestError):
             await asyncio.shield(round_.opened)
             await self.stop(round_.id, deliver)
 
-    async def _reply(self, round_: Round, message: messages.RoundEnded, parts: list[Part]) -> None:
+    async def _reply(self, round_: RoundRecord, message: messages.RoundEnded, parts: list[GroupSlice]) -> None:
         try:
             await self.holds.drop(round_.id)
             await self.restart.ready()  # older replies are kept first, or this one would make room for them
@@ -295,10 +295,10 @@ class April:
         if self._on_reply is not None:
             self._on_reply(reply)
 
-    def decode(self, prompt: Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
+    def decode(self, prompt: PromptRecord, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
         return asyncio.get_running_loop().run_in_executor(self._threads, self._text, prompt, sample)
 
-    def _text(self, prompt: Prompt, sample: messages.FinishedSample) -> str | None:
+    def _text(self, prompt: PromptRecord, sample: messages.FinishedSample) -> str | None:
         try:
             return visible_text(self.engine.decode, prompt, sample)
         except Exception:

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from sglang_april.api.errors import bad
-from sglang_april.api.requests import Judge, PromptBody, Rollout, Sampling
+from sglang_april.api.requests import JudgeBody, PromptBody, RolloutBody, SamplingBody
 
 MAX_SAMPLES = 2**20
 MAX_DEPTH = 64
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
-def check_rollout(body: Rollout, packed: bool) -> str:
+def check_rollout(body: RolloutBody, packed: bool) -> str:
     """Check what spans several fields, bring `input_ids` into one form, and return the request's fingerprint.
 
     The fingerprint tells a repeated request from another one under the same `round_id`. How the reply travels
@@ -43,7 +43,7 @@ def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
         raise bad("prompts", f"ask for {samples} samples, and one request may ask for at most {MAX_SAMPLES}")
 
 
-def check_judge(body: Judge) -> None:
+def check_judge(body: JudgeBody) -> None:
     """No group may be judged both ways at once."""
     accepted = set(body.accept)
     for i, name in enumerate(body.reject):
@@ -51,7 +51,7 @@ def check_judge(body: Judge) -> None:
             raise bad(f"reject[{i}]", f"{name!r} is also in accept")
 
 
-def fingerprint(body: Rollout) -> str:
+def fingerprint(body: RolloutBody) -> str:
     """A digest of all that a request asks for."""
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(body, stream=False))
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
@@ -99,7 +99,7 @@ def _check_messages(messages: list[dict[str, Any]], field: str) -> None:
         _check_plain(message, f"{field}[{i}]")
 
 
-def _check_sampling(params: Sampling, at: str, n: int | None = None) -> None:
+def _check_sampling(params: SamplingBody, at: str, n: int | None = None) -> None:
     """`n`: samples of the prompt whose parameters these are; None for those of a round."""
     _check_lengths(params, f"{at}.max_new_tokens", n)
     if params.top_k == 0:
@@ -112,7 +112,7 @@ def _check_sampling(params: Sampling, at: str, n: int | None = None) -> None:
             raise bad(f"{at}.logit_bias", f"keys must be token ids, not {token!r}")
 
 
-def _check_lengths(params: Sampling, field: str, n: int | None) -> None:
+def _check_lengths(params: SamplingBody, field: str, n: int | None) -> None:
     lengths = params.max_new_tokens
     if not isinstance(lengths, list):
         return

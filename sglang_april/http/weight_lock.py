@@ -10,7 +10,7 @@ import asyncio
 from sglang_april.http.frontend import ReaderLock
 
 
-class Holds:
+class WeightLock:
     """One reader per open round, owned by this object and not by the client's connection."""
 
     def __init__(self, lock: ReaderLock) -> None:

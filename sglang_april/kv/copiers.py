@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from april_kernels import kv_pages
-from sglang_april.kv.page_format import PageForm
+from sglang_april.kv.page_format import PageFormat
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of one piece. Between two pieces others get the link, and on a CPU the interpreter and the memory."""
@@ -38,14 +38,14 @@ class Copier(Protocol):
         """Host pages into the rows of `slots`; DamagedError if a checksum does not match."""
 
 
-def copier_for(form: PageForm) -> Copier:
+def copier_for(form: PageFormat) -> Copier:
     return CpuCopier(form) if form.table.device.type == "cpu" else GpuCopier(form)
 
 
 class CpuCopier:
     """Plain memory; a forward is over when its call returns, so that there is nothing to wait for."""
 
-    def __init__(self, form: PageForm, piece_bytes: int = PIECE_BYTES["cpu"]) -> None:
+    def __init__(self, form: PageFormat, piece_bytes: int = PIECE_BYTES["cpu"]) -> None:
         self._form, self.page_tokens, self.page_words = form, form.page_tokens, form.page_words
         self.piece = max(1, piece_bytes // (4 * self.page_words))
 
@@ -66,7 +66,7 @@ class CpuCopier:
 class GpuCopier:
     """Two staging buffers, one stream for the kernels and one for the copies, chained by events."""
 
-    def __init__(self, form: PageForm, piece_bytes: int = PIECE_BYTES["cuda"]) -> None:
+    def __init__(self, form: PageFormat, piece_bytes: int = PIECE_BYTES["cuda"]) -> None:
         self._form, self.page_tokens, self.page_words = form, form.page_tokens, form.page_words
         self._device = form.table.device
         self.piece = max(1, piece_bytes // (4 * self.page_words))

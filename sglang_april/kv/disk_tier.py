@@ -62,7 +62,7 @@ class Header(msgspec.Struct, array_like=True):
     """What the bytes mean: model, rank, dtype and shape of the pool."""
 
 
-class Disk:
+class DiskTier:
     """Files of one rank in a directory that no other server uses."""
 
     def __init__(

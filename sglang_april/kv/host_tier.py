@@ -16,14 +16,14 @@ from april_kernels.kv_pages import blocks
 SLAB_BYTES = 256 << 20
 
 
-class Run(NamedTuple):
+class PageRange(NamedTuple):
     """Neighbouring pages of one slab."""
 
     start: int
     size: int
 
 
-class Arena:
+class HostArena:
     """int32 [pages, page_words]; used by one thread."""
 
     def __init__(self, pages: int, page_words: int, *, pinned: bool) -> None:
@@ -31,10 +31,10 @@ class Arena:
         self._slab = max(1, SLAB_BYTES // (4 * page_words))
         self._slabs: dict[int, torch.Tensor] = {}
         self._pages = pages
-        self._free = [Run(i, min(self._slab, pages - i)) for i in range(0, pages, self._slab)]
+        self._free = [PageRange(i, min(self._slab, pages - i)) for i in range(0, pages, self._slab)]
         self.free_pages = pages
 
-    def take(self, pages: int) -> list[Run]:
+    def take(self, pages: int) -> list[PageRange]:
         """Room for so many pages, in few runs.
 
         Raises:
@@ -42,17 +42,17 @@ class Arena:
         """
         if pages > self.free_pages:
             raise MemoryError(f"the host tier has {self.free_pages} free pages, {pages} are needed")
-        runs: list[Run] = []
+        runs: list[PageRange] = []
         self.free_pages -= pages
         try:
             while pages:
                 start, count = self._free[0]
-                took = Run(start, min(count, pages))
+                took = PageRange(start, min(count, pages))
                 self._ensure(took)
                 if took.size == count:
                     self._free.pop(0)
                 else:
-                    self._free[0] = Run(start + took.size, count - took.size)
+                    self._free[0] = PageRange(start + took.size, count - took.size)
                 runs.append(took)
                 pages -= took.size
         except (RuntimeError, MemoryError) as error:
@@ -61,7 +61,7 @@ class Arena:
             raise MemoryError(f"the host tier cannot grow: {error}") from error
         return runs
 
-    def give(self, runs: list[Run]) -> None:
+    def give(self, runs: list[PageRange]) -> None:
         """Take back what `take` gave."""
         for run in runs:
             self.free_pages += run.size
@@ -72,14 +72,14 @@ class Arena:
             if i and sum(self._free[i - 1]) == start and start % self._slab:
                 i -= 1
                 start = self._free.pop(i).start
-            self._free.insert(i, Run(start, end - start))
+            self._free.insert(i, PageRange(start, end - start))
 
-    def pages(self, run: Run) -> torch.Tensor:
+    def pages(self, run: PageRange) -> torch.Tensor:
         """int32 [run.size, page_words], the memory itself."""
         first = run.start % self._slab
         return self._slabs[run.start // self._slab][first : first + run.size]
 
-    def _ensure(self, run: Run) -> None:
+    def _ensure(self, run: PageRange) -> None:
         number = run.start // self._slab
         if number not in self._slabs:
             # The last one, or the only one of a small arena, has fewer pages.

@@ -11,7 +11,7 @@ from april_kernels.kv_pages import PlaneTable, int8
 from april_kernels.kv_pages.int8 import Int8Pages
 
 
-class PageForm(Protocol):
+class PageFormat(Protocol):
     """Pages of one pool, int32 [n, page_words]; `slots` is int64 [tokens], on the pool's device."""
 
     @property
@@ -37,7 +37,7 @@ class PageForm(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class FullPages:
+class RawPages:
     """Byte for byte."""
 
     table: PlaneTable
@@ -97,4 +97,4 @@ class QuantisedPages:
             self.unpack(padding, pages)
 
 
-FORMS: dict[str, type[FullPages] | type[QuantisedPages]] = {form.name: form for form in (FullPages, QuantisedPages)}
+FORMS: dict[str, type[RawPages] | type[QuantisedPages]] = {form.name: form for form in (RawPages, QuantisedPages)}

@@ -17,8 +17,8 @@ import torch
 from april_kernels import kv_pages
 from april_kernels.kv_pages import page_count
 from sglang_april.kv.copiers import Copier, DamagedError
-from sglang_april.kv.disk_tier import DamagedFileError, Disk, Key
-from sglang_april.kv.host_tier import Arena, Run
+from sglang_april.kv.disk_tier import DamagedFileError, DiskTier, Key
+from sglang_april.kv.host_tier import HostArena, PageRange
 from sglang_april.kv.kv_pages import CopyTier
 
 TRIAL = 0
@@ -32,7 +32,7 @@ Report = Callable[[int, str], None]
 class HostPages:
     """Pages in the arena; those of a sample behind its prefix's, if it has one."""
 
-    runs: list[Run]
+    runs: list[PageRange]
     sums: torch.Tensor
     """int64 [pages]."""
     prefix: int | None = None
@@ -51,7 +51,7 @@ class LostError(Exception):
 class PageStore:
     """One rank's arena, files and worker. `number`: a copy's name; `order`: what its outcome is reported under."""
 
-    def __init__(self, copier: Copier, arena: Arena, disk: Disk | None, report: Report) -> None:
+    def __init__(self, copier: Copier, arena: HostArena, disk: DiskTier | None, report: Report) -> None:
         self._copier, self._arena, self._disk, self._report = copier, arena, disk, report
         self._held: dict[int, HostPages | DiskPages] = {}
         shape = (copier.piece, copier.page_words)
@@ -62,7 +62,7 @@ class PageStore:
         self._thread.start()
 
     @property
-    def disk(self) -> Disk | None:
+    def disk(self) -> DiskTier | None:
         """The disk tier; before the first order its files may be searched (`regain.py`)."""
         return self._disk
 
@@ -82,7 +82,7 @@ class PageStore:
         self._give(order, lambda: self._spill(number, key, length, version))
 
     def adopt(self, number: int, key: Key, length: int) -> None:
-        """A file that `Disk.find` has verified is the copy of this number."""
+        """A file that `DiskTier.find` has verified is the copy of this number."""
         self._give(None, lambda: self._held.update({number: DiskPages(key, length)}))
 
     def get(self, order: int, number: int, slots: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ class PageStore:
             raise
         return HostPages(runs, torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64))
 
-    def _along(self, runs: list[Run], slots: torch.Tensor) -> Iterator[tuple[Run, torch.Tensor]]:
+    def _along(self, runs: list[PageRange], slots: torch.Tensor) -> Iterator[tuple[PageRange, torch.Tensor]]:
         """Each run with the slots of its pages."""
         done = 0
         for run in runs:
@@ -267,7 +267,7 @@ class PageStore:
             raise LostError("the prefix is not on the host")
         return held
 
-    def _on_disk(self) -> tuple[Disk, torch.Tensor]:
+    def _on_disk(self) -> tuple[DiskTier, torch.Tensor]:
         if self._disk is None or self._bounce is None:
             raise LostError("there is no disk tier")
         return self._disk, self._bounce

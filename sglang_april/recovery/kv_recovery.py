@@ -13,7 +13,7 @@ Outcome = str | None
 """Empty: all of its KV is there. None: no file of just these tokens. Else why a file that is there cannot be used."""
 
 
-class Files(Protocol):
+class PageFiles(Protocol):
     """What `Disk` has for a search."""
 
     @property
@@ -23,10 +23,10 @@ class Files(Protocol):
 
 
 @dataclass(slots=True)
-class Search:
+class KvSearch:
     """One rank's search among files that the journal's last `life` left."""
 
-    files: Files
+    files: PageFiles
     life: str
     bytes_read: int = 0
 

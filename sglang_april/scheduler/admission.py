@@ -67,7 +67,7 @@ def places(rnd: Round, slots: int) -> int:
     return min(slots, max(0, rnd.concurrency - rnd.run.running))
 
 
-class Gathering:
+class PrefillBatcher:
     """Samples that need a prefill wait for one another, and share it.
 
     Samples end one by one, and a prefill stalls all that decode for about a step. So whoever waits for a prefill waits

@@ -3,21 +3,21 @@
 from typing import Any
 
 from sglang_april.api import messages
+from sglang_april.api.errors import RequestError
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.round_end import Endings
+from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.state import Run, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.version_clock import Refused
 
 MAX_QUOTA = 2**31 - 1
 
 
 class Commands:
-    def __init__(self, context: Context, suspender: Suspender, endings: Endings, pushes: Pushes, tiers: Tiers) -> None:
+    def __init__(self, context: Context, suspender: Suspender, endings: RoundEnd, pushes: Pushes, tiers: Tiers) -> None:
         self._c = context
         self._suspender = suspender
         self._endings = endings
@@ -62,9 +62,11 @@ class Commands:
     def _open(self, cmd: messages.OpenRound) -> dict[str, Any]:
         c = self._c
         if reason := c.closed():
-            raise Refused(503, "", reason)
+            raise RequestError(503, "", reason)
         if cmd.run in c.rounds:
-            raise Refused(409, "run", f"round {c.rounds[cmd.run].spec.round_id!r} of run {cmd.run!r} is still open")
+            raise RequestError(
+                409, "run", f"round {c.rounds[cmd.run].spec.round_id!r} of run {cmd.run!r} is still open"
+            )
         c.ledger.check(cmd.run, cmd.prompts)
         run = c.ledger.run(cmd.run)
         if isinstance(cmd.concurrency, int):
@@ -99,7 +101,7 @@ class Commands:
         if rnd is None:
             raise _over(cmd.round_id)
         if not rnd.judged:
-            raise Refused(409, "round_id", f"round {cmd.round_id} has count: finished, and nothing to judge")
+            raise RequestError(409, "round_id", f"round {cmd.round_id} has count: finished, and nothing to judge")
         self._c.ledger.judge(rnd.run, cmd.accept, cmd.reject)
         self._c.recorder.judged(rnd.run.named([*cmd.accept, *cmd.reject]))
         self._endings.look()
@@ -111,9 +113,9 @@ class Commands:
             raise _over(cmd.round_id)
         if cmd.quota_add:
             if rnd.spec.quota is None:
-                raise Refused(409, "quota_add", f"round {cmd.round_id} has no quota to add to")
+                raise RequestError(409, "quota_add", f"round {cmd.round_id} has no quota to add to")
             if rnd.spec.quota + cmd.quota_add > MAX_QUOTA:
-                raise Refused(400, "quota_add", f"makes the quota greater than {MAX_QUOTA}")
+                raise RequestError(400, "quota_add", f"makes the quota greater than {MAX_QUOTA}")
         c.ledger.check(rnd.run.name, cmd.prompts)
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
         if rnd.spec.quota is not None:
@@ -152,5 +154,5 @@ class Commands:
         return {"groups": [[g.id, g.incarnation] for g in doomed], "samples": len(samples)}
 
 
-def _over(round_id: str) -> Refused:
-    return Refused(409, "round_id", f"round {round_id} has ended")
+def _over(round_id: str) -> RequestError:
+    return RequestError(409, "round_id", f"round {round_id} has ended")

@@ -30,7 +30,7 @@ Steps = tuple[float, float]
 """Mean samples and median seconds of some steps."""
 
 
-class Tuner:
+class ConcurrencyTuner:
     def __init__(self, slots: int) -> None:
         halves = range(math.floor(2 * math.log2(slots)) + 1)
         self.limits = list(dict.fromkeys(round(slots / 2 ** (half / 2)) for half in halves))

@@ -11,13 +11,13 @@ from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.state import Sample
-from sglang_april.scheduler.version_clock import PushClock
+from sglang_april.scheduler.version_clock import VersionClock
 
 
 @dataclass(eq=False)
 class Context:
     engine: Engine
-    clock: PushClock
+    clock: VersionClock
     host_cap_tokens: int
     disk_cap_tokens: int = 0
     store_page: int = 1
@@ -73,11 +73,11 @@ class Context:
         """The open round of the sample's run."""
         return self.rounds.get(sample.group.run.name)
 
-    def lane(self, sample: Sample) -> Round | None:
+    def active_round(self, sample: Sample) -> Round | None:
         """The round under whose rules the sample runs: the open one, or the last one where its run runs ahead."""
-        return self.lane_of(sample.group.run.name)
+        return self.active_round_of(sample.group.run.name)
 
-    def lane_of(self, run: str) -> Round | None:
+    def active_round_of(self, run: str) -> Round | None:
         """The same, by the name of the run."""
         return self.rounds.get(run) or self.ahead.get(run)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_april.api import messages
+from sglang_april.api.errors import RequestError
 from sglang_april.recovery.journal_snapshot import Saved
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
@@ -16,11 +17,10 @@ from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.restore import Look, regain, restore
 from sglang_april.scheduler.resume import Resumer
-from sglang_april.scheduler.round_end import Endings
+from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.state import Group, Run, Sample, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.version_clock import Refused
 
 Progress = tuple[Sample, int, int, bool]
 """What one step did to one of our samples: its output tokens now, how many tokens a prefill computed (0 in a decode
@@ -33,7 +33,7 @@ class Controller:
         self.tiers = Tiers(context)
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
-        self.endings = Endings(context, self.suspender, self.tiers)
+        self.endings = RoundEnd(context, self.suspender, self.tiers)
         self.pushes = Pushes(context, self.suspender, self.endings)
         self._commands = Commands(context, self.suspender, self.endings, self.pushes, self.tiers)
 
@@ -55,7 +55,7 @@ class Controller:
         try:
             data = self._commands.carry_out(cmd)
             answer = messages.Answer(cmd.seq, data=data) if data is not None else None
-        except Refused as no:
+        except RequestError as no:
             answer = messages.Answer(cmd.seq, no.status, no.field, no.reason)
         if answer is not None:
             self.context.recorder.answer(answer, lasting=isinstance(cmd, messages.Lasting))
@@ -110,11 +110,11 @@ class Controller:
                 run, tokens = group.run, 0
             tokens += drawn
             if sample.recomputing:
-                if rnd := self.context.lane(sample):
+                if rnd := self.context.active_round(sample):
                     rnd.stats.reprefilled_tokens += prefilled
                 sample.recomputing = drawn <= 0
             if drawn > 0:
-                sample.let_go = ""
+                sample.recompute_reason = ""
                 if prefilled:
                     Prompts.prefilled(sample)
                 if group.first_round < 0:
@@ -127,7 +127,7 @@ class Controller:
 
     def _count(self, run: Run | None, tokens: int) -> None:
         """Output tokens of one step, for the figures of the round under which they were drawn."""
-        rnd = self.context.lane_of(run.name) if run is not None else None
+        rnd = self.context.active_round_of(run.name) if run is not None else None
         if rnd is not None:
             rnd.stats.tokens_generated += tokens
             if rnd.stats.t_quota_met is not None:
@@ -144,7 +144,7 @@ class Controller:
         self.tiers.left(sample)
         sample.kv_version, sample.recomputing = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
-        if rnd := self.context.lane(sample):
+        if rnd := self.context.active_round(sample):
             rnd.stats.retracted += 1
 
     def _note_first_round(self, group: Group) -> None:

@@ -39,7 +39,7 @@ class Engine(Protocol):
     def free_slots(self) -> int:
         """Places in the running batch that nobody has, less our requests that already wait for one."""
 
-    def strangers_waiting(self) -> int:
+    def foreign_waiting(self) -> int:
         """Stock requests in the waiting queue."""
 
     def idle(self) -> bool:

@@ -14,7 +14,7 @@ from sglang_april.scheduler.state import Sample
 _SMALL = 64
 
 
-def worth(sample: Sample) -> int:
+def eviction_priority(sample: Sample) -> int:
     """Smaller gives way first: least recompute time per byte, then less stale, then admitted later.
 
     The three in one number, 64 bits each: heaps compare it fastest, and it differs from sample to sample. Constant
@@ -28,7 +28,7 @@ def worth(sample: Sample) -> int:
     return pages.worth
 
 
-class Shelf:
+class EvictionQueue:
     """The samples of one tier, ordered by who gives way first; mandatory groups (S4) last.
 
     A heap of what they are worth, worked out once when a sample comes. Samples that left are found when their turn
@@ -47,7 +47,7 @@ class Shelf:
 
     def push(self, sample: Sample) -> None:
         """Pages that left and came back may still be here."""
-        key = worth(sample)
+        key = eviction_priority(sample)
         if key in self._samples:
             return
         self._samples[key] = sample
@@ -111,8 +111,8 @@ class Shelf:
         self._limit = max(_SMALL, 4 * len(self._heap))
 
 
-def give_way(
-    shelf: Shelf, newcomer: Sample, *, mandatory: bool, gain: Callable[[Sample], int], short: int
+def select_victims(
+    shelf: EvictionQueue, newcomer: Sample, *, mandatory: bool, gain: Callable[[Sample], int], short: int
 ) -> list[Sample] | None:
     """Who has to leave a tier so that `newcomer` fits.
 
@@ -126,7 +126,7 @@ def give_way(
         As few as needed, each worth less than the newcomer; None, and nobody leaves, when the newcomer has to give way.
     """
     leaving: list[Sample] = []
-    own = (mandatory, worth(newcomer))
+    own = (mandatory, eviction_priority(newcomer))
     while short > 0:
         sample = shelf.pop_below(own)
         if sample is None:

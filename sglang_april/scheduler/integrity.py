@@ -2,13 +2,13 @@
 
 from sglang_april.api import messages
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.tier_budget import Books
+from sglang_april.scheduler.tier_budget import TierBudget
 
 
-class Checks:
+class IntegrityChecks:
     """Every rank checks its own part beside the scheduler's loop; the message is answered when all have (S9)."""
 
-    def __init__(self, context: Context, books: Books) -> None:
+    def __init__(self, context: Context, books: TierBudget) -> None:
         self._c = context
         self._books = books
         self._asked: dict[int, int] = {}

@@ -6,10 +6,10 @@ Pure: no clock, no engine, no rank. The property tests drive this module with an
 import bisect
 from collections.abc import Iterator
 
+from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.recovery.journal_snapshot import Saved, SavedGroup
 from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State, sample_seed
-from sglang_april.scheduler.version_clock import Refused
 
 
 class Ledger:
@@ -29,7 +29,7 @@ class Ledger:
         seen: set[str] = set()
         for i, prompt in enumerate(prompts):
             if prompt.id in seen or (known is not None and prompt.id in known.groups):
-                raise Refused(409, f"prompts[{i}].id", f"{prompt.id!r} is still undelivered in run {run!r}")
+                raise RequestError(409, f"prompts[{i}].id", f"{prompt.id!r} is still undelivered in run {run!r}")
             seen.add(prompt.id)
 
     def accept(self, run_name: str, prompts: list[Prompt], params: list[bytes]) -> list[Group]:
@@ -122,11 +122,13 @@ class Ledger:
             for i, prompt_id in enumerate(ids):
                 group = run.groups.get(prompt_id)
                 if group is None:
-                    raise Refused(404, f"{name}[{i}]", f"{prompt_id!r} is no undelivered prompt of run {run.name!r}")
+                    raise RequestError(
+                        404, f"{name}[{i}]", f"{prompt_id!r} is no undelivered prompt of run {run.name!r}"
+                    )
                 if not group.whole:
-                    raise Refused(409, f"{name}[{i}]", f"the group of {prompt_id!r} has not finished")
+                    raise RequestError(409, f"{name}[{i}]", f"the group of {prompt_id!r} has not finished")
                 if group.accepted is not None and group.accepted is not verdict:
-                    raise Refused(409, f"{name}[{i}]", f"{prompt_id!r} has been judged the other way")
+                    raise RequestError(409, f"{name}[{i}]", f"{prompt_id!r} has been judged the other way")
         run.verdicts |= {run.groups[i]: True for i in accept} | {run.groups[i]: False for i in reject}
 
     def deliver(self, group: Group, indices: list[int]) -> Delivery:

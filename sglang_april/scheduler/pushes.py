@@ -4,12 +4,12 @@ from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.round_end import Endings
+from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.suspend import Suspender
 
 
 class Pushes:
-    def __init__(self, context: Context, suspender: Suspender, endings: Endings) -> None:
+    def __init__(self, context: Context, suspender: Suspender, endings: RoundEnd) -> None:
         self._c = context
         self._suspender = suspender
         self._endings = endings

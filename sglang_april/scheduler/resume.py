@@ -9,7 +9,7 @@ from collections import Counter
 
 from sglang_april.kv.auto_policy import Reason, why_not_resume
 from sglang_april.kv.kv_pages import Pages, Tier
-from sglang_april.scheduler.admission import Gathering, pick
+from sglang_april.scheduler.admission import PrefillBatcher, pick
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.quota import Round
@@ -33,7 +33,7 @@ class Resumer:
         self._turn = False
         self._joined = False
         """Samples joined the batch where a prefill could have been launched, and none could be since."""
-        self._gathering = Gathering()
+        self._gathering = PrefillBatcher()
         self._prompts = Prompts(context)
 
     def admit(self) -> None:
@@ -60,7 +60,7 @@ class Resumer:
         if self._resumable or all(self._prompts.waits(s) for s in chosen):
             return
         due = self._gathering.is_due([*rounds, *ahead], chosen, slots)
-        if due or self._c.engine.strangers_waiting() or self._c.engine.mid_prefill():
+        if due or self._c.engine.foreign_waiting() or self._c.engine.mid_prefill():
             # Each lane keeps its share: what its leaders leave of it is for their followers.
             share = Counter(s.group.run for s in chosen)
             self._start(pick([*rounds, *ahead], slots, lambda rnd: self._prompts.starters(rnd, share[rnd.run])))
@@ -80,7 +80,7 @@ class Resumer:
     def _slots(self) -> int:
         """Free slots, shared with stock requests that wait for one, so that both progress."""
         slots = self._c.engine.free_slots()
-        strangers = self._c.engine.strangers_waiting()
+        strangers = self._c.engine.foreign_waiting()
         if slots <= 0 or not strangers:
             return slots
         if slots == 1:
@@ -108,7 +108,7 @@ class Resumer:
         return sample.request is not None or self._c.engine.revive(sample)
 
     def _round(self, sample: Sample) -> Round:
-        rnd = self._c.lane(sample)
+        rnd = self._c.active_round(sample)
         assert rnd is not None, "a sample is admitted outside of its run's rounds"
         return rnd
 
@@ -118,14 +118,14 @@ class Resumer:
         self._c.trace("start", samples)
         for sample in samples:
             if sample.pages is not None:
-                sample.let_go = self._why_recompute(sample, sample.pages)
+                sample.recompute_reason = self._why_recompute(sample, sample.pages)
                 self._tiers.release(sample)
             rnd = self._round(sample)
             stats = rnd.stats
             stats.resumed_recomputed += sample.length > 0
             if sample.length and rnd.spec.kv == "auto":
-                stats.recomputed[sample.let_go or "no_pages"] += 1
-                stats.kv_fallback += not sample.let_go
+                stats.recomputed[sample.recompute_reason or "no_pages"] += 1
+                stats.kv_fallback += not sample.recompute_reason
             elif sample.length and rnd.spec.kv == "keep":
                 stats.kv_fallback += 1
             self._prompts.starts(sample)
@@ -158,7 +158,7 @@ class Resumer:
             self._joined, self._hold = False, True
             return False
         # A round may have ended since `admit`: a full queue can give a sample up at once.
-        wanted = [s for s in self._resumable if self._c.lane(s) is not None]
+        wanted = [s for s in self._resumable if self._c.active_round(s) is not None]
         taken = self._fit(wanted[: max(0, engine.row_slots())])
         self._resumable = []
         if not taken:

@@ -8,7 +8,7 @@ from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 
 
-class Endings:
+class RoundEnd:
     def __init__(self, context: Context, suspender: Suspender, tiers: Tiers) -> None:
         self.context = context
         self._suspender = suspender

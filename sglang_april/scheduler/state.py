@@ -76,7 +76,7 @@ class Sample:
     admitted_round: int = -1
     recomputing: bool = False
     """In the engine's queue for a prefill of prompt and old tokens."""
-    let_go: Reason = ""
+    recompute_reason: Reason = ""
     """Why its KV was given up by choice, until its next token."""
     proximal: Proximal | None = None
     """From the last recompute that was asked for it."""
@@ -106,8 +106,8 @@ class Sample:
 
     def closed_spans(self) -> list[Span]:
         """Spans with their ends set, the last one at `length`; empty ones left out."""
-        ends = [s.start for s in self.spans[1:]] + [self.length]
-        return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=True) if e > s.start]
+        ends = [*(s.start for s in self.spans[1:]), self.length]  # a sample that never entered the engine has no span
+        return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=False) if e > s.start]
 
     @property
     def oldest_version(self) -> int | None:
@@ -170,7 +170,7 @@ class Group:
         return min(versions, default=None)
 
 
-class Partials(dict[Sample, None]):
+class SuspendedSamples(dict[Sample, None]):
     """The suspended samples of a run: a set, and their old batch order, sorted anew only after somebody has joined."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class Run:
     """Likewise."""
     verdicts: "dict[Group, bool]" = field(default_factory=dict)
     """Undelivered groups that the caller has judged (`count: accepted`)."""
-    suspended: Partials = field(default_factory=Partials)
+    suspended: SuspendedSamples = field(default_factory=SuspendedSamples)
     begun: dict[Group, None] = field(default_factory=dict)
     """Groups already begun that have queued members."""
     new: list[Group] = field(default_factory=list)

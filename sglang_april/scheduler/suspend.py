@@ -90,6 +90,6 @@ class Suspender:
             if engine.tokens_for_next_decode() <= engine.tokens_free():
                 return
             self.suspend([sample])
-            if rnd := self._c.lane(sample):
+            if rnd := self._c.active_round(sample):
                 rnd.stats.suspended_for_memory += 1
             self._free_device(engine.tokens_for_next_decode())

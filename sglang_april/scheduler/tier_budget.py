@@ -5,7 +5,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 
 
-class Books:
+class TierBudget:
     """Names for copies and orders, budgets used, and who stands on which prefix; the same on every rank."""
 
     def __init__(self, context: Context) -> None:

@@ -1,8 +1,8 @@
 """Step 5 of 9 (store), the deciding half: which tier a partial's pages are in, the same on every rank.
 
 Budgets are counted here when something is decided, in tokens and whole pages of the store. The copying itself is each
-rank's own business (`kv/page_store.py`, behind `Engine`), in the order in which it was decided here. Its end is a message
-(S9): until then the slots of a copy stay held, and what is loaded joins no batch.
+rank's own business (`kv/page_store.py`, behind `Engine`), in the order in which it was decided here. Its end is a
+message (S9): until then the slots of a copy stay held, and what is loaded joins no batch.
 """
 
 from collections import Counter
@@ -13,19 +13,19 @@ from sglang_april.api import messages
 from sglang_april.kv.auto_policy import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, Found, Pages
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.eviction import Shelf, copy_cost, give_way, rests_in
-from sglang_april.scheduler.integrity import Checks
+from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, rests_in, select_victims
+from sglang_april.scheduler.integrity import IntegrityChecks
 from sglang_april.scheduler.state import Sample
-from sglang_april.scheduler.tier_budget import Books
-from sglang_april.scheduler.transfers import Moves
+from sglang_april.scheduler.tier_budget import TierBudget
+from sglang_april.scheduler.transfers import Transfers
 
 
 class Tiers:
     def __init__(self, context: Context) -> None:
         self._c = context
-        self.moves = Moves(context)
-        self._books = Books(context)
-        self.checks = Checks(context, self._books)
+        self.moves = Transfers(context)
+        self._books = TierBudget(context)
+        self.checks = IntegrityChecks(context, self._books)
         self.expected: list[Sample] = []
         """Have a slot and are being loaded, or have just been: they do not give way to what waits, or a sample and a
         prompt could push each other out for ever."""
@@ -34,9 +34,9 @@ class Tiers:
         """Partials whose pages had to be given up because a copy failed, by run."""
         self.lost_in_all, self.last_failure = 0, ""
         self._shelves = {
-            "device": Shelf(lambda pages: pages.tier == "device", context.must_finish),
-            "host": Shelf(rests_in("host"), context.must_finish),
-            "disk": Shelf(rests_in("disk"), context.must_finish),
+            "device": EvictionQueue(lambda pages: pages.tier == "device", context.must_finish),
+            "host": EvictionQueue(rests_in("host"), context.must_finish),
+            "disk": EvictionQueue(rests_in("disk"), context.must_finish),
         }
 
     # --- samples come and go
@@ -136,8 +136,8 @@ class Tiers:
         if run.kv != "auto" or not self._c.cap(tier):
             return True
         age = clock.version + clock.open - sample.kv_version  # an open push moves the version before any sample steps
-        sample.let_go = why_not_store(self._c.rates, tier, pages.length, age, run.max_staleness)
-        return not sample.let_go
+        sample.recompute_reason = why_not_store(self._c.rates, tier, pages.length, age, run.max_staleness)
+        return not sample.recompute_reason
 
     def _make_room(self, tier: CopyTier, newcomer: Sample, pages: Pages) -> bool:
         need, cap = self._books.round_up(pages.length), self._c.cap(tier)
@@ -147,7 +147,7 @@ class Tiers:
         if short <= 0:
             return True
         mandatory = self._c.must_finish(newcomer)
-        leaving = give_way(self._shelves[tier], newcomer, mandatory=mandatory, gain=copy_cost, short=short)
+        leaving = select_victims(self._shelves[tier], newcomer, mandatory=mandatory, gain=copy_cost, short=short)
         for sample in leaving or ():
             self._evict(sample, tier)
         return leaving is not None
@@ -245,7 +245,7 @@ class Tiers:
         self.lost_in_all += 1
         self.last_failure = why
         self.lost[sample.group.run.name] += 1
-        if rnd := self._c.lane(sample):
+        if rnd := self._c.active_round(sample):
             rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
         self.release(sample)
 

@@ -8,7 +8,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """One transfer. The sample may have other pages, and the pages another copy, by the time it ends."""
 
     sample: Sample
@@ -16,12 +16,12 @@ class Move(NamedTuple):
     pages: Pages
 
 
-class Moves:
+class Transfers:
     """By order, in the order in which they were given: each rank carries them out in turn."""
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._moves: dict[int, Move] = {}
+        self._moves: dict[int, Transfer] = {}
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -31,16 +31,16 @@ class Moves:
         pages = sample.pages
         assert pages is not None
         assert pages.copy is not None
-        self._moves[order] = Move(sample, pages.copy, pages)
+        self._moves[order] = Transfer(sample, pages.copy, pages)
 
-    def ended(self, order: int) -> Move | None:
+    def ended(self, order: int) -> Transfer | None:
         """All ranks have carried it out, or nobody waits for it any more; None if it was no transfer, or is known."""
         return self._moves.pop(order, None)
 
     def orders(self) -> list[int]:
         return list(self._moves)
 
-    def in_flight(self, *, leaving: bool) -> Iterator[Move]:
+    def in_flight(self, *, leaving: bool) -> Iterator[Transfer]:
         """Those that hold slots, off the device or back to it."""
         for order, move in self._moves.items():
             pages = move.pages

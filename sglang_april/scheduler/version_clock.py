@@ -1,21 +1,15 @@
 """Step 8 of 9 (push): the policy version, an integer that moves once per push and never back (S1).
 
-Pure: no clock, no engine. `PushClock` is replicated on every rank and fed with the same messages.
+Pure: no clock, no engine. `VersionClock` is replicated on every rank and fed with the same messages.
 """
 
 from dataclasses import dataclass
 
-
-class Refused(Exception):  # noqa: N818
-    """A request that cannot be met in the present state. `status` is an HTTP status; nothing has changed."""
-
-    def __init__(self, status: int, field: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.field, self.reason = status, field, reason
+from sglang_april.api.errors import RequestError
 
 
 @dataclass(slots=True)
-class PushClock:
+class VersionClock:
     version: int = 0
     open: bool = False
     failed: str = ""
@@ -45,9 +39,9 @@ class PushClock:
     def end(self, version: int | None) -> int:
         """Close the push; the version moves once. Returns the new version."""
         if not self.open:
-            raise Refused(409, "push", "no push is open: POST /april/push/begin opens one")
+            raise RequestError(409, "push", "no push is open: POST /april/push/begin opens one")
         if self.failed:
-            raise Refused(409, "push", f"a weight call of this push failed: {self.failed}; begin it again")
+            raise RequestError(409, "push", f"a weight call of this push failed: {self.failed}; begin it again")
         target = version if version is not None else self._target
         self._check(target)
         self.version = target if target is not None else self.version + 1
@@ -79,4 +73,4 @@ class PushClock:
 
     def _check(self, version: int | None) -> None:
         if version is not None and version < self.version + (not self.unnamed):
-            raise Refused(409, "version", f"policy version is {self.version}; a push must name a greater one")
+            raise RequestError(409, "version", f"policy version is {self.version}; a push must name a greater one")

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from sglang_april.client import AprilError
-from sglang_april.client.types import Group, Sample, Span, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSample, RolloutSummary, Span
 
 
 @dataclass(eq=False)
-class Part:
+class RoundShare:
     """An engine's part of a round."""
 
     body: dict[str, Any]
     shown: list[str] = field(default_factory=list)
-    ended: Summary | None = None
+    ended: RolloutSummary | None = None
 
 
 class FakeEngine:
@@ -30,7 +30,7 @@ class FakeEngine:
         self.verdicts: dict[str, bool] = {}
         self.delivered: list[str] = []
         self.mandatory: set[str] = set()
-        self.rounds: dict[str, Part] = {}
+        self.rounds: dict[str, RoundShare] = {}
         self.bodies: list[dict[str, Any]] = []
         self.may_finish = 10**6
         self.dies_after: int | None = None
@@ -38,7 +38,7 @@ class FakeEngine:
 
     # The calls of a client
 
-    def stream(self, **body: Any) -> Iterator[Group | Summary]:
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         with self.turn:
             self.bodies.append(body)
             part = self.rounds.get(body["round_id"])
@@ -46,7 +46,7 @@ class FakeEngine:
                 taken = {*self.waiting, *self.finished}
                 assert not taken & {prompt["id"] for prompt in body["prompts"]}, "409: still undelivered"
                 self.waiting += [prompt["id"] for prompt in body["prompts"]]
-                part = self.rounds[body["round_id"]] = Part(body)
+                part = self.rounds[body["round_id"]] = RoundShare(body)
                 part.shown += [name for name in self.finished if name not in self.verdicts]
             assert part.body == body, "409: the same id with another body"
         return self._events(part)
@@ -94,7 +94,7 @@ class FakeEngine:
 
     # What goes on inside
 
-    def _events(self, part: Part) -> Iterator[Group | Summary]:
+    def _events(self, part: RoundShare) -> Iterator[RolloutGroup | RolloutSummary]:
         said = 0
         while True:
             with self.turn:
@@ -106,13 +106,13 @@ class FakeEngine:
             said += 1
             assert event is not None
             yield event
-            if isinstance(event, Summary):
+            if isinstance(event, RolloutSummary):
                 return
 
     def _dead(self, said: int) -> bool:
         return self.dies_after is not None and said >= self.dies_after
 
-    def _go_on(self, part: Part) -> None:
+    def _go_on(self, part: RoundShare) -> None:
         """One group finishes; or the round is exhausted; or it waits for a verdict, a stop or another prompt."""
         if self.waiting and self.may_finish:
             self.may_finish -= 1
@@ -124,7 +124,7 @@ class FakeEngine:
         else:
             self.turn.wait()
 
-    def _end(self, part: Part, reason: Any) -> None:
+    def _end(self, part: RoundShare, reason: Any) -> None:
         judged = part.body["count"] == "accepted"
         names = [name for name in self.finished if not judged or name in self.verdicts]
         part.shown += [name for name in names if name not in part.shown]
@@ -138,13 +138,15 @@ class FakeEngine:
         stats = {"duration_s": 1.0, "mean_running": 2.0, "over_bound": 1, "timeline": [[0.0, 2], [0.5, 1]]}
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}
         left = {"groups": len(self.waiting) + len(self.finished)}
-        part.ended = Summary(part.body["round_id"], part.body["run"], 1, reason, rows, left, stats)
+        part.ended = RolloutSummary(part.body["round_id"], part.body["run"], 1, reason, rows, left, stats)
         self.turn.notify_all()
 
 
-def group(name: str) -> Group:
+def group(name: str) -> RolloutGroup:
     """A finished group of two samples."""
     ids = np.array([7, 8], dtype=np.int32)
     spans = [Span(0, 2, 1, "fresh")]
-    samples = [Sample(i, ids, "", {"type": "stop"}, 0, np.zeros(2, np.float32), "processed", spans) for i in range(2)]
-    return Group(name, 0, None, ids, True, None, samples)
+    samples = [
+        RolloutSample(i, ids, "", {"type": "stop"}, 0, np.zeros(2, np.float32), "processed", spans) for i in range(2)
+    ]
+    return RolloutGroup(name, 0, None, ids, True, None, samples)

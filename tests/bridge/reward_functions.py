@@ -5,50 +5,50 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer_bridge.prompt import Prompt
+from trainer_bridge.prompt import TrainingPrompt
 from trainer_bridge.rewards import RewardSample
 
 
-def length(sample: RewardSample, prompt: Prompt) -> float:
+def length(sample: RewardSample, prompt: TrainingPrompt) -> float:
     return float(len(sample.output_ids))
 
 
-def even_ids(sample: RewardSample, prompt: Prompt) -> float:
+def even_ids(sample: RewardSample, prompt: TrainingPrompt) -> float:
     """Differs between the samples of nearly every group."""
     return sum(token % 2 == 0 for token in sample.output_ids) / max(1, len(sample.output_ids))
 
 
-def constant_for_some(sample: RewardSample, prompt: Prompt) -> float:
+def constant_for_some(sample: RewardSample, prompt: TrainingPrompt) -> float:
     """No variance in two groups of five: DAPO rejects them."""
     return 1.0 if int(prompt.label) % 5 < 2 else even_ids(sample, prompt)
 
 
-def odd_index_fails(sample: RewardSample, prompt: Prompt) -> float:
+def odd_index_fails(sample: RewardSample, prompt: TrainingPrompt) -> float:
     if sample.index % 2:
         raise ValueError("no opinion")
     return 1.0
 
 
-def fails_for_some(sample: RewardSample, prompt: Prompt) -> float:
+def fails_for_some(sample: RewardSample, prompt: TrainingPrompt) -> float:
     """Every sample of one group in three has no reward."""
     if int(prompt.label) % 3 == 0:
         raise ValueError("unreadable")
     return even_ids(sample, prompt)
 
 
-def hangs(sample: RewardSample, prompt: Prompt) -> float:
+def hangs(sample: RewardSample, prompt: TrainingPrompt) -> float:
     if sample.index == 1:
         time.sleep(3600)
     return 1.0
 
 
-def dies(sample: RewardSample, prompt: Prompt) -> float:
+def dies(sample: RewardSample, prompt: TrainingPrompt) -> float:
     if sample.index == 0:
         os._exit(3)
     return 2.0
 
 
-def second_try(sample: RewardSample, prompt: Prompt) -> float:
+def second_try(sample: RewardSample, prompt: TrainingPrompt) -> float:
     """Fails the first time that it is asked; `metadata` is a file that remembers."""
     asked = Path(prompt.metadata)
     if not asked.exists():
@@ -57,11 +57,11 @@ def second_try(sample: RewardSample, prompt: Prompt) -> float:
     return 3.0
 
 
-def not_a_number(sample: RewardSample, prompt: Prompt) -> Any:
+def not_a_number(sample: RewardSample, prompt: TrainingPrompt) -> Any:
     return {0: "many", 1: float("nan"), 2: None, 3: "0.5"}[sample.index]
 
 
-def beyond_a_float(sample: RewardSample, prompt: Prompt) -> Any:
+def beyond_a_float(sample: RewardSample, prompt: TrainingPrompt) -> Any:
     return 10**400 if sample.index == 1 else 1.0
 
 
@@ -69,13 +69,13 @@ class Local(float):
     """A number of a class that the trainer's process cannot import."""
 
 
-def of_a_class_of_its_own(sample: RewardSample, prompt: Prompt) -> Any:
+def of_a_class_of_its_own(sample: RewardSample, prompt: TrainingPrompt) -> Any:
     return Local(1.0) if sample.index == 1 else 1.0
 
 
-def ranks(samples: list[RewardSample], prompt: Prompt) -> list[float]:
+def ranks(samples: list[RewardSample], prompt: TrainingPrompt) -> list[float]:
     return [float(place) for place, _ in enumerate(samples)]
 
 
-def too_few(samples: list[RewardSample], prompt: Prompt) -> list[float]:
+def too_few(samples: list[RewardSample], prompt: TrainingPrompt) -> list[float]:
     return [1.0]

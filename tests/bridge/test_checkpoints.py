@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.checkpoints import Checkpoints, LoopState
 
 
 def write_weights(folder: Path) -> None:
@@ -14,7 +14,7 @@ def write_weights(folder: Path) -> None:
 def test_the_newest_comes_back_and_old_ones_go(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 10):
-        store.save(State(step=step, position=4 * step, pending=["e0-1"]), write_weights)
+        store.save(LoopState(step=step, position=4 * step, pending=["e0-1"]), write_weights)
     assert store.steps() == [2, 10]
     found = Checkpoints(tmp_path, keep=2).newest()
     assert found is not None
@@ -25,17 +25,17 @@ def test_the_newest_comes_back_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_was_not_finished_is_none(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, keep=2)
-    store.save(State(step=1), write_weights)
+    store.save(LoopState(step=1), write_weights)
 
     def dies(folder: Path) -> None:
         write_weights(folder)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.save(State(step=2), dies)
+        store.save(LoopState(step=2), dies)
     again = Checkpoints(tmp_path, keep=2)
     assert again.steps() == [1]
-    again.save(State(step=2), write_weights)
+    again.save(LoopState(step=2), write_weights)
     assert again.steps() == [1, 2]
 
 

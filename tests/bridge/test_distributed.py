@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.bridge.receivers import Receiver
-from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.distributed import Distributed
+from trainer_bridge.push.bucket import WeightBucket
+from trainer_bridge.push.distributed import DistributedTransport
 from trainer_bridge.push.push_target import WeightCallError
 
 # What is not let go is waited for five minutes.
@@ -26,8 +26,8 @@ def receivers() -> Iterator[list[Receiver]]:
 
 def test_whoever_waits_for_an_engine_that_refuses_is_let_go(receivers: list[Receiver]) -> None:
     engines: Any = receivers
-    way = Distributed(engines, torch.device("cpu"))
-    bucket = Bucket.of([("w", torch.ones(100_000))])
+    way = DistributedTransport(engines, torch.device("cpu"))
+    bucket = WeightBucket.of([("w", torch.ones(100_000))])
     way.open()
     way.send(bucket)
     receivers[0].refuse(True)
@@ -45,4 +45,4 @@ def test_an_engine_that_refuses_to_join_is_heard_at_once(receivers: list[Receive
     engines: Any = receivers[:1]
     receivers[0].refuse(True)
     with pytest.raises(WeightCallError, match="first refuses"):
-        Distributed(engines, torch.device("cpu")).open()
+        DistributedTransport(engines, torch.device("cpu")).open()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.fake_engine_pool import FakeEngine
 from tests.bridge.test_rollout import FakeRewards
 from tests.support.live import until
@@ -18,16 +18,16 @@ from trainer_bridge.args import load, parser
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData
-from trainer_bridge.engine_pool import Fleet, merge_stats
-from trainer_bridge.rollout import Rollout, Rollouts
+from trainer_bridge.engine_pool import EnginePool, merge_stats
+from trainer_bridge.rollout import RolloutDriver, ScoredRollout
 from trainer_bridge.validate import check
 
-Made = tuple[Fleet, list[FakeEngine]]
+Made = tuple[EnginePool, list[FakeEngine]]
 
 
 def fleet(count: int = 2) -> Made:
     engines = [FakeEngine() for _ in range(count)]
-    return Fleet(engines), engines  # type: ignore[arg-type]
+    return EnginePool(engines), engines  # type: ignore[arg-type]
 
 
 def body(round_id: str, names: str, quota: int | None, **more: Any) -> dict[str, Any]:
@@ -36,16 +36,18 @@ def body(round_id: str, names: str, quota: int | None, **more: Any) -> dict[str,
     return {"run": "r", "round_id": round_id, "prompts": prompts, "quota": quota, "count": "finished", **more}
 
 
-def told(made: Fleet, asked: dict[str, Any]) -> Summary:
+def told(made: EnginePool, asked: dict[str, Any]) -> RolloutSummary:
     """The summary of a round; every group that it names was streamed before."""
     events = list(made.stream(**asked))
     summary = events.pop()
-    assert isinstance(summary, Summary)
-    assert {named["id"] for named in summary.delivered} <= {event.id for event in events if isinstance(event, Group)}
+    assert isinstance(summary, RolloutSummary)
+    assert {named["id"] for named in summary.delivered} <= {
+        event.id for event in events if isinstance(event, RolloutGroup)
+    }
     return summary
 
 
-def ids(summary: Summary) -> list[str]:
+def ids(summary: RolloutSummary) -> list[str]:
     return [named["id"] for named in summary.delivered]
 
 
@@ -79,7 +81,7 @@ def test_a_slow_engine_is_stopped_when_the_others_meet_the_quota() -> None:
 def test_surplus_is_first_in_the_next_round() -> None:
     made, engines = fleet()
     for event in made.stream(**body("r.1", "a1 a2 b1 b2", 1)):
-        if isinstance(event, Group):
+        if isinstance(event, RolloutGroup):
             until(lambda: not any(engine.waiting for engine in engines), "all have finished")
     for engine in engines:
         engine.may_finish = 0
@@ -95,7 +97,7 @@ def test_a_group_at_the_staleness_bound_is_waited_for_and_counts() -> None:
     events = made.stream(**body("r.1", "a1 a2 a3 a4 b1 b2", 3))
     seen: list[str] = []
     for event in events:
-        if isinstance(event, Summary):
+        if isinstance(event, RolloutSummary):
             assert "b2" in ids(event)
             assert len(ids(event)) == 3
             break
@@ -113,7 +115,7 @@ def test_more_groups_at_the_bound_than_the_quota_all_come() -> None:
     assert sorted(ids(told(made, body("r.1", "a1 a2 b1 b2", 2)))) == ["a1", "a2", "b1"]
 
 
-def dies(events: Iterator[Group | Summary], after: int) -> None:
+def dies(events: Iterator[RolloutGroup | RolloutSummary], after: int) -> None:
     """A coordinator that is killed: it reads so many events, and says nothing more."""
     for _ in range(after):
         next(events)
@@ -124,10 +126,10 @@ def test_asked_again_after_the_coordinators_death_it_is_the_same_quota(after: in
     made, engines = fleet()
     asked = body("r.1", "a1 b1 a2 b2 a3 b3 a4 b4", 5)
     dies(made.stream(**asked), after)
-    again = told(Fleet(engines), asked)  # type: ignore[arg-type]
+    again = told(EnginePool(engines), asked)  # type: ignore[arg-type]
     assert (len(ids(again)), len(set(ids(again)))) == (5, 5)
     assert Counter(name for engine in engines for name in engine.delivered) == Counter(ids(again))
-    last = told(Fleet(engines), asked)  # type: ignore[arg-type]
+    last = told(EnginePool(engines), asked)  # type: ignore[arg-type]
     assert sorted(ids(last)) == sorted(ids(again)), "the same reply once it is fixed"
 
 
@@ -136,7 +138,7 @@ def test_killed_between_two_stops_no_more_than_the_quota_comes() -> None:
     asked = body("r.1", "a1 a2 a3 b1 b2 b3", 4)
     dies(made.stream(**asked), 3)
     engines[0].stop("r.1")
-    assert len(ids(told(Fleet(engines), asked))) == 4  # type: ignore[arg-type]
+    assert len(ids(told(EnginePool(engines), asked))) == 4  # type: ignore[arg-type]
 
 
 def test_the_death_of_one_engine_is_raised_and_the_round_asked_for_again() -> None:
@@ -153,7 +155,7 @@ def test_verdicts_go_to_the_engine_that_has_the_group() -> None:
     made, _ = fleet()
     asked = body("r.1", "a1 b1 a2 b2 a3 b3", 3, count="accepted")
     for event in made.stream(**asked):
-        if isinstance(event, Summary):
+        if isinstance(event, RolloutSummary):
             break
         fit = event.id[1] != "1"
         made.judge("r.1", [event.id] if fit else [], [] if fit else [event.id])
@@ -168,7 +170,7 @@ def test_an_extension_adds_to_the_one_quota() -> None:
     made, _ = fleet()
     asked = body("r.1", "a1 b1", 2)
     for extended, event in enumerate(made.stream(**asked)):
-        if isinstance(event, Summary):
+        if isinstance(event, RolloutSummary):
             break
         if extended == 0:
             made.extend("r.1", 1, [{"id": "b9", "engine": 1, "n": 2}])
@@ -189,12 +191,14 @@ def test_figures_are_added_up() -> None:
 # --- with the bridge's rounds
 
 
-def rollouts(engines: list[FakeEngine], folder: Path, labels: Sequence[str] = ("ok",) * 400, **fields: Any) -> Rollouts:
+def rollouts(
+    engines: list[FakeEngine], folder: Path, labels: Sequence[str] = ("ok",) * 400, **fields: Any
+) -> RolloutDriver:
     config = Config(hf_checkpoint="m", prompt_data="d", rollout_batch_size=4, n_samples_per_prompt=2, **fields)
     data = PromptData([{"input": f"q{i}", "label": label} for i, label in enumerate(labels)], config)
-    clients: Any = Fleet(engines)  # type: ignore[arg-type]
+    clients: Any = EnginePool(engines)  # type: ignore[arg-type]
     rewards: Any = FakeRewards()
-    return Rollouts(clients, "run", data, rewards, config, Checkpoints(folder, 1))
+    return RolloutDriver(clients, "run", data, rewards, config, Checkpoints(folder, 1))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -208,7 +212,7 @@ def test_books_over_many_rounds(tmp_path: Path, dynamic: bool) -> None:
         slow = rng.randrange(4)
         for i, engine in enumerate(engines):
             engine.may_finish = rng.randrange(2) if i == slow else 10**6
-        done: Rollout = made.round(f"run.{number}", 4)
+        done: ScoredRollout = made.round(f"run.{number}", 4)
         accepted = len(done.groups) + (0 if dynamic else done.unscored - done.replaced)
         assert accepted == 4
         trained.update(scored.group.id for scored in done.groups)

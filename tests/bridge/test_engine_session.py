@@ -10,7 +10,7 @@ import pytest
 from sglang_april.client import AprilError
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
-from trainer_bridge.engine_session import Link
+from trainer_bridge.engine_session import EngineSession
 from trainer_bridge.push.pusher import PushFailed
 from trainer_bridge.server_process import EngineGoneError
 
@@ -62,17 +62,17 @@ class FakeServer:
         return SimpleNamespace(version=self.version)
 
 
-def link(server: FakeServer, folder: Path, step: int = 0) -> tuple[Link, Any]:
+def link(server: FakeServer, folder: Path, step: int = 0) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
     rollouts: Any = SimpleNamespace(held=set())
     fake: Any = server
-    made = Link(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
+    made = EngineSession(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
     made.step = step
     return made, rollouts
 
 
-def find(made: Link) -> None:
+def find(made: EngineSession) -> None:
     made.call(made.align, lambda _: None, at_once=False)
 
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.test_rollout import STATS, FakeRewards, finished
 from trainer_bridge.config import Config
-from trainer_bridge.loop import Loop
+from trainer_bridge.loop import TrainingLoop
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.progress import read_rows
 from trainer_bridge.validate import RunError
@@ -33,7 +33,7 @@ class FakeServer:
         """So many of the next calls at the end of a run find nobody."""
         self.ends: list[str] = []
 
-    def stream(self, **body: Any) -> Iterator[Group | Summary]:
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         name = body["round_id"]
         self.find(name, new=True)
         if name not in self.kept:
@@ -42,7 +42,7 @@ class FakeServer:
             self.trim()
         for prompt in body["prompts"]:
             yield finished(prompt)
-        yield Summary(name, body["run"], 1, "exhausted", [], {"groups": 0}, STATS)
+        yield RolloutSummary(name, body["run"], 1, "exhausted", [], {"groups": 0}, STATS)
 
     def ack(self, name: str) -> None:
         if self.acks_to_death is not None:
@@ -120,22 +120,24 @@ def server() -> FakeServer:
 
 
 @pytest.fixture
-def loop(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Loop]]:
+def loop(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingLoop]]:
     """A trainer of the run in `tmp_path`; the next one is its successor."""
     rewards = SimpleNamespace(submit=FakeRewards().submit, close=lambda: None)
     monkeypatch.setattr("trainer_bridge.loop._rewards", lambda _: rewards)
-    monkeypatch.setattr("trainer_bridge.loop.Engines", lambda *_: SimpleNamespace(client=server, close=lambda: None))
-    monkeypatch.setattr("trainer_bridge.loop.Link", FakeLink)
+    monkeypatch.setattr(
+        "trainer_bridge.loop.RolloutEngines", lambda *_: SimpleNamespace(client=server, close=lambda: None)
+    )
+    monkeypatch.setattr("trainer_bridge.loop.EngineSession", FakeLink)
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "q", "label": "ok"}\n' * 3)
-    made: list[Loop] = []
+    made: list[TrainingLoop] = []
 
-    def make(**fields: Any) -> Loop:
+    def make(**fields: Any) -> TrainingLoop:
         if "eval_interval" in fields:
             fields["eval_prompt_data"] = str(data)
         base: dict[str, Any] = {"hf_checkpoint": "m", "prompt_data": str(data), "save": str(tmp_path / "run")}
         base |= {"n_samples_per_eval_prompt": 2}
-        made.append(Loop(Config(**base, **fields), FakeTrainer()))  # type: ignore[arg-type]
+        made.append(TrainingLoop(Config(**base, **fields), FakeTrainer()))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -143,8 +145,8 @@ def loop(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         one.close()
 
 
-def go(loop: Loop, server: FakeServer, last: int) -> None:
-    """From the last checkpoint (or the start) through so many steps, as `Loop.run` does it, without training."""
+def go(loop: TrainingLoop, server: FakeServer, last: int) -> None:
+    """From the last checkpoint (or the start) through so many steps, as `TrainingLoop.run`, without training."""
     loop._restore()
     loop._evaluate()
     for step in range(loop.state.step + 1, last + 1):
@@ -160,7 +162,7 @@ def evaluated(folder: Path) -> list[int]:
 
 
 def test_a_trainer_that_was_killed_gets_all_evaluations_since_its_checkpoint_again(
-    loop: Callable[..., Loop], server: FakeServer, tmp_path: Path
+    loop: Callable[..., TrainingLoop], server: FakeServer, tmp_path: Path
 ) -> None:
     go(loop(**EVALUATIONS), server, 19)
     assert evaluated(tmp_path) == [0, 5, 10, 15]
@@ -173,7 +175,7 @@ def test_a_trainer_that_was_killed_gets_all_evaluations_since_its_checkpoint_aga
 
 @pytest.mark.parametrize("acks", range(1, 27))
 def test_a_death_between_two_acknowledgements_leaves_none_out(
-    loop: Callable[..., Loop], server: FakeServer, acks: int
+    loop: Callable[..., TrainingLoop], server: FakeServer, acks: int
 ) -> None:
     """Evaluation 0 by itself; with the checkpoint 20 rounds and 3 evaluations; evaluation 20; all in this order."""
     server.acks_to_death = acks
@@ -187,7 +189,9 @@ def test_a_death_between_two_acknowledgements_leaves_none_out(
     assert server.waiting == []
 
 
-def test_without_evaluations_rounds_alone_are_acknowledged(loop: Callable[..., Loop], server: FakeServer) -> None:
+def test_without_evaluations_rounds_alone_are_acknowledged(
+    loop: Callable[..., TrainingLoop], server: FakeServer
+) -> None:
     go(loop(save_interval=2), server, 5)
     assert [name.rpartition(".")[2] for name in server.waiting] == ["5"]
     assert len(server.generated) == 5
@@ -195,7 +199,7 @@ def test_without_evaluations_rounds_alone_are_acknowledged(loop: Callable[..., L
 
 @pytest.mark.parametrize(("on_end", "calls"), [("drop", ["drop None"]), ("drain", ["partials", "drop ['e0-7']"])])
 def test_a_server_that_is_lost_at_the_end_is_asked_again(
-    loop: Callable[..., Loop], server: FakeServer, on_end: str, calls: list[str]
+    loop: Callable[..., TrainingLoop], server: FakeServer, on_end: str, calls: list[str]
 ) -> None:
     server.failures = 1
     loop(on_end=on_end)._end()
@@ -211,7 +215,7 @@ def test_a_server_that_is_lost_at_the_end_is_asked_again(
     ],
 )
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_folder(
-    loop: Callable[..., Loop], server: FakeServer, error: Exception, kind: type[Exception], said: str
+    loop: Callable[..., TrainingLoop], server: FakeServer, error: Exception, kind: type[Exception], said: str
 ) -> None:
     made = loop(save_interval=20)
 
@@ -223,7 +227,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_folder(
         go(made, server, 20)
 
 
-def test_a_step_whose_groups_are_all_unfit_says_so(loop: Callable[..., Loop]) -> None:
+def test_a_step_whose_groups_are_all_unfit_says_so(loop: Callable[..., TrainingLoop]) -> None:
     made = loop()
     brought = SimpleNamespace(groups=[], problems=["no opinion"])
     made.rollouts.round = lambda *_, **__: brought  # type: ignore[method-assign,assignment,return-value]

@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge import fake_engine_pool
 from tests.bridge.test_engine_pool import body, fleet
 from tests.bridge.test_engine_pool import rollouts as of_several
 from tests.bridge.test_rollout import FakeEngine, finished, ids
 from tests.bridge.test_rollout import rollouts as of_one
 from trainer_bridge.rewards import Score
-from trainer_bridge.rollout import Rollout
+from trainer_bridge.rollout import ScoredRollout
 
 PATIENCE_S = 60.0
 CLOSED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
@@ -30,9 +30,9 @@ def engine() -> Iterator[FakeEngine]:
     made.gone = True
 
 
-def in_time(call: Callable[[], Rollout]) -> Rollout:
+def in_time(call: Callable[[], ScoredRollout]) -> ScoredRollout:
     """Its value; a call that waits for ever fails its test alone."""
-    done: Future[Rollout] = Future()
+    done: Future[ScoredRollout] = Future()
 
     def run() -> None:
         try:
@@ -71,7 +71,7 @@ class Talking:
     def __init__(self, shown: int) -> None:
         self.shown, self.goes_on, self.asked_for_more, self.left = shown, *(threading.Event() for _ in range(3))
 
-    def stream(self, **body: Any) -> Iterator[Group | Summary]:
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         try:
             for prompt in body["prompts"][: self.shown]:
                 yield finished(prompt)
@@ -160,7 +160,7 @@ def test_a_verdict_that_waits_for_room_is_not_lost_with_the_call_that_would_tell
         made.judge("r.1", **verdict)
     made.judge("r.1", **verdict)
     summary = next(events)
-    assert isinstance(summary, Summary)
+    assert isinstance(summary, RolloutSummary)
     assert {named["id"]: named["accepted"] for named in summary.delivered} == delivered
 
 

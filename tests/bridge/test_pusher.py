@@ -8,8 +8,8 @@ import torch
 
 from sglang_april.client import AprilError
 from trainer_bridge.hf_folder import batches
-from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.pusher import Pusher, PushFailed, State
+from trainer_bridge.push.bucket import WeightBucket
+from trainer_bridge.push.pusher import Pusher, PushFailed, PushState
 from trainer_bridge.push.tensor import serialise
 
 BATCHES = [[(f"tensor {i}", torch.full((2, 3), float(i)))] for i in range(3)]
@@ -65,7 +65,7 @@ class FakeWay:
         self.sent = 0
         self.world.say("open")
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: WeightBucket) -> None:
         self.world.say(f"send {self.sent}")
         self.sent += 1
 
@@ -93,7 +93,7 @@ def test_a_push_begins_everywhere_sends_everything_and_ends_everywhere() -> None
     assert sorted(world.said[-2:]) == ["end a", "end b"]
     assert (report.version, report.calls, report.bytes) == (8, 3, 3 * 24)
     assert [engine.april.version for engine in engines] == [8, 8]
-    assert pusher.state is State.IDLE
+    assert pusher.state is PushState.IDLE
 
 
 @pytest.mark.parametrize("fails", ["begin a", "begin b", "open", "send 1", "finish", "end a", "end b"])
@@ -105,7 +105,7 @@ def test_a_failure_anywhere_stops_the_push_and_the_next_one_heals(fails: str) ->
     with pytest.raises(PushFailed, match=f"{fails} does not work"):
         pusher.push(taken.append(i) or batch for i, batch in enumerate(BATCHES))
     assert taken == [0, 1, 2]
-    assert pusher.state is State.FAILED
+    assert pusher.state is PushState.FAILED
     assert world.said[-1] == "broke"
     assert world.said.index("broke") - world.said.index(fails) <= 2  # its twin on the other engine was on the way
     if not fails.startswith("end"):
@@ -114,7 +114,7 @@ def test_a_failure_anywhere_stops_the_push_and_the_next_one_heals(fails: str) ->
     ahead = max(engine.april.version for engine in engines)
     assert pusher.push(BATCHES).version == ahead + 1
     assert [engine.april.version for engine in engines] == [ahead + 1] * 2
-    assert pusher.state is State.IDLE
+    assert pusher.state is PushState.IDLE
     assert "broke" not in world.said
 
 
@@ -130,7 +130,7 @@ def test_a_bucket_holds_tensors_of_several_types_without_gaps() -> None:
         ("b", torch.tensor(3.5)),
         ("c", torch.arange(8.0).reshape(2, 4).t()),
     ]
-    bucket = Bucket.of(tensors)
+    bucket = WeightBucket.of(tensors)
     assert bucket.flat.numel() == 12 + 4 + 32
     assert (bucket.dtypes, bucket.shapes) == (["bfloat16", "float32", "float32"], [[2, 3], [], [4, 2]])
     assert bucket.flat.tolist() == [
@@ -140,7 +140,7 @@ def test_a_bucket_holds_tensors_of_several_types_without_gaps() -> None:
 
 def test_views_of_aligned_tensors_are_the_tensors() -> None:
     tensors = [("a", torch.randn(3, 4)), ("b", torch.randn(5)), ("c", torch.randn(2, 2).bfloat16())]
-    for (name, view), (expected, tensor) in zip(Bucket.of(tensors).views(), tensors, strict=True):
+    for (name, view), (expected, tensor) in zip(WeightBucket.of(tensors).views(), tensors, strict=True):
         assert name == expected
         assert torch.equal(view, tensor)
 

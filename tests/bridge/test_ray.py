@@ -21,17 +21,17 @@ from tests.support.live import until
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
-from trainer_bridge.ray_cluster import Cluster, NoRoomError
-from trainer_bridge.rollout_engine import Engine
+from trainer_bridge.ray_cluster import NoRoomError, RayCluster
+from trainer_bridge.rollout_engine import RolloutEngine
 from trainer_bridge.server_process import EngineLostError
 from trainer_bridge.validate import check
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[RayCluster]:
     """One of our own; nothing of it is left afterwards."""
     before = psutil.Process().children(recursive=True)
-    made = Cluster()
+    made = RayCluster()
     started = [child for child in psutil.Process().children(recursive=True) if child not in before]
     yield made
     made.close()
@@ -71,7 +71,7 @@ def test_asked_for_and_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyP
         check(config(ray=True))
 
 
-def test_two_actors_take_the_step_that_two_processes_take(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_actors_take_the_step_that_two_processes_take(cluster: RayCluster, tmp_path: Path) -> None:
     """Then one dies in the middle of a step, by kill −9, and a team of processes goes on from its checkpoint."""
     model = Path(make(tmp_path / "qwen3", dtype="float32"))
     asked = settings(model, world_size=2)
@@ -103,15 +103,15 @@ def one_rank_dies(team: Any) -> None:
         team.step(micro_batches(2), LOSS)
 
 
-def engine(folder: Path, cluster: Cluster, code: str = SERVES) -> tuple[Engine, Any]:
+def engine(folder: Path, cluster: RayCluster, code: str = SERVES) -> tuple[RolloutEngine, Any]:
     """An engine whose server is a few lines of Python, in an actor."""
-    made = Engine(config(ray=True), folder, cluster=cluster)
+    made = RolloutEngine(config(ray=True), folder, cluster=cluster)
     host, port = made.url.removeprefix("http://").split(":")
     made._command = lambda: [sys.executable, "-c", code.replace("127.0.0.1", host), port]  # type: ignore[method-assign]
     return made, made._own
 
 
-def test_a_server_dies_with_its_actor_and_is_started_again_at_its_address(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_server_dies_with_its_actor_and_is_started_again_at_its_address(cluster: RayCluster, tmp_path: Path) -> None:
     made, own = engine(tmp_path, cluster)
     made.ready()
     server, actor = psutil.Process(pid(tmp_path)), pid_of(own._actor)
@@ -131,7 +131,7 @@ def test_a_server_dies_with_its_actor_and_is_started_again_at_its_address(cluste
     until(lambda: not psutil.pid_exists(actor), "the end of the actor")
 
 
-def test_a_server_that_ends_at_its_start_is_lost_and_its_log_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_server_that_ends_at_its_start_is_lost_and_its_log_named(cluster: RayCluster, tmp_path: Path) -> None:
     made, _ = engine(tmp_path, cluster, "raise SystemExit(3)")
     with pytest.raises(EngineLostError, match=r"server\.log"):
         made.ready()
@@ -139,7 +139,7 @@ def test_a_server_that_ends_at_its_start_is_lost_and_its_log_named(cluster: Clus
 
 
 def test_actors_get_the_variables_that_engine_and_trainer_read(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Asked:
         def told(self) -> list[str | None]:
@@ -152,13 +152,13 @@ def test_actors_get_the_variables_that_engine_and_trainer_read(
 
 
 def test_gpus_that_the_cluster_has_not_are_not_waited_for_for_ever(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "has_gpus", True)
     monkeypatch.setattr("trainer_bridge.ray_cluster.PLACED_WITHIN_S", 0.5)
     for start in (
         lambda: make_trainer(settings(tmp_path, world_size=2), cluster),
-        lambda: Engine(config(ray=True), tmp_path, cluster=cluster),
+        lambda: RolloutEngine(config(ray=True), tmp_path, cluster=cluster),
     ):
         with pytest.raises(NoRoomError, match=r"ray: has started 0 of \d actors \(.*\) within 0.5 s; it has 0 GPUs"):
             start()

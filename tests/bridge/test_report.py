@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainer_bridge.checkpoints import State
+from trainer_bridge.checkpoints import LoopState
 from trainer_bridge.cli import main
-from trainer_bridge.progress import Progress, read_rows
+from trainer_bridge.progress import RunProgress, read_rows
 from trainer_bridge.report import PLOTS
 
 
@@ -47,14 +47,14 @@ HELD_OUT = {"reward": 0.5, "reward_se": 0.02, "prompts": 64}
 
 
 @pytest.fixture
-def progress(tmp_path: Path) -> Progress:
-    return Progress(tmp_path, Console(file=(tmp_path / "console").open("w"), width=200))
+def progress(tmp_path: Path) -> RunProgress:
+    return RunProgress(tmp_path, Console(file=(tmp_path / "console").open("w"), width=200))
 
 
-def test_steps_that_are_done_again_replace_their_rows(progress: Progress, tmp_path: Path) -> None:
+def test_steps_that_are_done_again_replace_their_rows(progress: RunProgress, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         progress.step(row(step))
-        progress.evaluated(State(step=step), HELD_OUT)
+        progress.evaluated(LoopState(step=step), HELD_OUT)
     with (tmp_path / "steps.jsonl").open("a") as out:
         out.write('{"step": 4, "rew')
     assert [r["step"] for r in read_rows(tmp_path / "steps.jsonl")] == [1, 2, 3]
@@ -64,7 +64,7 @@ def test_steps_that_are_done_again_replace_their_rows(progress: Progress, tmp_pa
     assert [(r["step"], r["reward"]) for r in read_rows(tmp_path / "steps.jsonl")][2] == (3, 9.0)
 
 
-def test_a_line_per_step_says_what_happened(progress: Progress, tmp_path: Path) -> None:
+def test_a_line_per_step_says_what_happened(progress: RunProgress, tmp_path: Path) -> None:
     progress.step(row(2, problems=["the reward died"]))
     progress.close()
     told = (tmp_path / "console").read_text()
@@ -74,11 +74,11 @@ def test_a_line_per_step_says_what_happened(progress: Progress, tmp_path: Path) 
 
 
 def test_the_page_has_every_plot_and_every_warning(
-    progress: Progress, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    progress: RunProgress, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
         progress.step(row(step))
-    progress.evaluated(State(step=3, samples=48), HELD_OUT)
+    progress.evaluated(LoopState(step=3, samples=48), HELD_OUT)
     assert main(["report", str(tmp_path)]) == 0
     page = Path(capsys.readouterr().out.strip()).read_text()
     assert page.count("<img") == len(PLOTS)
@@ -86,7 +86,7 @@ def test_the_page_has_every_plot_and_every_warning(
     assert "0.5000 → 0.5000" in page
 
 
-def test_a_step_with_nothing_in_it_is_drawn_too(progress: Progress, tmp_path: Path) -> None:
+def test_a_step_with_nothing_in_it_is_drawn_too(progress: RunProgress, tmp_path: Path) -> None:
     empty = {"reward": None, "lengths": [], "deciles": [], "timeline": [], "tokens_by_age": {}, "generate_s": 0.0}
     progress.step(row(1, **empty))
     assert main(["report", str(tmp_path)]) == 0
@@ -97,6 +97,6 @@ def test_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no steps.jsonl" in capsys.readouterr().err
 
 
-def test_rows_are_json(progress: Progress, tmp_path: Path) -> None:
+def test_rows_are_json(progress: RunProgress, tmp_path: Path) -> None:
     progress.step(row(1))
     assert json.loads((tmp_path / "steps.jsonl").read_text())["step"] == 1

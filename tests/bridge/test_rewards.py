@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.prompt import Prompt
+from trainer_bridge.prompt import TrainingPrompt
 from trainer_bridge.rewards import RewardError, Rewards, RewardSample, Score, math_answer
 
 HERE = Path(__file__).with_name("reward_functions.py")
@@ -18,8 +18,8 @@ def samples(count: int = 4) -> list[RewardSample]:
     return [RewardSample("text", [5] * (i + 1), {"type": "stop"}, i) for i in range(count)]
 
 
-def prompt(**fields: Any) -> Prompt:
-    return Prompt(**{"id": "e0-0", "content": "1 + 1 =", "label": "2", "metadata": None, **fields})
+def prompt(**fields: Any) -> TrainingPrompt:
+    return TrainingPrompt(**{"id": "e0-0", "content": "1 + 1 =", "label": "2", "metadata": None, **fields})
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def rewards() -> Iterator[Callable[..., Rewards]]:
         pool.close()
 
 
-def scores(pool: Rewards, asked: Prompt | None = None, count: int = 4) -> list[Score]:
+def scores(pool: Rewards, asked: TrainingPrompt | None = None, count: int = 4) -> list[Score]:
     return pool.submit(samples(count), asked or prompt()).result(PATIENCE_S)
 
 

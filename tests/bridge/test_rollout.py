@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.client.types import Group, Sample, Span, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSample, RolloutSummary, Span
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
 from trainer_bridge.rewards import RewardSample, Score
-from trainer_bridge.rollout import Rollout, Rollouts
+from trainer_bridge.rollout import RolloutDriver, ScoredRollout
 
 STATS = {"duration_s": 1.0, "tokens_after_quota": 0, "reprefilled_tokens": 0, "over_bound": 0, "timeline": []}
 
@@ -37,7 +37,7 @@ class FakeEngine:
         self.judged = 0
         self.gone = False
 
-    def stream(self, **body: Any) -> Iterator[Group | Summary]:
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         self.bodies.append(body)
         self.waiting += body["prompts"]
         self.quota, self.open = body["quota"] or 10**6, True
@@ -55,7 +55,7 @@ class FakeEngine:
             delivered.append({"id": prompt["id"], "incarnation": 0, "indices": list(range(prompt["n"]))})
             delivered[-1] |= {"complete": True, "accepted": accepted}
         reason: Any = "quota" if count >= self.quota else "exhausted"
-        yield Summary(body["round_id"], body["run"], 1, reason, delivered, {"groups": len(self.waiting)}, STATS)
+        yield RolloutSummary(body["round_id"], body["run"], 1, reason, delivered, {"groups": len(self.waiting)}, STATS)
 
     def _goes_on(self, count: int) -> bool:
         with self.lock:
@@ -84,13 +84,13 @@ class FakeEngine:
             self.waiting += prompts
 
 
-def finished(prompt: dict[str, Any]) -> Group:
+def finished(prompt: dict[str, Any]) -> RolloutGroup:
     ids = np.array([7, 8], dtype=np.int32)
     samples = [
-        Sample(i, ids, "", {"type": "stop"}, 0, np.zeros(2, np.float32), "processed", [Span(0, 2, 1, "fresh")])
+        RolloutSample(i, ids, "", {"type": "stop"}, 0, np.zeros(2, np.float32), "processed", [Span(0, 2, 1, "fresh")])
         for i in range(prompt["n"])
     ]
-    return Group(prompt["id"], 0, None, ids, True, None, samples)
+    return RolloutGroup(prompt["id"], 0, None, ids, True, None, samples)
 
 
 class FakeRewards:
@@ -108,14 +108,14 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-def rollouts(engine: FakeEngine, folder: Path, labels: list[str], **fields: Any) -> Rollouts:
+def rollouts(engine: FakeEngine, folder: Path, labels: list[str], **fields: Any) -> RolloutDriver:
     config = Config(hf_checkpoint="m", prompt_data="d", rollout_batch_size=2, n_samples_per_prompt=2, **fields)
     data = PromptData([{"input": f"q{i}", "label": label} for i, label in enumerate(labels)], config)
-    made: Any = Rollouts(engine, "run", data, FakeRewards(), config, Checkpoints(folder, 1))  # type: ignore[arg-type]
+    made: Any = RolloutDriver(engine, "run", data, FakeRewards(), config, Checkpoints(folder, 1))  # type: ignore[arg-type]
     return made
 
 
-def ids(made: Rollout) -> list[str]:
+def ids(made: ScoredRollout) -> list[str]:
     return [scored.group.id for scored in made.groups]
 
 

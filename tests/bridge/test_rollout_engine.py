@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from tests.support.live import until
-from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.checkpoints import Checkpoints, LoopState
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config
-from trainer_bridge.rollout_engine import NOT_RELEASED, Engine, Engines
-from trainer_bridge.server_process import EngineGoneError, EngineLostError, OwnServer
+from trainer_bridge.rollout_engine import NOT_RELEASED, RolloutEngine, RolloutEngines
+from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess
 from trainer_bridge.validate import RunError
 
 SERVES = """
@@ -27,9 +27,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 """
 
 
-def engine(folder: Path, code: str = SERVES, **fields: object) -> Engine:
+def engine(folder: Path, code: str = SERVES, **fields: object) -> RolloutEngine:
     """An engine whose server is a few lines of Python."""
-    made = Engine(Config(hf_checkpoint="m", prompt_data="d", **fields), folder)  # type: ignore[arg-type]
+    made = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), folder)  # type: ignore[arg-type]
     made._command = lambda: [sys.executable, "-c", code, made.url.rpartition(":")[2]]  # type: ignore[method-assign]
     return made
 
@@ -67,7 +67,7 @@ def test_a_killed_server_is_started_again_at_its_address(tmp_path: Path) -> None
 def test_a_number_that_is_used_again_is_no_server_of_ours(tmp_path: Path) -> None:
     record = {"pid": os.getpid(), "began": 1.0, "url": "http://127.0.0.1:1"}
     (tmp_path / "server.json").write_text(json.dumps(record))
-    own = OwnServer(tmp_path / "server.json")
+    own = LocalServerProcess(tmp_path / "server.json")
     assert own.url is None
     assert not own.alive
     own.end()
@@ -82,7 +82,7 @@ def test_a_server_that_ends_at_its_start_is_lost_and_its_log_named(tmp_path: Pat
 
 def test_a_server_that_was_given_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
     config = Config(hf_checkpoint="m", prompt_data="d", server="http://127.0.0.1:9", server_start_timeout=0.01)
-    made = Engines(config, tmp_path)
+    made = RolloutEngines(config, tmp_path)
     with pytest.raises(EngineGoneError, match=r"127\.0\.0\.1:9 does not serve within 0.01 s"):
         made.ready()
     made.close()
@@ -90,7 +90,7 @@ def test_a_server_that_was_given_is_waited_for_and_then_given_up(tmp_path: Path)
 
 def test_a_server_of_ours_keeps_a_journal_unless_told_otherwise(tmp_path: Path) -> None:
     def flags(**fields: object) -> list[str]:
-        made = Engine(Config(hf_checkpoint="m", prompt_data="d", **fields), tmp_path)  # type: ignore[arg-type]
+        made = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), tmp_path)  # type: ignore[arg-type]
         return [flag for flag in made._command() if "journal" in flag]
 
     assert flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
@@ -99,7 +99,7 @@ def test_a_server_of_ours_keeps_a_journal_unless_told_otherwise(tmp_path: Path) 
 
 
 def resumed(folder: Path, status: int, answer: str, *tags: str) -> None:
-    made = Engine(Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x")
+    made = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x")
     transport = httpx.MockTransport(lambda _: httpx.Response(status, text=answer))
     made._http = httpx.Client(transport=transport, base_url="http://x")
     made.resume(*tags)
@@ -121,7 +121,7 @@ def test_any_other_refusal_to_resume_ends_the_run(tmp_path: Path, answer: str) -
 
 
 def test_the_refusal_is_the_one_that_servers_speak() -> None:
-    source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "hooks_http.py"
+    source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "v0_5_17" / "hooks_http.py"
     assert NOT_RELEASED.format("{', '.join(wrong)}") in source.read_text()
     assert "sorted(_tags(obj) - released)" in source.read_text()
 
@@ -134,13 +134,13 @@ def test_a_run_that_is_cut_off_says_why_and_where_it_goes_on(
             self.store = Checkpoints(tmp_path, 1)
 
         def run(self) -> None:
-            self.store.save(State(step=4), lambda _: None)
+            self.store.save(LoopState(step=4), lambda _: None)
             raise EngineGoneError("the server at http://x does not serve within 9 s")
 
         def close(self) -> None:
             (tmp_path / "closed").touch()
 
-    monkeypatch.setattr("trainer_bridge.loop.Loop", CutOff)
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", CutOff)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main(["--hf-checkpoint", "m", "--prompt-data", "d"]) == 1
     told = capsys.readouterr().err.splitlines()

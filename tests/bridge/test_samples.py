@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_april.client.types import Group, Sample, Span
+from sglang_april.client.types import RolloutGroup, RolloutSample, Span
 from trainer_bridge.batch import PROVENANCE
 from trainer_bridge.config import Config
 from trainer_bridge.rewards import Score
-from trainer_bridge.samples import Response, ScoredGroup, micro_batches, responses, updates
+from trainer_bridge.samples import ScoredGroup, TrainingSample, micro_batches, responses, updates
 
 
 def config(**fields: Any) -> Config:
     return Config(hf_checkpoint="m", prompt_data="d", **fields)
 
 
-def sample(index: int, length: int, spans: list[Span] | None = None) -> Sample:
+def sample(index: int, length: int, spans: list[Span] | None = None) -> RolloutSample:
     ids = np.arange(length, dtype=np.int32) + 100 * index
-    return Sample(
+    return RolloutSample(
         index=index,
         output_ids=ids,
         text="",
@@ -33,7 +33,7 @@ def sample(index: int, length: int, spans: list[Span] | None = None) -> Sample:
 
 
 def group(name: str, lengths: list[int], rewards: list[float | None], prompt: int = 3, **fields: Any) -> ScoredGroup:
-    made = Group(
+    made = RolloutGroup(
         id=name,
         incarnation=0,
         metadata=None,
@@ -122,7 +122,7 @@ def test_a_micro_batch_is_filled_with_tokens_for_nothing_is_padded() -> None:
     [(16, None, [16]), (16, 8, [8, 8]), (18, 8, [8, 10]), (20, 8, [8, 8, 4]), (5, 8, [5]), (0, 8, [])],
 )
 def test_optimiser_steps_take_all_samples(count: int, size: int | None, parts: list[int]) -> None:
-    made: list[Response] = responses([group(f"g{i}", [3], [1.0]) for i in range(count)], config())
+    made: list[TrainingSample] = responses([group(f"g{i}", [3], [1.0]) for i in range(count)], config())
     cut = updates(made, size)
     assert [len(part) for part in cut] == parts
     assert [r for part in cut for r in part] == made

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_april.client import AprilError
-from trainer_bridge.checkpoints import Checkpoints, State
+from trainer_bridge.checkpoints import Checkpoints, LoopState
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.megatron.shapes import UnsupportedModelError
@@ -63,7 +63,7 @@ class Ends:
         self.store = Checkpoints(Path(config.save), 1)
 
     def run(self) -> None:
-        self.store.save(State(step=4), lambda _: None)
+        self.store.save(LoopState(step=4), lambda _: None)
         raise self.error
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Ends:
 )
 def test_what_ends_a_run_later(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int | None) -> None:
     monkeypatch.setattr(Ends, "error", error, raising=False)
-    monkeypatch.setattr("trainer_bridge.loop.Loop", Ends)
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", Ends)
     if status is None:
         with pytest.raises(type(error)):
             run()

@@ -13,7 +13,7 @@ import pytest
 from examples.tiny_model import make
 from tests.bridge.reference import micro_batches
 from tests.bridge.two_steps import COUNTS, LIMIT, LOSS, Told, check_step, check_weights, settings, tell, weights
-from trainer_bridge.megatron.worker_group import Team, make_trainer
+from trainer_bridge.megatron.worker_group import WorkerGroup, make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 
 
@@ -33,7 +33,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.fixture
-def team(request: pytest.FixtureRequest, model: Path) -> Iterator[Team]:
+def team(request: pytest.FixtureRequest, model: Path) -> Iterator[WorkerGroup]:
     made: Any = make_trainer(settings(model, world_size=2, **request.param))
     yield made
     made.close()
@@ -41,7 +41,7 @@ def team(request: pytest.FixtureRequest, model: Path) -> Iterator[Team]:
 
 @pytest.mark.parametrize("team", [{"tensor_model_parallel_size": 2}, {}], ids=["tp2", "dp2"], indirect=True)
 def test_two_ranks_take_the_step_that_one_takes(
-    request: pytest.FixtureRequest, team: Team, alone: Told, model: Path, tmp_path: Path
+    request: pytest.FixtureRequest, team: WorkerGroup, alone: Told, model: Path, tmp_path: Path
 ) -> None:
     """Loss, figures, gradients by way of the weights, and logprobs; then one rank dies in the middle of a step."""
     told = tell(team, tmp_path)
@@ -58,7 +58,7 @@ def test_two_ranks_take_the_step_that_one_takes(
         goes_on_from_its_checkpoint(model, tmp_path, alone)
 
 
-def one_rank_dies(team: Team) -> None:
+def one_rank_dies(team: WorkerGroup) -> None:
     """It is stopped, so that the other waits for it in a collective; then it is killed −9."""
     ranks: Any = team._ranks
     victim, other = ranks.processes[1], ranks.processes[0]

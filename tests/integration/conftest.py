@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model import make
-from tests.support.fork_server import Warm
-from tests.support.live import Live, living
+from tests.support.fork_server import ForkServer
+from tests.support.live import LiveServer, living
 from tests.support.server import Server
 
 ALIVE = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 2
@@ -84,7 +84,7 @@ class Pool:
     """Starts servers on demand; the one used longest ago makes room."""
 
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
-        self._models, self._folder, self._warm = models, folder, Warm()
+        self._models, self._folder, self._warm = models, folder, ForkServer()
         self._live: OrderedDict[str, Server] = OrderedDict()
 
     def get(
@@ -98,8 +98,8 @@ class Pool:
     ) -> Server:
         """The live server of this name, at rest; started if it does not run (any more).
 
-        `forked`: from a process that has imported SGLang (tests/support/fork_server.py), for servers of few tests, and such as
-        are killed: each start takes seconds.
+        `forked`: from a process that has imported SGLang (tests/support/fork_server.py), for servers of few tests, and
+        such as are killed: each start takes seconds.
         """
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
@@ -148,21 +148,21 @@ def overlap(pool: Pool) -> Server:
 
 
 @pytest.fixture
-def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """The server with the normal loop, and the policies pushed to it."""
     with living(server, lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
 @pytest.fixture
-def second(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def second(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """One more like the first."""
     with living(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
 @pytest.fixture(params=["normal", "overlap"])
-def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """Both shared servers, one after the other."""
     name, family = ("server", "qwen3") if request.param == "normal" else ("overlap", "llama")
     server: Server = request.getfixturevalue(name)
@@ -178,7 +178,7 @@ def tp2(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 
 @pytest.fixture
-def small(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def small(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """Overlap loop, with little memory on the device and on the host."""
     with living(pool.get("small", SMALL, "llama", forked=True), lambda seed: models("llama", seed)) as live:
         yield live

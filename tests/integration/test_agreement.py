@@ -10,7 +10,7 @@ import torch
 
 from tests.bridge.reference import micro_batches
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
-from tests.support.live import Live, living
+from tests.support.live import LiveServer, living
 from trainer_bridge.batch import Sequences
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.megatron.worker_group import make_trainer
@@ -32,14 +32,14 @@ Groups = list[dict[str, Any]]
 
 
 @pytest.fixture(params=SERVERS)
-def live(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def live(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     name, flags = SERVERS[request.param]
     with living(pool.get(name, flags, request.param), lambda seed: models(request.param, seed)) as live:
         yield live
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
-def trainer(request: pytest.FixtureRequest, live: Live) -> Iterator[Trainer]:
+def trainer(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Trainer]:
     """Its weights are not those that the engine starts with."""
     settings = TrainerSettings(
         hf_checkpoint=live.model(1),
@@ -55,7 +55,7 @@ def trainer(request: pytest.FixtureRequest, live: Live) -> Iterator[Trainer]:
     trainer.close()
 
 
-def fresh(live: Live, run: str, name: str, **fields: Any) -> Groups:
+def fresh(live: LiveServer, run: str, name: str, **fields: Any) -> Groups:
     prompts = [
         {"id": f"{name} {key}", "input_ids": [20 + i, 21, 22], "n": 3, "sampling_params": params}
         for i, (key, params) in enumerate(PARAMS.items())
@@ -89,7 +89,7 @@ def train(trainer: Trainer) -> None:
     assert report.grad_norm > 0
 
 
-def test_s7_trainer_and_engine_agree_before_and_after_training(live: Live, trainer: Trainer, run: str) -> None:
+def test_s7_trainer_and_engine_agree_before_and_after_training(live: LiveServer, trainer: Trainer, run: str) -> None:
     """A push of the trainer's weights, a step, a push of the new ones: fresh samples at temperature 1 and 0.8."""
     version = trainer.push().version
     before = fresh(live, run, "first")
@@ -105,7 +105,7 @@ def test_s7_trainer_and_engine_agree_before_and_after_training(live: Live, train
 
 @pytest.mark.parametrize("live", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("trainer", [1], indirect=True)
-def test_s7_proximal_logprobs_are_the_trainers_own_forward(live: Live, trainer: Trainer, run: str) -> None:
+def test_s7_proximal_logprobs_are_the_trainers_own_forward(live: LiveServer, trainer: Trainer, run: str) -> None:
     """A recompute under the trainer's version tells its logprobs of the tokens that the version before drew."""
     version = trainer.push().version
     short = {

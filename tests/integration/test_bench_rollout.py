@@ -9,10 +9,10 @@ import pytest
 
 from bench import kernel_cases, overhead, resume, stop_latency, suspend
 from bench.record import Row
-from bench.rollout.engine_client import Engine
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS
 from bench.rollout.runner import KINDS, Runner
-from bench.rollout.testbed import Bed
+from bench.rollout.testbed import Testbed
 from tests.support.server import Server
 
 FIELDS = {
@@ -27,10 +27,10 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
     facts = {"machine": {}, "versions": {}, "commit": ""}
 
     async def scene() -> int:
-        async with Engine(server.url, patched=True) as engine:
+        async with EngineClient(server.url, patched=True) as engine:
             checkpoints = models("qwen3", 0), models("qwen3", 1)
             server.loaded = checkpoints[1]
-            bed = Bed(engine, engine, checkpoints, preset, given_limit=1.0)
+            bed = Testbed(engine, engine, checkpoints, preset, given_limit=1.0)
             return await Runner(bed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
 
     assert asyncio.run(scene()) == 0
@@ -47,7 +47,7 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
 
 def test_stops_are_timed_from_both_sides(server: Server) -> None:
     async def scene() -> list[Row]:
-        async with Engine(server.url, patched=True) as engine:
+        async with EngineClient(server.url, patched=True) as engine:
             ours = [await stop_latency.ours(engine, 6, packed) for packed in (False, True)]
             big = await stop_latency.big_reply(engine, 4, 20)
             return [*ours, await stop_latency.outside(engine, 6), *big]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.live import Live, until
+from tests.support.live import LiveServer, until
 from tests.support.workload import prompt, stoppers
 
 COUNT = 4
@@ -12,7 +12,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.8}
 NAMES = [f"p{i}" for i in range(COUNT)]
 
 
-def carry(live: Live, run: str, *, tier: str = "device") -> None:
+def carry(live: LiveServer, run: str, *, tier: str = "device") -> None:
     """A round that leaves four partials."""
     prompts = [*stoppers([6]), *(prompt(name, 24 + 2 * i, **PARAMS) for i, name in enumerate(NAMES))]
     reply = live.server.rollout(run=run, prompts=prompts, quota=1, tier=tier)
@@ -20,11 +20,11 @@ def carry(live: Live, run: str, *, tier: str = "device") -> None:
     assert tiers(live, run) == [tier] * COUNT
 
 
-def tiers(live: Live, run: str) -> list[str]:
+def tiers(live: LiveServer, run: str) -> list[str]:
     return [p["tier"] for p in live.server.partials(run)]
 
 
-def finish(live: Live, run: str, *spans: tuple[int, str]) -> dict[str, Any]:
+def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> dict[str, Any]:
     """The next round continues every partial; each has these spans and the tokens that they must have."""
     reply = live.server.rollout(run=run, prompts=[], quota=None)
     groups = reply["finished"]
@@ -37,7 +37,7 @@ def finish(live: Live, run: str, *spans: tuple[int, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["unflushed", "flushed"])
-def test_push(live: Live, run: str, flush: bool) -> None:
+def test_push(live: LiveServer, run: str, flush: bool) -> None:
     """Partials wait where they are, or on the host if the push flushes; they go on under the new version."""
     v = live.version
     carry(live, run)
@@ -47,7 +47,7 @@ def test_push(live: Live, run: str, flush: bool) -> None:
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["unflushed", "flushed"])
-def test_weight_call_without_begin(live: Live, run: str, flush: bool) -> None:
+def test_weight_call_without_begin(live: LiveServer, run: str, flush: bool) -> None:
     """Nothing has to wait: it is applied at once, and the version moves."""
     v = live.version
     carry(live, run)
@@ -58,7 +58,7 @@ def test_weight_call_without_begin(live: Live, run: str, flush: bool) -> None:
 
 
 @pytest.mark.parametrize("query", ["", "?timeout=60"])
-def test_flush(live: Live, run: str, query: str) -> None:
+def test_flush(live: LiveServer, run: str, query: str) -> None:
     """Pages move to the host before the pools are cleared; what the flush freed is spoiled."""
     v = live.version
     carry(live, run)
@@ -69,7 +69,7 @@ def test_flush(live: Live, run: str, query: str) -> None:
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
-def test_release_and_resume(live: Live, run: str, paused: bool) -> None:
+def test_release_and_resume(live: LiveServer, run: str, paused: bool) -> None:
     """Pages move out first; admission is closed while anything is released; what is not released cannot be resumed."""
     v, server = live.version, live.server
     carry(live, run)
@@ -87,7 +87,7 @@ def test_release_and_resume(live: Live, run: str, paused: bool) -> None:
     finish(live, run, (v, "fresh"))
 
 
-def test_a_push_while_memory_is_released(live: Live, run: str) -> None:
+def test_a_push_while_memory_is_released(live: LiveServer, run: str) -> None:
     """The colocated order: release all, resume the weights, push, resume the KV pool; no page is touched meanwhile."""
     v, server = live.version, live.server
     carry(live, run)
@@ -102,7 +102,7 @@ def test_a_push_while_memory_is_released(live: Live, run: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_pause_and_continue(live: Live, run: str, mode: str) -> None:
+def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
     """Partials stay where they are; a round that is opened meanwhile waits for the end of the pause."""
     v, server = live.version, live.server
     carry(live, run)
@@ -118,7 +118,7 @@ def test_pause_and_continue(live: Live, run: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "april"}, {"rid": "april.0.0"}])
-def test_abort(live: Live, run: str, body: dict[str, Any]) -> None:
+def test_abort(live: LiveServer, run: str, body: dict[str, Any]) -> None:
     """Nothing of ours is aborted, whatever is named."""
     v = live.version
     carry(live, run)
@@ -129,7 +129,7 @@ def test_abort(live: Live, run: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_drop(live: Live, run: str, tier: str) -> None:
+def test_drop(live: LiveServer, run: str, tier: str) -> None:
     """The only thing that deletes partials, and their pages with them."""
     carry(live, run, tier=tier)
     assert live.server.post("/april/drop", {"run": run, "ids": ["p2"]})["samples"] == 1

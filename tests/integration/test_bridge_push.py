@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from examples.tiny_model import weights
-from tests.support.live import Live, living
+from tests.support.live import LiveServer, living
 from tests.support.server import Server
 from trainer_bridge.hf_folder import batches
 from trainer_bridge.push.connect import connect
-from trainer_bridge.push.pusher import Pusher, PushFailed, State
+from trainer_bridge.push.pusher import Pusher, PushFailed, PushState
 from trainer_bridge.trainer import PushWay
 
 LONG = {"ignore_eos": True, "max_new_tokens": 60}
@@ -29,13 +29,13 @@ Batches = list[list[tuple[str, torch.Tensor]]]
 
 
 @pytest.fixture
-def live(server: Server, models: Model) -> Iterator[Live]:
+def live(server: Server, models: Model) -> Iterator[LiveServer]:
     with living(server, lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
 @pytest.fixture
-def pusher(request: pytest.FixtureRequest, live: Live, models: Model) -> Iterator[Pusher]:
+def pusher(request: pytest.FixtureRequest, live: LiveServer, models: Model) -> Iterator[Pusher]:
     way: PushWay = getattr(request, "param", "distributed")
     pusher = connect([live.server.url], way, source=models("qwen3", 0), device=torch.device("cpu"))
     yield pusher
@@ -58,7 +58,7 @@ def with_wrong_shape(seed: int) -> Batches:
     return made
 
 
-def push(pusher: Pusher, seed: int, *lives: Live) -> int:
+def push(pusher: Pusher, seed: int, *lives: LiveServer) -> int:
     for live in lives:
         live.server.loaded = live.model(seed)
     version = pusher.push(policy(seed)).version
@@ -68,7 +68,7 @@ def push(pusher: Pusher, seed: int, *lives: Live) -> int:
     return version
 
 
-def leave_partials(live: Live, run: str) -> None:
+def leave_partials(live: LiveServer, run: str) -> None:
     """A round of one short group that leaves a long one suspended."""
     prompts = [
         {"id": "long", "input_ids": [20, 21, 22, 23], "n": 2, "sampling_params": LONG},
@@ -79,7 +79,7 @@ def leave_partials(live: Live, run: str) -> None:
     assert len(live.server.partials(run)) == 2
 
 
-def drained(live: Live, run: str, versions: list[int]) -> None:
+def drained(live: LiveServer, run: str, versions: list[int]) -> None:
     """The partials end with exactly the tokens and logprobs that these versions give."""
     groups = live.server.drain(run)
     assert [group["id"] for group in groups] == ["long"]
@@ -89,7 +89,7 @@ def drained(live: Live, run: str, versions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("pusher", get_args(PushWay), indirect=True)
-def test_s1_each_way_brings_a_policy_under_which_partials_go_on(pusher: Pusher, live: Live, run: str) -> None:
+def test_s1_each_way_brings_a_policy_under_which_partials_go_on(pusher: Pusher, live: LiveServer, run: str) -> None:
     """Two pushes the same way; a suspended sample goes on after each."""
     v = live.version
     leave_partials(live, run)
@@ -98,18 +98,18 @@ def test_s1_each_way_brings_a_policy_under_which_partials_go_on(pusher: Pusher, 
     live.check(live.server.rollout(run=run, prompts=more, quota=1)["finished"], {"again": SHORT})
     assert push(pusher, 2, live) == v + 2
     drained(live, run, [v, v + 1, v + 2])
-    assert pusher.state is State.IDLE
+    assert pusher.state is PushState.IDLE
 
 
 @pytest.mark.parametrize("pusher", get_args(PushWay), indirect=True)
 def test_s1_a_failed_push_closes_the_engine_with_the_reason_and_the_next_heals_it(
-    pusher: Pusher, live: Live, run: str
+    pusher: Pusher, live: LiveServer, run: str
 ) -> None:
     v = live.version
     leave_partials(live, run)
     with pytest.raises(PushFailed):
         pusher.push(with_wrong_shape(1))
-    assert pusher.state is State.FAILED
+    assert pusher.state is PushState.FAILED
     assert live.version == v
     refused = live.server.rollout(run=run, prompts=[], quota=1, status=503)["error"]
     assert "push" in refused["reason"]
@@ -119,7 +119,7 @@ def test_s1_a_failed_push_closes_the_engine_with_the_reason_and_the_next_heals_i
 
 
 def test_s1_a_group_that_the_engine_lost_is_noticed_at_once_and_made_again(
-    pusher: Pusher, live: Live, run: str
+    pusher: Pusher, live: LiveServer, run: str
 ) -> None:
     """The engine refuses the call, so it never comes to the broadcast, which alone would wait for minutes."""
     push(pusher, 1, live)
@@ -134,7 +134,7 @@ def test_s1_a_group_that_the_engine_lost_is_noticed_at_once_and_made_again(
 
 
 def test_s1_one_push_reaches_several_engines_under_one_version(
-    live: Live, second: Live, models: Model, run: str
+    live: LiveServer, second: LiveServer, models: Model, run: str
 ) -> None:
     """Also when one of them has had more pushes than the other; and when one fails, both are healed."""
     live.push(1)
@@ -156,7 +156,7 @@ def test_s1_one_push_reaches_several_engines_under_one_version(
         pusher.close()
 
 
-def test_an_engine_that_has_died_fails_the_push_and_is_named(live: Live, models: Model) -> None:
+def test_an_engine_that_has_died_fails_the_push_and_is_named(live: LiveServer, models: Model) -> None:
     """The engine that is left refuses rounds until a push without the dead one succeeds."""
     pusher = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))
     gone = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support.delivery_record import Book
-from tests.support.live import Live, until
+from tests.support.delivery_record import DeliveryRecord
+from tests.support.live import LiveServer, until
 from tests.support.workload import prompt
 
 ROUNDS = 200
@@ -40,9 +40,9 @@ ROUND = st.fixed_dictionaries(
 class Story:
     """Rounds of one run, one after the other, with another run's beside them, and what happens around them."""
 
-    def __init__(self, live: Live, run: str) -> None:
+    def __init__(self, live: LiveServer, run: str) -> None:
         self.live, self.server, self.run = live, live.server, run
-        self.books = {run: Book(), f"{run}-other": Book()}
+        self.books = {run: DeliveryRecord(), f"{run}-other": DeliveryRecord()}
         self.rounds = dict.fromkeys(self.books, 0)
 
     def play(self, plan: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Story:
         assert pool["available"] + pool["evictable"] + pool["protected"] + pool["running"] == pool["total"]
 
 
-def test_any_sequence_of_rounds_delivers_every_sample_once(small: Live, run: str) -> None:
+def test_any_sequence_of_rounds_delivers_every_sample_once(small: LiveServer, run: str) -> None:
     """Sizes, quotas, units, n, KV policies, tiers, pushes, flushes, aborts, pauses, releases, drops; a fixed seed."""
     played: list[int] = []
     names = itertools.count()

@@ -11,11 +11,13 @@ from examples.april_demo.report import TITLES
 from examples.april_demo.settings import Settings, Training
 from examples.april_demo.training import figures
 from examples.sorting_task import Lengths
-from tests.support.live import Live
+from tests.support.live import LiveServer
 from trainer_bridge.progress import read_rows
 
 
-def test_both_runs_train_and_fill_their_rows(normal: Live, models: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_both_runs_train_and_fill_their_rows(
+    normal: LiveServer, models: Callable[[str, int], Path], tmp_path: Path
+) -> None:
     training = Training(
         steps=2, groups=3, samples_per_group=2, pool=6, held_out=6, eval_interval=1, checkpoint=models("qwen3", 0)
     )

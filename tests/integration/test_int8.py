@@ -9,7 +9,7 @@ import torch
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.compare import by_key
-from tests.support.live import Live, living, until
+from tests.support.live import LiveServer, living, until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 from tests.support.workload import prompt
 
@@ -20,7 +20,7 @@ PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "drawn": {"te
 
 
 @pytest.fixture
-def int8(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def int8(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """Normal loop, Qwen3 shape, lossy pages on the host and on the disk."""
     server = pool.get("int8", [*NORMAL, "--april-kv-pages=int8"], forked=True)
     with living(server, lambda seed: models("qwen3", seed)) as live:
@@ -28,7 +28,7 @@ def int8(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
     server.stop()
 
 
-def test_samples_go_on_from_int8_pages_within_the_error_that_is_stated(int8: Live, run: str) -> None:
+def test_samples_go_on_from_int8_pages_within_the_error_that_is_stated(int8: LiveServer, run: str) -> None:
     """From the host and from the disk. Their logprobs are no longer those of a sample never stopped, and near them."""
     server, oracle = int8.server, Oracle(int8.policies)
     assert server.state()["kv_pages"] == "int8"
@@ -56,7 +56,7 @@ def test_samples_go_on_from_int8_pages_within_the_error_that_is_stated(int8: Liv
         assert checked(int8) == {"ok": True, "problem": ""}
 
 
-def checked(live: Live) -> dict[str, Any]:
+def checked(live: LiveServer) -> dict[str, Any]:
     """Every stored page, and the accounts."""
     return dict(live.server.http.get("/april/state", params={"check": 1}).json()["check"])
 

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.live import Live, until
+from tests.support.live import LiveServer, until
 from tests.support.workload import prompt
 
 COUNT = 4
@@ -14,7 +14,7 @@ PAUSES = ["in_place", "retract", "abort"]
 GENERATE = {"input_ids": [9, 8, 7]}
 
 
-def open_round(live: Live, run: str, **body: Any) -> Any:
+def open_round(live: LiveServer, run: str, **body: Any) -> Any:
     """A round of four samples that run while the server is slowed; it ends when all have finished."""
     prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
     body = {"run": run, "round_id": f"{run}-r", "quota": None, **body}
@@ -23,7 +23,7 @@ def open_round(live: Live, run: str, **body: Any) -> Any:
     return reply
 
 
-def finish(live: Live, reply: Any, *spans: tuple[int, str]) -> dict[str, Any]:
+def finish(live: LiveServer, reply: Any, *spans: tuple[int, str]) -> dict[str, Any]:
     """The round goes on and delivers all samples, each with these spans and the tokens that they must have."""
     done = dict(live.done(reply))
     assert done["end_reason"] == "exhausted"
@@ -31,14 +31,14 @@ def finish(live: Live, reply: Any, *spans: tuple[int, str]) -> dict[str, Any]:
     return done
 
 
-def check(live: Live, groups: list[dict[str, Any]], *spans: tuple[int, str]) -> None:
+def check(live: LiveServer, groups: list[dict[str, Any]], *spans: tuple[int, str]) -> None:
     assert sorted(g["id"] for g in groups) == [f"p{i}" for i in range(COUNT)]
     live.check(groups, {f"p{i}": PARAMS for i in range(COUNT)})
     for sample in (s for g in groups for s in g["samples"]):
         assert [(s["version"], s["kv"]) for s in sample["spans"]] == list(spans)
 
 
-def standing_still(live: Live) -> None:
+def standing_still(live: LiveServer) -> None:
     """Our samples are out of the engine, the round is open, and no forward of the model happens."""
     samples, before = live.server.state()["samples"], len(live.server.forwards())
     assert (samples["running"], samples["suspended"], samples["finished"]) == (0, COUNT, 0)
@@ -46,16 +46,16 @@ def standing_still(live: Live) -> None:
     assert len(live.server.forwards()) == before
 
 
-def pause(live: Live, mode: str) -> None:
+def pause(live: LiveServer, mode: str) -> None:
     live.server.post("/pause_generation", {"mode": mode})
 
 
-def unpause(live: Live) -> None:
+def unpause(live: LiveServer) -> None:
     live.server.post("/continue_generation", {"torch_empty_cache": False})
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_push(live: Live, run: str, kv: str) -> None:
+def test_push(live: LiveServer, run: str, kv: str) -> None:
     """`push/begin` interrupts: the round stays open, weight calls do not wait for it, and it goes on afterwards."""
     v = live.version
     with live.server.slowed():
@@ -70,7 +70,7 @@ def test_push(live: Live, run: str, kv: str) -> None:
     assert (done["policy_version"], done["stats"]["pushes"]) == (v + 1, 1)
 
 
-def test_weight_call_without_begin(live: Live, run: str) -> None:
+def test_weight_call_without_begin(live: LiveServer, run: str) -> None:
     """It waits for the reply, as stock does for its own requests; nothing is interrupted."""
     v = live.version
     with live.server.slowed():
@@ -85,7 +85,7 @@ def test_weight_call_without_begin(live: Live, run: str) -> None:
 
 
 @pytest.mark.parametrize("mode", PAUSES)
-def test_weight_call_under_a_pause(live: Live, run: str, mode: str) -> None:
+def test_weight_call_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
     """As `push/begin`: it does not wait, and the round goes on at the new version."""
     v = live.version
     with live.server.slowed():
@@ -100,7 +100,7 @@ def test_weight_call_under_a_pause(live: Live, run: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("query", ["", "?timeout=60"])
-def test_flush(live: Live, run: str, query: str) -> None:
+def test_flush(live: LiveServer, run: str, query: str) -> None:
     """Suspend, move out, flush, resume: pages that the flush freed are spoiled, so a token on one would show."""
     v = live.version
     with live.server.slowed():
@@ -111,7 +111,7 @@ def test_flush(live: Live, run: str, query: str) -> None:
     assert done["stats"]["resumed_kept"] == COUNT
 
 
-def test_flush_beside_a_stock_request(live: Live, run: str) -> None:
+def test_flush_beside_a_stock_request(live: LiveServer, run: str) -> None:
     """Without a timeout it is refused, and the round goes on; with one, ours stand still until it has happened."""
     v = live.version
     with live.server.slowed():
@@ -132,7 +132,7 @@ def test_flush_beside_a_stock_request(live: Live, run: str) -> None:
     finish(live, reply, (v, "fresh"))
 
 
-def test_release_is_refused(live: Live, run: str) -> None:
+def test_release_is_refused(live: LiveServer, run: str) -> None:
     """400 with the reason: the scheduler would assert that it is idle, and die."""
     v = live.version
     with live.server.slowed():
@@ -144,7 +144,7 @@ def test_release_is_refused(live: Live, run: str) -> None:
 
 
 @pytest.mark.parametrize("mode", PAUSES)
-def test_release_under_a_pause(live: Live, run: str, mode: str) -> None:
+def test_release_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
     """Pages move out before the pool is unmapped; released twice or resumed twice is a 400; the round goes on."""
     v, tags = live.version, {"tags": ["kv_cache"]}
     with live.server.slowed():
@@ -162,7 +162,7 @@ def test_release_under_a_pause(live: Live, run: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", PAUSES)
-def test_pause_and_continue(live: Live, run: str, mode: str) -> None:
+def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
     """A pause of any kind freezes the round, and nothing of ours is aborted; `continue_generation` thaws it."""
     v = live.version
     with live.server.slowed():
@@ -176,7 +176,7 @@ def test_pause_and_continue(live: Live, run: str, mode: str) -> None:
     finish(live, reply, (v, "fresh"))
 
 
-def test_a_pause_aborts_stock_requests_and_not_ours(live: Live, run: str) -> None:
+def test_a_pause_aborts_stock_requests_and_not_ours(live: LiveServer, run: str) -> None:
     """Stock implements mode `abort` as an abort of everything, which passes ours by."""
     v = live.version
     with live.server.slowed():
@@ -191,7 +191,7 @@ def test_a_pause_aborts_stock_requests_and_not_ours(live: Live, run: str) -> Non
     finish(live, reply, (v, "fresh"))
 
 
-def test_abort_of_everything(live: Live, run: str) -> None:
+def test_abort_of_everything(live: LiveServer, run: str) -> None:
     """It stops every open round; the carry is untouched and continues in the next round."""
     v = live.version
     with live.server.slowed():
@@ -206,7 +206,7 @@ def test_abort_of_everything(live: Live, run: str) -> None:
 
 
 @pytest.mark.parametrize("rid", ["april", "a"])
-def test_abort_of_a_rid_that_is_a_prefix_of_ours(live: Live, run: str, rid: str) -> None:
+def test_abort_of_a_rid_that_is_a_prefix_of_ours(live: LiveServer, run: str, rid: str) -> None:
     """SGLang matches by prefix: the stock request of that rid is aborted, and nothing of ours."""
     v = live.version
     with live.server.slowed():
@@ -222,7 +222,7 @@ def test_abort_of_a_rid_that_is_a_prefix_of_ours(live: Live, run: str, rid: str)
     finish(live, reply, (v, "fresh"))
 
 
-def test_client_disconnects(live: Live, run: str) -> None:
+def test_client_disconnects(live: LiveServer, run: str) -> None:
     """The wait ends, the round goes on, and its reply is fetched by `round_id`."""
     v, url = live.version, f"{live.server.url}/april/rollout"
     prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
@@ -238,12 +238,12 @@ def test_client_disconnects(live: Live, run: str) -> None:
     assert live.server.post("/april/rollout", body)["finished"] == reply["finished"]
 
 
-def fetched(live: Live, round_id: str) -> Any:
+def fetched(live: LiveServer, round_id: str) -> Any:
     reply = live.server.http.get(f"/april/rounds/{round_id}")
     return reply.json() if reply.status_code == 200 else None
 
 
-def test_drop_of_groups(live: Live, run: str) -> None:
+def test_drop_of_groups(live: LiveServer, run: str) -> None:
     """The only thing that deletes samples: those that it names, at once; the others never notice."""
     with live.server.slowed():
         reply = open_round(live, run)
@@ -256,7 +256,7 @@ def test_drop_of_groups(live: Live, run: str) -> None:
     assert live.server.drain(run) == []
 
 
-def test_drop_of_a_run(live: Live, run: str) -> None:
+def test_drop_of_a_run(live: LiveServer, run: str) -> None:
     """The round ends with nothing left; the run may begin again, and its ids are other incarnations."""
     with live.server.slowed():
         reply = open_round(live, run)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_april.client import AprilClient, AprilError, AsyncAprilClient
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.support.server import Server
 from tests.support.workload import prompt
 
@@ -40,9 +40,9 @@ def test_previews_are_judged_while_generation_goes_on(april: AprilClient, run: s
     seen: list[str] = []
     accepted = 0
     for event in april.stream(run=run, round_id=name, prompts=prompts, quota=3, count="accepted"):
-        if isinstance(event, Summary):
+        if isinstance(event, RolloutSummary):
             break
-        assert isinstance(event, Group)
+        assert isinstance(event, RolloutGroup)
         assert event.accepted is None
         assert len(event.samples) == 2
         seen.append(event.id)

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.live import Live
+from tests.support.live import LiveServer
 
 SAMPLES = 2
 PARAMS: dict[str, dict[str, Any]] = {"long": {"temperature": 0.8}, "short": {}}
 DEAR_COPIES, CHEAP_COPIES = (1e-6, 1.0), (1.0, 1e-6)
 
 
-def over_a_push(live: Live, run: str, tier: str) -> tuple[list[Any], dict[str, Any]]:
+def over_a_push(live: LiveServer, run: str, tier: str) -> tuple[list[Any], dict[str, Any]]:
     """Two samples begun under one policy and finished under the next; all groups, and the second round's stats.
 
     With the tier `auto` they stay on the device until the push, which flushes it.
@@ -37,7 +37,7 @@ def over_a_push(live: Live, run: str, tier: str) -> tuple[list[Any], dict[str, A
     ],
 )
 def test_the_cheaper_way_is_taken_and_told(
-    live: Live, run: str, tier: str, rates: tuple[float, float], kv: str, decided: dict[str, Any]
+    live: LiveServer, run: str, tier: str, rates: tuple[float, float], kv: str, decided: dict[str, Any]
 ) -> None:
     """Design section 7: the rates turn the decision; S7: what is drawn either way is what its spans say."""
     measured = live.server.state()["kv_cost"]

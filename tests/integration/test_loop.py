@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.bridge import REWARDS, configuration, keys, train, training, write_prompts
-from tests.support.live import Live
+from tests.support.live import LiveServer
 from tests.support.server import ROOT, START_LIMIT_S
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.progress import read_rows
@@ -25,14 +25,14 @@ Model = Callable[[str, int], Path]
 
 
 @pytest.fixture
-def config(normal: Live, models: Model, tmp_path: Path) -> Callable[..., Any]:
+def config(normal: LiveServer, models: Model, tmp_path: Path) -> Callable[..., Any]:
     def make(name: str = "one", **fields: Any) -> Any:
         return configuration(tmp_path / name, normal.server.url, models("qwen3", 0), **fields)
 
     return make
 
 
-def test_three_steps_and_the_drain(normal: Live, config: Callable[..., Any], tmp_path: Path) -> None:
+def test_three_steps_and_the_drain(normal: LiveServer, config: Callable[..., Any], tmp_path: Path) -> None:
     """Every group is delivered once, the trainer's logprobs are the engine's, the report is drawn."""
     before = normal.server.state()["policy_version"]
     made = config(num_rollout=3, eval_interval=2, eval_prompt_data=str(write_prompts(tmp_path / "held.jsonl", 6, 1)))
@@ -130,7 +130,7 @@ def test_groups_without_rewards_are_replaced(config: Callable[..., Any]) -> None
     assert any("unreadable" in problem for row in rows for problem in row["problems"])
 
 
-def test_two_engines_deliver_one_quota(normal: Live, second: Live, config: Callable[..., Any]) -> None:
+def test_two_engines_deliver_one_quota(normal: LiveServer, second: LiveServer, config: Callable[..., Any]) -> None:
     """Both have their part in every round, both get every push, and what one holds is finished there."""
     urls = [normal.server.url, second.server.url]
     made = config(num_rollout=3, server=urls, push="distributed", reward=f"{REWARDS}:fails_for_some")
@@ -149,7 +149,7 @@ def test_two_engines_deliver_one_quota(normal: Live, second: Live, config: Calla
 
 
 def test_two_engines_draw_what_one_draws_strictly_on_policy(
-    normal: Live, second: Live, config: Callable[..., Any]
+    normal: LiveServer, second: LiveServer, config: Callable[..., Any]
 ) -> None:
     """All that is handed over begins and is waited for; which engine draws a sample changes none of its tokens."""
     drawn = []
@@ -187,7 +187,7 @@ def kill_after(config: Any, step: int) -> None:
         trainer.wait()
 
 
-def test_a_run_survives_the_death_of_its_trainer(normal: Live, config: Callable[..., Any]) -> None:
+def test_a_run_survives_the_death_of_its_trainer(normal: LiveServer, config: Callable[..., Any]) -> None:
     """kill −9 in the middle of ten steps: nothing is lost, nothing is learned from twice."""
     made = config(num_rollout=10)
     kill_after(made, 4)

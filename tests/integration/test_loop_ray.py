@@ -12,7 +12,7 @@ import ray
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.bridge import Recorded, configuration, keys, training
-from tests.support.live import Live
+from tests.support.live import LiveServer
 from tests.support.server import COMMON
 from trainer_bridge.progress import read_rows
 
@@ -48,7 +48,7 @@ class Killed(Recorded):
 
 def test_actors_learn_what_processes_learn_whatever_dies(
     pool: Pool,
-    normal: Live,
+    normal: LiveServer,
     models: Callable[[str, int], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

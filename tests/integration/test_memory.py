@@ -4,8 +4,8 @@ from typing import Any
 
 import psutil
 
-from tests.support.delivery_record import Book
-from tests.support.live import Live
+from tests.support.delivery_record import DeliveryRecord
+from tests.support.live import LiveServer
 from tests.support.workload import prompt
 
 ROUNDS = 50
@@ -17,7 +17,7 @@ GROWTH_MB = 60
 """What a scheduler may grow by after that; the prompts and tokens of all samples are below one of them."""
 
 
-def scheduler_mb(live: Live) -> float:
+def scheduler_mb(live: LiveServer) -> float:
     """Resident memory of the scheduler process."""
     assert live.server.process is not None
     children = psutil.Process(live.server.process.pid).children(recursive=True)
@@ -25,9 +25,9 @@ def scheduler_mb(live: Live) -> float:
     return scheduler.memory_info().rss / 2**20
 
 
-def test_fifty_rounds_in_which_more_arrives_than_finishes(small: Live, run: str) -> None:
+def test_fifty_rounds_in_which_more_arrives_than_finishes(small: LiveServer, run: str) -> None:
     """Memory flat, nothing over the bound, nothing lost; what does not fit on the host goes below it."""
-    book, server = Book(), small.server
+    book, server = DeliveryRecord(), small.server
     cap, settled = server.state()["host_cap_tokens"], 0.0
     fallen_back = over = 0
     for i in range(ROUNDS):

@@ -1,13 +1,13 @@
-"""The sixty lines of docs/own-trainer.md train on a live server."""
+"""The sixty lines of docs/bring-your-own-trainer.md train on a live server."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from examples import own_trainer
-from tests.support.live import Live
+from tests.support.live import LiveServer
 
 
-def test_sixty_lines_take_three_steps(normal: Live, models: Callable[[str, int], Path]) -> None:
+def test_sixty_lines_take_three_steps(normal: LiveServer, models: Callable[[str, int], Path]) -> None:
     assert len(Path(own_trainer.__file__).read_text().splitlines()) <= 60
     before = normal.server.state()["policy_version"]
     means = own_trainer.train(normal.server.url, str(models("qwen3", 0)), steps=3)

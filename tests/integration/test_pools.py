@@ -9,7 +9,7 @@ import pytest
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
 from tests.support.background import Background
 from tests.support.compare import assert_same
-from tests.support.live import Live, living, until
+from tests.support.live import LiveServer, living, until
 from tests.support.server import SLOTS
 from tests.support.workload import in_one_round, in_rounds, prompt, stoppers, token_ids
 
@@ -22,7 +22,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
 @pytest.fixture(params=SHAPES)
-def shaped(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def shaped(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     flags, family = SHAPES[request.param]
     with living(pool.get(request.param, flags, family, forked=True), lambda seed: models(family, seed)) as live:
         yield live
@@ -36,7 +36,7 @@ def workload() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_resume_bit_for_bit(shaped: Live, run: str, tier: str) -> None:
+def test_resume_bit_for_bit(shaped: LiveServer, run: str, tier: str) -> None:
     """Rule 2: as on the usual pool; admission stays open, and all memory comes back."""
     server = shaped.server
     wanted = in_one_round(server, f"{run}-unbroken", workload())
@@ -47,7 +47,7 @@ def test_resume_bit_for_bit(shaped: Live, run: str, tier: str) -> None:
     at_rest(shaped)
 
 
-def test_pushes_flushes_and_recomputes(shaped: Live, run: str) -> None:
+def test_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
     """S6, S7: kept KV under a new policy, through a flush, then a recompute: every token is what it must be."""
     server, v = shaped.server, shaped.version
     groups = server.rollout(run=run, prompts=workload(), quota=1)["finished"]
@@ -63,7 +63,7 @@ def test_pushes_flushes_and_recomputes(shaped: Live, run: str) -> None:
     at_rest(shaped)
 
 
-def test_a_preempted_sample_is_computed_again_and_says_so(shaped: Live, run: str) -> None:
+def test_a_preempted_sample_is_computed_again_and_says_so(shaped: LiveServer, run: str) -> None:
     """S6: a request of a higher priority takes a slot when all are taken; SGLang retracts a sample of ours for it."""
     server = shaped.server
     prompts = [prompt(f"p{i}", 150, ids=16, **PARAMS) for i in range(SLOTS)]
@@ -80,7 +80,7 @@ def test_a_preempted_sample_is_computed_again_and_says_so(shaped: Live, run: str
     at_rest(shaped)
 
 
-def at_rest(live: Live) -> None:
+def at_rest(live: LiveServer) -> None:
     """Nothing of ours is left, and every token of the pool is free or in the tree."""
     state = live.server.state()
     assert (state["closed"], sum(state["samples"].values()), state["tokens"]["device"]) == ("", 0, 0)
@@ -88,7 +88,7 @@ def at_rest(live: Live) -> None:
     assert pool["available"] + pool["evictable"] + pool["protected"] == pool["total"]
 
 
-def test_who_starts_on_the_prompt_of_another(shaped: Live, run: str) -> None:
+def test_who_starts_on_the_prompt_of_another(shaped: LiveServer, run: str) -> None:
     """With pages of sixteen, whoever's last token is the first of a page; without a tree, nobody. All draw alike."""
     params = {**PARAMS, "top_p": 0.9}
     prompts = [prompt(f"p{n}", 9, ids=token_ids(n, n), n=3, **params) for n in (16, 17, 18, 33)]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.compare import by_key
-from tests.support.live import Live
+from tests.support.live import LiveServer
 from tests.support.server import Server
 from tests.support.workload import Forwards, flush, prompt, token_ids
 
@@ -17,7 +17,7 @@ def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_followers_draw_what_they_would_have_drawn(live: Live, run: str, tier: str) -> None:
+def test_followers_draw_what_they_would_have_drawn(live: LiveServer, run: str, tier: str) -> None:
     """S5, S7: stopped on the way or not, every token and logprob is that of a plain forward and the sample's seed."""
     server = live.server
     flush(server)
@@ -31,7 +31,7 @@ def test_followers_draw_what_they_would_have_drawn(live: Live, run: str, tier: s
     live.check(pieces, {g["id"]: SAMPLED for g in pieces})
 
 
-def test_prompts_are_computed_anew_under_a_new_policy(normal: Live, run: str) -> None:
+def test_prompts_are_computed_anew_under_a_new_policy(normal: LiveServer, run: str) -> None:
     """S6: KV of one version is never a prefix under another; every token is its own version's."""
     server, count = normal.server, Forwards(normal.server)
     first = server.rollout(run=run, prompts=groups(1, 12, 30, **SAMPLED), quota=2, quota_unit="sample", concurrency=4)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.buckets import buckets_of, misshapen, send
-from tests.support.live import Live, until
+from tests.support.live import LiveServer, until
 from tests.support.workload import prompt, stoppers
 
 TEN = 10
@@ -16,14 +16,14 @@ def long_ones(count: int = 2) -> list[dict[str, Any]]:
     return [prompt(f"long-{i}", 30 + i, n=2, **PARAMS) for i in range(count)]
 
 
-def carry(live: Live, run: str) -> None:
+def carry(live: LiveServer, run: str) -> None:
     """A run with four partials of this version."""
     reply = live.server.rollout(run=run, prompts=[*stoppers([6]), *long_ones()], quota=1)
     assert [g["id"] for g in reply["finished"]] == ["stop-6"]
     assert len(live.server.partials(run)) == 4
 
 
-def finish(live: Live, run: str, *spans: tuple[int, str]) -> None:
+def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> None:
     """The partials end with these spans, and every token is of the policy that its span names."""
     groups = live.server.drain(run)
     assert sorted(g["id"] for g in groups) == ["long-0", "long-1"]
@@ -32,7 +32,7 @@ def finish(live: Live, run: str, *spans: tuple[int, str]) -> None:
     live.check(groups, dict.fromkeys(["long-0", "long-1"], PARAMS))
 
 
-def push_buckets(live: Live, seed: int, **named: int) -> int:
+def push_buckets(live: LiveServer, seed: int, **named: int) -> int:
     """A whole push in ten buckets, begun and ended."""
     server = live.server
     server.post("/april/push/begin", named)
@@ -45,7 +45,7 @@ def push_buckets(live: Live, seed: int, **named: int) -> int:
     return version
 
 
-def test_ten_buckets_move_the_version_once(live: Live, run: str) -> None:
+def test_ten_buckets_move_the_version_once(live: LiveServer, run: str) -> None:
     """S1: the version moves at the end, once; partials continue under exactly the policy that has arrived."""
     v = live.version
     carry(live, run)
@@ -53,7 +53,7 @@ def test_ten_buckets_move_the_version_once(live: Live, run: str) -> None:
     finish(live, run, (v, "fresh"), (v + 1, "kept"))
 
 
-def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: Live, run: str) -> None:
+def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: LiveServer, run: str) -> None:
     """S1: the version moves at the first accepted call after any forward of the model, anyone's."""
     v = live.version
     carry(live, run)
@@ -70,7 +70,7 @@ def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: 
     finish(live, run, (v, "fresh"), (v + 2, "kept"))
 
 
-def closed_by(live: Live, run: str, reason: str) -> None:
+def closed_by(live: LiveServer, run: str, reason: str) -> None:
     """Admission is closed: the state and every new round say why, and nothing takes a step."""
     assert reason in live.server.state()["closed"]
     refused = live.server.rollout(run=run, prompts=[], status=503)
@@ -79,7 +79,7 @@ def closed_by(live: Live, run: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["a wrong shape", "no tensors at all"])
-def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: Live, run: str, fault: str) -> None:
+def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: LiveServer, run: str, fault: str) -> None:
     """S1: `end` is refused, the version stays, rounds get 503 with the reason, until a push succeeds."""
     server, v = live.server, live.version
     carry(live, run)
@@ -99,7 +99,7 @@ def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: Live,
     finish(live, run, (v, "fresh"), (v + 1, "kept"))
 
 
-def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: Live, run: str) -> None:
+def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: LiveServer, run: str) -> None:
     """S1: outside of begin and end a later good bucket proves nothing; a whole update from disk does."""
     v = live.version
     carry(live, run)
@@ -115,7 +115,7 @@ def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: Live, run: str
     finish(live, run, (v, "fresh"), (v + 1, "kept"))
 
 
-def test_a_policy_that_cannot_be_read_closes_admission(live: Live, run: str) -> None:
+def test_a_policy_that_cannot_be_read_closes_admission(live: LiveServer, run: str) -> None:
     """S1: the same for an update from disk whose folder does not exist."""
     v = live.version
     server = live.server
@@ -127,7 +127,7 @@ def test_a_policy_that_cannot_be_read_closes_admission(live: Live, run: str) -> 
     assert server.rollout(run=run, prompts=[prompt("a", 2)], quota=1)["policy_version"] == v + 1
 
 
-def test_a_push_that_never_ends_closes_admission(live: Live, run: str) -> None:
+def test_a_push_that_never_ends_closes_admission(live: LiveServer, run: str) -> None:
     """S1: between begin and end nothing of ours takes a step, and rounds are refused with the reason."""
     carry(live, run)
     before = len(live.server.forwards())
@@ -139,7 +139,7 @@ def test_a_push_that_never_ends_closes_admission(live: Live, run: str) -> None:
     finish(live, run, (v - 1, "fresh"), (v, "kept"))
 
 
-def test_a_named_version_must_be_greater(normal: Live) -> None:
+def test_a_named_version_must_be_greater(normal: LiveServer) -> None:
     """S1: the version moves to the one that begin or end names; equal or below is a 409 that changes nothing."""
     server, v = normal.server, normal.version
 
@@ -159,7 +159,7 @@ def test_a_named_version_must_be_greater(normal: Live) -> None:
     assert normal.version == v + 2
 
 
-def test_begin_starts_over_and_end_needs_a_begin(normal: Live) -> None:
+def test_begin_starts_over_and_end_needs_a_begin(normal: LiveServer) -> None:
     """S1: a second begin replaces the first; `end` without `begin` is a 409."""
     server, v = normal.server, normal.version
     assert server.post("/april/push/end", status=409)["error"]["field"] == "push"
@@ -170,7 +170,7 @@ def test_begin_starts_over_and_end_needs_a_begin(normal: Live) -> None:
     assert normal.version == v + 1
 
 
-def test_ten_buckets_inside_an_open_round(live: Live, run: str) -> None:
+def test_ten_buckets_inside_an_open_round(live: LiveServer, run: str) -> None:
     """S1, S2: a push of ten buckets interrupts the round once; it goes on at the new version."""
     v = live.version
     with live.server.slowed():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.live import Live, living
+from tests.support.live import LiveServer, living
 from tests.support.workload import prompt, stoppers
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -20,14 +20,14 @@ STOPS = [5, 10, 15, 20]
 
 
 @pytest.fixture
-def retracting(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def retracting(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     server = pool.get("retract", NORMAL, env={"SGLANG_TEST_RETRACT": "1"})
     with living(server, lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
 @pytest.mark.parametrize("pushes", [False, True], ids=["one policy", "a policy per round"])
-def test_spans_and_logprobs_are_right_under_retracts(retracting: Live, run: str, pushes: bool) -> None:
+def test_spans_and_logprobs_are_right_under_retracts(retracting: LiveServer, run: str, pushes: bool) -> None:
     """Every token has the logprob of its version and KV; a retract recomputes, and its span says so."""
     first = [*stoppers(STOPS), *(prompt(name, 40, n=3, **params) for name, params in PARAMS.items())]
     replies = []

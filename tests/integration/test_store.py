@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.live import Live, until
+from tests.support.live import LiveServer, until
 from tests.support.workload import prompt
 
 PAGE = 16
@@ -16,12 +16,12 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE) * PAGE
 
 
-def stored(live: Live) -> int:
+def stored(live: LiveServer) -> int:
     """Tokens of the host tier that are taken."""
     return int(live.server.state()["store"]["used_tokens"]["host"])
 
 
-def test_the_prompt_of_a_group_is_on_the_host_once_and_all_members_stand_on_it(live: Live, run: str) -> None:
+def test_the_prompt_of_a_group_is_on_the_host_once_and_all_members_stand_on_it(live: LiveServer, run: str) -> None:
     """Section 7: its whole pages once, behind them what is each member's own; kept over a push."""
     server, before = live.server, stored(live)
     asked = [prompt("group", 60, ids=LENGTH, n=MEMBERS, **PARAMS["group"]), prompt("short", 20, **PARAMS["short"])]

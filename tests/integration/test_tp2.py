@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.live import Live, living, until
+from tests.support.live import LiveServer, living, until
 from tests.support.server import Server
 from tests.support.workload import prompt
 
@@ -16,18 +16,18 @@ PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
 @pytest.fixture
-def two_ranks(tp2: Server, models: Callable[[str, int], Path]) -> Iterator[Live]:
+def two_ranks(tp2: Server, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     with living(tp2, lambda seed: models("llama", seed)) as live:
         yield live
 
 
-def digests(live: Live) -> list[list[str]]:
+def digests(live: LiveServer) -> list[list[str]]:
     """The lines of each rank: step, and a hash of all decisions so far."""
     folder = Path(live.server.env["SGLANG_APRIL_DIGEST"])
     return [(folder / f"rank{rank}.log").read_text().splitlines() for rank in (0, 1)]
 
 
-def between(live: Live, run: str, i: int) -> None:
+def between(live: LiveServer, run: str, i: int) -> None:
     """What happens after round `i`."""
     server = live.server
     match i % 5:
@@ -42,7 +42,7 @@ def between(live: Live, run: str, i: int) -> None:
             server.post("/april/drop", {"run": run, "ids": [f"p{i}-1"]})
 
 
-def inside(live: Live, run: str, i: int, reply: Any) -> None:
+def inside(live: LiveServer, run: str, i: int, reply: Any) -> None:
     """What happens while round `i` is open."""
     server = live.server
     match i % 4:
@@ -58,7 +58,7 @@ def inside(live: Live, run: str, i: int, reply: Any) -> None:
     until(lambda: live.running() or reply.done(), "the round goes on, or has ended")
 
 
-def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: Live, run: str) -> None:
+def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: LiveServer, run: str) -> None:
     """Suspends, resumes, pushes, flushes, pauses, releases, drops, aborts and retracts: equal digests at every step."""
     server, groups = two_ranks.server, []
     assert server.state()["kv_cost"]["tiers"].keys() == {"host", "disk"}, "rates of both ranks"
@@ -82,7 +82,7 @@ def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: Live, run: str) -> 
     assert len({line.split()[1] for line in first}) > 2 * ROUNDS, "the digest does not move with the decisions"
 
 
-def decided_alike(live: Live) -> list[str]:
+def decided_alike(live: LiveServer) -> list[str]:
     """Every step so far, on both ranks."""
     until(lambda: len({lines[-1].split()[1] for lines in digests(live)}) == 1, "both ranks have decided the same")
     first, second = digests(live)
@@ -91,7 +91,7 @@ def decided_alike(live: Live) -> list[str]:
     return first
 
 
-def suspended(live: Live, run: str, tier: str) -> dict[str, Any]:
+def suspended(live: LiveServer, run: str, tier: str) -> dict[str, Any]:
     """A round that leaves eight samples or more, in a tier if they have KV (SGLang has just retracted some); its reply.
 
     Prompts of three tokens: nothing is stored once for two.
@@ -100,15 +100,15 @@ def suspended(live: Live, run: str, tier: str) -> dict[str, Any]:
     return dict(live.server.rollout(run=run, prompts=prompts, quota=1, tier=tier))
 
 
-def store(live: Live) -> dict[str, Any]:
+def store(live: LiveServer) -> dict[str, Any]:
     return dict(live.server.state()["store"])
 
 
-def on_tier(live: Live, run: str, tier: str) -> int:
+def on_tier(live: LiveServer, run: str, tier: str) -> int:
     return sum(p["tier"] == tier for p in live.server.partials(run))
 
 
-def finish(live: Live, run: str, before: dict[str, Any]) -> dict[str, Any]:
+def finish(live: LiveServer, run: str, before: dict[str, Any]) -> dict[str, Any]:
     """Finish what a round left: all samples are there, and every token is right. Returns the stats."""
     reply = live.server.rollout(run=run, prompts=[], quota=None)
     groups = before["finished"] + reply["finished"]
@@ -118,7 +118,7 @@ def finish(live: Live, run: str, before: dict[str, Any]) -> dict[str, Any]:
     return dict(reply["stats"])
 
 
-def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: Live, run: str) -> None:
+def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: LiveServer, run: str) -> None:
     """S9: what rank 1 could not write is worth nothing on rank 0, and its files there go."""
     lost = store(two_ranks)["lost"]
     with two_ranks.server.fault("full disk"):
@@ -133,7 +133,7 @@ def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: Live, run: 
     until(lambda: not list((two_ranks.server.folder / "disk").glob("*.kv")), "no file is left")
 
 
-def test_a_flipped_bit_of_one_rank_is_found_and_both_recompute(two_ranks: Live, run: str) -> None:
+def test_a_flipped_bit_of_one_rank_is_found_and_both_recompute(two_ranks: LiveServer, run: str) -> None:
     with two_ranks.server.fault("flipped bit"):
         left = suspended(two_ranks, run, "host")
         until(lambda: not store(two_ranks)["in_flight"], "all copies are made")
@@ -146,7 +146,7 @@ def test_a_flipped_bit_of_one_rank_is_found_and_both_recompute(two_ranks: Live, 
 
 @pytest.mark.parametrize("fault", ["slow copy", "slow load"])
 def test_a_slow_copy_of_one_rank_holds_up_nobody_and_is_waited_for_by_both(
-    two_ranks: Live, run: str, fault: str
+    two_ranks: LiveServer, run: str, fault: str
 ) -> None:
     """Slots on their way out stay held, what is on its way in joins no batch; the engine serves others meanwhile."""
     server, lost = two_ranks.server, store(two_ranks)["lost"]

@@ -9,7 +9,7 @@ from tests.integration.conftest import Pool
 from tests.integration.test_tp2 import decided_alike
 from tests.support.compare import by_key
 from tests.support.kills import PATIENCE_S, Story
-from tests.support.live import Live, living, until
+from tests.support.live import LiveServer, living, until
 from tests.support.workload import prompt
 
 PARAMS = {"temperature": 0.8}
@@ -17,7 +17,7 @@ LENGTH = 60
 
 
 @pytest.fixture
-def journalled(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Iterator[Live]:
+def journalled(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Iterator[LiveServer]:
     """Two ranks, a journal and a disk tier, of this test's own: nobody else may have it killed."""
     flags = ["--tp-size=2", "--max-total-tokens=4000", f"--april-journal={tmp_path / 'journal'}"]
     server = pool.get("tp2-journal", flags, "llama", {"SGLANG_APRIL_DIGEST": str(tmp_path)}, forked=True)
@@ -27,7 +27,7 @@ def journalled(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -
 
 
 def test_two_ranks_take_over_the_same_files_after_a_kill_and_deliver_everything_once(
-    journalled: Live, run: str
+    journalled: LiveServer, run: str
 ) -> None:
     """A file that only rank 1 has lost, and one that is damaged there alone, are recomputed by both ranks."""
     server, live = journalled.server, journalled

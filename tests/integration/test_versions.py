@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.live import Live
+from tests.support.live import LiveServer
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 
 Fields = dict[str, Any]
@@ -36,7 +36,7 @@ def prompts_of(params: dict[str, Fields], n: int = 2) -> list[Fields]:
     ]
 
 
-def three_versions(live: Live, run: str, params: dict[str, Fields], **round_fields: Any) -> list[Fields]:
+def three_versions(live: LiveServer, run: str, params: dict[str, Fields], **round_fields: Any) -> list[Fields]:
     """Three rounds with a push before the second and the third; each short prompt ends a round by its quota."""
     groups: list[Fields] = []
     for i, seed in enumerate((0, 1, 0)):
@@ -62,7 +62,9 @@ def spans_of(groups: list[Fields], name: str) -> list[list[tuple[int, str]]]:
 @pytest.mark.parametrize(
     ("tier", "kv"), [("device", "keep"), ("host", "keep"), ("device", "recompute"), ("none", "keep")]
 )
-def test_s7_every_token_is_of_the_version_and_kv_that_its_span_names(live: Live, run: str, tier: str, kv: str) -> None:
+def test_s7_every_token_is_of_the_version_and_kv_that_its_span_names(
+    live: LiveServer, run: str, tier: str, kv: str
+) -> None:
     """S7, three versions: `fresh` and `recomputed` equal a plain forward, `kept` a replay with the cache carried on."""
     params = PARAMS if "overlap" in live.server.name else {**PARAMS, **PENALTIES}
     v = live.version
@@ -76,7 +78,7 @@ def test_s7_every_token_is_of_the_version_and_kv_that_its_span_names(live: Live,
     assert (kept > 0) == (later == KEPT)
 
 
-def test_s7_the_oracle_can_fail(normal: Live, run: str) -> None:
+def test_s7_the_oracle_can_fail(normal: LiveServer, run: str) -> None:
     """A span one token too early or late, another version, another provenance or another seed is noticed."""
     v = normal.version
     groups = three_versions(normal, run, {"cool": PARAMS["cool"]}, kv="keep")
@@ -101,7 +103,7 @@ def test_s7_the_oracle_can_fail(normal: Live, run: str) -> None:
     assert swapped.judge(prompt, sample, PARAMS["cool"]).logprob_error > LOGPROB_LIMIT
 
 
-def test_s7_proximal_logprobs_are_those_of_the_recomputing_policy(live: Live, run: str) -> None:
+def test_s7_proximal_logprobs_are_those_of_the_recomputing_policy(live: LiveServer, run: str) -> None:
     """S7: old tokens under the version of the last recompute, its own tokens as drawn, penalised samples none."""
     penalised = {} if "overlap" in live.server.name else PENALTIES
     params = {**PARAMS, **penalised, "least": {"min_new_tokens": 3}}
@@ -130,7 +132,9 @@ def plain_logprobs(oracle: Oracle, group: Fields, sample: Fields, params: Fields
     return [float(x) for x in logprobs_of(rows, torch.tensor(output))]
 
 
-def test_s7_tokens_after_the_last_recompute_have_no_proximal_logprob_of_another_version(normal: Live, run: str) -> None:
+def test_s7_tokens_after_the_last_recompute_have_no_proximal_logprob_of_another_version(
+    normal: LiveServer, run: str
+) -> None:
     """S7: recomputed under version 1, continued on kept KV under version 2: null for the tokens of version 2."""
     params = {"cool": PARAMS["cool"]}
     server, v = normal.server, normal.version
@@ -152,14 +156,14 @@ def test_s7_tokens_after_the_last_recompute_have_no_proximal_logprob_of_another_
     normal.check([group], params)
 
 
-def test_s7_warning_where_logprobs_are_not_of_the_drawing_distribution(normal: Live, run: str) -> None:
+def test_s7_warning_where_logprobs_are_not_of_the_drawing_distribution(normal: LiveServer, run: str) -> None:
     """S7: with top_p the reply says so; without it, it does not."""
     for name, warned in (("top_p", True), ("cool", False)):
         reply = normal.server.rollout(run=run, prompts=prompts_of({name: PARAMS[name]}, n=1), quota=1)
         assert bool(reply["stats"]["warnings"]) == warned
 
 
-def test_s6_a_prompt_cached_before_a_push_is_not_used_after_it(live: Live, run: str) -> None:
+def test_s6_a_prompt_cached_before_a_push_is_not_used_after_it(live: LiveServer, run: str) -> None:
     """The positive control of S6, with `flush_cache: false`: cached tokens before the push and none after it."""
     server, prompt = live.server, list(range(30, 62))
     ours = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
@@ -186,7 +190,7 @@ def test_s6_a_prompt_cached_before_a_push_is_not_used_after_it(live: Live, run: 
         assert cached_tokens() == 0, "a prompt of /generate stood on KV of an older policy"
 
 
-def test_s6_prefixes_of_older_policies_leave_the_tree(live: Live, run: str) -> None:
+def test_s6_prefixes_of_older_policies_leave_the_tree(live: LiveServer, run: str) -> None:
     """Nobody can hit them any more; room in the pool is not left for every later step to look for."""
     server, prompt = live.server, list(range(30, 62))
     server.rollout(run=run, prompts=[*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)], quota=1)
@@ -199,7 +203,7 @@ def test_s6_prefixes_of_older_policies_leave_the_tree(live: Live, run: str) -> N
     assert len(server.drain(run, kv="keep")) == 1
 
 
-def test_s6_kept_kv_never_enters_the_tree(live: Live, run: str) -> None:
+def test_s6_kept_kv_never_enters_the_tree(live: LiveServer, run: str) -> None:
     """Rule 4: what a sample wrote on kept KV is no prefix for anyone, not even under its own version."""
     server = live.server
     prompts = [*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer_bridge.args import load
-from trainer_bridge.checkpoints import State
+from trainer_bridge.checkpoints import LoopState
 from trainer_bridge.config import Config
-from trainer_bridge.loop import Loop
+from trainer_bridge.loop import TrainingLoop
 from trainer_bridge.progress import read_rows
-from trainer_bridge.samples import Response
+from trainer_bridge.samples import TrainingSample
 from trainer_bridge.trainer import StepReport
 
 REWARDS = Path(__file__).resolve().parents[1] / "bridge" / "reward_functions.py"
@@ -58,15 +58,15 @@ def configuration(folder: Path, url: str, model: Path, **fields: Any) -> Config:
     return load(None, {**base, **fields})
 
 
-class Recorded(Loop):
+class Recorded(TrainingLoop):
     """A loop that remembers what it trained on, and what each step said."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.trained: list[list[Response]] = []
+        self.trained: list[list[TrainingSample]] = []
         self.reports: list[StepReport] = []
 
-    def _train(self, made: list[Response], version: int) -> Any:
+    def _train(self, made: list[TrainingSample], version: int) -> Any:
         self.trained.append(made)
         done = super()._train(made, version)
         self.reports += done[0]
@@ -86,13 +86,13 @@ def training(config: Config, kind: type[L] = Recorded) -> Iterator[L]:  # type: 
         loop.close()
 
 
-def train(config: Config) -> tuple[State, Recorded, list[dict[str, Any]]]:
+def train(config: Config) -> tuple[LoopState, Recorded, list[dict[str, Any]]]:
     """A whole run, and the rows that it wrote."""
     with training(config) as loop:
         state = loop.run()
         return state, loop, read_rows(Path(config.save) / "steps.jsonl")
 
 
-def keys(made: list[Response]) -> list[tuple[str, int]]:
+def keys(made: list[TrainingSample]) -> list[tuple[str, int]]:
     """Which samples."""
     return [(response.prompt_id, response.index) for response in made]

@@ -15,7 +15,7 @@ Group = tuple[str, int]
 
 
 @dataclass
-class Book:
+class DeliveryRecord:
     """One run's books."""
 
     lengths: dict[Key, int] = field(default_factory=dict)

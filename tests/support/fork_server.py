@@ -5,7 +5,7 @@ saved: a fork is a session of its own, in which the test server's main runs from
 hooks applied there. SGLang then asks for `spawn` and gets `fork`, so that its scheduler and detokenizer need no import
 either, and are children and members of the process group as ever: kill -9 of the group ends all of a server.
 
-    python -m tests.support.fork_server        # started by `Warm`, which speaks to it over stdin and stdout
+    python -m tests.support.fork_server        # started by `ForkServer`, which speaks to it over stdin and stdout
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Forked:
             time.sleep(0.01)
 
 
-class Warm:
+class ForkServer:
     """The process that forks. It imports when the first server is asked for, in that server's environment.
 
     It ends with whoever made it, and servers that still run with it: none outlives a test that was cut off.

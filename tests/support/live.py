@@ -26,7 +26,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 @dataclass(eq=False)
-class Live:
+class LiveServer:
     """Between tests the server has the weights of seed 0, no round is open and nothing is paused or released."""
 
     server: Server
@@ -97,8 +97,8 @@ class Live:
 
 
 @contextmanager
-def living(server: Server, model: Callable[[int], Path]) -> Iterator[Live]:
-    live = Live(server, model)
+def living(server: Server, model: Callable[[int], Path]) -> Iterator[LiveServer]:
+    live = LiveServer(server, model)
     try:
         yield live
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.fork_server import Forked, Warm
+from tests.support.fork_server import Forked, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 450.0
@@ -49,7 +49,7 @@ class Server:
     """Where its log, its digest files and its guard switches are."""
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    warm: Warm | None = None
+    warm: ForkServer | None = None
     """Where it is forked from; without one it is a process that imports SGLang itself."""
     process: subprocess.Popen[bytes] | Forked | None = None
     http: httpx.Client = field(default_factory=httpx.Client)

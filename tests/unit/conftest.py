@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.unit.controller_harness import Build, World
+from tests.unit.controller_harness import Build, ControllerHarness
 
 
 @pytest.fixture(params=["normal", "overlap"])
 def world(request: pytest.FixtureRequest) -> Build:
     """`world(...)`: two replicas of a server with one of the two loops."""
-    return lambda **engine: World(replicas=2, overlap=request.param == "overlap", **engine)
+    return lambda **engine: ControllerHarness(replicas=2, overlap=request.param == "overlap", **engine)

@@ -1,6 +1,7 @@
 """A controller on the fake engine, and beside it a second bookkeeping that knows only the rules: S3, S4, S6, S10.
 
-`World` plays events to one or more replicas, which must all say the same (S9), and recounts everything after each.
+`ControllerHarness` plays events to one or more replicas, which must all say the same (S9), and recounts everything
+after each.
 """
 
 import io
@@ -12,10 +13,10 @@ import msgspec
 from sglang_april.api import messages
 from sglang_april.scheduler import report
 from sglang_april.scheduler.state import Sample
-from tests.unit.event_checks import Heard
+from tests.unit.event_checks import EventChecks
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.recount import recount
-from tests.unit.reference_model import Key, KnownGroup, KnownRound
+from tests.unit.reference_model import Key, ModelGroup, ModelRound
 
 
 def ids(reply: messages.RoundEnded) -> list[str]:
@@ -34,10 +35,10 @@ def given_as(prompts: dict[str, tuple[int, int, int]]) -> tuple[list[messages.Pr
     return given, list(map(msgspec.msgpack.encode, sizes))
 
 
-Build = Callable[..., "World"]
+Build = Callable[..., "ControllerHarness"]
 
 
-class World(Heard):
+class ControllerHarness(EventChecks):
     def __init__(self, replicas: int = 1, every: int = 1, **engine: Any) -> None:
         """Recounts after every so many events."""
         super().__init__()
@@ -114,12 +115,12 @@ class World(Heard):
         begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.ledger.runs else 0
         closed = self.controller.context.closed()
         taken = run in self.rounds or any(g.key[1] in prompts for g in self.of(run))
-        rnd = KnownRound(messages.OpenRound(seq=0, **fields), begun)
+        rnd = ModelRound(messages.OpenRound(seq=0, **fields), begun)
         answer = self.command(messages.OpenRound, lambda a: self._opened(rnd, a.data["incarnations"]), **fields)
         assert answer.status == (503 if closed else 409 if taken else 200), answer
         return answer
 
-    def _opened(self, rnd: KnownRound, incarnations: list[int]) -> None:
+    def _opened(self, rnd: ModelRound, incarnations: list[int]) -> None:
         run = rnd.spec.run
         self._accepted(run, rnd.spec.prompts, incarnations)
         self.opened[run] += 1
@@ -134,7 +135,7 @@ class World(Heard):
             assert incarnation == self.incarnations[run, prompt.id]
             self.incarnations[run, prompt.id] += 1
             key = (run, prompt.id, incarnation)
-            self.groups[key] = KnownGroup(key, set(range(prompt.n)))
+            self.groups[key] = ModelGroup(key, set(range(prompt.n)))
             self.fate |= {(key, i): "live" for i in range(prompt.n)}
 
     def stop(self, run: str, deliver: list[str] | None = None) -> None:
@@ -181,7 +182,7 @@ class World(Heard):
         return answer.status
 
     def _extended(
-        self, rnd: KnownRound, quota_add: int, prompts: list[messages.Prompt], incarnations: list[int]
+        self, rnd: ModelRound, quota_add: int, prompts: list[messages.Prompt], incarnations: list[int]
     ) -> None:
         if rnd.spec.quota is not None:
             rnd.spec.quota += quota_add

@@ -14,7 +14,7 @@ RUNS = ("a", "b", "c")
 Word = messages.Command | messages.Event
 
 
-class Client:
+class CrashClient:
     """The parent: remembers every word, and compares the next life with it."""
 
     def __init__(self) -> None:

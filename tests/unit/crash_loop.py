@@ -20,11 +20,11 @@ import msgspec
 from sglang_april.api import messages
 from sglang_april.recovery.journal import Journal, OnWritten
 from sglang_april.recovery.journal_snapshot import restored_event
-from sglang_april.recovery.kv_recovery import Search
+from sglang_april.recovery.kv_recovery import KvSearch
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
-from tests.unit.crash_client import RUNS, Client, Word
+from tests.unit.crash_client import RUNS, CrashClient, Word
 from tests.unit.crashing_harness import KEPT, recall_all
 from tests.unit.recount import recount, samples_of
 from tests.unit.storing_engine import StoringEngine, key_of
@@ -60,7 +60,7 @@ class PacedJournal(Journal):
         return number
 
 
-class Life:
+class CrashLoop:
     """The child: a client's commands, at random, and what the scheduler says, as words in a pipe."""
 
     def __init__(self, folder: Path, pipe: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class Life:
         self.context = self.engine.controller.context
         self.context.clock.version = self.engine.version = version
         self.context.clock.unnamed = unnamed
-        search = Search(self.engine.disk, saved.life)
+        search = KvSearch(self.engine.disk, saved.life)
         self.engine.controller.restore(saved, lambda wanted: search.look([(key_of(s), kv) for s, kv in wanted]))
         recall_all(self.engine)
         recount(self.engine, self.context.ledger)
@@ -190,7 +190,7 @@ def words(pipe: int) -> Iterator[Word]:
         data += more
 
 
-def one_life(folder: Path, client: Client, seed: int, last_word: int | None) -> int:
+def one_life(folder: Path, client: CrashClient, seed: int, last_word: int | None) -> int:
     """Fork a life, listen to so many words (None: to its good end), kill it; returns how many words were heard."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -199,7 +199,7 @@ def one_life(folder: Path, client: Client, seed: int, last_word: int | None) -> 
         os.close(read)
         status = 1
         try:
-            life = Life(folder, write, seed)
+            life = CrashLoop(folder, write, seed)
             if last_word is None:
                 life.finish()
             else:

@@ -1,4 +1,4 @@
-"""A `World` with a journal, whose server dies at any moment and comes back (S8)."""
+"""A `ControllerHarness` with a journal, whose server dies at any moment and comes back (S8)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from sglang_april.api import messages
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal import Journal, OnWritten
 from sglang_april.recovery.journal_snapshot import Saved
-from sglang_april.recovery.kv_recovery import Outcome, Search, agreed
+from sglang_april.recovery.kv_recovery import KvSearch, Outcome, agreed
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample, State
-from tests.unit.controller_harness import World
+from tests.unit.controller_harness import ControllerHarness
 from tests.unit.fake_copies import Folder, Whose
 from tests.unit.fake_engine import FakeEngine, build, whose
 from tests.unit.fake_loop import token
@@ -39,7 +39,7 @@ class PromptJournal(Journal):
         return self._put
 
 
-class Crashing(World):
+class CrashingHarness(ControllerHarness):
     """Rank 0 has the journal, the other replicas have none and must decide the same."""
 
     def __init__(self, path: Path | str, replicas: int = 1, every: int = 1, **engine: Any) -> None:
@@ -76,7 +76,7 @@ class Crashing(World):
 
     def _look(self, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
         asked = [(whose(sample), kv) for sample, kv in wanted]
-        return agreed([Search(e.copies.folder, self.saved.life).look(asked) for e in self.engines])
+        return agreed([KvSearch(e.copies.folder, self.saved.life).look(asked) for e in self.engines])
 
     def _begin(self, life: str) -> None:
         for e in self.engines:

@@ -12,10 +12,10 @@ from sglang_april.scheduler.state import Sample, sample_seed
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Request, Row, token
 from tests.unit.recount import samples_of, spans_of
-from tests.unit.reference_model import Ended, Key, Known, KnownRound, oldest_of
+from tests.unit.reference_model import EndedRound, Key, ModelRound, ReferenceModel, oldest_of
 
 
-class Heard(Known):
+class EventChecks(ReferenceModel):
     """Called by the engine of the first replica, and for every event of each."""
 
     engine: FakeEngine
@@ -54,7 +54,7 @@ class Heard(Known):
         assert len(s.logprobs) == len(s.output_ids)
         assert s.spans == spans_of(request)
         step = self.controller.context.step
-        group.finished[s.index] = Ended(step, self.engine.first_start[request.name], oldest_of(request))
+        group.finished[s.index] = EndedRound(step, self.engine.first_start[request.name], oldest_of(request))
         self.samples[group.key, s.index] = s
         assert s.whole == group.whole
         assert s.round_id == (self.rounds[s.run].spec.round_id if s.run in self.rounds else None)
@@ -83,7 +83,7 @@ class Heard(Known):
         sizes = {"groups": len(left), "samples": sum(len(g.undelivered) for g in left), "tokens": tokens}
         assert {name: e.carried[name] for name in sizes} == sizes
         if rnd.spec.after_quota == "continue" and left:
-            self.ahead[e.run] = KnownRound(rnd.spec)
+            self.ahead[e.run] = ModelRound(rnd.spec)
         assert sum(memoryview(e.carried_lengths).cast("i")) == tokens
         running = e.carried["running"]
         assert not running or (e.run in self.ahead and not self.rests(self.ahead[e.run]))
@@ -121,7 +121,7 @@ class Heard(Known):
                 if group.first_round is None:
                     group.first_round = self.opened[run] + (run not in self.rounds)
 
-    def lane(self, sample: Sample) -> KnownRound:
+    def lane(self, sample: Sample) -> ModelRound:
         run = sample.group.run.name
         return self.rounds[run] if run in self.rounds else self.ahead[run]
 

@@ -12,7 +12,7 @@ from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.state import Group, Sample
-from sglang_april.scheduler.version_clock import PushClock
+from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.fake_copies import Copies, Whose
 from tests.unit.fake_loop import FakeLoop, Request
 
@@ -65,7 +65,7 @@ class FakeEngine(FakeLoop):
         self.on_event: Callable[[messages.Event], None] = lambda event: None
         self.copies = Copies(copy_delay, fail_every)
         self.copies.engine = self
-        self.controller = Controller(Context(self, PushClock(), host_cap, disk_cap, digest=digest))
+        self.controller = Controller(Context(self, VersionClock(), host_cap, disk_cap, digest=digest))
 
     def send(self, event: messages.Event) -> None:
         self.on_event(event)
@@ -80,7 +80,7 @@ class FakeEngine(FakeLoop):
         joining = {r.request for r in self.last or ()} | ({self.chunked} if self.chunked else set())
         return self.slots - len(self.running) - len(joining) - ours
 
-    def strangers_waiting(self) -> int:
+    def foreign_waiting(self) -> int:
         return sum(r.sample is None for r in self.waiting)
 
     def idle(self) -> bool:

@@ -10,12 +10,12 @@ from fastapi import FastAPI
 
 from sglang_april.api import messages
 from sglang_april.http.routes import add_routes
-from sglang_april.http.service import April
+from sglang_april.http.service import AprilService
 from tests.unit.scripted_engine import ScriptedEngine
 
 
 @asynccontextmanager
-async def client_of(april: April) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(april: AprilService) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     app.state.april = april
     add_routes(app, admin=lambda endpoint: endpoint)

@@ -13,7 +13,7 @@ def prompt(name: str, n: int = 1, seed: int = 0, tokens: int = 3) -> Prompt:
     return Prompt(name, b"\0" * 4 * tokens, n, 0, seed)
 
 
-class Hand:
+class LedgerDriver:
     """One run of a ledger, and the hand that plays the engine."""
 
     def __init__(self, name: str = "run", ledger: Ledger | None = None) -> None:

@@ -10,15 +10,15 @@ import torch
 
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.kv.copiers import CpuCopier
-from sglang_april.kv.disk_tier import Disk, Key
-from sglang_april.kv.host_tier import Arena
-from sglang_april.kv.page_format import FullPages
+from sglang_april.kv.disk_tier import DiskTier, Key
+from sglang_april.kv.host_tier import HostArena
+from sglang_april.kv.page_format import RawPages
 from sglang_april.kv.page_store import PageStore
 
 PAGE, SLOTS = 4, 256
 
 
-class Rank:
+class RankStore:
     """A store on a pool of two layers; K and V rows of different sizes. One page is a piece, so copies are cut."""
 
     def __init__(
@@ -26,9 +26,9 @@ class Rank:
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.k, self.v = ([torch.rand(SLOTS, 2, dim, generator=generator) for _ in range(2)] for dim in (4, 2))
-        copier = CpuCopier(FullPages(PlaneTable.mha(self.k, self.v), PAGE), piece_bytes=1)
-        self.arena = Arena(pages, copier.page_words, pinned=False)
-        self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words, write)
+        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), piece_bytes=1)
+        self.arena = HostArena(pages, copier.page_words, pinned=False)
+        self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words, write)
         self.reports: dict[int, str] = {}
         self.store = PageStore(copier, self.arena, self.disk, self.reports.__setitem__)
 

@@ -13,7 +13,7 @@ Key = tuple[str, str, int]
 """A group: run, id, incarnation."""
 
 
-class Ended(NamedTuple):
+class EndedRound(NamedTuple):
     """A finished sample that is in no reply yet."""
 
     step: int
@@ -24,10 +24,10 @@ class Ended(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class KnownGroup:
+class ModelGroup:
     key: Key
     undelivered: set[int]
-    finished: dict[int, Ended] = field(default_factory=dict)
+    finished: dict[int, EndedRound] = field(default_factory=dict)
     accepted: bool | None = None
     first_round: int | None = None
     """In which it got its first token; ahead of a round counts as in it."""
@@ -38,7 +38,7 @@ class KnownGroup:
 
 
 @dataclass(eq=False, slots=True)
-class KnownRound:
+class ModelRound:
     spec: messages.OpenRound
     begun_before: int = 0
     """Groups that had begun when the round opened."""
@@ -52,7 +52,7 @@ class KnownRound:
     """The same two of what ran ahead of it."""
 
 
-class Known:
+class ReferenceModel:
     """Every sample that was ever accepted, and the open rounds."""
 
     ledger: Ledger
@@ -60,18 +60,18 @@ class Known:
 
     def __init__(self) -> None:
         self.version = 0
-        self.groups: dict[Key, KnownGroup] = {}
+        self.groups: dict[Key, ModelGroup] = {}
         """Undelivered groups."""
-        self.rounds: dict[str, KnownRound] = {}
+        self.rounds: dict[str, ModelRound] = {}
         """By run."""
-        self.ahead: dict[str, KnownRound] = {}
+        self.ahead: dict[str, ModelRound] = {}
         """Rounds that are over, by run, where the run goes on."""
         self.opened: Counter[str] = Counter()
         self.incarnations: Counter[tuple[str, str]] = Counter()
         self.fate: dict[tuple[Key, int], str] = {}
         """Of every sample ever accepted: "live", "delivered" or "dropped"."""
 
-    def due(self, rnd: KnownRound) -> messages.EndReason | None:
+    def due(self, rnd: ModelRound) -> messages.EndReason | None:
         """S3, S4: whether the round must end now."""
         groups = list(self.of(rnd.spec.run))
         counted = [g for g in groups if self.counts(rnd, g)]
@@ -81,10 +81,10 @@ class Known:
         judging = rnd.spec.count == "accepted"
         return "exhausted" if all(g.whole and not (judging and g.accepted is None) for g in groups) else None
 
-    def counts(self, rnd: KnownRound, group: KnownGroup) -> bool:
+    def counts(self, rnd: ModelRound, group: ModelGroup) -> bool:
         return rnd.spec.count == "finished" or group.accepted is True
 
-    def rests(self, rnd: KnownRound) -> bool:
+    def rests(self, rnd: ModelRound) -> bool:
         """S4: running ahead, as far as it may go."""
         groups = list(self.of(rnd.spec.run))
         done = sum(len(g.finished) if rnd.spec.unit == "sample" else g.whole for g in groups)
@@ -94,33 +94,33 @@ class Known:
         ages = [self.version - oldest for g in groups if (oldest := self.oldest(g)) is not None]
         return bound == 0 or (bound is not None and max(ages, default=-1) >= bound)
 
-    def must(self, rnd: KnownRound, group: KnownGroup) -> bool:
+    def must(self, rnd: ModelRound, group: ModelGroup) -> bool:
         spec, first = rnd.spec, group.first_round
         old = spec.quota_mode == "cohort" and first is not None and rnd.number - first >= spec.cohort_rounds
         return old or group.key in rnd.mandatory or (rnd.spec.max_staleness == 0 and self.oldest(group) is not None)
 
-    def oldest(self, group: KnownGroup) -> int | None:
+    def oldest(self, group: ModelGroup) -> int | None:
         """Version of the oldest token of any undelivered sample."""
         versions = [e.oldest for e in group.finished.values()] + [oldest_of(r) for r in self.requests(group)]
         return min((v for v in versions if v is not None), default=None)
 
-    def mark(self, rnd: KnownRound) -> None:
+    def mark(self, rnd: ModelRound) -> None:
         bound = rnd.spec.max_staleness
         for group in self.of(rnd.spec.run):
             oldest = self.oldest(group)
             if bound is not None and oldest is not None and self.version - oldest >= bound:
                 rnd.mandatory.add(group.key)
 
-    def of(self, run: str) -> Iterator[KnownGroup]:
+    def of(self, run: str) -> Iterator[ModelGroup]:
         return (g for k, g in self.groups.items() if k[0] == run)
 
-    def requests(self, group: KnownGroup) -> Iterator[Request]:
+    def requests(self, group: ModelGroup) -> Iterator[Request]:
         """What the engine has of the group's unfinished samples."""
         run, name, _ = group.key
         live = (self.ledger.runs[run].groups[name].samples[i] for i in group.undelivered - set(group.finished))
         return (s.request for s in live if s.request is not None)
 
-    def check_delivery(self, rnd: KnownRound, e: messages.RoundEnded) -> None:
+    def check_delivery(self, rnd: ModelRound, e: messages.RoundEnded) -> None:
         """S3: who is delivered, how many, and in which order."""
         units: list[tuple[tuple[bool, int, int], Key, list[int]]] = []
         for group in self.of(e.run):
@@ -143,7 +143,7 @@ class Known:
         assert all(d.accepted is self.groups[e.run, d.id, d.incarnation].accepted for d in e.deliver)
         self.check_quota(rnd, e)
 
-    def check_quota(self, rnd: KnownRound, e: messages.RoundEnded) -> None:
+    def check_quota(self, rnd: ModelRound, e: messages.RoundEnded) -> None:
         """S3: exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
         groups = [(d, self.groups[e.run, d.id, d.incarnation]) for d in e.deliver]
         if e.end_reason == "quota":
@@ -155,7 +155,7 @@ class Known:
             if rnd.spec.surplus == "carry":
                 assert all(self.counts(rnd, g) or self.anyway(rnd, g) for _, g in groups)
 
-    def anyway(self, rnd: KnownRound, group: KnownGroup) -> bool:
+    def anyway(self, rnd: ModelRound, group: ModelGroup) -> bool:
         """Delivered at the end, whole, whatever the quota."""
         return self.must(rnd, group) or (rnd.spec.count == "accepted" and group.accepted is False)
 

@@ -4,14 +4,14 @@ from typing import Any
 
 from bench.rollout.engine_client import Counters
 from bench.rollout.metrics import Measured
-from bench.rollout.variant import Plan, Round
+from bench.rollout.variant import Plan, RoundResult
 
 ANY: Any = None
 """Where nobody looks."""
 PLAN = Plan(slots=4, groups=1, n=2)
 
 
-def measured(done: Round, seconds: float = 1.0, **counts: int) -> Measured:
+def measured(done: RoundResult, seconds: float = 1.0, **counts: int) -> Measured:
     return Measured(done, seconds, **{"decoded": 0, "steps": 0, "prefilled": 0, "after_end": 0, **counts})
 
 

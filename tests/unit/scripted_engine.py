@@ -12,8 +12,8 @@ import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.config import AprilConfig
-from sglang_april.http.frontend import Facts
-from sglang_april.http.service import April
+from sglang_april.http.frontend import ServerInfo
+from sglang_april.http.service import AprilService
 
 
 def sglang_module(path: str) -> ModuleType:
@@ -35,16 +35,16 @@ class ScriptedEngine:
 
     def __init__(self, **facts: Any) -> None:
         defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}
-        self._facts = Facts(**{**defaults, "priority": False, "overlap": True, **facts})
+        self._facts = ServerInfo(**{**defaults, "priority": False, "overlap": True, **facts})
         self.lock = sglang_rwlock()
-        self.april: April | None = None
+        self.april: AprilService | None = None
         self.commands: list[messages.Command] = []
         self.answers: dict[type, messages.Answer] = {}
         self.silent: set[type] = set()
         self.taken: set[tuple[str, str]] = set()
         self.version = 0
 
-    def facts(self) -> Facts:
+    def facts(self) -> ServerInfo:
         return self._facts
 
     def listen(self) -> None:
@@ -128,10 +128,10 @@ class ScriptedEngine:
         return "".join(chr(i) for i in ids if i or not skip_special_tokens)
 
 
-def service(engine: ScriptedEngine | None = None, **settings: Any) -> tuple[April, ScriptedEngine]:
+def service(engine: ScriptedEngine | None = None, **settings: Any) -> tuple[AprilService, ScriptedEngine]:
     """A service on a scripted engine."""
     engine = engine or ScriptedEngine()
-    engine.april = April(engine, AprilConfig(quota=1, **settings))
+    engine.april = AprilService(engine, AprilConfig(quota=1, **settings))
     return engine.april, engine
 
 

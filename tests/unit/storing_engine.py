@@ -14,10 +14,10 @@ import torch
 
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.kv.copiers import CpuCopier
-from sglang_april.kv.disk_tier import Disk, Key
-from sglang_april.kv.host_tier import Arena
+from sglang_april.kv.disk_tier import DiskTier, Key
+from sglang_april.kv.host_tier import HostArena
 from sglang_april.kv.kv_pages import Found
-from sglang_april.kv.page_format import FullPages
+from sglang_april.kv.page_format import RawPages
 from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 from tests.unit.fake_copies import File
@@ -38,10 +38,10 @@ class StoringEngine(FakeEngine):
     def __init__(self, folder: Path, **loop: Any) -> None:
         super().__init__(**loop)
         self.rows = torch.zeros(self.pool, 1, 4, dtype=torch.int32)
-        copier = CpuCopier(FullPages(PlaneTable.of([self.rows]), PAGE), piece_bytes=1)
-        self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words)
+        copier = CpuCopier(RawPages(PlaneTable.of([self.rows]), PAGE), piece_bytes=1)
+        self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
         self._ends: dict[int, str] = {}
-        arena = Arena(loop["host_cap"], copier.page_words, pinned=False)  # caps here are tokens, not whole pages
+        arena = HostArena(loop["host_cap"], copier.page_words, pinned=False)  # caps here are tokens, not whole pages
         self.store = PageStore(copier, arena, self.disk, self._ends.__setitem__)
 
     def copy_out(self, sample: Sample, order: int) -> None:

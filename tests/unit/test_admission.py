@@ -1,15 +1,15 @@
 """Who gets a free slot next: partials, groups already begun, new groups (design section 4), in turns over runs (S6)."""
 
-from sglang_april.scheduler.admission import Gathering, candidates, pick
+from sglang_april.scheduler.admission import PrefillBatcher, candidates, pick
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from tests.unit.controller_harness import Build
-from tests.unit.ledger_driver import Hand, names
+from tests.unit.ledger_driver import LedgerDriver, names
 
 
 def test_partials_then_groups_begun_then_new_groups() -> None:
     """Design section 4, admission."""
-    hand = Hand()
+    hand = LedgerDriver()
     _, begun, partial, _ = hand.groups(1, 3, 1, 1)
     hand.begin(partial.samples[0])
     hand.start(begun.samples[1])
@@ -18,7 +18,7 @@ def test_partials_then_groups_begun_then_new_groups() -> None:
 
 def test_partials_in_their_old_batch_order() -> None:
     """S6: the order of their first admission, not that of their suspension."""
-    hand = Hand()
+    hand = LedgerDriver()
     a, b, c = hand.groups(1, 1, 1)
     hand.start(b.samples[0], c.samples[0], a.samples[0])
     hand.grow(*(g.samples[0] for g in (a, b, c)))
@@ -28,7 +28,7 @@ def test_partials_in_their_old_batch_order() -> None:
 
 def test_near_complete_groups_before_others() -> None:
     """Design section 4: fewest unfinished members first, then as they arrived."""
-    hand = Hand()
+    hand = LedgerDriver()
     far, near, also_near = hand.groups(4, 4, 3)
     hand.finish(far.samples[0])
     hand.finish(near.samples[0], near.samples[1])
@@ -38,7 +38,7 @@ def test_near_complete_groups_before_others() -> None:
 
 def test_what_must_finish_leads_its_class() -> None:
     """S4: mandatory partials before other partials, members of mandatory groups before other members."""
-    hand = Hand()
+    hand = LedgerDriver()
     young, old = hand.groups(2, 2)
     hand.begin(young.samples[0], version=5)
     hand.begin(old.samples[0], version=0)
@@ -48,7 +48,7 @@ def test_what_must_finish_leads_its_class() -> None:
 
 def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
     """S4, `max_staleness: 0`; with more groups begun than that, none."""
-    hand = Hand()
+    hand = LedgerDriver()
     groups = hand.groups(1, 2, 1, 1)
     assert names(list(candidates(hand.round(quota=2, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
     hand.begin(*(g.samples[0] for g in groups[:2]))
@@ -57,7 +57,7 @@ def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
 
 def test_only_as_many_as_there_are_slots() -> None:
     """Design section 4: what gets no slot stays untouched."""
-    hand = Hand()
+    hand = LedgerDriver()
     hand.groups(3, 3)
     rnd = hand.round()
     assert [names(pick([rnd], slots)) for slots in (0, 2)] == [[], ["g0.0", "g0.1"]]
@@ -68,7 +68,7 @@ def test_only_as_many_as_there_are_slots() -> None:
 def test_runs_take_turns() -> None:
     """S6: round-robin over the open rounds, in their order; a run without candidates gives its turns away."""
     ledger = Ledger()
-    hands = [Hand(name, ledger) for name in ("a", "b", "c")]
+    hands = [LedgerDriver(name, ledger) for name in ("a", "b", "c")]
     hands[0].groups(1, 1, 1)
     hands[1].groups(1)
     rounds = [hand.round() for hand in hands]
@@ -79,7 +79,7 @@ def test_runs_take_turns() -> None:
 def test_concurrency_bounds_a_run() -> None:
     """S6: what is in the engine already counts."""
     ledger = Ledger()
-    bounded, free = Hand("bounded", ledger), Hand("free", ledger)
+    bounded, free = LedgerDriver("bounded", ledger), LedgerDriver("free", ledger)
     group, *_ = bounded.groups(1, 1, 1, 1)
     free.groups(1, 1, 1)
     rounds = [bounded.round(concurrency=2), free.round()]
@@ -93,7 +93,7 @@ def test_the_same_ledger_gives_the_same_choice() -> None:
     """S9: no clock, no hash order, no rank."""
 
     def chosen() -> list[str]:
-        hand = Hand()
+        hand = LedgerDriver()
         groups = hand.groups(3, 2, 4, 1)
         hand.begin(groups[2].samples[1], groups[0].samples[2])
         hand.finish(groups[1].samples[0])
@@ -102,7 +102,7 @@ def test_the_same_ledger_gives_the_same_choice() -> None:
     assert chosen() == chosen()
 
 
-def waits(gathering: Gathering, rnd: Round, slots: int) -> int:
+def waits(gathering: PrefillBatcher, rnd: Round, slots: int) -> int:
     """Steps in which a choice for so many free slots is put off."""
     steps = 0
     while not gathering.is_due([rnd], pick([rnd], slots), slots):
@@ -112,7 +112,7 @@ def waits(gathering: Gathering, rnd: Round, slots: int) -> int:
 
 def crowd(running: int, queued: int = 100, **spec: object) -> Round:
     """A round with so many samples that run, and so many groups of one that nobody has begun."""
-    hand = Hand()
+    hand = LedgerDriver()
     hand.start(*(g.samples[0] for g in hand.groups(*[1] * running)))
     hand.groups(*[1] * queued)
     return hand.round(**spec)
@@ -120,28 +120,28 @@ def crowd(running: int, queued: int = 100, **spec: object) -> Round:
 
 def test_who_needs_a_prefill_waits_until_free_slots_have_lost_as_much_as_it_costs() -> None:
     """A prefill stalls all that run for about a step; a free slot loses a token a step."""
-    assert [waits(Gathering(), crowd(60), free) for free in (1, 4, 7, 60)] == [59, 14, 8, 0]
-    assert waits(Gathering(), crowd(0), 64) == 0
-    gathering, rnd = Gathering(), crowd(6)
+    assert [waits(PrefillBatcher(), crowd(60), free) for free in (1, 4, 7, 60)] == [59, 14, 8, 0]
+    assert waits(PrefillBatcher(), crowd(0), 64) == 0
+    gathering, rnd = PrefillBatcher(), crowd(6)
     due = [gathering.is_due([rnd], pick([rnd], free), free) for free in (1, 2, 3, 1)]
     assert due == [False, False, True, False]
 
 
 def test_nobody_waits_who_could_keep_a_round_from_its_end() -> None:
     """The last samples there are, groups that must finish (S4), strict on-policy rounds."""
-    assert waits(Gathering(), crowd(60, queued=3), 4) == 0
-    assert waits(Gathering(), crowd(60, max_staleness=0, quota=200), 4) == 0
-    hand = Hand()
+    assert waits(PrefillBatcher(), crowd(60, queued=3), 4) == 0
+    assert waits(PrefillBatcher(), crowd(60, max_staleness=0, quota=200), 4) == 0
+    hand = LedgerDriver()
     hand.start(*(g.samples[0] for g in hand.groups(*[1] * 60)))
     (old,) = hand.groups(9)
     hand.begin(old.samples[0])
-    assert waits(Gathering(), hand.round(version=5), 4) == 0
-    assert waits(Gathering(), hand.round(version=4), 4) == 14
+    assert waits(PrefillBatcher(), hand.round(version=5), 4) == 0
+    assert waits(PrefillBatcher(), hand.round(version=4), 4) == 14
 
 
 def test_places_under_a_bound_gather_too() -> None:
     """A run of 8 at most gets its eighth not at once, however many slots are free."""
-    assert waits(Gathering(), crowd(7, concurrency=8), 64) == 6
+    assert waits(PrefillBatcher(), crowd(7, concurrency=8), 64) == 6
 
 
 def test_gathered_admission_saves_prefills(world: Build) -> None:

@@ -13,13 +13,13 @@ from bench.record import Row
 from bench.rollout.baselines import Outside, OutsideRetry
 from bench.rollout.engine_client import Counters, EngineError
 from bench.rollout.in_flight import PauseInPlace
-from bench.rollout.interleaving import BLOCK, Turns, in_turns, kind, shuffled
+from bench.rollout.interleaving import BLOCK, Interleaving, in_turns, kind, shuffled
 from bench.rollout.lengths import named
 from bench.rollout.metrics import Block, check_identity
 from bench.rollout.presets import FEW, MAIN, PRESETS, Cell
 from bench.rollout.runner import KINDS, Runner, Track
-from bench.rollout.testbed import Bed
-from bench.rollout.variant import Round
+from bench.rollout.testbed import Testbed
+from bench.rollout.variant import RoundResult
 from bench.rollout.workload import Stream
 from tests.unit.round_fixtures import ANY, PLAN, counters, measured
 
@@ -56,7 +56,7 @@ class OneAtATime:
 
 
 def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
-    async def scene() -> tuple[Round, Round, Outside]:
+    async def scene() -> tuple[RoundResult, RoundResult, Outside]:
         stream = Stream(0, named("constant", 5, 9), 2, 3)
         variant = Outside(OneAtATime(), replace(PLAN, over_sampling=3.0), stream)  # type: ignore[arg-type]
         first = await variant.round()
@@ -96,7 +96,7 @@ def test_slimes_way_asks_for_the_load_and_sleeps_while_there_is_any(monkeypatch:
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def scene() -> Round:
+    async def scene() -> RoundResult:
         stream = Stream(0, named("constant", 5, 9), 2, 3)
         return await OutsideRetry(engine, replace(PLAN, over_sampling=3.0), stream).round()  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ def test_slimes_way_asks_for_the_load_and_sleeps_while_there_is_any(monkeypatch:
 
 
 def test_a_trainers_time_is_a_share_of_its_own_workloads_rounds() -> None:
-    bed = Bed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"])
+    bed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"])
     row = {"variant": "async", "ablation": None, "distribution": "lognormal", "seconds": 16.0, "rounds": 8}
     others = [{"distribution": "constant", "seconds": 8.0}, {"variant": "outside"}, {"ablation": "n 8", "seconds": 1.0}]
     for other in ({}, *others):
@@ -116,7 +116,7 @@ def test_a_trainers_time_is_a_share_of_its_own_workloads_rounds() -> None:
 
 
 def test_everybody_outside_runs_at_the_best_factor_that_was_tried() -> None:
-    bed = Bed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"])
+    bed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"])
 
     def factors(distribution: str, n: int = 4) -> list[float]:
         plan = replace(PRESETS["cpu"].plan, n=n)
@@ -191,7 +191,7 @@ def test_each_kind_takes_turns_with_its_own() -> None:
     names = ("synchronous", "april-keep", "async", "april-continue")
     cells = [Cell("lognormal", name) for name in names]
     assert [len(group) for group in in_turns(cells)] == [2, 2]
-    assert [kind(group[0]) for group in in_turns(cells)] == [Turns.ROUNDS, Turns.BLOCKS]
+    assert [kind(group[0]) for group in in_turns(cells)] == [Interleaving.ROUNDS, Interleaving.BLOCKS]
     mixed = [Cell("trace:a.json", name) for name in KINDS]
     assert sorted(len(group) for group in in_turns(mixed)) == [5, 7]
 
@@ -213,7 +213,7 @@ class Takings(Runner):
         self.seen: list[str] = []
         stock: Any = SimpleNamespace(flush=self._flushed)
         preset = replace(PRESETS["tiny"], measured=2 * BLOCK)
-        super().__init__(Bed(stock, stock, (Path("a"), Path("b")), preset, given_limit=1.0), {}, "run", self._kept)
+        super().__init__(Testbed(stock, stock, (Path("a"), Path("b")), preset, given_limit=1.0), {}, "run", self._kept)
 
     async def _flushed(self) -> None:
         self.seen.append("flush")
@@ -272,13 +272,13 @@ def test_many_rounds_have_no_more_looks_than_few(rounds: int, looks_before: list
 
 def test_all_of_a_table_are_measured_at_the_same_place_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose carry takes longer to become steady has had more prompts; a later look may find what the first did not."""
-    bed = Bed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"], given_limit=1.0)
+    bed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"], given_limit=1.0)
     runner = Runner(bed, {}, "run", lambda row: None)
     growing = {"synchronous": [0] * 99, "outside": [0, 20, 40] + [50] * 99, "april-keep": [1, 2] * 99}
 
     async def turn(track: Track, _trainer_s: float = 0.0) -> Any:
         track.carried.append(growing[track.cell.variant][len(track.carried)])
-        return measured(Round(0, []))
+        return measured(RoundResult(0, []))
 
     async def rest(_: object) -> None:
         pass

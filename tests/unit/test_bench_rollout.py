@@ -18,9 +18,9 @@ from bench.rollout.metrics import Block, IdentityError, between, check_identity,
 from bench.rollout.presets import PRESETS, Cell
 from bench.rollout.runner import Track
 from bench.rollout.steady_state import is_level, is_steady
-from bench.rollout.testbed import Bed
-from bench.rollout.variant import Group, Round, lost
-from bench.rollout.workload import REJECTED_SHARE, Prompt, Stream
+from bench.rollout.testbed import Testbed
+from bench.rollout.variant import DeliveredGroup, RoundResult, lost
+from bench.rollout.workload import REJECTED_SHARE, Stream, WorkloadPrompt
 from tests.unit.round_fixtures import ANY, PLAN, counters, measured
 
 
@@ -73,9 +73,9 @@ def test_every_variant_sees_the_same_prompts() -> None:
     assert sum(rejected) / len(rejected) == pytest.approx(REJECTED_SHARE, abs=0.04)
 
 
-def round_of(*lengths: int, generated: int | None, carry: int, **rest: Any) -> Round:
-    group = Group("a", list(lengths), oldest_version=3, off_policy=2, hybrid=1)
-    return Round(5, [group], generated=generated, carry=carry, **rest)
+def round_of(*lengths: int, generated: int | None, carry: int, **rest: Any) -> RoundResult:
+    group = DeliveredGroup("a", list(lengths), oldest_version=3, off_policy=2, hybrid=1)
+    return RoundResult(5, [group], generated=generated, carry=carry, **rest)
 
 
 def test_the_identity_catches_a_lost_token() -> None:
@@ -137,17 +137,17 @@ def test_without_the_long_responses_extreme_is_biased() -> None:
 
 def test_the_carry_of_requests_in_flight_is_what_was_drawn_and_not_delivered() -> None:
     """The counter has not seen first tokens; the client knows of them when a request ends."""
-    track = Track(Bed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"]), Cell("lognormal", "async"))
-    first = Round(1, [Group("a", [5])], legs=1)
+    track = Track(Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"]), Cell("lognormal", "async"))
+    first = RoundResult(1, [DeliveredGroup("a", [5])], legs=1)
     track._note(measured(first, decoded=10))
     first.legs += 1  # aborted between the rounds
-    track._note(measured(Round(2, [Group("b", [7])], legs=1, after_end=None), decoded=0))
+    track._note(measured(RoundResult(2, [DeliveredGroup("b", [7])], legs=1, after_end=None), decoded=0))
     assert track.carried == [6, 1]
 
 
 def test_rejected_groups_are_not_delivered_tokens() -> None:
     done = round_of(3, 4, generated=18, carry=0, wasted=11)
-    done.groups.append(Group("b", [5, 6], rejected=True))
+    done.groups.append(DeliveredGroup("b", [5, 6], rejected=True))
     assert done.tokens == 7
     assert check_identity([Block(0, [measured(done)])])
 
@@ -196,7 +196,7 @@ def test_the_halves_of_a_full_batch_have_their_own_contexts() -> None:
 
 
 def test_hybrid_are_tokens_of_this_version_on_older_kv() -> None:
-    group = Open(Prompt("a", [1], [6, 3]))
+    group = Open(WorkloadPrompt("a", [1], [6, 3]))
     group.output_ids = [[1] * 6, [1] * 3]
     group.legs = [[Leg(1, 2), Leg(2, 4)], [Leg(2, 3)]]
     done = group.delivered(2, hybrid=True)

@@ -11,7 +11,7 @@ from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.simulate import H100_4B, costs_of, fitted_cost, reach, simulated, validate
-from bench.simulated_engine import Costs, Engine
+from bench.simulated_engine import Costs, SimulatedEngine
 from bench.simulated_rounds import MEASURED, WARM, WAYS, Outcome, Simulation
 from bench.step_costs import Observed, Stall
 
@@ -170,7 +170,7 @@ def test_what_a_partial_costs() -> None:
 def test_a_stretch_of_steps_is_so_many_single_ones(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(0.51371, 0.010313, 1.0337e-3, 0.71119, 1.0151e-3, 1.0, 0.2, 0.4, 0.010971, 0.050713)
     stretches = [run(variant, costs=costs, engines=engines) for engines in (1, 3)]
-    monkeypatch.setattr(Engine, "_undisturbed", lambda engine: 1)
+    monkeypatch.setattr(SimulatedEngine, "_undisturbed", lambda engine: 1)
     for engines, out in zip((1, 3), stretches, strict=True):
         single = run(variant, costs=costs, engines=engines)
         assert asdict(single) == pytest.approx(asdict(out), rel=1e-9)

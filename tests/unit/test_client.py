@@ -14,10 +14,10 @@ from fastapi import FastAPI
 
 from sglang_april.api import messages
 from sglang_april.client import AprilClient, AprilError, AsyncAprilClient, NotPatchedError, PushLeftOpenError
-from sglang_april.client.types import Group, Summary
+from sglang_april.client.types import RolloutGroup, RolloutSummary
 from sglang_april.config import AprilConfig
 from sglang_april.http.routes import add_routes
-from sglang_april.http.service import April
+from sglang_april.http.service import AprilService
 from tests.unit.scripted_engine import ScriptedEngine, prompt
 
 
@@ -52,7 +52,7 @@ def serve(app: FastAPI) -> tuple[uvicorn.Server, str]:
 def url() -> Iterator[str]:
     app = FastAPI()
     engine = EagerEngine()
-    engine.april = app.state.april = April(engine, AprilConfig(quota=1))
+    engine.april = app.state.april = AprilService(engine, AprilConfig(quota=1))
     engine.april.hook_report = {"hooks": ["one"]}
     add_routes(app, admin=lambda endpoint: endpoint)
     server, address = serve(app)
@@ -66,7 +66,7 @@ def client(url: str) -> Iterator[AprilClient]:
         yield client
 
 
-def check_group(group: Group, asked: dict[str, Any]) -> None:
+def check_group(group: RolloutGroup, asked: dict[str, Any]) -> None:
     assert (group.id, group.complete, group.metadata) == (asked["id"], True, asked["metadata"])
     assert group.prompt_ids.dtype == np.int32
     assert group.prompt_ids.tolist() == [1, 2, 3]
@@ -90,9 +90,9 @@ def test_a_round_with_numpy_arrays(client: AprilClient) -> None:
 def test_a_stream_of_groups_and_a_summary(client: AprilClient) -> None:
     asked = [prompt(n=2, metadata=i) for i in range(3)]
     *groups, summary = client.stream(prompts=asked)
-    assert isinstance(summary, Summary)
+    assert isinstance(summary, RolloutSummary)
     for group, want in zip(groups, asked, strict=True):
-        assert isinstance(group, Group)
+        assert isinstance(group, RolloutGroup)
         check_group(group, want)
     assert [part["id"] for part in summary.delivered] == [want["id"] for want in asked]
 
@@ -184,7 +184,7 @@ def test_the_asynchronous_client_does_the_same(url: str) -> None:
             reply = await client.rollout(prompts=[asked])
             check_group(reply.finished[0], asked)
             events = [event async for event in client.stream(prompts=[prompt(n=2, metadata=None)])]
-            assert [type(event) for event in events] == [Group, Summary]
+            assert [type(event) for event in events] == [RolloutGroup, RolloutSummary]
             assert await client.get_round(reply.round_id)
             assert (await client.stop(reply.round_id))["state"] == "ended"
             assert (await client.ack(reply.round_id))["acknowledged"]

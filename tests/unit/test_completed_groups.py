@@ -7,13 +7,19 @@ import numpy as np
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.http.completed_groups import MissingSampleError, Part, Prompt, Vault, visible_text
+from sglang_april.http.completed_groups import (
+    CompletedGroups,
+    GroupSlice,
+    MissingSampleError,
+    PromptRecord,
+    visible_text,
+)
 from sglang_april.http.reply import Reply, delivered_figures
 from tests.unit.scripted_engine import ScriptedEngine
 
 
-def a_prompt(name: str = "a", run: str = "r", **fields: Any) -> Prompt:
-    return Prompt(run=run, id=name, n=2, prompt_ids=b"\1\0\0\0", metadata=b"", **fields)
+def a_prompt(name: str = "a", run: str = "r", **fields: Any) -> PromptRecord:
+    return PromptRecord(run=run, id=name, n=2, prompt_ids=b"\1\0\0\0", metadata=b"", **fields)
 
 
 def a_sample(
@@ -35,12 +41,12 @@ def a_sample(
 
 def in_loop(scenario: Any) -> None:
     async def run() -> None:
-        def decode(prompt: Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
+        def decode(prompt: PromptRecord, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
             future = asyncio.get_running_loop().create_future()
             future.set_result(f"{prompt.id}{sample.index}")
             return future
 
-        outcome = scenario(Vault(decode))
+        outcome = scenario(CompletedGroups(decode))
         if outcome is not None:
             await outcome
 
@@ -48,7 +54,7 @@ def in_loop(scenario: Any) -> None:
 
 
 def test_a_sample_is_delivered_once() -> None:
-    def scenario(vault: Vault) -> None:
+    def scenario(vault: CompletedGroups) -> None:
         vault.accept([a_prompt()])
         vault.put(a_sample(index=1))
         vault.put(a_sample(index=0))
@@ -62,7 +68,7 @@ def test_a_sample_is_delivered_once() -> None:
 
 
 def test_if_one_sample_is_missing_none_is_taken() -> None:
-    def scenario(vault: Vault) -> None:
+    def scenario(vault: CompletedGroups) -> None:
         vault.accept([a_prompt("a"), a_prompt("b")])
         vault.put(a_sample("a"))
         with pytest.raises(MissingSampleError, match=r"\[1\] of prompt 'b'"):
@@ -73,7 +79,7 @@ def test_if_one_sample_is_missing_none_is_taken() -> None:
 
 
 def test_a_part_leaves_the_rest_of_its_group() -> None:
-    def scenario(vault: Vault) -> None:
+    def scenario(vault: CompletedGroups) -> None:
         vault.accept([a_prompt()])
         vault.put(a_sample(index=0))
         vault.deliver("r", [messages.Delivery("a", 0, [0], False)])
@@ -86,7 +92,7 @@ def test_a_part_leaves_the_rest_of_its_group() -> None:
 
 
 def test_runs_do_not_see_each_other_and_drop_deletes_only_what_it_names() -> None:
-    def scenario(vault: Vault) -> None:
+    def scenario(vault: CompletedGroups) -> None:
         vault.accept([a_prompt("a", "r"), a_prompt("b", "r"), a_prompt("a", "s")])
         for name, run in (("a", "r"), ("b", "r"), ("a", "s")):
             vault.put(a_sample(name, run=run))
@@ -121,9 +127,9 @@ def test_a_sample_that_drew_no_token_has_an_empty_text() -> None:
     assert visible_text(ScriptedEngine().decode, a_prompt(), a_sample(text="", spans=[])) == ""
 
 
-def parts_with(*spans: list[messages.Span]) -> list[Part]:
-    async def build() -> list[Part]:
-        vault = Vault(lambda prompt, sample: asyncio.get_running_loop().create_future())
+def parts_with(*spans: list[messages.Span]) -> list[GroupSlice]:
+    async def build() -> list[GroupSlice]:
+        vault = CompletedGroups(lambda prompt, sample: asyncio.get_running_loop().create_future())
         vault.accept([a_prompt()])
         for i, of_sample in enumerate(spans):
             vault.put(a_sample(index=i, text="x" * of_sample[-1].end, spans=of_sample))
@@ -152,7 +158,7 @@ def test_figures_of_an_empty_delivery() -> None:
 
 
 def test_a_reply_waits_for_its_texts_and_warns_of_truncated_sampling() -> None:
-    def scenario(vault: Vault) -> Any:
+    def scenario(vault: CompletedGroups) -> Any:
         vault.accept([a_prompt(truncates=True)])
         vault.put(a_sample())
         parts = vault.deliver("r", [messages.Delivery("a", 0, [0], True)])

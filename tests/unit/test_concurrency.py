@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.scheduler.concurrency import MEMORY, Tuner
+from sglang_april.scheduler.concurrency import MEMORY, ConcurrencyTuner
 from sglang_april.scheduler.state import State
-from tests.unit.controller_harness import Build, World
+from tests.unit.controller_harness import Build, ControllerHarness
 
 LOOK = 128
 Curve = Callable[[int], float]
@@ -29,7 +29,7 @@ def knee(batch: int) -> float:
     return 0.01 * max(1.0, batch / 64)
 
 
-def run(tuner: Tuner, curve: Curve, steps: int, noise: float = 0.0, seed: int = 0) -> list[int]:
+def run(tuner: ConcurrencyTuner, curve: Curve, steps: int, noise: float = 0.0, seed: int = 0) -> list[int]:
     """The limits of an engine whose batch varies below the limit, as samples end one by one."""
     rng = random.Random(seed)
     limits = []
@@ -47,14 +47,14 @@ def run(tuner: Tuner, curve: Curve, steps: int, noise: float = 0.0, seed: int = 
 def test_the_limit_settles_where_more_samples_stop_to_pay(curve: Curve, least: int, most: int, noise: float) -> None:
     """Flat steps: every slot pays. Steps as long as their batch: one sample gives all there is to have."""
     for seed in range(5):
-        limits = run(Tuner(256), curve, LOOK * 40, noise, seed)
+        limits = run(ConcurrencyTuner(256), curve, LOOK * 40, noise, seed)
         settled = limits[20:]
         assert sum(least <= limit <= most for limit in settled) >= 0.9 * len(settled), limits
 
 
 def test_a_constant_batch_is_no_curve_so_a_smaller_one_is_tried_once() -> None:
     """Nothing can be said of the worth of samples that have always been there."""
-    tuner = Tuner(64)
+    tuner = ConcurrencyTuner(64)
     assert tuner.tune() == 64
     limits = run(tuner, flat, LOOK * 30)
     assert limits[0] == 45
@@ -63,7 +63,7 @@ def test_a_constant_batch_is_no_curve_so_a_smaller_one_is_tried_once() -> None:
 
 def test_what_has_not_been_seen_for_long_is_looked_at_again() -> None:
     """Contexts grow and steps with them: the limit follows, in both directions."""
-    tuner = Tuner(64)
+    tuner = ConcurrencyTuner(64)
     assert run(tuner, flat, LOOK * 10)[-1] == 64
     assert run(tuner, linear, MEMORY + LOOK * 20)[-1] == 1
     assert 64 in run(tuner, flat, 2 * MEMORY + LOOK * 40)
@@ -72,7 +72,7 @@ def test_what_has_not_been_seen_for_long_is_looked_at_again() -> None:
 def test_a_machine_whose_speed_drifts_is_not_taken_for_a_curve() -> None:
     """Twice as slow within a minute and fast again, as shared ones are, while the batch varies: every slot pays."""
     for period in (9000, 18_000, 36_000):
-        rng, tuner, limits = random.Random(period), Tuner(64), []
+        rng, tuner, limits = random.Random(period), ConcurrencyTuner(64), []
         for step in range(60_000):
             speed = 1.5 + 0.5 * math.sin(2 * math.pi * step / period)
             batch = tuner.limit - rng.randrange(1 + tuner.limit // 5)
@@ -86,7 +86,7 @@ def test_a_machine_whose_speed_drifts_is_not_taken_for_a_curve() -> None:
 def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
     """Between two looks other runs had the engine, or nobody: without it the larger batch would seem to be worth less
     than nothing; with it nothing has been found, and the larger is tried again."""
-    tuner = Tuner(64)
+    tuner = ConcurrencyTuner(64)
     assert run(tuner, linear, LOOK) == [45]
     if pauses:
         tuner.pause()
@@ -95,7 +95,7 @@ def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
 
 def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
     """With a pause after every hundred steps no two looks can be compared: one try, and no more for long."""
-    tuner, limits = Tuner(64), []
+    tuner, limits = ConcurrencyTuner(64), []
     for step in range(LOOK * 40):
         if step % 100 == 0:
             tuner.pause()
@@ -108,7 +108,7 @@ def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
 
 def test_a_move_that_changes_nothing_says_nothing() -> None:
     """With fewer samples than the limit, the smaller one is tried once and left."""
-    tuner, limits = Tuner(64), []
+    tuner, limits = ConcurrencyTuner(64), []
     for step in range(LOOK * 20):
         tuner.note(20, 0.01)
         if step % LOOK == LOOK - 1:
@@ -119,17 +119,22 @@ def test_a_move_that_changes_nothing_says_nothing() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 300])
 def test_every_number_of_slots(slots: int) -> None:
-    assert 1 <= min(run(Tuner(slots), linear, LOOK * 60)) <= max(run(Tuner(slots), flat, LOOK * 60)) == slots
+    assert (
+        1
+        <= min(run(ConcurrencyTuner(slots), linear, LOOK * 60))
+        <= max(run(ConcurrencyTuner(slots), flat, LOOK * 60))
+        == slots
+    )
 
 
 # --- in the controller
 
 
-def tuned(w: World, limit: int) -> None:
+def tuned(w: ControllerHarness, limit: int) -> None:
     w.do(lambda engine: engine.controller.observe(messages.Tuned(limit, [(float(limit), 2.5)])))
 
 
-def running(w: World) -> int:
+def running(w: ControllerHarness) -> int:
     return w.ledger.runs["run"].running
 
 

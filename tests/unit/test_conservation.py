@@ -1,7 +1,7 @@
 """Any interleaving of events keeps the rules: nothing is lost, nothing counted twice, rounds end as S3 and S4 say.
 
-`World` checks after every event; here are the events. `Rounds` is what hypothesis shrinks to a short story when a rule
-breaks; the ten thousand rounds go deeper with less talk.
+`ControllerHarness` checks after every event; here are the events. `Rounds` is what hypothesis shrinks to a short story
+when a rule breaks; the ten thousand rounds go deeper with less talk.
 """
 
 import random
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.unit.controller_harness import World
+from tests.unit.controller_harness import ControllerHarness
 from tests.unit.fake_engine import FakeEngine
 
 ROUNDS = 10_000
@@ -54,7 +54,7 @@ def abort(engine: FakeEngine, index: int) -> None:
         engine.running[index % len(engine.running)].giving_up = True
 
 
-def judge_finished(world: World, run: str, least: int, accept: bool) -> None:
+def judge_finished(world: ControllerHarness, run: str, least: int, accept: bool) -> None:
     """The caller looks at the previews, once there are so many."""
     new = [g.key[1] for g in world.of(run) if g.whole and g.accepted is None]
     if len(new) >= least and run in world.rounds:
@@ -66,7 +66,7 @@ class Rounds(RuleBasedStateMachine):
 
     @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
     def start(self, engine: dict[str, Any]) -> None:
-        self.world = World(replicas=2, **engine)
+        self.world = ControllerHarness(replicas=2, **engine)
         self.strangers = 0
 
     @rule(
@@ -180,7 +180,7 @@ def test_any_story_keeps_the_rules_on_both_replicas() -> None:
 def play(seed: int, rounds: int) -> int:
     """A long random story on one server: mostly rounds and steps, now and then all the rest."""
     rng = random.Random(seed)
-    world = World(every=3, **{name: rng.choice(values) for name, values in ENGINES.items()})
+    world = ControllerHarness(every=3, **{name: rng.choice(values) for name, values in ENGINES.items()})
     while len(world.replies) < rounds:
         for run in RUNS:
             if run not in world.rounds and rng.random() < 0.6:
@@ -197,7 +197,7 @@ def play(seed: int, rounds: int) -> int:
     return len(world.replies)
 
 
-def steer(world: World, rng: random.Random) -> None:
+def steer(world: ControllerHarness, rng: random.Random) -> None:
     """What a caller says to an open round."""
     run, yes = rng.choice(RUNS), rng.random() < 0.6
     if rng.random() < 0.5:
@@ -209,7 +209,7 @@ def steer(world: World, rng: random.Random) -> None:
         world.extend(run, rng.randint(0, 2), prompts if yes else {})
 
 
-def interrupt(world: World, rng: random.Random) -> None:
+def interrupt(world: ControllerHarness, rng: random.Random) -> None:
     run, number, yes = rng.choice(RUNS), rng.randrange(2**30), rng.random() < 0.5
     match rng.randrange(10):
         case 0:
@@ -236,7 +236,7 @@ def interrupt(world: World, rng: random.Random) -> None:
             world.do(lambda e: e.add_stranger(f"s{number}", number, 1 + number % 10, 1 + number % 19))
 
 
-def calm(world: World) -> None:
+def calm(world: ControllerHarness) -> None:
     """Whoever paused or pushed goes on."""
     world.freeze(False)
     if world.controller.context.clock.closed:

@@ -5,7 +5,7 @@ import pytest
 from sglang_april.api import messages
 from sglang_april.scheduler import report
 from sglang_april.scheduler.state import State, sample_seed
-from tests.unit.controller_harness import Build, World, ids, lengths
+from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 
 # --- S3: when a round ends, and what it delivers
 
@@ -28,7 +28,7 @@ def test_the_round_ends_in_the_step_that_meets_the_quota(world: Build) -> None:
 
 def test_what_ends_in_the_step_in_flight_is_surplus_and_comes_first_next_time() -> None:
     """S3: finishes of the drained step are carried; if they meet the next quota, it ends without a forward."""
-    w = World(overlap=True)
+    w = ControllerHarness(overlap=True)
     w.open("run", lengths(2, 3, 9), quota=1)
     assert ids(w.reply()) == ["p0"]
     assert w.sample("run", "p1").state is State.FINISHED
@@ -124,7 +124,7 @@ def test_a_sample_that_the_engine_gives_up_is_delivered_and_counts(world: Build,
 
 def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
     """S3: the engine's queue limit gives samples up while they are queued, which meets the quota."""
-    w = World(queue_limit=1, slots=4)
+    w = ControllerHarness(queue_limit=1, slots=4)
     w.open("run", lengths(9, 9, 9), quota=2)
     w.step()
     assert (w.replies[-1].end_reason, w.engine.forwards) == ("quota", 0)
@@ -146,7 +146,7 @@ def test_a_drop_can_end_a_round_and_deletes_nothing_else(world: Build) -> None:
 
 def test_a_drop_lets_the_step_in_flight_meet_a_quota_first() -> None:
     """S3: what had finished when the drop arrived belongs to the round."""
-    w = World(overlap=True)
+    w = ControllerHarness(overlap=True)
     w.open("run", lengths(1, 9), quota=1)
     w.step()
     assert w.engine.in_flight

@@ -11,16 +11,16 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from sglang_april.scheduler.restore import RESTARTED, starting_version
 from tests.unit.controller_harness import ids, lengths
-from tests.unit.crashing_harness import Crashing
+from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.test_conservation import ENGINES, Rounds
 
 
 @pytest.fixture(params=["normal", "overlap"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Crashing:
-    return Crashing(tmp_path / "j", replicas=2, overlap=request.param == "overlap")
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> CrashingHarness:
+    return CrashingHarness(tmp_path / "j", replicas=2, overlap=request.param == "overlap")
 
 
-def test_partials_restart_from_their_last_suspension(world: Crashing) -> None:
+def test_partials_restart_from_their_last_suspension(world: CrashingHarness) -> None:
     world.open("run", lengths(4, 60, 60))
     assert ids(world.reply()) == ["p0"]
     suspended = world.sample("run", "p1").length
@@ -35,7 +35,7 @@ def test_partials_restart_from_their_last_suspension(world: Crashing) -> None:
     assert RESTARTED in reply.stats["warnings"]
 
 
-def test_a_round_whose_end_was_not_written_ends_again(world: Crashing) -> None:
+def test_a_round_whose_end_was_not_written_ends_again(world: CrashingHarness) -> None:
     world.open("run", lengths(3, 60))
     while world.sample("run", "p0").state.value != "finished":
         world.step()
@@ -44,7 +44,7 @@ def test_a_round_whose_end_was_not_written_ends_again(world: Crashing) -> None:
     assert ids(world.reply()) == ["p0"]
 
 
-def test_after_a_restart_nothing_steps_until_the_version_is_named(world: Crashing) -> None:
+def test_after_a_restart_nothing_steps_until_the_version_is_named(world: CrashingHarness) -> None:
     world.open("run", lengths(60))
     world.step(3)
     assert world.push_begin() == 200
@@ -63,7 +63,7 @@ def test_after_a_restart_nothing_steps_until_the_version_is_named(world: Crashin
     world.drain()
 
 
-def test_a_push_without_a_version_counts_one_on(world: Crashing) -> None:
+def test_a_push_without_a_version_counts_one_on(world: CrashingHarness) -> None:
     world.push_begin()
     world.push_end(4)
     world.crash()
@@ -95,7 +95,7 @@ class Restarts(Rounds):
     @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
     def start(self, engine: dict[str, Any]) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.world = Crashing(Path(self.folder.name) / "j", replicas=2, **engine)
+        self.world = CrashingHarness(Path(self.folder.name) / "j", replicas=2, **engine)
         self.strangers = 0
 
     @rule(written=st.booleans())

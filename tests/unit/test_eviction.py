@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_april.kv.kv_pages import Pages
-from sglang_april.scheduler.eviction import Shelf, give_way, worth
+from sglang_april.scheduler.eviction import EvictionQueue, eviction_priority, select_victims
 from sglang_april.scheduler.state import Sample
-from tests.unit.ledger_driver import Hand, names
+from tests.unit.ledger_driver import LedgerDriver, names
 
 
 def stored(*lengths: int, versions: tuple[int, ...] = ()) -> list[Sample]:
     """Suspended samples with so many tokens of KV, admitted in this order."""
-    hand = Hand()
+    hand = LedgerDriver()
     samples = [g.samples[0] for g in hand.groups(*[1] * len(lengths))]
     for i, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
         hand.begin(sample, version=versions[i] if versions else 0)
@@ -25,14 +25,14 @@ def never(sample: Sample) -> bool:
     return False
 
 
-def shelf_of(samples: list[Sample], must_finish: object = never) -> Shelf:
-    shelf = Shelf(lambda pages: True, must_finish)  # type: ignore[arg-type]
+def shelf_of(samples: list[Sample], must_finish: object = never) -> EvictionQueue:
+    shelf = EvictionQueue(lambda pages: True, must_finish)  # type: ignore[arg-type]
     for sample in samples:
         shelf.push(sample)
     return shelf
 
 
-def in_order(shelf: Shelf) -> list[str]:
+def in_order(shelf: EvictionQueue) -> list[str]:
     return names(list(iter(shelf.pop, None)))
 
 
@@ -70,7 +70,7 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
     """Design rule 5: a byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
     *there, newcomer = stored(10, 20, 30)
     shelf = shelf_of(there)
-    gone = give_way(shelf, newcomer, mandatory=False, gain=length, short=30 + 30 - cap)
+    gone = select_victims(shelf, newcomer, mandatory=False, gain=length, short=30 + 30 - cap)
     assert gone == evicted if gone is None else names(gone) == evicted
     assert in_order(shelf) == [n for n in ("g0.0", "g1.0") if n not in (evicted or [])]
 
@@ -78,11 +78,11 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
 def test_a_newcomer_never_pushes_out_what_is_worth_more_or_must_finish() -> None:
     """Design section 7, S4: it falls back to its tokens itself."""
     long, short, newcomer = stored(30, 10, 20)
-    assert give_way(shelf_of([long]), newcomer, mandatory=False, gain=length, short=1) is None
+    assert select_victims(shelf_of([long]), newcomer, mandatory=False, gain=length, short=1) is None
     must = shelf_of([short], lambda s: s is short)
-    assert give_way(must, newcomer, mandatory=False, gain=length, short=1) is None
-    assert give_way(must, newcomer, mandatory=True, gain=length, short=1) == [short]
-    assert give_way(shelf_of([short]), newcomer, mandatory=False, gain=length, short=1) == [short]
+    assert select_victims(must, newcomer, mandatory=False, gain=length, short=1) is None
+    assert select_victims(must, newcomer, mandatory=True, gain=length, short=1) == [short]
+    assert select_victims(shelf_of([short]), newcomer, mandatory=False, gain=length, short=1) == [short]
 
 
 def test_a_sample_that_comes_again_as_long_as_before() -> None:
@@ -100,16 +100,16 @@ def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool
     samples = stored(*(size for size, _, _ in items))
     gone = {s for s, (_, left, _) in zip(samples, items, strict=True) if left}
     must = {s for s, (_, _, must) in zip(samples, items, strict=True) if must}
-    shelf = Shelf(lambda pages: pages not in {s.pages for s in gone}, must.__contains__)
+    shelf = EvictionQueue(lambda pages: pages not in {s.pages for s in gone}, must.__contains__)
     for sample in samples * 3:
         shelf.push(sample)
         shelf.first()
     found = list(dict.fromkeys(iter(shelf.pop, None)))
-    assert found == sorted(set(samples) - gone, key=lambda s: (s in must, worth(s)))
+    assert found == sorted(set(samples) - gone, key=lambda s: (s in must, eviction_priority(s)))
 
 
 def test_a_sample_that_came_back_gives_way_once() -> None:
     """S10: put on the shelf twice, and its tokens are set free once."""
     short, middle, long = stored(10, 20, 40)
     shelf = shelf_of([short, middle, short])
-    assert give_way(shelf, long, mandatory=False, gain=length, short=15) == [short, middle]
+    assert select_victims(shelf, long, mandatory=False, gain=length, short=15) == [short, middle]

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from sglang_april.adapter import preflight
-from sglang_april.adapter.v0_5_17.hook_table import TARGETS, Target
+from sglang_april.adapter.hook import Hook
+from sglang_april.adapter.v0_5_17.hook_table import TARGETS
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.path}-{target.kind}")
-def test_the_handler_exists(target: Target) -> None:
+def test_the_handler_exists(target: Hook) -> None:
     assert preflight.describe(target.handler.replace(":", "."), ROOT)["kind"] in ("def", "async def")
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.path}-{target.kind}")
-def test_the_row_is_explained(target: Target) -> None:
+def test_the_row_is_explained(target: Hook) -> None:
     assert target.why
     assert target.remove_when
     module = preflight.locate(target.path, preflight.sglang_root())[0]

@@ -13,9 +13,9 @@ import torch
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import CpuCopier
-from sglang_april.kv.disk_tier import Disk, Key
-from sglang_april.kv.host_tier import Arena
-from sglang_april.kv.page_format import FORMS, FullPages, PageForm, QuantisedPages
+from sglang_april.kv.disk_tier import DiskTier, Key
+from sglang_april.kv.host_tier import HostArena
+from sglang_april.kv.page_format import FORMS, PageFormat, QuantisedPages, RawPages
 from sglang_april.kv.page_store import HostPages, PageStore
 
 PAGE, SLOTS, TOKENS = 4, 64, 21
@@ -31,8 +31,8 @@ class Rank:
         self.buffers = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
         self.form = QuantisedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
         copier = CpuCopier(self.form, piece_bytes=1)
-        self.arena = Arena(32, copier.page_words, pinned=False)
-        self.disk = Disk(folder, 0, "layout", PAGE, copier.page_words)
+        self.arena = HostArena(32, copier.page_words, pinned=False)
+        self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
         self.ends: dict[int, str] = {}
         self.store = PageStore(copier, self.arena, self.disk, self.ends.__setitem__)
 
@@ -111,8 +111,8 @@ def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
 
 
 def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -> None:
-    forms: dict[str, PageForm] = {name: form(rank.form.table, PAGE) for name, form in FORMS.items()}
-    assert isinstance(forms["full"], FullPages)
+    forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in FORMS.items()}
+    assert isinstance(forms["full"], RawPages)
     assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
     with pytest.raises(ValueError, match="int8 pages need one dtype"):

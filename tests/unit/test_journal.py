@@ -103,7 +103,7 @@ def test_a_group_that_is_dropped_after_a_part_of_it_was_delivered(tmp_path: Path
 
 
 def test_the_ids_of_the_oldest_rounds_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "REMEMBERED", 3)
+    monkeypatch.setattr(schema, "REMEMBERED", 3)
     records = []
     for i in range(8):
         records += [accept(i, spec(f"r{i}")), schema.ended(ended(f"r{i}"), keep=1)]

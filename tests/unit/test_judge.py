@@ -9,7 +9,7 @@ import pytest
 
 from sglang_april.api import messages
 from sglang_april.scheduler.state import State
-from tests.unit.controller_harness import Build, World, ids, lengths
+from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 from tests.unit.http_app import client_of, open_round, run, until
 from tests.unit.scripted_engine import prompt, service
 
@@ -157,7 +157,7 @@ def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_t
 
 def test_a_quota_has_an_upper_end() -> None:
     """S3: 1 … 2³¹−1."""
-    w = World()
+    w = ControllerHarness()
     w.open("run", lengths(30), quota=2**31 - 2)
     assert w.extend("run", 1, {}) == 200
     fields = {"round_id": w.rounds["run"].spec.round_id, "quota_add": 1, "prompts": [], "params": []}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.crash_client import Client
+from tests.unit.crash_client import CrashClient
 from tests.unit.crash_loop import one_life
 
 KILLS = 1000
@@ -22,7 +22,7 @@ def test_a_thousand_kills(tmp_path: Path) -> None:
 
 def kills(tmp_path: Path) -> None:
     """Moments are counted in words of the dying process, never in time."""
-    client, rng = Client(), random.Random(7)
+    client, rng = CrashClient(), random.Random(7)
     words = whole = halves = 0
     for life in range(KILLS):
         words += one_life(tmp_path, client, life, rng.randint(2, 40))

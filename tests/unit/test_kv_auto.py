@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sglang_april.api import messages
-from tests.unit.controller_harness import Build, World, lengths
+from tests.unit.controller_harness import Build, ControllerHarness, lengths
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.test_pressure import tiers as tiers_of
 
@@ -13,23 +13,23 @@ DEAR_COPIES = messages.Rates(1e-6, 0.0, {"host": (1.0, 1.0), "disk": (1.0, 1.0)}
 CHEAP_COPIES = messages.Rates(1.0, 0.0, {"host": (1e-6, 1e-6), "disk": (1e-6, 1e-6)})
 
 
-def say(w: World, rates: messages.Rates) -> None:
+def say(w: ControllerHarness, rates: messages.Rates) -> None:
     """As rank 0 broadcasts it."""
     w.do(lambda e: e.controller.observe(rates))
 
 
-def push(w: World, times: int = 1) -> None:
+def push(w: ControllerHarness, times: int = 1) -> None:
     for _ in range(times):
         assert (w.push_begin(), w.push_end()) == (200, 200)
 
 
-def finish(w: World, **spec: Any) -> dict[str, Any]:
+def finish(w: ControllerHarness, **spec: Any) -> dict[str, Any]:
     """The stats of a round that finishes everything."""
     w.open("run", {}, **{"quota": None, "kv": "auto", **spec})
     return w.reply().stats
 
 
-def provenance(w: World, name: str) -> list[str]:
+def provenance(w: ControllerHarness, name: str) -> list[str]:
     return [s.kv for (key, _), s in w.samples.items() if key[1] == name for s in s.spans]
 
 
@@ -126,7 +126,7 @@ def test_what_a_push_makes_old_is_not_copied_where_a_recompute_is_cheaper(world:
         assert stats["kv_fallback"] == 0
 
 
-def flush_in_a_push(w: World, kv: str) -> str:
+def flush_in_a_push(w: ControllerHarness, kv: str) -> str:
     """Where the partial is then that a round of this policy left on the device."""
     w.open("run", lengths(1, 20), quota=1, kv=kv)
     w.reply()

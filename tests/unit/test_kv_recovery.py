@@ -8,7 +8,7 @@ import pytest
 
 from sglang_april.recovery.kv_recovery import Outcome, agreed
 from tests.unit.controller_harness import lengths
-from tests.unit.crashing_harness import Crashing
+from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.test_pressure import tiers
 
 FAULTS = ("flip", "remove")
@@ -16,11 +16,11 @@ STORIES, EVENTS = 40, 40
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Crashing:
-    return Crashing(tmp_path / "j", replicas=2, disk_cap=1000)
+def world(tmp_path: Path) -> CrashingHarness:
+    return CrashingHarness(tmp_path / "j", replicas=2, disk_cap=1000)
 
 
-def suspended_to_disk(world: Crashing, *sizes: int) -> None:
+def suspended_to_disk(world: CrashingHarness, *sizes: int) -> None:
     """A round of samples of these lengths, ended by one that is short; the others' files are written."""
     world.open("run", lengths(2, *sizes), quota=1, tier="disk")
     world.reply()
@@ -28,7 +28,7 @@ def suspended_to_disk(world: Crashing, *sizes: int) -> None:
     assert set(tiers(world, "run").values()) == {"disk"}
 
 
-def damage(world: Crashing, rank: int, number: int, fault: str) -> None:
+def damage(world: CrashingHarness, rank: int, number: int, fault: str) -> None:
     """Something happens to one file of one rank, if there are so many."""
     files = world.folders[rank].files
     for key in sorted(files)[number : number + 1]:
@@ -38,7 +38,7 @@ def damage(world: Crashing, rank: int, number: int, fault: str) -> None:
             del files[key]
 
 
-def rest(world: Crashing) -> dict[str, Any]:
+def rest(world: CrashingHarness) -> dict[str, Any]:
     """Stats of a round that finishes what is left."""
     if world.controller.context.clock.closed:
         world.push_begin(world.version)
@@ -47,7 +47,7 @@ def rest(world: Crashing) -> dict[str, Any]:
     return world.reply().stats
 
 
-def test_partials_resume_on_the_kv_of_the_server_before(world: Crashing) -> None:
+def test_partials_resume_on_the_kv_of_the_server_before(world: CrashingHarness) -> None:
     """Nothing is prefilled again, and with the same policy nothing shows in the spans (S6)."""
     suspended_to_disk(world, 30, 40)
     world.crash()
@@ -63,7 +63,7 @@ def test_partials_resume_on_the_kv_of_the_server_before(world: Crashing) -> None
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_kv_of_an_older_policy_is_what_it_was(world: Crashing, kv: str) -> None:
+def test_kv_of_an_older_policy_is_what_it_was(world: CrashingHarness, kv: str) -> None:
     """S6: `kept` under the version that is named later, whichever it is; `recompute` prefills it again."""
     suspended_to_disk(world, 30)
     world.push_begin()
@@ -78,7 +78,7 @@ def test_kv_of_an_older_policy_is_what_it_was(world: Crashing, kv: str) -> None:
     assert [(s.version, s.kv) for s in sample.spans] == [(0, "fresh"), (3, "kept" if kv == "keep" else "recomputed")]
 
 
-def test_a_bound_of_staleness_reaches_over_the_restart(world: Crashing) -> None:
+def test_a_bound_of_staleness_reaches_over_the_restart(world: CrashingHarness) -> None:
     """S4: what is too old must finish in its first round, on its kept KV."""
     suspended_to_disk(world, 30)
     world.push_begin()
@@ -94,7 +94,7 @@ def test_a_bound_of_staleness_reaches_over_the_restart(world: Crashing) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_has_not_none_uses(world: Crashing, rank: int, fault: str) -> None:
+def test_what_one_rank_has_not_none_uses(world: CrashingHarness, rank: int, fault: str) -> None:
     """Both decide alike; damage is counted and told, a file that was not there yet is no fault."""
     suspended_to_disk(world, 30, 40)
     damage(world, rank, 0, fault)
@@ -108,7 +108,7 @@ def test_what_one_rank_has_not_none_uses(world: Crashing, rank: int, fault: str)
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["kv_lost"]) == (1, 1, int(fault == "flip"))
 
 
-def test_a_round_that_was_open_is_told_of_the_damage(world: Crashing) -> None:
+def test_a_round_that_was_open_is_told_of_the_damage(world: CrashingHarness) -> None:
     suspended_to_disk(world, 30)
     world.open("run", {}, quota=None)
     damage(world, 1, 0, "flip")
@@ -120,7 +120,7 @@ def test_a_round_that_was_open_is_told_of_the_damage(world: Crashing) -> None:
 
 def test_an_older_file_is_not_used(tmp_path: Path) -> None:
     """The sample has run on, and its file's removal was still to come when the server died."""
-    world = Crashing(tmp_path / "j", replicas=2, disk_cap=1000, copy_delay=40)
+    world = CrashingHarness(tmp_path / "j", replicas=2, disk_cap=1000, copy_delay=40)
     world.open("run", lengths(2, 30), quota=1, tier="disk")
     world.reply()
     world.step(50)
@@ -133,7 +133,7 @@ def test_an_older_file_is_not_used(tmp_path: Path) -> None:
     assert not any(folder.files for folder in world.folders)
 
 
-def test_a_life_without_the_disk_tier_makes_its_files_strangers(world: Crashing) -> None:
+def test_a_life_without_the_disk_tier_makes_its_files_strangers(world: CrashingHarness) -> None:
     """They may be of another history of the same samples: as many tokens, drawn again."""
     suspended_to_disk(world, 30)
     world.crash(disk=False)
@@ -143,7 +143,7 @@ def test_a_life_without_the_disk_tier_makes_its_files_strangers(world: Crashing)
     assert not any(folder.files for folder in world.folders)
 
 
-def test_a_smaller_budget_keeps_the_longest(world: Crashing) -> None:
+def test_a_smaller_budget_keeps_the_longest(world: CrashingHarness) -> None:
     """Placement as ever: the least recompute time per byte gives way."""
     world.open("run", {"end": (3, 1, -2), "long": (9, 1, -30), "short": (3, 1, -30)}, quota=1, tier="disk")
     world.reply()
@@ -175,7 +175,7 @@ class Lives:
 
     def __init__(self, path: Path, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.world = Crashing(
+        self.world = CrashingHarness(
             path,
             replicas=2,
             slots=4,
@@ -228,7 +228,7 @@ class Lives:
 
 
 def test_any_story_of_lives_with_a_disk_tier(tmp_path: Path) -> None:
-    """After every crash: KV of other tokens is never used, and what is sound on all ranks is (tests/unit/crashing_harness.py)."""
+    """After every crash: KV of other tokens is never used, and what is sound on all ranks is used."""
     regained = crashes = 0
     for seed in range(STORIES):
         lives = Lives(tmp_path / str(seed), seed)

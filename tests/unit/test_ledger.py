@@ -2,10 +2,10 @@
 
 import pytest
 
+from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Span
 from sglang_april.scheduler.state import LedgerError, State, sample_seed
-from sglang_april.scheduler.version_clock import Refused
-from tests.unit.ledger_driver import Hand, prompt
+from tests.unit.ledger_driver import LedgerDriver, prompt
 
 QUEUED, RUNNING, SUSPENDED, FINISHED = State
 ALLOWED = {
@@ -23,7 +23,7 @@ ALLOWED = {
 @pytest.mark.parametrize("after", State)
 def test_only_these_ways_lead_from_place_to_place(before: State, after: State) -> None:
     """Rule 1: a finished sample never comes back, a queued one has no tokens to suspend."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(1)
     sample = group.samples[0]
     way = {QUEUED: [], RUNNING: [RUNNING], SUSPENDED: [RUNNING, SUSPENDED], FINISHED: [FINISHED]}[before]
@@ -40,7 +40,7 @@ def test_only_these_ways_lead_from_place_to_place(before: State, after: State) -
 
 def test_a_suspended_sample_without_a_token_was_never_started() -> None:
     """Design section 4: prompts never started stay untouched."""
-    hand = Hand()
+    hand = LedgerDriver()
     group, _ = hand.groups(2, 1)
     hand.start(*group.samples.values())
     hand.suspend(*group.samples.values())
@@ -51,7 +51,7 @@ def test_a_suspended_sample_without_a_token_was_never_started() -> None:
 
 def test_a_begun_group_with_queued_members_is_on_its_shelf() -> None:
     """Design section 4: members of groups already begun come before new groups."""
-    hand = Hand()
+    hand = LedgerDriver()
     group, other = hand.groups(2, 2)
     hand.start(group.samples[0])
     assert (group.shelf, list(hand.run.begun), hand.run.new) == ("begun", [group], [other])
@@ -64,7 +64,7 @@ def test_a_begun_group_with_queued_members_is_on_its_shelf() -> None:
 
 def test_order_is_that_of_the_first_admission() -> None:
     """S6: kept over suspensions, so that a resumed batch has its old order."""
-    hand = Hand()
+    hand = LedgerDriver()
     a, b = hand.groups(1, 1)
     hand.begin(b.samples[0])
     hand.begin(a.samples[0])
@@ -74,7 +74,7 @@ def test_order_is_that_of_the_first_admission() -> None:
 
 def test_a_group_leaves_with_its_last_sample() -> None:
     """S3: parts of it first, under the same id and incarnation; nothing can be delivered twice."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(3)
     hand.finish(group.samples[0], group.samples[2])
     part = hand.ledger.deliver(group, [2, 0])
@@ -90,7 +90,7 @@ def test_a_group_leaves_with_its_last_sample() -> None:
 
 def test_what_has_not_finished_cannot_be_delivered() -> None:
     """Rule 1."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(1)
     hand.start(group.samples[0])
     with pytest.raises(LedgerError):
@@ -99,7 +99,7 @@ def test_what_has_not_finished_cannot_be_delivered() -> None:
 
 def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
     """S2: the only thing that deletes samples; counters and shelves forget them."""
-    hand = Hand()
+    hand = LedgerDriver()
     _, begun, partial, done, kept = hand.groups(1, 2, 1, 1, 1)
     hand.start(begun.samples[0])
     hand.begin(partial.samples[0])
@@ -115,12 +115,12 @@ def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
 
 def test_an_id_is_taken_until_delivered_and_then_a_new_incarnation() -> None:
     """S5: the whole request is refused and changes nothing; another run has ids of its own."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(1)
-    with pytest.raises(Refused) as no:
+    with pytest.raises(RequestError) as no:
         hand.accept(prompt("other"), prompt("g0"))
     assert (no.value.status, no.value.field, list(hand.run.groups)) == (409, "prompts[1].id", ["g0"])
-    assert Hand("another", hand.ledger).accept(prompt("g0"))[0].incarnation == 0
+    assert LedgerDriver("another", hand.ledger).accept(prompt("g0"))[0].incarnation == 0
     hand.finish(group.samples[0])
     hand.ledger.deliver(group, [0])
     assert [hand.accept(prompt("g0"))[0].incarnation, hand.accept(prompt("other"))[0].incarnation] == [1, 0]
@@ -128,14 +128,14 @@ def test_an_id_is_taken_until_delivered_and_then_a_new_incarnation() -> None:
 
 def test_an_id_twice_in_one_request_is_refused() -> None:
     """S5."""
-    with pytest.raises(Refused) as no:
-        Hand().accept(prompt("a"), prompt("b"), prompt("a"))
+    with pytest.raises(RequestError) as no:
+        LedgerDriver().accept(prompt("a"), prompt("b"), prompt("a"))
     assert (no.value.status, no.value.field) == (409, "prompts[2].id")
 
 
 def test_a_seed_depends_on_four_things_and_on_nothing_else() -> None:
     """S5: 63 bits of (sampling seed, id, incarnation, index); not of the run, the rank or the order of arrival."""
-    a, b = Hand("a"), Hand("b")
+    a, b = LedgerDriver("a"), LedgerDriver("b")
     a.accept(prompt("first"))
     seeds = [hand.accept(prompt("p", n=2, seed=7))[0].samples[1].seed for hand in (a, b)]
     assert seeds == [sample_seed(7, "p", 0, 1)] * 2
@@ -147,7 +147,7 @@ def test_a_seed_depends_on_four_things_and_on_nothing_else() -> None:
 
 def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
     """S3."""
-    hand = Hand()
+    hand = LedgerDriver()
     group, single = hand.groups(2, 1)
     hand.finish(group.samples[1], single.samples[0])
     assert (group.whole, single.whole, hand.run.whole, hand.run.finished) == (False, True, 1, 2)
@@ -157,7 +157,7 @@ def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
 
 def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
     """S6: suspending and resuming on pages of the same version opens none; a span without tokens is none."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(1)
     sample = group.samples[0]
     hand.start(sample, version=1)
@@ -177,7 +177,7 @@ def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
 
 def test_the_oldest_token_of_a_group_counts_finished_members_too() -> None:
     """S4: staleness is that of any undelivered sample; unstarted ones have no version."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(3)
     assert group.oldest_version() is None
     hand.begin(group.samples[0], version=4)

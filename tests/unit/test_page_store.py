@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_april.kv.disk_tier import Disk, DiskError, Key
-from sglang_april.kv.host_tier import Arena, Run
+from sglang_april.kv.disk_tier import DiskError, DiskTier, Key
+from sglang_april.kv.host_tier import HostArena, PageRange
 from sglang_april.kv.kv_pages import Found
 from sglang_april.kv.page_store import DiskPages, HostPages
-from sglang_april.recovery.kv_recovery import Search
-from tests.unit.rank_store import ELSEWHERE, KEY, PAGE, Rank, slots_of
+from sglang_april.recovery.kv_recovery import KvSearch
+from tests.unit.rank_store import ELSEWHERE, KEY, PAGE, RankStore, slots_of
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(tmp_path)
+def rank(tmp_path: Path) -> Iterator[RankStore]:
+    rank = RankStore(tmp_path)
     yield rank
     rank.close()
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 37])
 @pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_pages_come_back_into_other_slots(rank: Rank, way: str, length: int) -> None:
+def test_pages_come_back_into_other_slots(rank: RankStore, way: str, length: int) -> None:
     """Design section 7: partial last pages; other rows of the pool stay as they were."""
     slots, target = slots_of(length), ELSEWHERE[:length]
     wanted, others = rank.rows(slots), rank.rows(ELSEWHERE[length:])
@@ -46,7 +46,7 @@ def test_pages_come_back_into_other_slots(rank: Rank, way: str, length: int) -> 
 
 
 @pytest.mark.parametrize("spill", [False, True])
-def test_a_prompt_is_stored_once_for_its_group(rank: Rank, spill: bool) -> None:
+def test_a_prompt_is_stored_once_for_its_group(rank: RankStore, spill: bool) -> None:
     """Two members on one prefix of 8 tokens: 2 + 1 + 1 pages; each comes back whole, from the disk too."""
     prompt = slots_of(8)
     members = [torch.cat([prompt, torch.tensor([100 + 10 * i, 101 + 10 * i])]) for i in range(2)]
@@ -70,11 +70,11 @@ def test_a_prompt_is_stored_once_for_its_group(rank: Rank, spill: bool) -> None:
         assert torch.equal(rank.rows(ELSEWHERE[: len(member)]), wanted[i])
 
 
-def held(rank: Rank, number: int) -> HostPages | DiskPages:
+def held(rank: RankStore, number: int) -> HostPages | DiskPages:
     return rank.store._held[number]
 
 
-def flip_a_bit(rank: Rank, where: str, folder: Path) -> None:
+def flip_a_bit(rank: RankStore, where: str, folder: Path) -> None:
     if where == "disk":
         (path,) = folder.glob("*.kv")
         data = bytearray(path.read_bytes())
@@ -87,7 +87,7 @@ def flip_a_bit(rank: Rank, where: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_flipped_bit_is_found_and_nothing_of_its_page_is_used(rank: Rank, where: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_and_nothing_of_its_page_is_used(rank: RankStore, where: str, tmp_path: Path) -> None:
     """The order fails, and so does a check of everything, which names the copy; other copies are untouched."""
     slots = slots_of(9)
     if where == "disk":
@@ -124,7 +124,7 @@ class Faulty:
 @pytest.mark.parametrize("way", ["disk", "spilled"])
 def test_a_file_that_cannot_be_written_costs_the_copy_and_nothing_else(tmp_path: Path, fault: int, way: str) -> None:
     """No half file is left, the room on the host is free again, and the store goes on."""
-    rank = Rank(tmp_path, write=Faulty(fault))
+    rank = RankStore(tmp_path, write=Faulty(fault))
     slots = slots_of(9)
     if way == "disk":
         rank.store.put_on_disk(1, 7, slots, KEY, 0)
@@ -149,7 +149,7 @@ def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error
     def refuse(fd: int, data: memoryview) -> int:
         raise error
 
-    rank = Rank(tmp_path, write=refuse)
+    rank = RankStore(tmp_path, write=refuse)
     if way == "disk":
         rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
     else:
@@ -165,7 +165,7 @@ def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error
 
 
 def test_short_writes_are_written_on(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, write=Faulty("short"))
+    rank = RankStore(tmp_path, write=Faulty("short"))
     rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
     rank.store.get(2, 7, ELSEWHERE[:9])
     assert (rank.outcome(1), rank.outcome(2)) == ("", "")
@@ -173,7 +173,7 @@ def test_short_writes_are_written_on(tmp_path: Path) -> None:
     rank.close()
 
 
-def test_a_directory_that_went_away(rank: Rank, tmp_path: Path) -> None:
+def test_a_directory_that_went_away(rank: RankStore, tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         path.unlink()
     tmp_path.rmdir()
@@ -184,28 +184,28 @@ def test_a_directory_that_went_away(rank: Rank, tmp_path: Path) -> None:
     assert rank.outcome(2) == ""
 
 
-def test_a_directory_serves_one_server(rank: Rank, tmp_path: Path) -> None:
+def test_a_directory_serves_one_server(rank: RankStore, tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="in use by another server"):
-        Disk(tmp_path, 0, "layout", PAGE, 8)
+        DiskTier(tmp_path, 0, "layout", PAGE, 8)
     with pytest.raises(DiskError, match="cannot be used"):
-        Disk(tmp_path / "missing", 0, "layout", PAGE, 8)
+        DiskTier(tmp_path / "missing", 0, "layout", PAGE, 8)
 
 
 @pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
 def test_a_restart_finds_the_kv_that_is_wanted_or_says_why_not(tmp_path: Path, fault: str) -> None:
     """S8: sound and just of these tokens; what is not taken over is gone, as are files that nobody asks for."""
-    first = Rank(tmp_path)
+    first = RankStore(tmp_path)
     wanted = first.rows(slots_of(9))
     first.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
     first.store.put_on_disk(2, 8, slots_of(9), Key("run", "other", 0, 0), 3)
     assert (first.outcome(1), first.outcome(2)) == ("", "")
     first.disk.begin("life", [KEY, Key("run", "other", 0, 0)])
     first.close()
-    again = Rank(tmp_path)
+    again = RankStore(tmp_path)
     disk = again.disk
     (tmp_path / "x.r0.part").write_bytes(b"half")
     spoil(disk, fault)
-    search = Search(disk, "life")
+    search = KvSearch(disk, "life")
     (outcome,) = search.look([(KEY, Found(9 + (fault == "older"), 3 - (fault == "version")))])
     assert outcome == {"none": "", "missing": None, "older": None, "version": None}.get(fault, outcome)
     assert outcome != "" or fault == "none"
@@ -220,7 +220,7 @@ def test_a_restart_finds_the_kv_that_is_wanted_or_says_why_not(tmp_path: Path, f
     again.close()
 
 
-def spoil(disk: Disk, fault: str) -> None:
+def spoil(disk: DiskTier, fault: str) -> None:
     path = disk._path(KEY)
     data = bytearray(path.read_bytes())
     if fault == "bit":
@@ -235,20 +235,22 @@ def spoil(disk: Disk, fault: str) -> None:
 
 
 @pytest.mark.parametrize("life", ["", "another", "lif", "life and more"])
-def test_files_of_another_life_are_not_looked_at(rank: Rank, life: str) -> None:
+def test_files_of_another_life_are_not_looked_at(rank: RankStore, life: str) -> None:
     """Without a journal there is no life, and of another's history nothing is known."""
     rank.disk.begin("a much longer name than the next")
     rank.disk.begin(life)
     rank.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
     assert rank.outcome(1) == ""
     assert rank.disk.life == life
-    assert Search(rank.disk, "life").look([(KEY, Found(9, 3))]) == [None]
-    assert Search(rank.disk, "").look([(KEY, Found(9, 3))]) == [None]
+    assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [None]
+    assert KvSearch(rank.disk, "").look([(KEY, Found(9, 3))]) == [None]
     rank.disk.begin("life", [KEY])
-    assert Search(rank.disk, "life").look([(KEY, Found(9, 3))]) == [""]
+    assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [""]
 
 
-def test_a_stale_file_that_stays_ends_the_start(rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_file_that_stays_ends_the_start(
+    rank: RankStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would be of the next life by its name; the life before keeps its own."""
     rank.disk.begin("before")
     rank.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
@@ -266,7 +268,7 @@ def test_a_stale_file_that_stays_ends_the_start(rank: Rank, tmp_path: Path, monk
 def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs do not cross slabs, neighbours are joined again, and a machine without memory changes nothing."""
     monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
-    arena = Arena(35, 8, pinned=False)
+    arena = HostArena(35, 8, pinned=False)
     rng, taken = random.Random(0), []
     for _ in range(300):
         if taken and rng.random() < 0.5:
@@ -282,10 +284,10 @@ def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(run.start // 10 == (run.start + run.size - 1) // 10 for runs in taken for run in runs)
     for runs in taken:
         arena.give(runs)
-    assert arena._free == [Run(0, 10), Run(10, 10), Run(20, 10), Run(30, 5)]
+    assert arena._free == [PageRange(0, 10), PageRange(10, 10), PageRange(20, 10), PageRange(30, 5)]
     assert {number: len(slab) for number, slab in arena._slabs.items()} == {0: 10, 1: 10, 2: 10, 3: 5}
 
-    fresh = Arena(10, 8, pinned=False)
+    fresh = HostArena(10, 8, pinned=False)
     monkeypatch.setattr(torch, "empty", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("no memory")))
     with pytest.raises(MemoryError, match="cannot grow"):
         fresh.take(3)
@@ -298,9 +300,9 @@ def test_an_arena_takes_no_more_memory_than_its_pages(
 ) -> None:
     """A slab holds 10 here; every page is memory of its own."""
     monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
-    arena = Arena(pages, 8, pinned=False)
+    arena = HostArena(pages, 8, pinned=False)
     runs = arena.take(pages)
     assert [len(arena._slabs[number]) for number in sorted(arena._slabs)] == rows
     for run in runs:
         arena.pages(run).copy_(torch.arange(run.start, run.start + run.size)[:, None].expand(-1, 8))
-    assert [arena.pages(Run(i, 1))[0, 0].item() for i in range(pages)] == list(range(pages))
+    assert [arena.pages(PageRange(i, 1))[0, 0].item() for i in range(pages)] == list(range(pages))

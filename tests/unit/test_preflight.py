@@ -88,7 +88,7 @@ def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_target_that_nobody_reviewed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "DEPENDS_ON", ("sglang.srt.server_args.PortArgs.init_new",))
+    monkeypatch.setattr(hook_table, "DEPENDS_ON", ("sglang.srt.server_args.PortArgs.init_new",))
     with pytest.raises(preflight.PreflightError, match=r"PortArgs\.init_new is not in the reviewed manifest"):
         preflight.check()
 

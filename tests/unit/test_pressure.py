@@ -3,14 +3,14 @@
 import pytest
 
 from sglang_april.scheduler.state import State
-from tests.unit.controller_harness import Build, World, ids, lengths
+from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 
 
-def tiers(w: World, run: str) -> dict[str, str]:
+def tiers(w: ControllerHarness, run: str) -> dict[str, str]:
     return {s.group.id: s.pages.tier if s.pages else "none" for s in w.ledger.runs[run].suspended}
 
 
-def leave_partials(w: World, sizes: dict[str, int], run: str = "idle") -> None:
+def leave_partials(w: ControllerHarness, sizes: dict[str, int], run: str = "idle") -> None:
     """A run without an open round, with one partial of about so many KV tokens each, on the device."""
     for name, size in sizes.items():
         w.open(run, {name: (size, 1, -6)}, quota=None)
@@ -126,7 +126,7 @@ def test_when_nothing_runs_the_first_partial_pushes_the_others_out(world: Build)
 
 def test_a_resume_leaves_room_for_the_next_decode_of_all() -> None:
     """S6: SGLang's estimate is a fraction of what running requests may write; a resume must not cause a retract."""
-    w = World(pool=48, chunk=64)
+    w = ControllerHarness(pool=48, chunk=64)
     w.open("run", {"a": (3, 1, -2)}, quota=None)
     w.step()
     w.stop("run")
@@ -212,7 +212,7 @@ def test_stock_requests_and_rounds_both_progress(world: Build, slots: int) -> No
     w.open("run", {f"p{i}": (2, 1, -4) for i in range(100)}, quota=100)
     strangers = []
     for _ in range(100):
-        while w.engine.strangers_waiting() < 3:
+        while w.engine.foreign_waiting() < 3:
             name = f"s{len(strangers)}"
             strangers.append(w.do(lambda e, name=name: e.add_stranger(name, 3, 2, 4)))
         w.step()

@@ -5,19 +5,19 @@ import pytest
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import Prompts
 from sglang_april.scheduler.state import Sample
-from sglang_april.scheduler.version_clock import PushClock
-from tests.unit.controller_harness import Build, World, lengths
+from sglang_april.scheduler.version_clock import VersionClock
+from tests.unit.controller_harness import Build, ControllerHarness, lengths
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Row
-from tests.unit.ledger_driver import Hand, names
+from tests.unit.ledger_driver import LedgerDriver, names
 
 
 @pytest.fixture
 def prompts() -> Prompts:
-    return Prompts(Context(FakeEngine(shares=True), PushClock(), 0))
+    return Prompts(Context(FakeEngine(shares=True), VersionClock(), 0))
 
 
-def prefills(w: World) -> list[int]:
+def prefills(w: ControllerHarness) -> list[int]:
     """Per prefill from now on: how many samples it was for."""
     seen: list[int] = []
     check = w.engine.on_forward
@@ -31,9 +31,9 @@ def prefills(w: World) -> list[int]:
     return seen
 
 
-def led(prompts: Prompts) -> tuple[Hand, Sample, Sample]:
+def led(prompts: Prompts) -> tuple[LedgerDriver, Sample, Sample]:
     """A group whose first member is being prefilled: that one, and another."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(3)
     leader, other, _ = group.samples.values()
     prompts.starts(leader)
@@ -43,7 +43,7 @@ def led(prompts: Prompts) -> tuple[Hand, Sample, Sample]:
 
 def test_one_of_each_group_is_prefilled(prompts: Prompts) -> None:
     """For eight free slots: groups whose members fill them, and whoever nobody follows."""
-    hand = Hand()
+    hand = LedgerDriver()
     hand.groups(4, 1, 2, 4, 4)
     assert names(list(prompts.starters(hand.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
     assert names(list(prompts.starters(hand.round(concurrency=4), 8))) == ["g0.0"]
@@ -51,7 +51,7 @@ def test_one_of_each_group_is_prefilled(prompts: Prompts) -> None:
 
 def test_leaders_of_a_whole_batch_share_a_prefill(prompts: Prompts) -> None:
     """Five slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
-    hand = Hand()
+    hand = LedgerDriver()
     hand.start(*(g.samples[0] for g in hand.groups(*[1] * 24)))
     hand.groups(*[8] * 9)
     assert names(list(prompts.starters(hand.round(), 5))) == [f"g{i}.0" for i in (24, 25, 26, 27)]

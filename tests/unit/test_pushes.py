@@ -4,11 +4,11 @@ import pytest
 
 from sglang_april.api import messages
 from sglang_april.scheduler.state import State
-from tests.unit.controller_harness import Build, World, ids, lengths
+from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 from tests.unit.fake_engine import FakeEngine
 
 
-def spans(w: World, name: str) -> list[tuple[int, str]]:
+def spans(w: ControllerHarness, name: str) -> list[tuple[int, str]]:
     return [(s.version, s.kv) for s in w.samples[("run", name, 0), 0].spans]
 
 

@@ -5,11 +5,11 @@ import pytest
 from sglang_april.api.messages import Delivery
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.staleness import is_over, is_stale, staleness
-from tests.unit.ledger_driver import Hand
+from tests.unit.ledger_driver import LedgerDriver
 
 
 def delivered(
-    hand: Hand, rnd: Round, reason: str = "quota", ids: list[str] | None = None
+    hand: LedgerDriver, rnd: Round, reason: str = "quota", ids: list[str] | None = None
 ) -> list[tuple[str, list[int]]]:
     parts: list[Delivery] = rnd.deliver(hand.ledger, reason, ids, version=0)  # type: ignore[arg-type]
     return [(d.id, d.indices) for d in parts]
@@ -31,7 +31,7 @@ def delivered(
 )
 def test_units_that_count(quota: int | None, unit: str, reason: str | None) -> None:
     """S3: whole groups, or finished samples; here one group of two is whole and one of two half finished."""
-    hand = Hand()
+    hand = LedgerDriver()
     whole, half = hand.groups(2, 2)
     hand.finish(*whole.samples.values(), half.samples[0])
     assert hand.round(quota=quota, unit=unit).ends_now() == reason
@@ -39,7 +39,7 @@ def test_units_that_count(quota: int | None, unit: str, reason: str | None) -> N
 
 def test_the_round_is_exhausted_when_all_has_finished() -> None:
     """S3: also with a quota beyond what there is; with exactly as much as the quota, the quota is the reason."""
-    hand = Hand()
+    hand = LedgerDriver()
     groups = hand.groups(1, 1)
     assert hand.round(quota=None).ends_now() is None
     hand.finish(*(g.samples[0] for g in groups))
@@ -48,13 +48,13 @@ def test_the_round_is_exhausted_when_all_has_finished() -> None:
 
 def test_an_empty_round_is_exhausted() -> None:
     """S3: empty prompts and an empty carry."""
-    assert Hand().round(quota=5).ends_now() == "exhausted"
+    assert LedgerDriver().round(quota=5).ends_now() == "exhausted"
 
 
 @pytest.mark.parametrize("unit", ["group", "sample"])
 def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> None:
     """S4: all its members, unstarted ones too."""
-    hand = Hand()
+    hand = LedgerDriver()
     done, stale = hand.groups(1, 2)
     hand.begin(stale.samples[0], version=0)
     hand.finish(done.samples[0], version=3)
@@ -68,7 +68,7 @@ def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> 
 
 def test_a_dropped_mandatory_group_holds_nothing() -> None:
     """S2, S4."""
-    hand = Hand()
+    hand = LedgerDriver()
     done, stale = hand.groups(1, 1)
     hand.begin(stale.samples[0])
     hand.finish(done.samples[0])
@@ -79,7 +79,7 @@ def test_a_dropped_mandatory_group_holds_nothing() -> None:
 
 def test_strict_on_policy_waits_for_every_group_with_tokens() -> None:
     """S4, `max_staleness: 0`: none is carried with tokens; groups without any do not count."""
-    hand = Hand()
+    hand = LedgerDriver()
     done, begun, _ = hand.groups(1, 1, 1)
     rnd = hand.round(max_staleness=0)
     hand.finish(done.samples[0])
@@ -92,7 +92,7 @@ def test_strict_on_policy_waits_for_every_group_with_tokens() -> None:
 
 def test_strict_on_policy_waits_for_its_cohort_too() -> None:
     """S3, S4: a group of an older round whose members with tokens have been delivered already."""
-    hand = Hand()
+    hand = LedgerDriver()
     old, new = hand.groups(2, 1)
     hand.finish(old.samples[0])
     old.first_round = 0
@@ -114,7 +114,7 @@ def test_strict_on_policy_waits_for_its_cohort_too() -> None:
 )
 def test_the_bound_is_met_by_the_oldest_token(version: int, bound: int | None, stale: bool, over: bool) -> None:
     """S4: current version minus that of the oldest undelivered token, here 2."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(3)
     assert not is_stale(group, 99, 0)
     hand.begin(group.samples[0], version=4)
@@ -125,7 +125,7 @@ def test_the_bound_is_met_by_the_oldest_token(version: int, bound: int | None, s
 
 def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:
     """S4: marked at the start and after every push, never taken back."""
-    hand = Hand()
+    hand = LedgerDriver()
     old, young = hand.groups(1, 1)
     hand.begin(old.samples[0], version=0)
     hand.begin(young.samples[0], version=1)
@@ -138,7 +138,7 @@ def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:
 @pytest.mark.parametrize(("quota", "left"), [(None, None), (4, 2), (2, 0), (1, 0)])
 def test_how_many_more_groups_may_start_under_strict_on_policy(quota: int | None, left: int | None) -> None:
     """S4: what the quota still needs; two groups have begun here, more than a quota of one."""
-    hand = Hand()
+    hand = LedgerDriver()
     begun, done, *_ = hand.groups(1, 1, 1, 1)
     hand.begin(begun.samples[0])
     hand.finish(done.samples[0])
@@ -149,7 +149,7 @@ def test_how_many_more_groups_may_start_under_strict_on_policy(quota: int | None
 @pytest.mark.parametrize(("quota", "left"), [(1, 0), (3, 0), (4, 1)])
 def test_strict_on_policy_counts_samples_of_begun_groups(quota: int, left: int) -> None:
     """S4, unit sample: one group more at a time, as long as those that have begun cannot meet the quota."""
-    hand = Hand()
+    hand = LedgerDriver()
     begun, _ = hand.groups(3, 3)
     hand.begin(begun.samples[0])
     assert hand.round(quota=quota, unit="sample", max_staleness=0).starts_left() == left
@@ -160,7 +160,7 @@ def test_strict_on_policy_counts_samples_of_begun_groups(quota: int, left: int) 
 
 def test_the_quota_exactly_in_finish_then_admission_order() -> None:
     """S3: carried ones first, then the finish step, then admission, whatever the order of arrival."""
-    hand = Hand()
+    hand = LedgerDriver()
     a, b, c, d = hand.groups(1, 1, 1, 1)
     hand.start(d.samples[0], b.samples[0], a.samples[0], c.samples[0])
     hand.grow(*(g.samples[0] for g in (a, b, c, d)))
@@ -172,7 +172,7 @@ def test_the_quota_exactly_in_finish_then_admission_order() -> None:
 
 def test_surplus_return_delivers_all_that_is_whole() -> None:
     """S3."""
-    hand = Hand()
+    hand = LedgerDriver()
     groups = hand.groups(1, 1, 1)
     hand.finish(*(g.samples[0] for g in groups))
     assert [name for name, _ in delivered(hand, hand.round(quota=1, surplus="return"))] == ["g0", "g1", "g2"]
@@ -180,7 +180,7 @@ def test_surplus_return_delivers_all_that_is_whole() -> None:
 
 def test_mandatory_groups_lead_and_go_beyond_the_quota() -> None:
     """S3, S4."""
-    hand = Hand()
+    hand = LedgerDriver()
     fresh, old, older = hand.groups(1, 1, 1)
     hand.begin(old.samples[0], older.samples[0], version=0)
     hand.finish(fresh.samples[0], version=2)
@@ -192,7 +192,7 @@ def test_mandatory_groups_lead_and_go_beyond_the_quota() -> None:
 
 def test_what_is_over_the_bound_is_counted() -> None:
     """S4: `stats.over_bound`."""
-    hand = Hand()
+    hand = LedgerDriver()
     at, over = hand.groups(1, 1)
     hand.finish(at.samples[0], version=2)
     hand.finish(over.samples[0], version=1)
@@ -203,7 +203,7 @@ def test_what_is_over_the_bound_is_counted() -> None:
 
 def test_samples_of_unfinished_groups_in_units_of_samples() -> None:
     """S3: finished samples at once, gathered by group, `complete` when nothing of it is left."""
-    hand = Hand()
+    hand = LedgerDriver()
     a, b = hand.groups(3, 1)
     hand.finish(a.samples[2])
     hand.finish(b.samples[0])
@@ -217,7 +217,7 @@ def test_samples_of_unfinished_groups_in_units_of_samples() -> None:
 
 def test_a_quota_of_samples_may_cut_a_whole_group() -> None:
     """S3: what is left of it is surplus and comes under the same id."""
-    hand = Hand()
+    hand = LedgerDriver()
     (group,) = hand.groups(3)
     hand.finish(*group.samples.values())
     assert delivered(hand, hand.round(quota=2, unit="sample")) == [("g0", [0, 1])]
@@ -227,7 +227,7 @@ def test_a_quota_of_samples_may_cut_a_whole_group() -> None:
 
 def test_a_stop_delivers_all_finished_or_those_that_are_named() -> None:
     """S3: never an unfinished one; a quota does not limit it."""
-    hand = Hand()
+    hand = LedgerDriver()
     a, b, c, d = hand.groups(1, 1, 2, 1)
     hand.finish(a.samples[0], b.samples[0], c.samples[0], d.samples[0])
     rnd = hand.round(quota=1)

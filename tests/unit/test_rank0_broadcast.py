@@ -8,7 +8,7 @@ import torch
 import zmq
 from sglang.srt.managers.io_struct import sock_recv
 
-from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.api import messages
 
 SAID_S = 60.0
@@ -45,7 +45,7 @@ def own_context(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("own_context")
 def test_one_rank_speaks_for_itself() -> None:
     s = Scheduler(0, 1)
-    facts = Facts(s)  # type: ignore[arg-type]
+    facts = Rank0Broadcast(s)  # type: ignore[arg-type]
     facts.report(3)
     facts.report(4, "disk full")
     assert s.told() == messages.Moved([3])
@@ -64,7 +64,7 @@ def test_ready_is_all_ranks_and_failed_is_any(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
     first, second = Scheduler(0, 2), Scheduler(1, 2)
-    ranks = [Facts(first), Facts(second)]  # type: ignore[arg-type]
+    ranks = [Rank0Broadcast(first), Rank0Broadcast(second)]  # type: ignore[arg-type]
     ranks[0].report(1)
     ranks[0].report(2)
     ranks[0].report(3, "bad page")

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.http.service import April
+from sglang_april.http.service import AprilService
 from tests.unit.scripted_engine import ScriptedEngine, prompt, service
 from tests.unit.test_routes import client_of, open_round, run, until
 
 BODY: dict[str, Any] = {"run": "r", "round_id": "open", "prompts": [prompt(id="late", text="x", input_ids=None)]}
 
 
-async def life(april: April, engine: ScriptedEngine, *rounds: str, **body: Any) -> dict[str, tuple[Any, bytes]]:
+async def life(april: AprilService, engine: ScriptedEngine, *rounds: str, **body: Any) -> dict[str, tuple[Any, bytes]]:
     """Rounds of one group each, from request to reply; what the scheduler was told, and what was replied."""
     lived = {}
     async with client_of(april) as client:
@@ -54,11 +54,11 @@ def restored(**fields: Any) -> messages.Restored:
     return messages.Restored(**{**empty, "unnamed": False, **fields})
 
 
-def with_journal(**settings: Any) -> tuple[April, ScriptedEngine]:
+def with_journal(**settings: Any) -> tuple[AprilService, ScriptedEngine]:
     return service(journal="/journal", **settings)
 
 
-def told() -> tuple[April, ScriptedEngine]:
+def told() -> tuple[AprilService, ScriptedEngine]:
     april, engine = with_journal()
     engine.tell(restored())
     return april, engine

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from sglang_april.api.errors import Refused
+from sglang_april.api.errors import RequestError
 from sglang_april.http.reply import Reply
-from sglang_april.http.rounds import Round, Rounds
-from sglang_april.http.weight_lock import Holds
+from sglang_april.http.rounds import RoundRecord, RoundRegistry
+from sglang_april.http.weight_lock import WeightLock
 from tests.unit.scripted_engine import sglang_rwlock
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
@@ -23,9 +23,9 @@ def scenario(test: Scenario) -> Callable[[], None]:
     return run
 
 
-def ended(rounds: Rounds, name: str, run: str = "run", keep: bool = False, nbytes: int = 10) -> Round:
+def ended(rounds: RoundRegistry, name: str, run: str = "run", keep: bool = False, nbytes: int = 10) -> RoundRecord:
     """A round that has been opened, ended and answered."""
-    round_, new = rounds.admit(Round(name, run, "body", "group", keep))
+    round_, new = rounds.admit(RoundRecord(name, run, "body", "group", keep))
     assert new
     rounds.opened(round_)
     rounds.ended(round_)
@@ -34,14 +34,14 @@ def ended(rounds: Rounds, name: str, run: str = "run", keep: bool = False, nbyte
 
 
 def status(call: Callable[[], Any]) -> int:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestError) as caught:
         call()
     return caught.value.status
 
 
 @scenario
 async def test_the_last_replies_of_each_run_are_kept_and_older_ids_are_gone() -> None:
-    rounds = Rounds(2, 1000)
+    rounds = RoundRegistry(2, 1000)
     for i in range(4):
         ended(rounds, f"a{i}", "a")
         ended(rounds, f"b{i}", "b")
@@ -49,13 +49,13 @@ async def test_the_last_replies_of_each_run_are_kept_and_older_ids_are_gone() ->
     assert rounds.find("b2").id == "b2"
     assert status(lambda: rounds.find("a1")) == 410
     assert status(lambda: rounds.find("c0")) == 404
-    assert status(lambda: rounds.admit(Round("a1", "a", "body", "group"))) == 410
+    assert status(lambda: rounds.admit(RoundRecord("a1", "a", "body", "group"))) == 410
     assert (rounds.kept, rounds.kept_bytes) == (4, 40)
 
 
 @scenario
 async def test_a_reply_kept_until_ack_outlives_the_last_ones() -> None:
-    rounds = Rounds(2, 1000)
+    rounds = RoundRegistry(2, 1000)
     ended(rounds, "kept", keep=True)
     for i in range(5):
         ended(rounds, f"r{i}")
@@ -66,19 +66,19 @@ async def test_a_reply_kept_until_ack_outlives_the_last_ones() -> None:
 
 @scenario
 async def test_unacknowledged_replies_beyond_the_memory_stop_new_rounds_and_lose_nothing() -> None:
-    rounds = Rounds(2, 25)
+    rounds = RoundRegistry(2, 25)
     for i in range(3):
         ended(rounds, f"r{i}", keep=True)
-    assert status(lambda: rounds.admit(Round("r3", "run", "body", "group"))) == 503
+    assert status(lambda: rounds.admit(RoundRecord("r3", "run", "body", "group"))) == 503
     assert all(rounds.find(f"r{i}") for i in range(3))
-    assert not rounds.admit(Round("r1", "run", "body", "group"))[1]
+    assert not rounds.admit(RoundRecord("r1", "run", "body", "group"))[1]
     rounds.acknowledge("r0")
-    assert rounds.admit(Round("r3", "run", "body", "group"))[1]
+    assert rounds.admit(RoundRecord("r3", "run", "body", "group"))[1]
 
 
 @scenario
 async def test_replies_of_many_runs_stay_within_the_memory() -> None:
-    rounds = Rounds(2, 25)
+    rounds = RoundRegistry(2, 25)
     for i in range(10):
         ended(rounds, f"r{i}", run=f"run{i}")
     assert rounds.kept_bytes == 20
@@ -89,30 +89,30 @@ async def test_replies_of_many_runs_stay_within_the_memory() -> None:
 
 @scenario
 async def test_acknowledging_too_early_or_the_unknown() -> None:
-    rounds = Rounds(2, 100)
-    rounds.admit(Round("open", "run", "body", "group"))
+    rounds = RoundRegistry(2, 100)
+    rounds.admit(RoundRecord("open", "run", "body", "group"))
     assert status(lambda: rounds.acknowledge("open")) == 409
     assert status(lambda: rounds.acknowledge("none")) == 404
 
 
 @scenario
 async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
-    rounds = Rounds(2, 100)
-    first, _ = rounds.admit(Round("x", "run", "body", "group"))
-    again, new = rounds.admit(Round("x", "run", "body", "group"))
+    rounds = RoundRegistry(2, 100)
+    first, _ = rounds.admit(RoundRecord("x", "run", "body", "group"))
+    again, new = rounds.admit(RoundRecord("x", "run", "body", "group"))
     assert again is first
     assert not new
-    assert status(lambda: rounds.admit(Round("x", "run", "other", "group"))) == 409
-    assert status(lambda: rounds.admit(Round("y", "run", "body", "group"))) == 409
-    rounds.refuse(first, Refused(503, "push", "open"))
+    assert status(lambda: rounds.admit(RoundRecord("x", "run", "other", "group"))) == 409
+    assert status(lambda: rounds.admit(RoundRecord("y", "run", "body", "group"))) == 409
+    rounds.refuse(first, RequestError(503, "push", "open"))
     assert status(lambda: rounds.find("x")) == 404
-    assert rounds.admit(Round("y", "run", "body", "group"))[1]
+    assert rounds.admit(RoundRecord("y", "run", "body", "group"))[1]
 
 
 @scenario
 async def test_a_hold_keeps_a_writer_waiting_until_it_is_given_up() -> None:
     lock = sglang_rwlock()
-    holds = Holds(lock)
+    holds = WeightLock(lock)
     await holds.take("a")
     await holds.take("b")
     writer = asyncio.create_task(lock.acquire_writer())
@@ -134,7 +134,7 @@ async def test_a_hold_keeps_a_writer_waiting_until_it_is_given_up() -> None:
 @scenario
 async def test_push_and_pause_together_are_both_waited_for() -> None:
     lock = sglang_rwlock()
-    holds = Holds(lock)
+    holds = WeightLock(lock)
     await holds.take("a")
     await holds.give_up("push")
     await holds.give_up("pause")
@@ -149,7 +149,7 @@ async def test_push_and_pause_together_are_both_waited_for() -> None:
 @scenario
 async def test_a_round_that_ends_while_it_waits_for_the_lock_holds_nothing() -> None:
     lock = sglang_rwlock()
-    holds = Holds(lock)
+    holds = WeightLock(lock)
     await holds.take("a")
     await holds.give_up("push")
     await lock.acquire_writer()
@@ -164,7 +164,7 @@ async def test_a_round_that_ends_while_it_waits_for_the_lock_holds_nothing() -> 
 @scenario
 async def test_an_opening_that_gets_the_lock_in_a_push_lets_go_of_it() -> None:
     lock = sglang_rwlock()
-    holds = Holds(lock)
+    holds = WeightLock(lock)
     await lock.acquire_writer()
     opening = asyncio.create_task(holds.take("a"))
     await asyncio.sleep(0)

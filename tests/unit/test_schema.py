@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang_april.api.errors import Refused
-from sglang_april.api.requests import Rollout, decode_rollout
+from sglang_april.api.errors import RequestError
+from sglang_april.api.requests import RolloutBody, decode_rollout
 from sglang_april.config import AprilConfig
 from sglang_april.http.prepare import open_round
 from sglang_april.http.validation import check_rollout
@@ -25,8 +25,8 @@ def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
     return open_round(1, "r", rollout, AprilConfig(quota=8), ScriptedEngine(**facts))[0]
 
 
-def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> Refused:
-    with pytest.raises(Refused) as caught:
+def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
         accept(body, packed, **facts)
     assert caught.value.status == 400
     assert caught.value.reason
@@ -156,20 +156,20 @@ def test_nan_and_infinity_are_refused_in_msgpack_and_in_json(name: str, value: f
 )
 def test_what_is_no_json_is_refused_as_the_body(data: bytes) -> None:
     if not data:
-        assert decode_rollout(data, False) == Rollout()
+        assert decode_rollout(data, False) == RolloutBody()
         return
-    with pytest.raises(Refused, match=r"^body: "):
+    with pytest.raises(RequestError, match=r"^body: "):
         decode_rollout(data, False)
 
 
 @pytest.mark.parametrize("data", [b"\xc1", b"\x81", b"\x81\xa3run\xa1\xff", b"\x81\xa3run\xa9a", b"\x80\x80"])
 def test_what_is_no_msgpack_is_refused_as_the_body(data: bytes) -> None:
-    with pytest.raises(Refused, match=r"^body: "):
+    with pytest.raises(RequestError, match=r"^body: "):
         decode_rollout(data, True)
 
 
 def test_deep_nesting_is_refused() -> None:
-    with pytest.raises(Refused, match="deep"):
+    with pytest.raises(RequestError, match="deep"):
         decode_rollout(b'{"prompts":[{"id":"a","metadata":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", False)
     deep: Any = 1
     for _ in range(70):

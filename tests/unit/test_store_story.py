@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sglang_april.kv.disk_tier import Key
 from sglang_april.kv.kv_pages import Found
-from sglang_april.recovery.kv_recovery import Search
-from tests.unit.rank_store import ELSEWHERE, PAGE, Rank, slots_of
+from sglang_april.recovery.kv_recovery import KvSearch
+from tests.unit.rank_store import ELSEWHERE, PAGE, RankStore, slots_of
 
 
 class Story(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class Story(RuleBasedStateMachine):
     def start(self) -> None:
         for path in self.folder.iterdir():
             path.unlink()
-        self.rank = Rank(self.folder, pages=20)
+        self.rank = RankStore(self.folder, pages=20)
         self.rank.disk.begin("life 0")
         self.lives = 0
         self.known: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -86,7 +86,7 @@ class Story(RuleBasedStateMachine):
         """`older`: the journal has another length; `lost`: it went through a life without this directory."""
         self.lives += lost
         self.rank.close()
-        self.rank = Rank(self.folder, pages=20)
+        self.rank = RankStore(self.folder, pages=20)
         self.free = 20
         disk = self.rank.disk
         there = {name: kv for name, (kv, on_disk) in self.known.items() if on_disk}
@@ -96,7 +96,7 @@ class Story(RuleBasedStateMachine):
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
-        said = Search(disk, f"life {self.lives}").look(wanted)
+        said = KvSearch(disk, f"life {self.lives}").look(wanted)
         good = [not lost and name in there and name not in spoilt | older for name in range(6)]
         assert [outcome == "" for outcome in said] == good
         assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]

@@ -9,9 +9,9 @@ from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.version_clock import PushClock
+from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.controller_harness import Build, lengths
-from tests.unit.ledger_driver import Hand, prompt
+from tests.unit.ledger_driver import LedgerDriver, prompt
 from tests.unit.test_pressure import tiers as tiers_of
 
 PAGE = 16
@@ -55,8 +55,8 @@ class Group:
 
     def __init__(self, host: int = 1000, disk: int = 0, prompt_tokens: int = 40) -> None:
         self.engine: Any = Orders()
-        hand = Hand()
-        self.context = Context(self.engine, PushClock(), host, disk, PAGE, ledger=hand.ledger)
+        hand = LedgerDriver()
+        self.context = Context(self.engine, VersionClock(), host, disk, PAGE, ledger=hand.ledger)
         self.tiers = Tiers(self.context)
         self.hand, self.node = hand, object()
         (group,) = hand.accept(prompt("g0", 4, tokens=prompt_tokens))

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from sglang_april.kv.kv_pages import CopyTier
-from tests.unit.test_page_store import Faulty, Rank, slots_of
+from tests.unit.rank_store import RankStore
+from tests.unit.test_page_store import Faulty, slots_of
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_trial_leaves_nothing_behind(tmp_path: Path, tier: CopyTier) -> None:
     """The arena, the directory and the pool are as before; both ways took time."""
-    rank = Rank(tmp_path)
+    rank = RankStore(tmp_path)
     slots = slots_of(9)
     before, free = rank.rows(slots), rank.arena.free_pages
     out, back = rank.store.trial(tier, slots)
@@ -28,7 +29,7 @@ def test_a_trial_leaves_nothing_behind(tmp_path: Path, tier: CopyTier) -> None:
 
 def test_a_tier_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     """A rate of copies that failed would make keeping look free."""
-    rank = Rank(tmp_path, pages=1, write=Faulty(errno.ENOSPC))
+    rank = RankStore(tmp_path, pages=1, write=Faulty(errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         rank.store.trial("disk", slots_of(9))
     with pytest.raises(MemoryError):

@@ -1,30 +1,31 @@
-"""S1: the policy version, on the pure `PushClock`."""
+"""S1: the policy version, on the pure `VersionClock`."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_april.scheduler.version_clock import PushClock, Refused
+from sglang_april.api.errors import RequestError
+from sglang_april.scheduler.version_clock import VersionClock
 
 
-def call(clock: PushClock, forwards: int = 0, *, ok: bool = True, whole: bool = False) -> bool:
+def call(clock: VersionClock, forwards: int = 0, *, ok: bool = True, whole: bool = False) -> bool:
     return clock.weight_call(ok, "" if ok else "bad tensor", forwards, whole=whole)
 
 
 def refused(status: int, act: "object", *args: int | None) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestError) as caught:
         act(*args)  # type: ignore[operator]
     assert caught.value.status == status
     return caught.value.reason
 
 
 def test_s1_the_version_starts_where_the_flag_says() -> None:
-    assert PushClock().version == 0
-    assert PushClock(7).version == 7
+    assert VersionClock().version == 0
+    assert VersionClock(7).version == 7
 
 
 def test_s1_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     clock.begin(None)
     assert "push is open" in clock.closed
     for forwards in range(10):
@@ -36,14 +37,14 @@ def test_s1_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end()
 
 def test_s1_a_push_without_any_call_moves_the_version_too() -> None:
     """The trainer may bring the weights by a way of its own."""
-    clock = PushClock()
+    clock = VersionClock()
     clock.begin(None)
     assert clock.end(None) == 1
 
 
 @pytest.mark.parametrize(("at_begin", "at_end", "becomes"), [(9, None, 9), (None, 9, 9), (9, 12, 12), (None, None, 4)])
 def test_s1_begin_or_end_names_the_version(at_begin: int | None, at_end: int | None, becomes: int) -> None:
-    clock = PushClock(3)
+    clock = VersionClock(3)
     clock.begin(at_begin)
     assert clock.end(at_end) == becomes
     clock.begin(None)
@@ -52,7 +53,7 @@ def test_s1_begin_or_end_names_the_version(at_begin: int | None, at_end: int | N
 
 @pytest.mark.parametrize("version", [0, 2, 3])
 def test_s1_a_version_that_is_not_greater_is_refused_and_changes_nothing(version: int) -> None:
-    clock = PushClock(3)
+    clock = VersionClock(3)
     assert "3" in refused(409, clock.begin, version)
     assert not clock.open
     clock.begin(None)
@@ -62,7 +63,7 @@ def test_s1_a_version_that_is_not_greater_is_refused_and_changes_nothing(version
 
 
 def test_s1_end_without_begin_is_refused() -> None:
-    clock = PushClock(3)
+    clock = VersionClock(3)
     assert "begin" in refused(409, clock.end, None)
     clock.begin(None)
     clock.end(None)
@@ -71,7 +72,7 @@ def test_s1_end_without_begin_is_refused() -> None:
 
 
 def test_s1_begin_while_one_is_open_starts_over() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     clock.begin(5)
     call(clock, ok=False)
     clock.begin(None)
@@ -80,7 +81,7 @@ def test_s1_begin_while_one_is_open_starts_over() -> None:
 
 
 def test_s1_a_failed_call_keeps_admission_closed_until_a_push_succeeds() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     clock.begin(None)
     call(clock)
     call(clock, ok=False)
@@ -94,13 +95,13 @@ def test_s1_a_failed_call_keeps_admission_closed_until_a_push_succeeds() -> None
 
 
 def test_s1_a_begin_never_ended_keeps_admission_closed() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     clock.begin(None)
     assert "/april/push/end" in clock.closed
 
 
 def test_s1_without_begin_the_first_accepted_call_after_a_forward_moves_the_version() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     assert call(clock, 5)
     assert not call(clock, 5), "further calls before the next forward belong to the same push"
     assert not call(clock, 5)
@@ -110,7 +111,7 @@ def test_s1_without_begin_the_first_accepted_call_after_a_forward_moves_the_vers
 
 
 def test_s1_without_begin_a_failed_bucket_closes_admission_and_another_bucket_does_not_heal_it() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     assert not call(clock, 5, ok=False)
     assert not call(clock, 6)
     assert (clock.version, bool(clock.closed)) == (0, True)
@@ -119,7 +120,7 @@ def test_s1_without_begin_a_failed_bucket_closes_admission_and_another_bucket_do
 
 
 def test_s1_a_failure_after_the_version_moved_is_healed_by_the_next_whole_push() -> None:
-    clock = PushClock()
+    clock = VersionClock()
     call(clock, 5)
     call(clock, 5, ok=False)
     assert clock.closed
@@ -129,7 +130,7 @@ def test_s1_a_failure_after_the_version_moved_is_healed_by_the_next_whole_push()
 
 def test_s1_a_push_after_a_call_without_begin() -> None:
     """What came before `begin` is a push of its own."""
-    clock = PushClock()
+    clock = VersionClock()
     call(clock, 5)
     clock.begin(None)
     call(clock, 5)
@@ -150,7 +151,7 @@ def test_s1_whatever_happens_the_version_only_rises_and_once_per_push(
     steps: list[tuple[str, int | None]],
 ) -> None:
     """Any order of messages: never back, at most one move per message, none while closed."""
-    clock, forwards = PushClock(), 0
+    clock, forwards = VersionClock(), 0
     for name, value in steps:
         before, closed = clock.version, clock.closed
         try:
@@ -168,7 +169,7 @@ def test_s1_whatever_happens_the_version_only_rises_and_once_per_push(
                 assert value or clock.closed
             else:
                 forwards += 1
-        except Refused:
+        except RequestError:
             assert (clock.version, clock.closed) == (before, closed)
         if name != "end":
             assert clock.version - before in (0, 1)

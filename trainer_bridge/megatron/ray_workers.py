@@ -7,14 +7,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from trainer_bridge.megatron.worker import Outcome, RemoteRank
-from trainer_bridge.megatron.workers import Elsewhere, RankDied
+from trainer_bridge.megatron.worker import Outcome, RemoteWorker
+from trainer_bridge.megatron.workers import RemoteWorkers, WorkerDied
 from trainer_bridge.ports import free_port
-from trainer_bridge.ray_cluster import Cluster
+from trainer_bridge.ray_cluster import RayCluster
 from trainer_bridge.trainer import TrainerSettings
 
 
-class RankActor(RemoteRank):
+class WorkerActor(RemoteWorker):
     """The actor of one rank."""
 
     def meeting_point(self) -> str:
@@ -23,13 +23,13 @@ class RankActor(RemoteRank):
         return f"tcp://{host}:{free_port(host)}"
 
 
-class RayRanks(Elsewhere):
+class RayWorkers(RemoteWorkers):
     """Ranks in actors. A call that an actor does not survive is heard of from Ray."""
 
-    def __init__(self, settings: TrainerSettings, cluster: Cluster) -> None:
+    def __init__(self, settings: TrainerSettings, cluster: RayCluster) -> None:
         super().__init__(settings.world_size)
         gpus = 0 if settings.device == "cpu" else 1
-        self.actors = [cluster.actor(RankActor, settings, rank, gpus=gpus) for rank in range(self._size)]
+        self.actors = [cluster.actor(WorkerActor, settings, rank, gpus=gpus) for rank in range(self._size)]
         cluster.wait_for(self.actors, "trainer ranks")
         init_method = ray.get(self.actors[0].meeting_point.remote())
         self._calls: list[Any] = [actor.join.remote(init_method) for actor in self.actors]
@@ -39,7 +39,7 @@ class RayRanks(Elsewhere):
         try:
             self._calls[rank] = self.actors[rank].do.remote(method, args)
         except RayActorError as died:
-            raise RankDied from died
+            raise WorkerDied from died
 
     def _ready(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
         calls = [self._calls[rank] for rank in ranks]
@@ -50,7 +50,7 @@ class RayRanks(Elsewhere):
         try:
             answer: Outcome = ray.get(self._calls[rank])
         except RayActorError as died:
-            raise RankDied(str(died)) from died
+            raise WorkerDied(str(died)) from died
         return answer
 
     def _kill(self) -> None:

@@ -14,7 +14,7 @@ Outcome = tuple[Any, Exception | None]
 """A call's value, or what it raised."""
 
 
-class Rank:
+class Worker:
     """What one rank does of each call; in the caller's process, or in one of its own."""
 
     def __init__(self, settings: TrainerSettings, rank: int = 0, init_method: str | None = None) -> None:
@@ -60,19 +60,19 @@ class Rank:
         self._policy.close()
 
 
-class RemoteRank:
+class RemoteWorker:
     """A rank in a process of its own: the process' main object, which answers with outcomes."""
 
     def __init__(self, settings: TrainerSettings, rank: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.world_size))
         self._settings, self._number = settings, rank
-        self._rank: Rank | None = None
+        self._rank: Worker | None = None
 
     def join(self, init_method: str) -> Outcome:
         """Meet the other ranks, and build the model."""
 
         def make() -> None:
-            self._rank = Rank(self._settings, self._number, init_method)
+            self._rank = Worker(self._settings, self._number, init_method)
 
         return _outcome(make)
 

@@ -12,29 +12,31 @@ from torch import Tensor
 
 from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.loss_settings import LossSettings
-from trainer_bridge.megatron.worker import Rank
-from trainer_bridge.megatron.workers import Here, Processes, Ranks
+from trainer_bridge.megatron.worker import Worker
+from trainer_bridge.megatron.workers import InProcessWorkers, ProcessWorkers, Workers
 from trainer_bridge.trainer import Part, PushReport, PushWay, StepReport, TrainerSettings
 
 if TYPE_CHECKING:
-    from trainer_bridge.ray_cluster import Cluster
+    from trainer_bridge.ray_cluster import RayCluster
 
 T = TypeVar("T")
 
 
-def make_trainer(settings: TrainerSettings, cluster: "Cluster | None" = None) -> "Team":
+def make_trainer(settings: TrainerSettings, cluster: "RayCluster | None" = None) -> "WorkerGroup":
     """A trainer of `world_size` ranks: actors of a cluster if there is one, else this process (for 1) or as many."""
     if cluster is not None:
-        from trainer_bridge.megatron.ray_workers import RayRanks
+        from trainer_bridge.megatron.ray_workers import RayWorkers
 
-        return Team(settings, RayRanks(settings, cluster))
-    return Team(settings, Here(Rank(settings)) if settings.world_size == 1 else Processes(settings))
+        return WorkerGroup(settings, RayWorkers(settings, cluster))
+    return WorkerGroup(
+        settings, InProcessWorkers(Worker(settings)) if settings.world_size == 1 else ProcessWorkers(settings)
+    )
 
 
-class Team:
+class WorkerGroup:
     """A `trainer.Trainer`."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
+    def __init__(self, settings: TrainerSettings, ranks: Workers) -> None:
         self.settings, self._ranks = settings, ranks
         self._replicas = settings.world_size // settings.tensor_model_parallel_size
 

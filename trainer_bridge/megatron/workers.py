@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from trainer_bridge.megatron.worker import Outcome, Rank, RemoteRank
+from trainer_bridge.megatron.worker import Outcome, RemoteWorker, Worker
 from trainer_bridge.ports import free_port
 from trainer_bridge.trainer import TrainerSettings
 
@@ -22,11 +22,11 @@ class TrainerFailed(RuntimeError):  # noqa: N818
     """A trainer process has died or raised; the team is gone."""
 
 
-class RankDied(Exception):  # noqa: N818
+class WorkerDied(Exception):  # noqa: N818
     """One rank will not answer any more."""
 
 
-class Ranks(Protocol):
+class Workers(Protocol):
     """All ranks of a team."""
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -36,22 +36,22 @@ class Ranks(Protocol):
         """End them all."""
 
 
-class Here:
+class InProcessWorkers:
     """One rank, in this process."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Worker) -> None:
         self._rank = rank
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """As `Ranks.call`."""
+        """As `Workers.call`."""
         return [getattr(self._rank, method)(*args[0])]
 
     def close(self) -> None:
-        """As `Ranks.close`."""
+        """As `Workers.close`."""
         self._rank.close()
 
 
-class Elsewhere(ABC):
+class RemoteWorkers(ABC):
     """Ranks that are sent their calls; all are waited for."""
 
     def __init__(self, size: int) -> None:
@@ -59,7 +59,7 @@ class Elsewhere(ABC):
 
     @abstractmethod
     def _send(self, rank: int, method: str, args: tuple[Any, ...]) -> None:
-        """Begin a call; may raise `RankDied`."""
+        """Begin a call; may raise `WorkerDied`."""
 
     @abstractmethod
     def _ready(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
@@ -67,23 +67,23 @@ class Elsewhere(ABC):
 
     @abstractmethod
     def _receive(self, rank: int) -> Outcome:
-        """What it answered; raises `RankDied`."""
+        """What it answered; raises `WorkerDied`."""
 
     @abstractmethod
     def _kill(self) -> None:
         """All of them, at once."""
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """As `Ranks.call`."""
+        """As `Workers.call`."""
         for rank, arguments in enumerate(args):
             try:
                 self._send(rank, method, arguments)
-            except RankDied as died:
+            except WorkerDied as died:
                 raise self._failed(rank) from died
         return self._answers()
 
     def close(self) -> None:
-        """As `Ranks.close`."""
+        """As `Workers.close`."""
         with contextlib.suppress(TrainerFailed):
             self.call("close", [()] * self._size)
         self._kill()
@@ -100,7 +100,7 @@ class Elsewhere(ABC):
             for rank in ready:
                 try:
                     answers[rank], error = self._receive(rank)
-                except RankDied as died:
+                except WorkerDied as died:
                     raise self._failed(rank) from (errors or [died])[0]
                 if error is not None:
                     errors.append(error)
@@ -113,7 +113,7 @@ class Elsewhere(ABC):
         return TrainerFailed(f"trainer rank {rank} has died")
 
 
-class Processes(Elsewhere):
+class ProcessWorkers(RemoteWorkers):
     """Ranks as spawned processes, each at the other end of a pipe."""
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -135,7 +135,7 @@ class Processes(Elsewhere):
         try:
             self._pipes[rank].send((method, args))
         except OSError as broken:
-            raise RankDied from broken
+            raise WorkerDied from broken
 
     def _ready(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
         ready = wait([self._pipes[rank] for rank in ranks], timeout)
@@ -145,7 +145,7 @@ class Processes(Elsewhere):
         try:
             answer: Outcome = self._pipes[rank].recv()
         except (EOFError, OSError) as broken:
-            raise RankDied from broken
+            raise WorkerDied from broken
         return answer
 
     def _kill(self) -> None:
@@ -153,7 +153,7 @@ class Processes(Elsewhere):
             process.kill()
 
     def close(self) -> None:
-        """As `Ranks.close`; they may end by themselves first."""
+        """As `Workers.close`; they may end by themselves first."""
         with contextlib.suppress(TrainerFailed):
             self.call("close", [()] * self._size)
         for pipe in self._pipes:
@@ -165,7 +165,7 @@ class Processes(Elsewhere):
 
 def _serve(pipe: Connection, settings: TrainerSettings, number: int, init_method: str) -> None:
     """The main function of one rank's process: answers calls until its pipe closes."""
-    rank = RemoteRank(settings, number)
+    rank = RemoteWorker(settings, number)
     with contextlib.suppress(EOFError, OSError):
         pipe.send(rank.join(init_method))
         while True:

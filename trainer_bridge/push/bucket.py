@@ -10,7 +10,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class WeightBucket:
     """Some tensors, one behind the other."""
 
     names: list[str]
@@ -21,7 +21,7 @@ class Bucket:
     """uint8: the tensors' bytes in this order, without gaps, as SGLang's `flattened_bucket` has them."""
 
     @classmethod
-    def of(cls, tensors: list[tuple[str, Tensor]]) -> "Bucket":
+    def of(cls, tensors: list[tuple[str, Tensor]]) -> "WeightBucket":
         """Tensors copied into one."""
         return cls(
             names=[name for name, _ in tensors],

@@ -8,11 +8,11 @@ import torch
 
 from trainer_bridge.handshake import shake_hands
 from trainer_bridge.megatron.shapes import ModelShape
-from trainer_bridge.push.disk import Disk
-from trainer_bridge.push.distributed import Distributed
-from trainer_bridge.push.push_target import PushEngine
-from trainer_bridge.push.pusher import Pusher, Way
-from trainer_bridge.push.tensor import InCall
+from trainer_bridge.push.disk import DiskTransport
+from trainer_bridge.push.distributed import DistributedTransport
+from trainer_bridge.push.push_target import PushTarget
+from trainer_bridge.push.pusher import Pusher, WeightTransport
+from trainer_bridge.push.tensor import TensorTransport
 from trainer_bridge.trainer import PushWay
 
 
@@ -33,14 +33,14 @@ def connect(
     if not engines:
         raise ValueError("no engine to push to")
     shape = ModelShape.read(source)
-    known = [PushEngine(shake_hands(url.rstrip("/"), shape, api_key), api_key) for url in engines]
-    made: Way
+    known = [PushTarget(shake_hands(url.rstrip("/"), shape, api_key), api_key) for url in engines]
+    made: WeightTransport
     if way == "distributed":
-        made = Distributed(known, device)
+        made = DistributedTransport(known, device)
     elif way == "tensor":
-        made = InCall(known)
+        made = TensorTransport(known)
     elif way == "disk":
-        made = Disk(known, source, folder or Path(tempfile.mkdtemp(prefix="april-push-")) / "policy")
+        made = DiskTransport(known, source, folder or Path(tempfile.mkdtemp(prefix="april-push-")) / "policy")
     else:
         raise ValueError(f"push must be distributed, tensor or disk, not {way!r}")
     return Pusher(known, made)

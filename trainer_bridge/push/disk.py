@@ -9,15 +9,15 @@ from pathlib import Path
 from torch import Tensor
 
 from trainer_bridge.hf_folder import write_hf
-from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.push_target import PushEngine
+from trainer_bridge.push.bucket import WeightBucket
+from trainer_bridge.push.push_target import PushTarget
 from trainer_bridge.push.pusher import on_all
 
 
-class Disk:
+class DiskTransport:
     """The way `disk`: buckets are collected in host memory, written at the end, and loaded by one call."""
 
-    def __init__(self, engines: Sequence[PushEngine], source: Path, folder: Path) -> None:
+    def __init__(self, engines: Sequence[PushTarget], source: Path, folder: Path) -> None:
         self._engines, self._source, self._folder = engines, source, folder
         self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
         self._tensors: list[tuple[str, Tensor]] = []
@@ -26,9 +26,9 @@ class Disk:
         """Start over."""
         self._tensors = []
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: WeightBucket) -> None:
         """Keep the bucket."""
-        host = Bucket(bucket.names, bucket.dtypes, bucket.shapes, bucket.flat.cpu())
+        host = WeightBucket(bucket.names, bucket.dtypes, bucket.shapes, bucket.flat.cpu())
         self._tensors += host.views()
 
     def finish(self) -> None:

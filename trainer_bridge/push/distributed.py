@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.push_target import PushEngine, WeightCallError
+from trainer_bridge.push.bucket import WeightBucket
+from trainer_bridge.push.push_target import PushTarget, WeightCallError
 
 LIMIT = timedelta(minutes=5)
 """For an engine to join the group, and for one bucket."""
@@ -30,10 +30,10 @@ _groups = itertools.count()
 T = TypeVar("T")
 
 
-class Distributed:
+class DistributedTransport:
     """The default way."""
 
-    def __init__(self, engines: Sequence[PushEngine], device: torch.device, master_address: str | None = None) -> None:
+    def __init__(self, engines: Sequence[PushTarget], device: torch.device, master_address: str | None = None) -> None:
         self._engines, self._backend = engines, "nccl" if device.type == "cuda" else "gloo"
         self._address = master_address or reachable_address(engines)
         self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
@@ -70,7 +70,7 @@ class Distributed:
         _finish([call for call in joins if _has_refused(call)] or joins)
         self._group = joined.result()
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: WeightBucket) -> None:
         """Announce the bucket, broadcast it, and hear that it was loaded."""
         body = {
             "names": bucket.names,
@@ -112,11 +112,11 @@ class Distributed:
             wait([call for number, call in enumerate(calls) if number not in left], POLL_S, FIRST_COMPLETED)
 
     @staticmethod
-    def _leave(engine: PushEngine, body: dict[str, Any]) -> None:
+    def _leave(engine: PushTarget, body: dict[str, Any]) -> None:
         with contextlib.suppress(WeightCallError):  # it has lost the group, or has died
             engine.weight_call("/destroy_weights_update_group", body)
 
-    def _broadcast(self, bucket: Bucket, calls: Sequence[Future[None]]) -> None:
+    def _broadcast(self, bucket: WeightBucket, calls: Sequence[Future[None]]) -> None:
         """Until all engines have the bucket, or one has refused the call: it never comes to the broadcast."""
         work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         deadline = time.monotonic() + LIMIT.total_seconds()
@@ -151,7 +151,7 @@ class Distributed:
             self._name = ""
 
 
-def reachable_address(engines: Sequence[PushEngine]) -> str:
+def reachable_address(engines: Sequence[PushTarget]) -> str:
     """This machine's address as engines can reach it: the one of the route to the engine that is farthest away."""
     routes = [_route(httpx.URL(engine.url)) for engine in engines]
     return next((address for address in routes if not address.startswith("127.")), routes[0])

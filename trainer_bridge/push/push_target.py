@@ -12,7 +12,7 @@ class WeightCallError(RuntimeError):
     """An engine refused a weight call, or could not be asked."""
 
 
-class PushEngine:
+class PushTarget:
     """Calls to one engine; its weight calls wait without limit, for SGLang's own requests may be in their way."""
 
     def __init__(self, facts: EngineFacts, api_key: str | None = None) -> None:

@@ -19,8 +19,8 @@ import httpx
 from torch import Tensor
 
 from sglang_april.client import AprilError
-from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.push_target import PushEngine, WeightCallError
+from trainer_bridge.push.bucket import WeightBucket
+from trainer_bridge.push.push_target import PushTarget, WeightCallError
 from trainer_bridge.trainer import PushReport
 
 BUCKET_BYTES = 512 << 20
@@ -32,7 +32,7 @@ class PushFailed(RuntimeError):  # noqa: N818
     """A push that did not succeed on all engines: they refuse rounds until one does."""
 
 
-class State(Enum):
+class PushState(Enum):
     """Of a pusher."""
 
     IDLE = "idle"
@@ -40,13 +40,13 @@ class State(Enum):
     FAILED = "failed"
 
 
-class Way(Protocol):
+class WeightTransport(Protocol):
     """How weights get from here into the engines, bucket by bucket. Errors: `FAILURES`."""
 
     def open(self) -> None:
         """Before the first bucket of a push; whatever an earlier failure broke is made new."""
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: WeightBucket) -> None:
         """One bucket to all engines; returns when all have taken it."""
 
     def finish(self) -> None:
@@ -62,8 +62,8 @@ class Way(Protocol):
 class Pusher:
     """Pushes to a fixed set of engines."""
 
-    def __init__(self, engines: Sequence[PushEngine], way: Way) -> None:
-        self.engines, self._way, self.state = engines, way, State.IDLE
+    def __init__(self, engines: Sequence[PushTarget], way: WeightTransport) -> None:
+        self.engines, self._way, self.state = engines, way, PushState.IDLE
         self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="push")
 
     def push(self, batches: Iterable[list[tuple[str, Tensor]]], version: int | None = None) -> PushReport:
@@ -90,20 +90,20 @@ class Pusher:
             finally:
                 seconds[part] += time.perf_counter() - started
 
-        self.state = State.OPEN
+        self.state = PushState.OPEN
         target = attempt("begin", lambda: self._begin(version))
         attempt("begin", self._way.open)
         for batch in batches:
-            bucket = Bucket.of(batch)
+            bucket = WeightBucket.of(batch)
             attempt("weights", partial(self._way.send, bucket))
             sent, calls = sent + bucket.flat.numel(), calls + 1
         attempt("weights", self._way.finish)
         attempt("end", lambda: self._on_all(lambda engine: engine.april.push_end(target)))
         if failure:
-            self.state = State.FAILED
+            self.state = PushState.FAILED
             self._way.broke()
             raise PushFailed(f"the push failed, and rounds are refused until one succeeds: {failure}")
-        self.state = State.IDLE
+        self.state = PushState.IDLE
         return PushReport(target, sent, calls, seconds)
 
     def _begin(self, version: int | None) -> int:
@@ -112,7 +112,7 @@ class Pusher:
         self._on_all(lambda engine: engine.april.push_begin(target))
         return target
 
-    def _on_all(self, call: Callable[[PushEngine], Any]) -> list[Any]:
+    def _on_all(self, call: Callable[[PushTarget], Any]) -> list[Any]:
         """A call to every engine at once; all are waited for before the first error is raised."""
         return on_all(self._threads, [partial(call, engine) for engine in self.engines])
 

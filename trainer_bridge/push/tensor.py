@@ -15,26 +15,26 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401  (registers how CUDA tensors are shared)
 
-from trainer_bridge.push.bucket import Bucket
-from trainer_bridge.push.push_target import PushEngine
+from trainer_bridge.push.bucket import WeightBucket
+from trainer_bridge.push.push_target import PushTarget
 from trainer_bridge.push.pusher import on_all
 
 
-class InCall:
+class TensorTransport:
     """The way `tensor`."""
 
-    def __init__(self, engines: Sequence[PushEngine]) -> None:
+    def __init__(self, engines: Sequence[PushTarget]) -> None:
         self._engines = engines
         self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
 
     def open(self) -> None:
         """Nothing to make."""
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: WeightBucket) -> None:
         """The bucket's tensors to all engines; on CUDA they share its memory, which lives until all have them."""
         payload = serialise(list(bucket.views()))
 
-        def call(engine: PushEngine) -> None:
+        def call(engine: PushTarget) -> None:
             body = {"serialized_named_tensors": [payload] * engine.facts.tp_size, "flush_cache": False}
             engine.weight_call("/update_weights_from_tensor", body)
 

@@ -28,7 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class HeadGroup:
     """Planes of one (heads, dim), which one launch covers."""
 
     heads: int
@@ -86,7 +86,7 @@ class Int8Pages:
         return gcd(layout.VECTOR_BYTES, *(heads * dim for heads, dim in self.shapes))
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[HeadGroup]:
         starts, codes, scales = [], 0, 0
         for heads, dim in self.shapes:
             starts.append((codes // self.code_unit, scales))
@@ -98,7 +98,7 @@ class Int8Pages:
             unit = self.table.alignment // self.dtype.itemsize
             rows = [[buffers[i].data_ptr(), buffers[i].stride(0) // unit, *starts[i]] for i in members]
             table = torch.tensor(rows, dtype=torch.int64, device=self.table.device)
-            groups.append(Group(heads, dim, members, table))
+            groups.append(HeadGroup(heads, dim, members, table))
         return groups
 
 

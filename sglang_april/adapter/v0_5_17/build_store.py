@@ -8,12 +8,12 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
 
 from april_kernels.kv_pages import PlaneTable
-from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import copier_for
-from sglang_april.kv.disk_tier import Disk, DiskError, Key
-from sglang_april.kv.host_tier import Arena
-from sglang_april.kv.page_format import FORMS, PageForm
+from sglang_april.kv.disk_tier import DiskError, DiskTier, Key
+from sglang_april.kv.host_tier import HostArena
+from sglang_april.kv.page_format import FORMS, PageFormat
 from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 
@@ -29,7 +29,7 @@ class Caps(NamedTuple):
     page_tokens: int
 
 
-def page_form(s: Scheduler, config: AprilConfig) -> PageForm:
+def page_form(s: Scheduler, config: AprilConfig) -> PageFormat:
     """Ends the start with one sentence if the pool's layout or dtype cannot be stored in pages like that."""
     try:
         return FORMS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
@@ -37,7 +37,7 @@ def page_form(s: Scheduler, config: AprilConfig) -> PageForm:
         raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
 
 
-def caps(config: AprilConfig, form: PageForm, ranks: int) -> Caps:
+def caps(config: AprilConfig, form: PageFormat, ranks: int) -> Caps:
     page = 4 * form.page_words * ranks
     return Caps(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
 
@@ -47,19 +47,19 @@ def key_of(sample: Sample) -> Key:
     return Key(group.run.name, group.id, group.incarnation, sample.index)
 
 
-def build_store(s: Scheduler, config: AprilConfig, form: PageForm, limits: Caps, facts: Facts) -> PageStore:
+def build_store(s: Scheduler, config: AprilConfig, form: PageFormat, limits: Caps, facts: Rank0Broadcast) -> PageStore:
     """Ends the start with one sentence if the disk tier's directory cannot be used."""
     copier = copier_for(form)
     disk = None
     try:
         if config.disk_dir is not None:
             rank, layout = s.ps.tp_rank, _layout(s, form)
-            disk = Disk(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
+            disk = DiskTier(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
     except DiskError as error:
         raise SystemExit(f"sglang-april: {error}.") from error
     pinned = form.table.device.type != "cpu"
     return PageStore(
-        copier, Arena(limits.host // limits.page_tokens, copier.page_words, pinned=pinned), disk, facts.report
+        copier, HostArena(limits.host // limits.page_tokens, copier.page_words, pinned=pinned), disk, facts.report
     )
 
 
@@ -70,7 +70,7 @@ def plane_table(pool: KVCache) -> PlaneTable:
     return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
 
 
-def _layout(s: Scheduler, form: PageForm) -> str:
+def _layout(s: Scheduler, form: PageFormat) -> str:
     """Not the model's path: a later checkpoint is another policy version, and goes on from older KV by `kv: keep`."""
     rows = [form.name, *((str(b.dtype), *b.shape[1:]) for b in form.table.buffers)]
     text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"

@@ -11,7 +11,7 @@ from sglang_april.adapter.v0_5_17.prompt_pages import rest_of
 from sglang_april.scheduler.state import Sample
 
 
-class Room:
+class Capacity:
     """The part of the engine that only looks."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -32,7 +32,7 @@ class Room:
             return []
         return last.reqs
 
-    def strangers_waiting(self) -> int:
+    def foreign_waiting(self) -> int:
         return sum(r.april is None for r in self._s.waiting_queue)
 
     def idle(self) -> bool:

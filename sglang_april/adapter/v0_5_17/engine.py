@@ -14,12 +14,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
 from sglang_april.adapter.v0_5_17.build_store import build_store, caps, key_of, page_form
-from sglang_april.adapter.v0_5_17.capacity import Room
+from sglang_april.adapter.v0_5_17.capacity import Capacity
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.page_pool import PagePool
 from sglang_april.adapter.v0_5_17.prompt_pages import PromptPages
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
-from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, recall, revive
 from sglang_april.api.messages import Event, FinishedSample, encode
@@ -29,7 +29,7 @@ from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.state import Group, Proximal, Sample
 
 
-class SchedulerEngine(Room):
+class SchedulerEngine(Capacity):
     """`sglang_april.scheduler.engine.Engine` for SGLang 0.5.17."""
 
     def __init__(self, scheduler: Scheduler, config: AprilConfig) -> None:
@@ -41,7 +41,7 @@ class SchedulerEngine(Room):
         size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
         kv_bytes = sum(size) if isinstance(size, tuple) else size
         self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
-        self.facts = Facts(scheduler)
+        self.facts = Rank0Broadcast(scheduler)
         form, ranks = page_form(scheduler, config), scheduler.ps.tp_size
         self.kv_pages, self.stored_bytes_per_token = form.name, 4 * form.page_words // form.page_tokens * ranks
         self.caps = caps(config, form, ranks)

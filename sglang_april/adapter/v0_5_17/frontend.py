@@ -10,24 +10,24 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_april import config, metrics
 from sglang_april.adapter.hooking import hook_report
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
-from sglang_april.http.frontend import Facts
+from sglang_april.http.frontend import ServerInfo
 from sglang_april.http.routes import add_routes
-from sglang_april.http.service import April
+from sglang_april.http.service import AprilService
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
-class Frontend:
+class SGLangFrontend:
     """An `http.engine.Engine` on top of a TokenizerManager."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
         self.lock = manager.model_update_lock
 
-    def facts(self) -> Facts:
+    def facts(self) -> ServerInfo:
         """Known once the schedulers have reported, which is before the first request."""
         manager, args = self._manager, self._manager.server_args
-        return Facts(
+        return ServerInfo(
             vocab_size=manager.model_config.vocab_size,
             context_len=manager.context_len - manager.num_reserved_tokens,
             max_input_len=min(manager.max_req_input_len or manager.context_len, manager.context_len),
@@ -102,11 +102,11 @@ def _model(manager: TokenizerManager) -> dict[str, Any]:
     }
 
 
-def attach(manager: TokenizerManager) -> April:
+def attach(manager: TokenizerManager) -> AprilService:
     """Give a TokenizerManager the service, as `manager.april` and, where SGLang serves HTTP, as routes under /april."""
     args = manager.server_args
     on_reply = metrics.Metrics({"model_name": args.served_model_name}).observe if args.enable_metrics else None
-    service = April(Frontend(manager), config.load(), on_reply)
+    service = AprilService(SGLangFrontend(manager), config.load(), on_reply)
     service.hook_report = hook_report()
     manager.april = service
     manager._result_dispatcher._mapping[AprilOutput] = lambda message: service.receive(message.payload)
@@ -117,7 +117,7 @@ def attach(manager: TokenizerManager) -> April:
     return service
 
 
-def _attach_routes(app: Any, service: April) -> None:
+def _attach_routes(app: Any, service: AprilService) -> None:
     first = not hasattr(app.state, "april")
     app.state.april = service
     if first:

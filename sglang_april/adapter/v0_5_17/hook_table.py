@@ -4,16 +4,16 @@ A row says what is hooked, by what, why, where the upstream code is and when the
 call without hooking it. Both are compared with the reviewed manifest before the start (preflight.py).
 """
 
-from sglang_april.adapter.hook import SOURCE, Target
+from sglang_april.adapter.hook import SOURCE, Hook
 from sglang_april.adapter.v0_5_17.hook_table_scheduler import SCHEDULER_TARGETS
 
-__all__ = ["DEPENDS_ON", "SOURCE", "TARGETS", "Target"]
+__all__ = ["DEPENDS_ON", "SOURCE", "TARGETS", "Hook"]
 
 _ARGS = "sglang_april.adapter.v0_5_17.hooks_args:"
 _HTTP = "sglang_april.adapter.v0_5_17.hooks_http:"
 
-_START_TARGETS: tuple[Target, ...] = (
-    Target(
+_START_TARGETS: tuple[Hook, ...] = (
+    Hook(
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         "after",
         _ARGS + "add_flags",
@@ -21,7 +21,7 @@ _START_TARGETS: tuple[Target, ...] = (
         SOURCE + "server_args.py#L8214",
         "plugins can declare flags",
     ),
-    Target(
+    Hook(
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         "before",
         _ARGS + "publish_flags",
@@ -29,7 +29,7 @@ _START_TARGETS: tuple[Target, ...] = (
         SOURCE + "server_args.py#L8463",
         "plugins can declare flags",
     ),
-    Target(
+    Hook(
         "sglang.srt.server_args.ServerArgs.__post_init__",
         "before",
         _ARGS + "refuse_requested",
@@ -37,7 +37,7 @@ _START_TARGETS: tuple[Target, ...] = (
         SOURCE + "server_args.py#L3435",
         "the refusal list is empty",
     ),
-    Target(
+    Hook(
         "sglang.srt.server_args.ServerArgs.check_server_args",
         "before",
         _ARGS + "refuse_resolved",
@@ -45,7 +45,7 @@ _START_TARGETS: tuple[Target, ...] = (
         SOURCE + "server_args.py#L8699",
         "the refusal list is empty",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
         "after",
         _ARGS + "report_hooks",
@@ -53,7 +53,7 @@ _START_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L1607",
         "SGLang's plugin loader fails closed",
     ),
-    Target(
+    Hook(
         "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
         "after",
         _ARGS + "require_reports",
@@ -63,8 +63,8 @@ _START_TARGETS: tuple[Target, ...] = (
     ),
 )
 
-_HTTP_TARGETS: tuple[Target, ...] = (
-    Target(
+_HTTP_TARGETS: tuple[Hook, ...] = (
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_request_dispatcher",
         "after",
         _HTTP + "attach_service",
@@ -72,7 +72,7 @@ _HTTP_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tokenizer_manager.py#L721",
         "plugins can add routes and message types",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation",
         "around",
         _HTTP + "freeze_first",
@@ -80,7 +80,7 @@ _HTTP_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tokenizer_manager.py#L1974",
         "a pause is announced to the scheduler in every mode",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.continue_generation",
         "around",
         _HTTP + "thaw_after",
@@ -88,7 +88,7 @@ _HTTP_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tokenizer_manager.py#L1989",
         "a pause is announced to the scheduler in every mode",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation",
         "around",
         _HTTP + "release_when_idle",
@@ -96,7 +96,7 @@ _HTTP_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tokenizer_control_mixin.py#L784",
         "upstream refuses instead of asserting",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation",
         "around",
         _HTTP + "resume_what_is_released",
@@ -106,7 +106,7 @@ _HTTP_TARGETS: tuple[Target, ...] = (
     ),
 )
 
-TARGETS: tuple[Target, ...] = (*_START_TARGETS, *_HTTP_TARGETS, *SCHEDULER_TARGETS)
+TARGETS: tuple[Hook, ...] = (*_START_TARGETS, *_HTTP_TARGETS, *SCHEDULER_TARGETS)
 
 DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.plugins.load_plugins",
@@ -195,7 +195,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer._cumulate_output_tokens",
     "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer._cumulate_output_tokens",
     "sglang.srt.sampling.sampling_params.SamplingParams",
-    # The CPU platform stands in for these (sglang_april/platforms).
+    # The CPU platform stands in for these (sglang_april/cpu).
     "sglang.srt.layers.sampler.sampling_from_probs_torch",
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",

@@ -1,13 +1,13 @@
 """Rows of the table of hooks (targets.py) for the scheduler process: the loop, what interrupts it, and sampling."""
 
-from sglang_april.adapter.hook import SOURCE, Target
+from sglang_april.adapter.hook import SOURCE, Hook
 
 _LOOP = "sglang_april.adapter.v0_5_17.hooks_scheduler:"
 _CONTROL = "sglang_april.adapter.v0_5_17.hooks_control:"
 _SAMPLING = "sglang_april.adapter.v0_5_17.hooks_sampling:"
 
-SCHEDULER_TARGETS: tuple[Target, ...] = (
-    Target(
+SCHEDULER_TARGETS: tuple[Hook, ...] = (
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher",
         "after",
         _LOOP + "attach",
@@ -15,7 +15,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L1496",
         "plugins can add message types",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",
         "after",
         _LOOP + "adopt_request",
@@ -23,7 +23,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/schedule_batch.py#L774",
         "requests carry a weight version in their key",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
         "around",
         _LOOP + "next_batch",
@@ -31,7 +31,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L2925",
         "upstream has a batch quota",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
         "around",
         _LOOP + "new_prefill",
@@ -39,7 +39,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L3067",
         "upstream has a batch quota",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle",
         "around",
         _LOOP + "sleep_on_idle",
@@ -47,7 +47,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L4734",
         "upstream has a batch quota",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "after",
         _LOOP + "results",
@@ -55,7 +55,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L3814",
         "upstream has a batch quota",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
         "around",
         _LOOP + "keep_from_detokenizer",
@@ -63,7 +63,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/output_streamer.py#L103",
         "requests can name their reply channel",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens",
         "after",
         _LOOP + "held_tokens",
@@ -71,7 +71,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/pool_stats_observer.py#L179",
         "upstream keeps partials",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         "around",
         _LOOP + "queue_request",
@@ -79,7 +79,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L2629",
         "requests carry a weight version in their key",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper.send_output",
         "around",
         _LOOP + "given_up",
@@ -87,7 +87,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/output_sender.py#L12",
         "aborts go through process_batch_result",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.abort_request",
         "around",
         _CONTROL + "abort",
@@ -95,7 +95,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L4326",
         "aborts match rids exactly",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
         "around",
         _CONTROL + "weight_call",
@@ -103,7 +103,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/weight_updater.py#L110",
         "upstream pauses its own requests around a push",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed",
         "around",
         _CONTROL + "weight_call",
@@ -111,7 +111,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/weight_updater.py#L110",
         "upstream pauses its own requests around a push",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
         "around",
         _CONTROL + "weight_call",
@@ -119,7 +119,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/weight_updater.py#L110",
         "upstream pauses its own requests around a push",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
         "around",
         _CONTROL + "weight_call",
@@ -127,7 +127,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/weight_updater.py#L110",
         "upstream pauses its own requests around a push",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_disk",
         "around",
         _CONTROL + "load_weights",
@@ -135,7 +135,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tp_worker.py#L130",
         "upstream combines the outcome over the ranks",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_distributed",
         "around",
         _CONTROL + "load_weights",
@@ -143,7 +143,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tp_worker.py#L184",
         "upstream combines the outcome over the ranks",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor",
         "around",
         _CONTROL + "load_weights",
@@ -151,7 +151,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tp_worker.py#L207",
         "upstream combines the outcome over the ranks",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_ipc",
         "around",
         _CONTROL + "load_weights",
@@ -159,7 +159,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/tp_worker.py#L214",
         "upstream combines the outcome over the ranks",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle",
         "around",
         _CONTROL + "flush_request",
@@ -167,7 +167,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/flush_wrapper.py#L24",
         "upstream keeps partials",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache",
         "around",
         _CONTROL + "flush",
@@ -175,7 +175,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L4135",
         "upstream keeps partials through a flush",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         "around",
         _CONTROL + "pause",
@@ -183,7 +183,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L4465",
         "upstream has a batch quota",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.continue_generation",
         "after",
         _CONTROL + "unpause",
@@ -191,7 +191,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler.py#L4554",
         "upstream has a batch quota",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
         "around",
         _CONTROL + "release_memory",
@@ -199,7 +199,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "managers/scheduler_components/weight_updater.py#L202",
         "upstream keeps partials through a release",
     ),
-    Target(
+    Hook(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
         "after",
         _SAMPLING + "sampling_info",
@@ -207,7 +207,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "sampling/sampling_batch_info.py#L87",
         "upstream replays penalties",
     ),
-    Target(
+    Hook(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.filter_batch",
         "after",
         _SAMPLING + "sampling_filter",
@@ -215,7 +215,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "sampling/sampling_batch_info.py#L350",
         "upstream seeds single rows with every backend",
     ),
-    Target(
+    Hook(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.merge_batch",
         "after",
         _SAMPLING + "sampling_merge",
@@ -223,7 +223,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "sampling/sampling_batch_info.py#L415",
         "upstream seeds single rows with every backend",
     ),
-    Target(
+    Hook(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward",
         "after",
         _SAMPLING + "sampling_copy",
@@ -231,7 +231,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "sampling/sampling_batch_info.py#L454",
         "upstream seeds single rows with every backend",
     ),
-    Target(
+    Hook(
         "sglang.srt.layers.sampler.Sampler._sample_from_probs",
         "around",
         _SAMPLING + "sample",
@@ -239,7 +239,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "layers/sampler.py#L236",
         "upstream seeds single rows with every backend",
     ),
-    Target(
+    Hook(
         "sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp",
         "around",
         _SAMPLING + "sync_tokens",
@@ -247,7 +247,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "layers/sampler.py#L493",
         "upstream skips the collective of one rank",
     ),
-    Target(
+    Hook(
         "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
         "around",
         "sglang_april.adapter.v0_5_17.proximal:with_proximal",
@@ -255,7 +255,7 @@ SCHEDULER_TARGETS: tuple[Target, ...] = (
         SOURCE + "layers/logits_processor.py#L390",
         "upstream returns temperature-scaled input logprobs of output tokens",
     ),
-    Target(
+    Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         "after",
         "sglang_april.adapter.v0_5_17.proximal:prefix_limit",

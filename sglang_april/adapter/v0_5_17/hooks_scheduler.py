@@ -27,7 +27,7 @@ from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
 from sglang_april.scheduler.state import Sample, State
-from sglang_april.scheduler.version_clock import PushClock
+from sglang_april.scheduler.version_clock import VersionClock
 
 log = logging.getLogger("sglang_april")
 
@@ -71,7 +71,7 @@ def attach(_: None, s: Scheduler) -> None:
     config = load()
     engine = SchedulerEngine(s, config)
     caps = engine.caps
-    context = Context(engine, PushClock(), caps.host, caps.disk, caps.page_tokens, digest=_digest_file(s))
+    context = Context(engine, VersionClock(), caps.host, caps.disk, caps.page_tokens, digest=_digest_file(s))
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
     Process.step_times = StepTimes(engine.facts, s.max_running_requests)

@@ -25,7 +25,7 @@ from sglang_april.api import messages
 _TO_SCHEDULER = "inproc://april-facts"
 
 
-class Facts:
+class Rank0Broadcast:
     """This rank's end. Its methods may be called from any thread."""
 
     def __init__(self, s: Scheduler) -> None:

@@ -15,11 +15,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_april.adapter.v0_5_17.build_store import key_of
 from sglang_april.adapter.v0_5_17.request import has_grammar
 from sglang_april.config import AprilConfig
-from sglang_april.kv.disk_tier import Disk, DiskError
+from sglang_april.kv.disk_tier import DiskError, DiskTier
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal import Journal, JournalError
 from sglang_april.recovery.journal_snapshot import Saved, restored_event
-from sglang_april.recovery.kv_recovery import Outcome, Search, agreed
+from sglang_april.recovery.kv_recovery import KvSearch, Outcome, agreed
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
@@ -31,7 +31,7 @@ UNNAMED = -1
 log = logging.getLogger("sglang_april")
 
 
-def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Disk | None) -> None:
+def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: DiskTier | None) -> None:
     """Give a controller what the journal holds, and rank 0's the journal itself.
 
     Raises:
@@ -59,11 +59,11 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         _log(config, saved, version)
 
 
-def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: Disk | None) -> None:
+def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTier | None) -> None:
     if disk is None:
         controller.restore(saved)
         return
-    search, began = Search(disk, saved.life), time.monotonic()
+    search, began = KvSearch(disk, saved.life), time.monotonic()
     controller.restore(saved, lambda wanted: _look(s, search, wanted))
     back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.pages is not None]
     removed = disk.begin(saved.next_life, map(key_of, back))
@@ -76,7 +76,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: Disk | 
     )
 
 
-def _look(s: Scheduler, search: Search, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
+def _look(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
     """On all ranks together. A sample with a grammar is prefilled again in any case: its request waits for one."""
     asked = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
     said: list[Any] = [None] * s.ps.tp_size

@@ -1,12 +1,12 @@
-"""S9: how long decode steps take, on rank 0's clock. What follows from it for admission is broadcast (`messages.Tuned`)."""
+"""S9: how long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
 
 import time
 
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-from sglang_april.adapter.v0_5_17.rank0_broadcast import Facts
+from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.api import messages
-from sglang_april.scheduler.concurrency import Tuner
+from sglang_april.scheduler.concurrency import ConcurrencyTuner
 from sglang_april.scheduler.context import Context
 
 EVERY = 128
@@ -16,9 +16,9 @@ EVERY = 128
 class StepTimes:
     """A step is timed from one boundary to the next: in the overlap loop, too, the next comes when its results have."""
 
-    def __init__(self, facts: Facts, slots: int) -> None:
+    def __init__(self, facts: Rank0Broadcast, slots: int) -> None:
         self._facts = facts
-        self._tuner = Tuner(slots)
+        self._tuner = ConcurrencyTuner(slots)
         self._began, self._rows, self._steps = 0.0, 0, 0
 
     def boundary(self, context: Context) -> None:
