@@ -11,7 +11,7 @@ from typing import Any
 
 Armed = Callable[[], bool]
 """Whether the switch is still on."""
-STORE = "sglang_april.store."
+KV = "sglang_april.kv."
 
 
 def _wait(armed: Armed, stock: Callable[..., Any], *args: Any) -> Any:
@@ -30,8 +30,8 @@ def _flip(_armed: Armed, stock: Callable[..., Any], store: Any, number: int, *ar
 
 
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "slow copy": (STORE + "pages.PageStore._put", _wait),
-    "slow load": (STORE + "pages.PageStore._get", _wait),
-    "full disk": (STORE + "disk.Disk._put", _no_space),
-    "flipped bit": (STORE + "pages.PageStore._put", _flip),
+    "slow copy": (KV + "page_store.PageStore._put", _wait),
+    "slow load": (KV + "page_store.PageStore._get", _wait),
+    "full disk": (KV + "disk_tier.DiskTier._put", _no_space),
+    "flipped bit": (KV + "page_store.PageStore._put", _flip),
 }
