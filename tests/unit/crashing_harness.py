@@ -121,8 +121,10 @@ class CrashingHarness(ControllerHarness):
         assert after.keys() == before.keys(), "a sample is lost, or back from the dead"
         for name, sample in after.items():
             self._check(sample, before[name], drawn.get(name), step if lost else -1)
+        self.ahead.clear()  # after a restart nothing runs ahead until a round is opened, and its figures are lost
         for run, rnd in self.rounds.items():
             rnd.generated = rnd.reprefilled = 0
+            rnd.before = None
             rnd.mandatory.clear()
             self.mark(rnd)
             assert self.controller.context.rounds[run].spec == msgspec.structs.replace(
