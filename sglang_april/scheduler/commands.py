@@ -54,7 +54,7 @@ class Commands:
     def _report(self, cmd: messages.GetState | messages.GetPartials) -> dict[str, Any] | None:
         if isinstance(cmd, messages.GetState):
             if cmd.check:
-                self._tiers.checks.begin(cmd.seq)
+                self._tiers.integrity.begin(cmd.seq)
                 return None
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}

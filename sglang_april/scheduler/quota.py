@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from sglang_april.api.messages import Delivery, EndReason, OpenRound, Tuned
 from sglang_april.scheduler.ledger import Ledger
-from sglang_april.scheduler.staleness import is_over, is_stale
 from sglang_april.scheduler.state import Group, Run, Sample, State
 from sglang_april.scheduler.stats import RoundStats
 
@@ -37,7 +36,7 @@ class Round:
 
     def mark_mandatory(self, version: int) -> None:
         """At the start of the round and after every push inside it."""
-        self.mandatory |= {g for g in self.run.groups.values() if is_stale(g, version, self.spec.max_staleness)}
+        self.mandatory |= {g for g in self.run.groups.values() if g.is_stale(version, self.spec.max_staleness)}
 
     def mark_cohort(self) -> None:
         """At the start of the round."""
@@ -124,7 +123,7 @@ class Round:
         for unit in units:
             chosen.setdefault(unit[0].group, []).extend(s.index for s in unit)
         for group in chosen:
-            self.stats.over_bound += is_over(group, version, self.spec.max_staleness)
+            self.stats.over_bound += group.is_over(version, self.spec.max_staleness)
         return [ledger.deliver(group, indices) for group, indices in chosen.items()]
 
     def _without_surplus(self, units: list[list[Sample]], quota: int | None) -> list[list[Sample]]:

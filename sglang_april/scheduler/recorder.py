@@ -101,32 +101,32 @@ class Recorder(Unrecorded):
         self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))
 
     def admitted(self, sample: Sample) -> None:
-        if not sample.recorded_admission:
-            sample.recorded_admission = True
+        if not sample.journal.admission:
+            sample.journal.admission = True
             record = schema.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
             self._records.append(record)
 
     def _begun(self, sample: Sample) -> None:
         """It has its first tokens: now the round is known in which its group first ran (`quota_mode: cohort`)."""
-        if not sample.recorded_begin:
-            sample.recorded_begin = True
+        if not sample.journal.first_token:
+            sample.journal.first_token = True
             group = sample.group
             self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
 
     def suspended(self, sample: Sample) -> None:
         """Only tokens that are new."""
-        start = sample.recorded
+        start = sample.journal.tokens
         if sample.length > start:
             chunk = self._engine.record(sample, start)
             if chunk.proximal is not None:
-                sample.recorded_proximal = chunk.proximal[0]
+                sample.journal.proximal_version = chunk.proximal[0]
             self._records.append(schema.tokens(sample.group.order, sample.index, start, chunk))
-            sample.recorded = sample.length
+            sample.journal.tokens = sample.length
             self._begun(sample)
 
     def finished(self, sample: Sample, result: FinishedSample) -> None:
         tokens = len(result.output_ids) // 4
-        start = sample.recorded if sample.recorded <= tokens else 0
+        start = sample.journal.tokens if sample.journal.tokens <= tokens else 0
         top = None if result.top_logprobs is None else result.top_logprobs[start:]
         tail = msgspec.structs.replace(
             result, output_ids=result.output_ids[4 * start :], logprobs=result.logprobs[4 * start :], top_logprobs=top

@@ -60,9 +60,9 @@ def regain(c: Context, tiers: Tiers, look: Look) -> None:
     wanted = [(sample, _kv_beneath(sample)) for sample in partials]
     for (sample, kv), outcome in zip(wanted, look(wanted), strict=True):
         if outcome == "":
-            tiers.regained(sample, kv)
+            tiers.recover_kv(sample, kv)
         elif outcome is not None:
-            tiers.lose(sample, outcome)
+            tiers.discard_unusable(sample, outcome)
 
 
 def _kv_beneath(sample: Sample) -> Found:

@@ -81,7 +81,7 @@ class CrashLoop:
         self.engine.controller.restore(saved, lambda wanted: search.look([(key_of(s), kv) for s, kv in wanted]))
         recall_all(self.engine)
         recount(self.engine, self.context.ledger)
-        back = [key_of(s) for s in samples_of(self.context.ledger) if s.pages is not None]
+        back = [key_of(s) for s in samples_of(self.context.ledger) if s.kv.pages is not None]
         self.engine.disk.begin(saved.next_life, back)
         with (folder / "regained").open("a") as out:
             out.writelines(f"{key}\n" for key in back)

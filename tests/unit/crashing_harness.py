@@ -80,7 +80,7 @@ class CrashingHarness(ControllerHarness):
 
     def _begin(self, life: str) -> None:
         for e in self.engines:
-            back = [s for s in samples_of(e.controller.context.ledger) if s.pages is not None]
+            back = [s for s in samples_of(e.controller.context.ledger) if s.kv.pages is not None]
             e.copies.folder.begin(life, [whose(s) for s in back])
         self.regained += len(back)
 
@@ -143,7 +143,7 @@ class CrashingHarness(ControllerHarness):
             assert before.finish_step == step, "a finished sample was not written in its step"
             del group.finished[sample.index]
         assert sample.state is (State.SUSPENDED if sample.length else State.QUEUED)
-        assert sample.length == before.recorded or step == self.controller.context.step
+        assert sample.length == before.journal.tokens or step == self.controller.context.step
         assert sample.seed == before.seed
         if drawn is not None:
             assert [(s.version, s.kv) for s in sample.spans for _ in range(s.start, s.end)] == drawn[: sample.length]
@@ -164,13 +164,13 @@ class CrashingHarness(ControllerHarness):
     def _check_kv(self, usable: dict[Whose, int]) -> None:
         """KV is back of just the tokens that the journal has; and of all that have such files, if there is room."""
         partials = [s for s in samples_of(self.ledger) if s.state is State.SUSPENDED]
-        for sample in (s for s in partials if s.pages is not None):
+        for sample in (s for s in partials if s.kv.pages is not None):
             for file in (e.copies.folder.files[whose(sample)] for e in self.engines):
                 assert file.sound
                 assert file.history == sample.request.history, "KV of other tokens"
         due = [s for s in partials if usable.get(whose(s)) == s.length]
         if sum(s.request.prompt + s.length - 1 for s in due) <= self.kind.get("disk_cap", 0):
-            assert all(s.pages is not None for s in due), "KV that was there is not used"
+            assert all(s.kv.pages is not None for s in due), "KV that was there is not used"
 
     def _check_replies(self, saved: Saved) -> None:
         """A kept reply says the same for ever; what is no longer kept is known to be gone."""
@@ -194,8 +194,8 @@ def recall_all(engine: FakeEngine, histories: Mapping[Whose, list[Any]] | None =
         name = f"{sample.group.order}.{sample.index}"
         if sample.order >= 0:
             engine.first_start[name] = sample.order
-        if sample.recall is not None:
-            assert np.frombuffer(sample.recall.logprobs, "<f4").tolist() == [-1.0] * sample.length
+        if sample.journal.snapshot is not None:
+            assert np.frombuffer(sample.journal.snapshot.logprobs, "<f4").tolist() == [-1.0] * sample.length
             request = build(sample)
             history = histories[whose(sample)] if histories is not None else [(0, None)] * sample.length
             request.lives = [life for life, _ in history][: sample.length]

@@ -127,5 +127,7 @@ class EventChecks(ReferenceModel):
 
     def _retract(self, request: Request) -> None:
         """S6: before the engine retracts, partials have given way and our newer samples are suspended."""
-        assert not any(s.pages and s.pages.tier == "device" for s in samples_of(self.ledger)), "partials hold pages"
+        assert not any(s.kv.pages and s.kv.pages.tier == "device" for s in samples_of(self.ledger)), (
+            "partials hold pages"
+        )
         assert sum(r.sample is not None and r.reason is None for r in self.engine.running) <= 1

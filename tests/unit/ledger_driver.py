@@ -42,7 +42,7 @@ class LedgerDriver:
     def suspend(self, *samples: Sample, pages: int = 0) -> None:
         for sample in samples:
             self.ledger.suspend(sample)
-            sample.pages = Pages(pages, 0, list(range(pages)), None, None) if pages else None
+            sample.kv.pages = Pages(pages, 0, list(range(pages)), None, None) if pages else None
 
     def begin(self, *samples: Sample, version: int = 0, tokens: int = 1) -> None:
         """Samples become partials."""

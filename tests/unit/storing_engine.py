@@ -45,11 +45,11 @@ class StoringEngine(FakeEngine):
         self.store = PageStore(copier, arena, self.disk, self._ends.__setitem__)
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        pages = sample.pages
+        pages = sample.kv.pages
         slots = torch.tensor(pages.slots)
         self.rows[slots, 0] = _rows(self.cells[slot] for slot in pages.slots)
         if pages.copy.tier == "disk":
-            self.store.put_on_disk(order, pages.copy.number, slots, key_of(sample), sample.kv_version)
+            self.store.put_on_disk(order, pages.copy.number, slots, key_of(sample), sample.kv.version)
         else:
             self.store.put(order, pages.copy.number, slots, None)
         self._ended(order)
@@ -58,7 +58,7 @@ class StoringEngine(FakeEngine):
     def load(self, sample: Sample, order: int) -> bool:
         if not super().load(sample, order):
             return False
-        pages = sample.pages
+        pages = sample.kv.pages
         slots = torch.tensor(pages.slots)
         self.store.get(order, pages.copy.number, slots)
         self._ended(order)
@@ -66,7 +66,7 @@ class StoringEngine(FakeEngine):
         return True
 
     def spill(self, sample: Sample, order: int) -> None:
-        self.store.spill(order, sample.pages.copy.number, key_of(sample), sample.pages.length, sample.kv_version)
+        self.store.spill(order, sample.kv.pages.copy.number, key_of(sample), sample.kv.pages.length, sample.kv.version)
         self._ended(order)
         super().spill(sample, order)
 
@@ -82,9 +82,9 @@ class StoringEngine(FakeEngine):
 
     # --- what an earlier life has left
 
-    def regain(self, sample: Sample) -> None:
+    def recover_kv(self, sample: Sample) -> None:
         """The sample's KV in the file that outlived its process, every row checked."""
-        pages, name = sample.pages, f"{sample.group.order}.{sample.index}"
+        pages, name = sample.kv.pages, f"{sample.group.order}.{sample.index}"
         self.store.adopt(pages.copy.number, key_of(sample), pages.length)
         order = -1
         self.store.get(order, pages.copy.number, torch.arange(pages.length))
@@ -92,8 +92,8 @@ class StoringEngine(FakeEngine):
         rows = self.rows[: pages.length, 0].tolist()
         assert [row[:2] for row in rows] == [[_number(name), at] for at in range(pages.length)], "another sample's KV"
         cells = [(name, at, version) for _, at, version, _ in rows]
-        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv_version), cells, []))
-        super().regain(sample)
+        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv.version), cells, []))
+        super().recover_kv(sample)
 
 
 def _number(name: str) -> int:

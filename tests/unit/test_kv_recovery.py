@@ -53,7 +53,7 @@ def test_partials_resume_on_the_kv_of_the_server_before(world: CrashingHarness) 
     world.crash()
     assert tiers(world, "run") == {"p1": "disk", "p2": "disk"}
     assert world.controller.tiers.used["disk"] == sum(
-        s.pages.copy.cost for s in world.ledger.runs["run"].suspended if s.pages and s.pages.copy
+        s.kv.pages.copy.cost for s in world.ledger.runs["run"].suspended if s.kv.pages and s.kv.pages.copy
     )
     stats = rest(world)
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["reprefilled_tokens"]) == (2, 0, 0)
@@ -148,7 +148,7 @@ def test_a_smaller_budget_keeps_the_longest(world: CrashingHarness) -> None:
     world.open("run", {"end": (3, 1, -2), "long": (9, 1, -30), "short": (3, 1, -30)}, quota=1, tier="disk")
     world.reply()
     world.step(2)
-    pages = world.sample("run", "long").pages
+    pages = world.sample("run", "long").kv.pages
     assert pages is not None
     world.disk_cap = pages.length
     world.crash()

@@ -4,7 +4,6 @@ import pytest
 
 from sglang_april.api.messages import Delivery
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.staleness import is_over, is_stale, staleness
 from tests.unit.ledger_driver import LedgerDriver
 
 
@@ -116,11 +115,11 @@ def test_the_bound_is_met_by_the_oldest_token(version: int, bound: int | None, s
     """S4: current version minus that of the oldest undelivered token, here 2."""
     hand = LedgerDriver()
     (group,) = hand.groups(3)
-    assert not is_stale(group, 99, 0)
+    assert not group.is_stale(99, 0)
     hand.begin(group.samples[0], version=4)
     hand.finish(group.samples[1], version=2)
-    assert staleness(group, version) == version - 2
-    assert (is_stale(group, version, bound), is_over(group, version, bound)) == (stale, over)
+    assert group.staleness(version) == version - 2
+    assert (group.is_stale(version, bound), group.is_over(version, bound)) == (stale, over)
 
 
 def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:

@@ -141,7 +141,9 @@ def _before_step(controller: Controller, s: Scheduler) -> None:
     if Process.step_times is not None:
         Process.step_times.boundary(controller.context)
     if CHECK:
-        held = (x.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.pages is not None)
+        held = (
+            x.kv.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.kv.pages is not None
+        )
         check_accounting(s, held)
     controller.context.flushing = s.flush_wrapper._pending is not None
     controller.before_step()
@@ -204,7 +206,7 @@ def held_tokens(result: int, _observer: Any) -> int:
     if controller is None or engine is None:
         return result
     runs = controller.context.ledger.runs.values()
-    return result + sum(engine.held_tokens(s.pages) for r in runs for s in r.suspended if s.pages is not None)
+    return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
 
 
 # --- requests that SGLang gives up or takes back
@@ -227,10 +229,10 @@ def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retrac
         engine._renew(req)
         if req.april is not None:
             req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
-            if req.april.recall is not None:
+            if req.april.journal.snapshot is not None:
                 advance_grammar(req)
-                req.april.recall = None
-    if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recomputing)):
+                req.april.journal.snapshot = None
+    if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recompute.in_progress)):
         controller.retracted(req.april)
 
 

@@ -65,7 +65,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTie
         return
     search, began = KvSearch(disk, saved.life), time.monotonic()
     controller.restore(saved, lambda wanted: _look(s, search, wanted))
-    back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.pages is not None]
+    back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
     removed = disk.begin(saved.next_life, map(key_of, back))
     log.info(
         "april: KV of %d partials is back from the disk: %d bytes verified in %.1f s, %d other files removed",

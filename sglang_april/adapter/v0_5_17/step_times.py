@@ -24,7 +24,7 @@ class StepTimes:
     def boundary(self, context: Context) -> None:
         """Top of a scheduling step."""
         before, self._began = self._began, time.perf_counter()
-        if not context.tunes():
+        if not context.needs_tuning():
             self._tuner.pause()
             return
         if not self._rows:
