@@ -26,7 +26,7 @@ class RankStore:
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.k, self.v = ([torch.rand(SLOTS, 2, dim, generator=generator) for _ in range(2)] for dim in (4, 2))
-        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), piece_bytes=1)
+        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), chunk_bytes=1)
         self.arena = HostArena(pages, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words, write)
         self.reports: dict[int, str] = {}

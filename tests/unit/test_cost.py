@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sglang_april.api import messages
 from sglang_april.kv import cost_model
-from sglang_april.kv.auto_policy import why_not_resume, why_not_store
+from sglang_april.kv.cost_model import why_not_resume, why_not_store
 from sglang_april.kv.kv_pages import CopyTier
 
 seconds = st.floats(1e-9, 1e-2)
@@ -26,7 +26,7 @@ bounds = st.none() | st.integers(0, 6)
 @given(st.floats(1e-6, 1e-2), st.floats(0, 1e-6), st.sets(st.integers(1, 9000), min_size=2))
 def test_the_fit_finds_the_rates_again(token_s: float, square_s: float, lengths: set[int]) -> None:
     """Times that follow the model give its two parts back."""
-    found = cost_model.fit([(t, token_s * t + square_s * t * t) for t in lengths])
+    found = cost_model.fit_prefill([(t, token_s * t + square_s * t * t) for t in lengths])
     longest = max(lengths)
     again = cost_model.recompute_s(messages.Rates(*found, {}), longest)
     assert again == pytest.approx(token_s * longest + square_s * longest**2, rel=1e-3)
@@ -36,7 +36,7 @@ def test_the_fit_finds_the_rates_again(token_s: float, square_s: float, lengths:
 @given(st.lists(st.tuples(tokens_, seconds), min_size=1))
 def test_no_measured_time_makes_a_rate_negative(points: list[tuple[int, float]]) -> None:
     """A busy machine's times follow no model: longer may have taken less."""
-    token_s, square_s = cost_model.fit(points)
+    token_s, square_s = cost_model.fit_prefill(points)
     assert token_s >= 0
     assert square_s >= 0
     assert token_s + square_s > 0
@@ -44,7 +44,7 @@ def test_no_measured_time_makes_a_rate_negative(points: list[tuple[int, float]])
 
 def test_nothing_timed_is_no_rate() -> None:
     with pytest.raises(ValueError, match="no prefill"):
-        cost_model.fit([])
+        cost_model.fit_prefill([])
 
 
 def test_the_slowest_rank_counts_part_by_part() -> None:
@@ -54,7 +54,9 @@ def test_the_slowest_rank_counts_part_by_part() -> None:
         messages.Rates(2.0, 3.0, {"host": (4.0, 2.0)}),
     ]
     assert (
-        cost_model.slowest(ranks) == cost_model.slowest(ranks[::-1]) == messages.Rates(2.0, 4.0, {"host": (4.0, 5.0)})
+        cost_model.slowest_rank(ranks)
+        == cost_model.slowest_rank(ranks[::-1])
+        == messages.Rates(2.0, 4.0, {"host": (4.0, 5.0)})
     )
 
 

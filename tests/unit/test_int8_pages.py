@@ -15,7 +15,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.disk_tier import DiskTier, Key
 from sglang_april.kv.host_tier import HostArena
-from sglang_april.kv.page_format import FORMS, PageFormat, QuantisedPages, RawPages
+from sglang_april.kv.page_format import PAGE_FORMATS, PageFormat, QuantisedPages, RawPages
 from sglang_april.kv.page_store import HostPages, PageStore
 
 PAGE, SLOTS, TOKENS = 4, 64, 21
@@ -30,7 +30,7 @@ class Rank:
         shape = (SLOTS, 2, 128)
         self.buffers = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
         self.form = QuantisedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
-        copier = CpuCopier(self.form, piece_bytes=1)
+        copier = CpuCopier(self.form, chunk_bytes=1)
         self.arena = HostArena(32, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
         self.ends: dict[int, str] = {}
@@ -57,9 +57,9 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
     if way == "disk":
-        rank.store.put_on_disk(1, 7, slots, KEY, 0)
+        rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
-        rank.store.put(1, 7, slots, None)
+        rank.store.copy_to_host(1, 7, slots, None)
     assert rank.outcome(1) == ""
     if way == "spilled":
         rank.store.spill(2, 7, KEY, len(slots), 0)
@@ -72,7 +72,7 @@ def test_pages_come_back_with_the_stated_error(rank: Rank, way: str) -> None:
     slots, elsewhere = torch.randperm(SLOTS // 2)[:TOKENS], torch.arange(SLOTS // 2, SLOTS)
     wanted, others = rank.rows(slots), rank.rows(elsewhere[TOKENS:])
     store(rank, way, slots)
-    rank.store.get(3, 7, elsewhere[:TOKENS])
+    rank.store.load(3, 7, elsewhere[:TOKENS])
     assert rank.outcome(3) == ""
     error = rank.rows(elsewhere[:TOKENS]) - wanted
     largest = wanted.abs().amax(-1, keepdim=True)
@@ -86,8 +86,8 @@ def test_what_was_lossy_once_is_not_lossier_the_next_time(rank: Rank) -> None:
     slots = torch.arange(TOKENS)
     seen = []
     for order in range(1, 9, 2):
-        rank.store.put(order, order, slots, None)
-        rank.store.get(order + 1, order, slots)
+        rank.store.copy_to_host(order, order, slots, None)
+        rank.store.load(order + 1, order, slots)
         assert (rank.outcome(order), rank.outcome(order + 1)) == ("", "")
         seen.append(rank.rows(slots))
     wear = float((seen[-1] - seen[0]).abs().max() / seen[0].abs().max())
@@ -105,13 +105,13 @@ def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
     else:
         held = rank.store._held[7]
         assert isinstance(held, HostPages)
-        rank.arena.pages(held.runs[0])[0, 3] ^= 1
-    rank.store.get(3, 7, torch.arange(TOKENS))
+        rank.arena.pages(held.ranges[0])[0, 3] ^= 1
+    rank.store.load(3, 7, torch.arange(TOKENS))
     assert "damaged" in rank.outcome(3)
 
 
 def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -> None:
-    forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in FORMS.items()}
+    forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in PAGE_FORMATS.items()}
     assert isinstance(forms["full"], RawPages)
     assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
