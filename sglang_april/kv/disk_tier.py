@@ -3,8 +3,8 @@
     magic | header length, CRC-32 | header (msgpack) | pages | checksums of the pages | their CRC-32
 
 A file is written under a temporary name and renamed when complete, so a reader never sees half of one. It is not
-synced: a file damaged by a loss of power fails its checksums, is counted, and its sample is recomputed (`verified-pages`). The
-death of the process alone damages nothing.
+synced: a file damaged by a loss of power fails its checksums, is counted, and its sample is recomputed
+(`verified-pages`). The death of the process alone damages nothing.
 
 After a restart, `recovery/kv_recovery.py` must prove that a file holds KV of the tokens in the journal. The lock file
 names the journal epoch in which all files of the folder were written or verified; files of other samples are removed at
