@@ -8,7 +8,7 @@ import torch
 
 from april_kernels import kv_pages
 from april_kernels.kv_pages import PlaneTable, int8
-from april_kernels.kv_pages.int8 import Int8Pages
+from april_kernels.kv_pages.int8_layout import Int8Layout
 
 
 class PageFormat(Protocol):
@@ -62,7 +62,7 @@ class RawPages:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantisedPages:
+class QuantizedPages:
     """int8 codes with one scale per token and head: lossy, about half the bytes of a 16-bit pool.
 
     Checksums cover codes and scales.
@@ -79,8 +79,8 @@ class QuantisedPages:
         assert self._layout
 
     @cached_property
-    def _layout(self) -> Int8Pages:
-        return Int8Pages(self.table)
+    def _layout(self) -> Int8Layout:
+        return Int8Layout(self.table)
 
     @cached_property
     def page_words(self) -> int:
@@ -100,4 +100,4 @@ class QuantisedPages:
             self.unpack(padding, pages)
 
 
-PAGE_FORMATS: dict[str, type[RawPages] | type[QuantisedPages]] = {cls.name: cls for cls in (RawPages, QuantisedPages)}
+PAGE_FORMATS: dict[str, type[RawPages] | type[QuantizedPages]] = {cls.name: cls for cls in (RawPages, QuantizedPages)}

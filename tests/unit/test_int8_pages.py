@@ -15,7 +15,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.disk_tier import DiskTier, Key
 from sglang_april.kv.host_tier import HostArena
-from sglang_april.kv.page_format import PAGE_FORMATS, PageFormat, QuantisedPages, RawPages
+from sglang_april.kv.page_format import PAGE_FORMATS, PageFormat, QuantizedPages, RawPages
 from sglang_april.kv.page_store import HostPages, PageStore
 
 PAGE, SLOTS, TOKENS = 4, 64, 21
@@ -29,7 +29,7 @@ class Rank:
         generator = torch.Generator().manual_seed(0)
         shape = (SLOTS, 2, 128)
         self.buffers = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
-        self.form = QuantisedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
+        self.form = QuantizedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
         copier = CpuCopier(self.form, chunk_bytes=1)
         self.arena = HostArena(32, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
@@ -116,7 +116,7 @@ def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -
     assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
     with pytest.raises(ValueError, match="int8 pages need one dtype"):
-        QuantisedPages(fp8, PAGE)
+        QuantizedPages(fp8, PAGE)
 
 
 def test_budgets_count_the_smaller_pages_and_files_are_never_mixed(rank: Rank) -> None:
