@@ -53,7 +53,7 @@ def test_kernel_and_reference_agree(shape: str, page_tokens: int, tokens: int, d
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_error_is_as_stated(shape: str, device: str) -> None:
+def test_error_is_within_documented_bound(shape: str, device: str) -> None:
     layout = normal_pool(shape, device)
     before = [buffer.to(torch.float32) for buffer in layout.table.buffers]
     slots = choose_slots("random", TOKENS, SLOTS, device)
@@ -71,7 +71,7 @@ def test_the_error_is_as_stated(shape: str, device: str) -> None:
             assert 0.006 < relative < 0.007
 
 
-def test_pages_are_deterministic_and_checked(device: str) -> None:
+def test_int8_pages_are_deterministic_and_checksummed(device: str) -> None:
     layout = normal_pool("fp32 3x20", device)
     slots = choose_slots("holes", TOKENS, SLOTS, device)
     dirty = torch.full((2, layout.page_words(16)), 0x7F7F7F7F, dtype=torch.int32, device=device)
@@ -95,7 +95,7 @@ def test_size(device: str) -> None:
         ([torch.zeros(4, 1, 6)], "multiple of 4"),
     ],
 )
-def test_what_int8_cannot_hold_is_refused(buffers: list[torch.Tensor], message: str) -> None:
+def test_unsupported_pools_are_refused(buffers: list[torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Int8Layout(PlaneTable.of(buffers))
 

@@ -67,7 +67,7 @@ def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_pages_come_back_with_the_stated_error(rank: Rank, way: str) -> None:
+def test_round_trip_error_is_within_documented_bound(rank: Rank, way: str) -> None:
     """At most half a code step, max|x| / 254 of a token's head, and bfloat16's own rounding; 0.7 % of the RMS."""
     slots, elsewhere = torch.randperm(SLOTS // 2)[:TOKENS], torch.arange(SLOTS // 2, SLOTS)
     wanted, others = rank.rows(slots), rank.rows(elsewhere[TOKENS:])
@@ -81,8 +81,8 @@ def test_pages_come_back_with_the_stated_error(rank: Rank, way: str) -> None:
     assert torch.equal(rank.rows(elsewhere[TOKENS:]), others)
 
 
-def test_what_was_lossy_once_is_not_lossier_the_next_time(rank: Rank) -> None:
-    """A prompt that goes out and comes back at every round does not wear away."""
+def test_repeated_round_trips_do_not_accumulate_error(rank: Rank) -> None:
+    """KV that is stored and loaded in every round does not degrade further."""
     slots = torch.arange(TOKENS)
     seen = []
     for order in range(1, 9, 2):
@@ -95,7 +95,7 @@ def test_what_was_lossy_once_is_not_lossier_the_next_time(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
+def test_damage_is_detected(rank: Rank, where: str, tmp_path: Path) -> None:
     store(rank, where, torch.arange(TOKENS))
     if where == "disk":
         (path,) = tmp_path.glob("*.kv")
@@ -110,7 +110,7 @@ def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
     assert "damaged" in rank.outcome(3)
 
 
-def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -> None:
+def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None:
     forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in PAGE_FORMATS.items()}
     assert isinstance(forms["full"], RawPages)
     assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
@@ -119,8 +119,8 @@ def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -
         QuantizedPages(fp8, PAGE)
 
 
-def test_budgets_count_the_smaller_pages_and_files_are_never_mixed(rank: Rank) -> None:
-    """What the adapter makes of the flag: more tokens for the same gigabytes; a file says which form it has."""
+def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> None:
+    """With the flag, the same gigabytes hold more tokens, and the file header names the page format."""
     from sglang_april.adapter.v0_5_17.build_store import _layout, caps, page_form
 
     pool = SimpleNamespace(k_buffer=rank.buffers[:2], v_buffer=rank.buffers[2:])

@@ -1,4 +1,4 @@
-"""One rank's page store on a small CPU pool: what goes out comes back, or its order fails; never a wrong byte."""
+"""One rank's page store on a small CPU pool: a round trip restores every byte, or its order fails."""
 
 import errno
 import os
@@ -27,8 +27,8 @@ def rank(tmp_path: Path) -> Iterator[RankStore]:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 37])
 @pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_pages_come_back_into_other_slots(rank: RankStore, way: str, length: int) -> None:
-    """Design section 7: partial last pages; other rows of the pool stay as they were."""
+def test_round_trip_into_other_slots(rank: RankStore, way: str, length: int) -> None:
+    """Last pages may be partial; other rows of the pool do not change."""
     slots, target = slots_of(length), ELSEWHERE[:length]
     wanted, others = rank.rows(slots), rank.rows(ELSEWHERE[length:])
     if way == "disk":
@@ -46,8 +46,8 @@ def test_pages_come_back_into_other_slots(rank: RankStore, way: str, length: int
 
 
 @pytest.mark.parametrize("spill", [False, True])
-def test_a_prompt_is_stored_once_for_its_group(rank: RankStore, spill: bool) -> None:
-    """Two members on one prefix of 8 tokens: 2 + 1 + 1 pages; each comes back whole, from the disk too."""
+def test_group_members_share_one_stored_prompt(rank: RankStore, spill: bool) -> None:
+    """Two members share a prefix of 8 tokens: 2 + 1 + 1 pages. Each is restored in full, also from disk."""
     prompt = slots_of(8)
     members = [torch.cat([prompt, torch.tensor([100 + 10 * i, 101 + 10 * i])]) for i in range(2)]
     wanted = [rank.rows(m) for m in members]
@@ -87,8 +87,8 @@ def flip_a_bit(rank: RankStore, where: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_flipped_bit_is_found_and_nothing_of_its_page_is_used(rank: RankStore, where: str, tmp_path: Path) -> None:
-    """The order fails, and so does a check of everything, which names the copy; other copies are untouched."""
+def test_damaged_page_fails_the_load_and_is_not_used(rank: RankStore, where: str, tmp_path: Path) -> None:
+    """The load fails, `verify` names the copy, and other copies are unaffected."""
     slots = slots_of(9)
     if where == "disk":
         rank.store.copy_to_disk(1, 7, slots, KEY, 0)
@@ -108,7 +108,7 @@ def test_a_flipped_bit_is_found_and_nothing_of_its_page_is_used(rank: RankStore,
 
 
 class Faulty:
-    """`os.write` that fails, or writes less than it was given, from the second call on."""
+    """`os.write` that fails or writes only part of its data from the second call on."""
 
     def __init__(self, fault: int | str) -> None:
         self.fault, self.calls = fault, 0
@@ -122,8 +122,8 @@ class Faulty:
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("way", ["disk", "spilled"])
-def test_a_file_that_cannot_be_written_costs_the_copy_and_nothing_else(tmp_path: Path, fault: int, way: str) -> None:
-    """No half file is left, the room on the host is free again, and the store goes on."""
+def test_failed_write_loses_only_that_copy(tmp_path: Path, fault: int, way: str) -> None:
+    """No partial file is left, the host pages are free again, and the store keeps working."""
     rank = RankStore(tmp_path, write=Faulty(fault))
     slots = slots_of(9)
     if way == "disk":
@@ -143,8 +143,8 @@ def test_a_file_that_cannot_be_written_costs_the_copy_and_nothing_else(tmp_path:
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("no reason")])
 @pytest.mark.parametrize("way", ["disk", "spilled"])
-def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error: Exception, way: str) -> None:
-    """Pages that are free twice would hold two copies; half a file would stay until the next start."""
+def test_failed_write_frees_host_pages_once(tmp_path: Path, error: Exception, way: str) -> None:
+    """Pages freed twice would hold two copies; a partial file would stay until the next start."""
 
     def refuse(fd: int, data: memoryview) -> int:
         raise error
@@ -164,7 +164,7 @@ def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error
     rank.close()
 
 
-def test_short_writes_are_written_on(tmp_path: Path) -> None:
+def test_short_writes_are_continued(tmp_path: Path) -> None:
     rank = RankStore(tmp_path, write=Faulty("short"))
     rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 0)
     rank.store.load(2, 7, ELSEWHERE[:9])
@@ -173,7 +173,7 @@ def test_short_writes_are_written_on(tmp_path: Path) -> None:
     rank.close()
 
 
-def test_a_directory_that_went_away(rank: RankStore, tmp_path: Path) -> None:
+def test_missing_directory_fails_the_order(rank: RankStore, tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         path.unlink()
     tmp_path.rmdir()
@@ -184,7 +184,7 @@ def test_a_directory_that_went_away(rank: RankStore, tmp_path: Path) -> None:
     assert rank.outcome(2) == ""
 
 
-def test_a_directory_serves_one_server(rank: RankStore, tmp_path: Path) -> None:
+def test_directory_is_locked_by_one_server(rank: RankStore, tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="in use by another server"):
         DiskTier(tmp_path, 0, "layout", PAGE, 8)
     with pytest.raises(DiskError, match="cannot be used"):
@@ -192,8 +192,8 @@ def test_a_directory_serves_one_server(rank: RankStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
-def test_a_restart_finds_the_kv_that_is_wanted_or_says_why_not(tmp_path: Path, fault: str) -> None:
-    """S8: sound and just of these tokens; what is not taken over is gone, as are files that nobody asks for."""
+def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str) -> None:
+    """A file is used only if it is intact and of the journal's tokens; all other files are removed (`verified-pages`)."""
     first = RankStore(tmp_path)
     wanted = first.rows(slots_of(9))
     first.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
@@ -235,8 +235,8 @@ def spoil(disk: DiskTier, fault: str) -> None:
 
 
 @pytest.mark.parametrize("life", ["", "another", "lif", "life and more"])
-def test_files_of_another_life_are_not_looked_at(rank: RankStore, life: str) -> None:
-    """Without a journal there is no life, and of another's history nothing is known."""
+def test_files_of_another_epoch_are_ignored(rank: RankStore, life: str) -> None:
+    """Without a journal there is no epoch, and the files of another history prove nothing."""
     rank.disk.begin("a much longer name than the next")
     rank.disk.begin(life)
     rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
@@ -248,10 +248,10 @@ def test_files_of_another_life_are_not_looked_at(rank: RankStore, life: str) -> 
     assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [""]
 
 
-def test_a_stale_file_that_stays_ends_the_start(
+def test_undeletable_stale_file_stops_the_start(
     rank: RankStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be of the next life by its name; the life before keeps its own."""
+    """Otherwise the file would belong to the next epoch; the previous epoch stays recorded."""
     rank.disk.begin("before")
     rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
     assert rank.outcome(1) == ""
@@ -265,8 +265,8 @@ def test_a_stale_file_that_stays_ends_the_start(
     assert rank.disk.life == "before"
 
 
-def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs do not cross slabs, neighbours are joined again, and a machine without memory changes nothing."""
+def test_arena_allocates_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges do not cross slabs, adjacent free ranges merge, and a failed allocation changes nothing."""
     monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
     arena = HostArena(35, 8, pinned=False)
     rng, taken = random.Random(0), []
@@ -295,10 +295,10 @@ def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("pages", "rows"), [(3, [3]), (10, [10]), (11, [10, 1]), (25, [10, 10, 5])])
-def test_an_arena_takes_no_more_memory_than_its_pages(
+def test_arena_allocates_no_more_memory_than_its_pages(
     monkeypatch: pytest.MonkeyPatch, pages: int, rows: list[int]
 ) -> None:
-    """A slab holds 10 here; every page is memory of its own."""
+    """A slab holds 10 pages here; no two pages overlap."""
     monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
     arena = HostArena(pages, 8, pinned=False)
     runs = arena.allocate(pages)
