@@ -19,7 +19,7 @@ PAGE, SLOTS = 4, 256
 
 
 class RankStore:
-    """A store on a pool of two layers with K and V rows of different sizes. A chunk is one page, so copies are split."""
+    """A store on a pool of two layers with K and V rows of different sizes. A chunk is one page."""
 
     def __init__(
         self, folder: Path | None, pages: int = 64, write: Callable[[int, memoryview], int] = os.write

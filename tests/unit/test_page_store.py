@@ -193,7 +193,7 @@ def test_directory_is_locked_by_one_server(rank: RankStore, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
 def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str) -> None:
-    """A file is used only if it is intact and of the journal's tokens; all other files are removed (`verified-pages`)."""
+    """A file is used only if it is intact and holds the journal's tokens; others are removed (`verified-pages`)."""
     first = RankStore(tmp_path)
     wanted = first.rows(slots_of(9))
     first.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
