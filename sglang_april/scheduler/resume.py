@@ -7,7 +7,7 @@ waiting queue.
 
 from collections import Counter
 
-from sglang_april.kv.auto_policy import Reason, why_not_resume
+from sglang_april.kv.cost_model import Reason, why_not_resume
 from sglang_april.kv.kv_pages import KvState, Pages, Tier
 from sglang_april.scheduler.admission import PrefillBatcher, pick
 from sglang_april.scheduler.context import Context

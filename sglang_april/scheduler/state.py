@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.api.messages import KvPolicy, Prompt, Provenance, Span
-from sglang_april.kv.auto_policy import Reason
+from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
 

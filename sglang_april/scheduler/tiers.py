@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from sglang_april.api import messages
-from sglang_april.kv.auto_policy import why_not_store
+from sglang_april.kv.cost_model import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, Found, KvState, Pages
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, select_victims, stored_in

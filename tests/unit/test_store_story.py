@@ -46,9 +46,9 @@ class Story(RuleBasedStateMachine):
         slots, order = slots_of(length, seed), self._order()
         self.rank.fill(slots)
         if disk:
-            self.rank.store.put_on_disk(order, name, slots, self._key(name), 1)
+            self.rank.store.copy_to_disk(order, name, slots, self._key(name), 1)
         else:
-            self.rank.store.put(order, name, slots, None)
+            self.rank.store.copy_to_host(order, name, slots, None)
         fits = disk or -(-length // PAGE) <= self.free
         assert (self.rank.outcome(order) == "") == fits
         if fits:
@@ -69,7 +69,7 @@ class Story(RuleBasedStateMachine):
     def get(self, name: int) -> None:
         order = self._order()
         kv = self.known.get(name, (None, True))[0]
-        self.rank.store.get(order, name, ELSEWHERE[: len(kv) if kv is not None else 1])
+        self.rank.store.load(order, name, ELSEWHERE[: len(kv) if kv is not None else 1])
         assert (self.rank.outcome(order) == "") == (kv is not None)
         if kv is not None:
             assert torch.equal(self.rank.rows(ELSEWHERE[: len(kv)]), kv)
@@ -104,7 +104,7 @@ class Story(RuleBasedStateMachine):
         disk.begin(f"life {self.lives}", [self._key(name) for name in keep if good[name]])
         self.known = {name: (kv, True) for name, kv in there.items() if name in keep and good[name]}
         for name, (kv, _) in self.known.items():
-            self.rank.store.adopt(name, self._key(name), len(kv))
+            self.rank.store.register_file(name, self._key(name), len(kv))
 
     @invariant()
     def room_and_files_are_what_they_should_be(self) -> None:

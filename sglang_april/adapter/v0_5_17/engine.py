@@ -167,7 +167,7 @@ class SchedulerEngine(Capacity):
         pages = sample.kv.pages
         assert pages is not None
         assert pages.copy is not None
-        self.store.adopt(pages.copy.number, key_of(sample), pages.length)
+        self.store.register_file(pages.copy.number, key_of(sample), pages.length)
 
     def rebuild_request(self, sample: Sample) -> bool:
         return revive(self._s, self.samples, sample)
@@ -181,10 +181,10 @@ class SchedulerEngine(Capacity):
         assert copy is not None
         self.pages.after_forward()
         if copy.tier == "disk":
-            self.store.put_on_disk(order, copy.number, pages.slots, key_of(sample), sample.kv.version)
+            self.store.copy_to_disk(order, copy.number, pages.slots, key_of(sample), sample.kv.version)
         else:
             prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix is not None else None
-            self.store.put(order, copy.number, pages.slots, prefix)
+            self.store.copy_to_host(order, copy.number, pages.slots, prefix)
 
     def load(self, sample: Sample, order: int) -> bool:
         pages = sample.kv.pages
@@ -193,7 +193,7 @@ class SchedulerEngine(Capacity):
         if not self.pages.give_slots(pages):
             return False
         self.pages.after_forward()
-        self.store.get(order, pages.copy.number, pages.slots)
+        self.store.load(order, pages.copy.number, pages.slots)
         return True
 
     def spill(self, sample: Sample, order: int) -> None:
