@@ -229,7 +229,7 @@ def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) ->
 
 
 def test_a_server_started_without_our_launcher_serves_rounds_with_every_hook(sglang_server: str) -> None:
-    """S11: also where `ServerArgs` was built in code, by a process that loads no plugins."""
+    """Also where `ServerArgs` was built in code, by a process that loads no plugins."""
     info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
     assert_all_hooks(info["april"])
     body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}

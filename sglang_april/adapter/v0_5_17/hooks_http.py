@@ -31,7 +31,8 @@ async def thaw_after(original: Original, manager: Any, obj: Any) -> Any:
 
 
 async def release_when_idle(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `release_memory_occupation`: in the scheduler it asserts idleness, and would end the server (S2).
+    """AROUND `release_memory_occupation`: in the scheduler it asserts idleness, and would end the server
+    (`evacuate-before-clear`).
 
     Raises ValueError, which SGLang's route turns into a 400. The writer lock keeps requests out that arrive meanwhile.
     """

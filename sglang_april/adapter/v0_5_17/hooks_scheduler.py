@@ -221,7 +221,7 @@ def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted
 
 @guarded
 def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
-    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head (S6).
+    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head.
 
     What a request of a higher priority preempts is retracted too, but not said to be.
     """
