@@ -19,7 +19,7 @@ from sglang_april.http.completed_groups import CompletedSample, GroupSlice, deco
 logger = logging.getLogger("sglang_april")
 
 LOGPROB_KIND = "processed"
-"""log-softmax after penalties, bias, grammar mask and temperature, before top-k, top-p, min-p (`behaviour-logprobs`)."""
+"""log-softmax after penalties, bias, grammar mask, temperature; before top-k, top-p, min-p (`behaviour-logprobs`)."""
 
 TRUNCATED = (
     "logprobs are of the distribution before top_k, top_p and min_p, which is not the one the tokens were drawn from"

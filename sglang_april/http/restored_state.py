@@ -1,4 +1,4 @@
-"""After a restart: the state the HTTP process restores, and whether the journal is writable (`restart-loses-nothing`)."""
+"""After a restart: what the HTTP process restores, and whether the journal is writable (`restart-loses-nothing`)."""
 
 import asyncio
 import logging
