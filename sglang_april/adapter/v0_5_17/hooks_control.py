@@ -132,7 +132,7 @@ def _freeze(controller: Controller) -> None:
     controller.pushes.freeze()
 
 
-def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
+def thaw(_result: Any, s: Scheduler, _recv_req: Any) -> None:
     """AFTER Scheduler.continue_generation."""
     _thaw(s.april)
 
