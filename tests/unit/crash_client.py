@@ -51,9 +51,9 @@ class CrashClient:
     def _answered(self, answer: messages.Answer) -> None:
         assert answer.status == 200, answer
         match self.asked.pop(answer.seq):
-            case messages.OpenRound(round_id=name, run=run, prompts=prompts):
-                self.open[name] = run
-                self.accepted |= {(run, p.id): p.n for p in prompts}
+            case messages.OpenRound(spec=spec, prompts=prompts):
+                self.open[spec.round_id] = spec.run
+                self.accepted |= {(spec.run, p.id): p.n for p in prompts}
             case messages.Drop(run=run, ids=ids):
                 self.gone |= {(run, i) for i in ids or ()}
 
@@ -78,11 +78,11 @@ class CrashClient:
         unanswered = list(self.asked.values())
         self.asked.clear()
         # What was asked in the moment of death may or may not have come to pass.
-        rounds = {r.round_id: r.run for r in life.rounds} | {spec.round_id: spec.run for spec, *_ in life.replies}
+        rounds = {r.round_id: r.run for r in life.rounds} | {r.spec.round_id: r.spec.run for r in life.replies}
         for command in unanswered:
-            if isinstance(command, messages.OpenRound) and command.round_id in rounds:
-                self.open[command.round_id] = command.run
-                self.accepted |= {(command.run, p.id): p.n for p in command.prompts}
+            if isinstance(command, messages.OpenRound) and command.spec.round_id in rounds:
+                self.open[command.spec.round_id] = command.spec.run
+                self.accepted |= {(command.spec.run, p.id): p.n for p in command.prompts}
         there = {(run, prompt.id) for run, prompt in life.groups}
         for command in unanswered:
             if isinstance(command, messages.Drop):
@@ -92,10 +92,10 @@ class CrashClient:
         assert there == set(self.undelivered()), "a group is lost, or one came back"
 
     def _check_replies(self, life: messages.Restored) -> None:
-        kept = {spec.round_id: _content(ended, samples) for spec, ended, _, samples in life.replies}
-        for spec, ended, _, samples in life.replies:
-            if spec.round_id not in self.replies:
-                self._replied(ended, samples)
+        kept = {r.spec.round_id: _content(r.ended, r.samples) for r in life.replies}
+        for reply in life.replies:
+            if reply.spec.round_id not in self.replies:
+                self._replied(reply.ended, reply.samples)
         assert kept.keys() | set(life.gone) == self.replies.keys()
         assert all(self.replies[name] == said for name, said in kept.items()), "a reply has changed"
         for order in self.order.values():

@@ -115,16 +115,18 @@ class CrashLoop:
         name = f"{run}.{self.seed}.{self.seq}"
         self.ask(
             messages.OpenRound,
-            round_id=name,
-            run=run,
+            spec=messages.RoundSpec(
+                round_id=name,
+                run=run,
+                quota=quota,
+                quota_unit=self.rng.choice(("group", "group", "sample")),
+                kv="keep",
+                max_staleness=5,
+                keep_until_ack=held,
+                tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
+            ),
             prompts=prompts,
             params=params,
-            quota=quota,
-            unit=self.rng.choice(("group", "group", "sample")),
-            kv="keep",
-            max_staleness=5,
-            keep_until_ack=held,
-            tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
         )
         if held:
             self.ask(messages.Acknowledge, round_id=name, run=run)

@@ -10,7 +10,7 @@ import pytest
 from sglang_april.api.errors import RequestError
 from sglang_april.api.requests import RolloutBody, decode_rollout
 from sglang_april.config import AprilConfig
-from sglang_april.http.prepare import open_round
+from sglang_april.http.prepare import open_round, round_spec
 from sglang_april.http.validation import check_rollout
 from tests.unit.scripted_engine import ScriptedEngine
 
@@ -21,8 +21,8 @@ def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
     """Decode, check and prepare, as the service does; the command to the scheduler."""
     data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
     rollout = decode_rollout(data, packed)
-    check_rollout(rollout, packed)
-    return open_round(1, "r", rollout, AprilConfig(quota=8), ScriptedEngine(**facts))[0]
+    config, digest = AprilConfig(quota=8), check_rollout(rollout, packed)
+    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**facts))[0]
 
 
 def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> RequestError:
