@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, array_like=True):
     """All spans of the sample up to the end of this chunk."""
     top_logprobs: list[list[tuple[float, int]]] | None = None
     proximal: tuple[int, list[tuple[int, bytes]]] | None = None
-    """What a recompute gave since the chunk before: version, and (first output token, float32 [tokens]) each (S7)."""
+    """Proximal logprobs since the previous chunk: the version, and (first output token, float32 [tokens]) each."""
 
     @property
     def length(self) -> int:
@@ -81,10 +81,10 @@ class Saved(msgspec.Struct):
     ids: list[tuple[str, str, int]] = []
     """(run, prompt id, next incarnation)."""
     rounds_opened: dict[str, int] = {}
-    life: str = ""
-    """Name of the last server's life with this journal; files of the disk tier bear it too."""
-    next_life: str = ""
-    """Name of the one that begins."""
+    epoch: str = ""
+    """Name of the last server epoch with this journal; the lock files of the disk tier contain it too."""
+    next_epoch: str = ""
+    """Name of the epoch that begins."""
     corrupt: int = 0
     """Records that did not verify; their tokens are drawn again."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
@@ -124,7 +124,7 @@ def read_saved(db: sqlite3.Connection) -> Saved:
     saved = Saved()
     meta = dict(db.execute("SELECT key, value FROM meta"))
     saved.next_gid = meta.get("next_gid", 0)
-    saved.life, saved.next_life = str(meta.get("life", "")), secrets.token_hex(16)
+    saved.epoch, saved.next_epoch = str(meta.get("epoch", "")), secrets.token_hex(16)
     saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
     query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
@@ -269,7 +269,7 @@ def _reply(db: sqlite3.Connection, saved: Saved, spec: RoundSpec, ended: RoundEn
 
 
 def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
-    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named (S1)."""
+    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named."""
     warnings = [f"{saved.corrupt} journal records were damaged; their tokens are drawn again"] if saved.corrupt else []
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(

@@ -1,7 +1,7 @@
 """Step 5 of 9 (store): the journal's tables, and what each record does to them.
 
 Every function here returns an operation: it is called in the scheduler's thread and run in the writer's, inside a
-transaction. A group is named by its number (`gid`, arrival order over the life of the journal), in messages by
+transaction. A group is named by its number (`gid`, arrival order over the whole history of the journal), in messages by
 (run, id, incarnation).
 """
 
@@ -141,9 +141,9 @@ def version(number: int) -> Op:
     return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (record,))
 
 
-def life(name: str) -> Op:
-    """A server's life with this journal has begun."""
-    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('life', ?)", (name,))
+def epoch(name: str) -> Op:
+    """A server epoch (one run of a server with this journal) has begun."""
+    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('epoch', ?)", (name,))
 
 
 def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:

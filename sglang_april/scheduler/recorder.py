@@ -1,7 +1,7 @@
 """Step 5 of 9 (store): what the journal is told, and when. On ranks other than 0, and without a journal: nothing.
 
 Records of one step or message are gathered and put to the journal together (`commit`). Nothing that is decided depends
-on the journal: the ranks without one decide the same (S9).
+on the journal: the ranks without one decide the same (`rank-determinism`).
 """
 
 from collections.abc import Iterable
@@ -144,9 +144,9 @@ class Recorder(Unrecorded):
     def version(self, number: int) -> None:
         self._records.append(schema.version(number))
 
-    def life(self, name: str) -> None:
-        """The name of this life; to be written when the disk tier bears it."""
-        self._records.append(schema.life(name))
+    def epoch(self, name: str) -> None:
+        """The name of this server epoch; written after the disk tier has it."""
+        self._records.append(schema.epoch(name))
 
     def commit(self) -> None:
         if self._records:

@@ -1,4 +1,4 @@
-"""The journal on its own (S8): what is written comes back, and nothing else does."""
+"""The journal on its own: what is written comes back, and nothing else does."""
 
 import os
 import sqlite3
@@ -134,7 +134,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> N
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     query(path, "UPDATE meta SET value=99 WHERE key='schema'")
-    with pytest.raises(JournalError, match="schema 99, and this version writes 1"):
+    with pytest.raises(JournalError, match="schema 99, and this version writes 2"):
         probe(path)
 
 

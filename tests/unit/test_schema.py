@@ -107,13 +107,12 @@ def test_a_wrong_field_of_the_round_is_named(name: str, value: Any) -> None:
     assert refuse({name: value}).field.startswith(name)
 
 
-def test_how_a_round_ends_reaches_the_scheduler() -> None:
-    """S3, S4: and what stands there by default."""
+def test_end_conditions_and_their_defaults_reach_the_scheduler() -> None:
     given = {"count": "accepted", "after_quota": "continue", "ahead": 3, "quota_mode": "cohort", "cohort_rounds": 2}
     plain = {"count": "finished", "after_quota": "suspend", "ahead": 1, "quota_mode": "first", "cohort_rounds": 1}
     for body, expected in ((given, given), ({}, plain)):
         command = accept(body)
-        assert {name: getattr(command, name) for name in expected} == expected
+        assert {name: getattr(command.spec, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("name", "value"), cases(PROMPT))
@@ -302,11 +301,11 @@ def test_defaults_of_the_round_stand_under_those_of_the_prompt() -> None:
 
 
 def test_launch_flags_stand_in_for_absent_fields_but_not_for_null() -> None:
-    assert accept({}).quota == 8
-    assert accept({"quota": None}).quota is None
-    assert accept({}).max_staleness == 5
-    assert accept({"max_staleness": None}).max_staleness is None
-    assert accept({"kv": "auto"}).kv == "auto"
+    assert accept({}).spec.quota == 8
+    assert accept({"quota": None}).spec.quota is None
+    assert accept({}).spec.max_staleness == 5
+    assert accept({"max_staleness": None}).spec.max_staleness is None
+    assert accept({"kv": "auto"}).spec.kv == "auto"
 
 
 def test_raw_ids_equal_a_list() -> None:
