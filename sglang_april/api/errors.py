@@ -13,7 +13,7 @@ class RequestError(Exception):
         self.reason = reason[:MAX_TEXT]
 
     def body(self) -> dict[str, dict[str, str]]:
-        """The body of the error reply, as S8 has it."""
+        """The JSON body of the error reply: `{"error": {"field", "reason"}}`."""
         return {"error": {"field": self.field, "reason": self.reason}}
 
 

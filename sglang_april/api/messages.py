@@ -31,7 +31,7 @@ class Prompt(msgspec.Struct, array_like=True):
     params: int
     """Index into `OpenRound.params`."""
     seed: int
-    """`sampling_seed` of the prompt, else of the round, else 0 (S5)."""
+    """`sampling_seed` of the prompt, else of the round, else 0."""
     top_logprobs_num: int = 0
     priority: int | None = None
     metadata: bytes = b""
@@ -43,7 +43,7 @@ class Prompt(msgspec.Struct, array_like=True):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     truncates: bool = False
-    """Whether top-k, top-p or min-p cut the distribution, so that `logprobs` are not of what was drawn from (S7)."""
+    """Whether top-k, top-p or min-p truncate the sampling distribution, which `logprobs` then do not describe."""
 
 
 class OpenRound(msgspec.Struct, tag=True):
@@ -202,7 +202,7 @@ class FinishedSample(msgspec.Struct, array_like=True):
     output_ids: bytes
     """int32 [output_len], the stop or EOS token included."""
     logprobs: bytes
-    """float32 [output_len] (S7); shorter only if the sample failed before it drew a token."""
+    """float32 [output_len]; shorter only if the sample failed before it drew a token."""
     spans: list[Span]
     finish_reason: dict[str, Any]
     """SGLang's own form: `{"type": "stop", "matched": 1}`, `{"type": "length", "length": 16}`, …"""
@@ -264,7 +264,7 @@ class Restored(msgspec.Struct, tag=True):
     gone: list[str]
     """Ids of rounds whose replies are no longer kept."""
     unnamed: bool
-    """Admission is closed until the policy version is named (S1)."""
+    """Admission is closed until the policy version is named."""
     warnings: list[str]
 
 

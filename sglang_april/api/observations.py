@@ -1,4 +1,4 @@
-"""S9: what only some rank can see, outside of a step. Rank 0 broadcasts it, and it takes effect on all ranks alike."""
+"""What only some rank can see, outside of a step. Rank 0 broadcasts it, and it takes effect on all ranks alike."""
 
 from typing import Literal
 

@@ -5,7 +5,8 @@
         with client.push():
             ...  # SGLang's own weight calls
 
-Both clients check at their first call that the server is patched (S11): `GET /april/state` must answer.
+Both clients check at their first call that the server is patched (`explicit-activation`): `GET /april/state` must
+answer.
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping

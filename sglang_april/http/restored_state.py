@@ -1,4 +1,4 @@
-"""Step 6 of 9 after a restart: what this process has to know again (S8), and whether the journal can be written."""
+"""After a restart: what the HTTP process restores, and whether the journal is writable (`restart-loses-nothing`)."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Rounds by id (S8): one open per run, the same id twice is the same round, and which replies are kept."""
+"""Rounds by id (`idempotent-round`): one open round per run, and the replies that are kept (`kept-replies`)."""
 
 import asyncio
 from collections import OrderedDict
@@ -111,7 +111,7 @@ class RoundRegistry:
         return round_id in self._rounds
 
     def reopened(self, round_: RoundRecord) -> None:
-        """A round that was open when the server died (S8)."""
+        """A round that was open when the server died."""
         self._rounds[round_.id] = self._open_of_run[round_.run] = round_
         self.opened(round_)
 

@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, array_like=True):
     """All spans of the sample up to the end of this chunk."""
     top_logprobs: list[list[tuple[float, int]]] | None = None
     proximal: tuple[int, list[tuple[int, bytes]]] | None = None
-    """What a recompute gave since the chunk before: version, and (first output token, float32 [tokens]) each (S7)."""
+    """Proximal logprobs since the previous chunk: the version, and (first output token, float32 [tokens]) each."""
 
     @property
     def length(self) -> int:
@@ -279,7 +279,7 @@ def _reply(db: sqlite3.Connection, saved: Saved, spec: OpenRound, ended: RoundEn
 
 
 def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
-    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named (S1)."""
+    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named."""
     warnings = [f"{saved.corrupt} journal records were damaged; their tokens are drawn again"] if saved.corrupt else []
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(

@@ -96,7 +96,7 @@ class Commands:
         return next((r for r in self._c.rounds.values() if r.spec.round_id == round_id), None)
 
     def _judge(self, cmd: messages.JudgeRound) -> dict[str, Any]:
-        """The quota counts what has been accepted; generation goes on meanwhile (S3)."""
+        """The quota counts what has been accepted; generation goes on meanwhile (`verdict-final`)."""
         rnd = self._find(cmd.round_id)
         if rnd is None:
             raise _over(cmd.round_id)

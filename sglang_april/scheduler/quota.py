@@ -1,4 +1,4 @@
-"""Step 3 of 9 (count): when a round ends and what it delivers (S3, S4).
+"""Step 3 of 9 (count): when a round ends and what it delivers (`quota-exact`).
 
 Pure functions of the ledger and the policy version. "Counted units" are whole groups (`unit: group`) or finished
 samples (`unit: sample`).
@@ -20,7 +20,7 @@ class Round:
     run: Run
     number: int
     mandatory: set[Group] = field(default_factory=set)
-    """Groups that must be whole before the round ends (S4). A prompt id may come back as another group."""
+    """Groups that must be whole before the round ends. A prompt id may come back as another group."""
     cohort: set[Group] = field(default_factory=set)
     """With `quota_mode: cohort`, the groups that first ran `cohort_rounds` ago or earlier: in before the end, too."""
     stats: RoundStats = field(default_factory=RoundStats)
@@ -84,7 +84,7 @@ class Round:
         return any(not g.whole and groups.get(g.id) is g for g in (*self.mandatory, *self.cohort))
 
     def starts_left(self) -> int | None:
-        """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs (S4)."""
+        """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs."""
         if not self.on_policy or self.spec.quota is None:
             return None
         begun = [g for g in self.run.groups.values() if g.begun and not (self.judged and g.accepted is False)]
@@ -100,7 +100,7 @@ class Round:
         self.cohort, self.stats = set(), RoundStats()
 
     def update_rest(self) -> bool:
-        """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound (S4)."""
+        """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound."""
         waiting = self.run.finished if self.spec.unit == "sample" else self.run.whole
         enough = self.spec.quota is not None and waiting >= self.spec.ahead * self.spec.quota
         bound = any(self.run.groups.get(g.id) is g for g in self.mandatory)
@@ -110,7 +110,7 @@ class Round:
     # --- delivery
 
     def deliver(self, ledger: Ledger, reason: EndReason, ids: list[str] | None, version: int) -> list[Delivery]:
-        """What the reply contains, in S3's order: mandatory, then by finish step (carried first), then admission."""
+        """Units of the reply in delivery order: mandatory, then by finish step (carried first), then by admission."""
         wanted = None if ids is None else set(ids)
         ready = [g for g in self.run.groups.values() if wanted is None or g.id in wanted]
         units = self._sample_units(ready) if self.spec.unit == "sample" else self._group_units(ready)
@@ -127,7 +127,7 @@ class Round:
         return [ledger.deliver(group, indices) for group, indices in chosen.items()]
 
     def _without_surplus(self, units: list[list[Sample]], quota: int | None) -> list[list[Sample]]:
-        """Of ordered units the first `quota` (None: all) that count, and those that are delivered in any case (S3)."""
+        """Of ordered units the first `quota` (None: all) that count, and those that are delivered in any case."""
         chosen, left = [], len(units) if quota is None else quota
         for unit in units:
             group = unit[0].group

@@ -1,7 +1,7 @@
 """Step 5 of 9 (store): what the journal is told, and when. On ranks other than 0, and without a journal: nothing.
 
 Records of one step or message are gathered and put to the journal together (`commit`). Nothing that is decided depends
-on the journal: the ranks without one decide the same (S9).
+on the journal: the ranks without one decide the same (`rank-determinism`).
 """
 
 from collections.abc import Iterable

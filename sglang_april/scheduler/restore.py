@@ -1,4 +1,5 @@
-"""Step 2 of 9 after a restart: the ledger, the open rounds and the policy version as a journal has them (S1, S8).
+"""Step 2 of 9 after a restart: the ledger, the open rounds and the policy version as a journal has them
+(`restart-loses-nothing`).
 
 Pure, and called on every rank with the same `Saved` and the same outcome of the search for KV.
 """
@@ -23,7 +24,7 @@ RESTARTED = "the server was restarted in this round: the figures count from then
 
 
 def starting_version(given: int | None, saved: int) -> tuple[int, bool]:
-    """The policy version to start with, and whether it has yet to be named before anything may step (S1).
+    """The policy version to start with, and whether it has yet to be named before anything may step.
 
     Raises:
         ValueError: the version given is older than the journal's.

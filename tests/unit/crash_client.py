@@ -1,4 +1,4 @@
-"""The client of a process that is killed: remembers every word, and holds the next life against it (S8)."""
+"""The client of a process that is killed: remembers every word, and holds the next life against it."""
 
 from collections.abc import Iterator
 

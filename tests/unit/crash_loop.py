@@ -1,4 +1,4 @@
-"""A scheduler without a model in a process of its own, whose journal and files of pages outlive it (S8).
+"""A scheduler without a model in a process of its own, whose journal and files of pages outlive it.
 
 What it does is paced by its journal, not by the clock: it is never more than a few batches ahead of the writer, and
 never more than a pipe of words ahead of who listens. So a kill meets all phases alike, however slow the disk is.

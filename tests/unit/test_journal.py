@@ -1,4 +1,4 @@
-"""The journal on its own (S8): what is written comes back, and nothing else does."""
+"""The journal on its own: what is written comes back, and nothing else does."""
 
 import os
 import sqlite3

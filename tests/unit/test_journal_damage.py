@@ -1,4 +1,4 @@
-"""A damaged journal (S8): what is wrong in it never comes back, and costs no more than itself."""
+"""A damaged journal: what is wrong in it never comes back, and costs no more than itself."""
 
 import random
 from pathlib import Path

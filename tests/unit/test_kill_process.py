@@ -1,4 +1,4 @@
-"""A thousand kills -9 of a process that drives ledger, journal and page store without a model (S8, design rule 1)."""
+"""A thousand kills -9 of a process that drives ledger, journal and page store without a model."""
 
 import random
 import subprocess

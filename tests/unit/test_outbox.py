@@ -1,4 +1,4 @@
-"""Who waits for the journal, and who does not (S8); and a disk that is full for a while."""
+"""Who waits for the journal, and who does not; and a disk that is full for a while."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Loss of power (S8): with `full` what was promised is there, with `normal` the journal is at least of one piece."""
+"""Loss of power: with `full` what was promised is there, with `normal` the journal is at least of one piece."""
 
 import ctypes
 import random

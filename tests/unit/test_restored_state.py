@@ -1,4 +1,4 @@
-"""The HTTP process after a restart (S8): one server's life told to the next, and a journal that cannot be written."""
+"""The HTTP process after a restart: one server's life told to the next, and a journal that cannot be written."""
 
 import asyncio
 import threading

@@ -108,7 +108,7 @@ def test_a_wrong_field_of_the_round_is_named(name: str, value: Any) -> None:
 
 
 def test_how_a_round_ends_reaches_the_scheduler() -> None:
-    """S3, S4: and what stands there by default."""
+    """And what stands there by default."""
     given = {"count": "accepted", "after_quota": "continue", "ahead": 3, "quota_mode": "cohort", "cohort_rounds": 2}
     plain = {"count": "finished", "after_quota": "suspend", "ahead": 1, "quota_mode": "first", "cohort_rounds": 1}
     for body, expected in ((given, given), ({}, plain)):

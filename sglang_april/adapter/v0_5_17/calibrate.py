@@ -1,4 +1,5 @@
-"""What `kv: auto` decides by, measured once while the server starts: prefills of the model, copies of the store (S9).
+"""What `kv: auto` decides by, measured once while the server starts: prefills of the model, copies of the store
+(`rank-determinism`).
 
 Every rank measures alongside the others, before its first step, with the pool still empty, so that nothing waits and
 nothing of anybody's is touched; a collective of the start, not of a step, finds the slowest. The outcome takes the way

@@ -1,4 +1,5 @@
-"""Step 9 of 9 (resume): the new policy's logprobs of old tokens, from the prefill that a recompute does anyway (S7).
+"""Step 9 of 9 (resume): the new policy's logprobs of old tokens, from the prefill that a recompute does anyway
+(`proximal-logprobs`).
 
 The trainer's proximal policy without an extra forward, for one lm_head over the old tokens, in row chunks. Values are
 log-softmax of (logits + logit bias) / temperature; samples with penalties, a grammar or `min_new_tokens` have none,

@@ -1,4 +1,5 @@
-"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds (S1, S8).
+"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds
+(`restart-loses-nothing`).
 
 And the KV that the disk tier has of it; what else is in the tier's directory is removed.
 """

@@ -1,4 +1,4 @@
-"""S9: how long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
+"""How long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
 
 import time
 
