@@ -228,7 +228,7 @@ class ControllerHarness(EventChecks):
         if self.controller.context.clock.closed:
             assert self.push_begin() == 200
             assert self.push_end() == 200
-        for run in {k[0] for k in self.groups} - set(self.rounds):
+        for run in sorted({k[0] for k in self.groups} - set(self.rounds)):
             assert self.open(run, {}, quota=None).status == 200
         for _ in range(limit):
             if not self.rounds and self.engine.fully_idle():
