@@ -30,6 +30,8 @@ class KvState(enum.Enum):
     RELEASED = "released"
     """Neither slots nor copy: only the sample's tokens are left."""
 
+    __hash__ = object.__hash__  # by identity; `enum` hashes the name in Python code
+
 
 _K = KvState
 _ALLOWED: dict[KvState, frozenset[KvState]] = {

@@ -80,7 +80,7 @@ class Controller:
         c = self.context
         c.step += 1
         self.round_end.end_due()
-        if not c.rounds or not c.may_step():
+        if not (c.rounds or c.ahead) or not c.may_step():
             c.reservations.release_loading()
         if c.ledger.runs:
             self.suspender.relieve_pressure()

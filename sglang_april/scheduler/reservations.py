@@ -5,7 +5,7 @@ every step, and neither would ever run:
 
 - `loading`: a sample that has a slot keeps the device pages that are loaded for it. Memory for a request that waits for
   a prefill comes from other partials; otherwise the sample and the request could evict each other's memory for ever.
-- `hold_turn`: while such a sample waits for its pages or for memory, the round-robin order of the runs stays as it is;
+- `hold_turn`: while such a sample waits for its pages or for memory, its run stays first in the round-robin order;
   otherwise two runs could load into each other's memory for ever.
 - `owe_prefill`: samples that join the batch as decode rows leave no room for a prefill in that step. The next such step
   belongs to the request that waits for a prefill.
@@ -16,7 +16,7 @@ Loading ahead of a slot makes no claim: it uses spare memory while nothing else 
 
 from collections.abc import Collection, Sequence
 
-from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.state import Run, Sample
 
 
 class Reservations:
@@ -25,9 +25,12 @@ class Reservations:
     def __init__(self) -> None:
         self.loading: Sequence[Sample] = ()
         """Samples that have a slot, and whose pages are being loaded or have just been loaded."""
+        self.turn: Run | None = None
+        """The run that is first again in the next choice of samples; None: the runs rotate."""
         self.prefill_owed = False
         """True after samples joined the batch instead of a prefill, until a prefill could be launched."""
-        self._turn_held = False
+        self.stock_turn = False
+        """In this step, the only free slot is for a stock request."""
         self._last_slot_to_rollouts = False
 
     # --- device memory
@@ -41,14 +44,12 @@ class Reservations:
 
     # --- the round-robin order of the runs
 
-    def hold_turn(self) -> None:
-        """Keep the order in the next step."""
-        self._turn_held = True
+    def hold_turn(self, sample: Sample) -> None:
+        """The sample has a slot and waits: its run is first again in the next step."""
+        self.turn = sample.group.run
 
-    def may_rotate(self) -> bool:
-        """Whether another run may be first in this step; a hold is used up by this call."""
-        held, self._turn_held = self._turn_held, False
-        return not held
+    def end_turn(self) -> None:
+        self.turn = None
 
     # --- prefills
 
@@ -64,9 +65,11 @@ class Reservations:
 
     def rollout_slots(self, free: int, foreign_waiting: int) -> int:
         """How many of the free slots rollouts may take while stock requests wait for one."""
+        self.stock_turn = False
         if free <= 0 or not foreign_waiting:
             return free
         if free == 1:
             self._last_slot_to_rollouts = not self._last_slot_to_rollouts
+            self.stock_turn = not self._last_slot_to_rollouts
             return int(self._last_slot_to_rollouts)
         return free - min(foreign_waiting, free // 2)

@@ -38,20 +38,23 @@ class Resumer:
         prefill, unless one is launched anyway.
         """
         self._to_join = []
+        engine, reservations = self._c.engine, self._c.reservations
+        if reservations.turn is not None:
+            _put_first(self._c.rounds, reservations.turn.name)
+            _put_first(self._c.ahead, reservations.turn.name)
         rounds = _with_work(self._c.rounds)
         ahead = self._running_ahead()
         if not rounds and not ahead:
             return
-        engine, reservations = self._c.engine, self._c.reservations
         slots = reservations.rollout_slots(engine.free_slots(), engine.foreign_waiting())
         if slots <= 0:
             self._load_ahead([*rounds, *ahead])
             return
         chosen = pick(rounds, slots)
         chosen += pick(ahead, slots - len(chosen))
-        if reservations.may_rotate():
-            _rotate(self._c.rounds)
-            _rotate(self._c.ahead)
+        reservations.end_turn()
+        _rotate(self._c.rounds)
+        _rotate(self._c.ahead)
         self._to_join = [s for s in chosen if self._needs_no_prefill(s)]
         if self._to_join or all(self._prompts.awaits_leader(s) for s in chosen):
             return
@@ -133,7 +136,7 @@ class Resumer:
     def resume(self) -> bool:
         """Called where the step could launch a prefill; True if samples joined the batch instead."""
         engine, reservations = self._c.engine, self._c.reservations
-        if not self._to_join:
+        if not self._to_join and not reservations.stock_turn:
             reservations.release_loading()
         if not self._to_join or engine.mid_prefill():
             # A load takes pool tokens, and the next chunk of a prompt has none set aside.
@@ -141,7 +144,7 @@ class Resumer:
             return False
         if reservations.prefill_owed and engine.first_waiting_need():
             reservations.prefill_served()
-            reservations.hold_turn()
+            reservations.hold_turn(self._to_join[0])
             return False
         # A round may have ended since `admit`: a full queue can abort a sample at once.
         waiting = [s for s in self._to_join if self._c.active_round(s) is not None]
@@ -190,7 +193,7 @@ class Resumer:
                 if joining or loading or not engine.idle():
                     break
                 if not self._evict_others(sample, need):
-                    self._c.reservations.hold_turn()
+                    self._c.reservations.hold_turn(sample)
                     break
             pages = sample.kv.pages
             if pages is None:
@@ -210,7 +213,7 @@ class Resumer:
                 break
             budget -= need
         if loading:
-            self._c.reservations.hold_turn()
+            self._c.reservations.hold_turn(loading[0])
         if loading and engine.idle():
             self._prompts.return_prompt_kv(joining)
             joining = []
@@ -268,6 +271,15 @@ def _source_tier(sample: Sample) -> Tier:
 
 def _with_work(rounds: dict[str, Round]) -> list[Round]:
     return [r for r in rounds.values() if r.run.suspended or r.run.begun or r.run.new]
+
+
+def _put_first(rounds: dict[str, Round], name: str) -> None:
+    if name in rounds and next(iter(rounds)) != name:
+        others = {other: rnd for other, rnd in rounds.items() if other != name}
+        rnd = rounds[name]
+        rounds.clear()
+        rounds[name] = rnd
+        rounds.update(others)
 
 
 def _rotate(rounds: dict[str, Round]) -> None:

@@ -33,6 +33,8 @@ class RoundEnd:
         for rnd in list(c.rounds.values()):
             if reason := rnd.ends_now():
                 self.end(rnd, reason, None)
+            else:
+                rnd.stats.quota_not_met()  # the step in flight has drawn the first token of a group that must finish
         for rnd in c.ahead.values():
             if rnd.update_rest():
                 self._suspender.suspend_run(rnd.run, rnd.spec.tier)

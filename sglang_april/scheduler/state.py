@@ -29,6 +29,8 @@ class State(enum.Enum):
     FINISHED = "finished"
     """Ended but not delivered; its tokens have left the scheduler."""
 
+    __hash__ = object.__hash__  # by identity; `enum` hashes the name in Python code
+
 
 _ALLOWED = {
     State.QUEUED: {State.RUNNING},

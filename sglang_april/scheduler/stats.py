@@ -74,6 +74,10 @@ class RoundStats:
         if self.t_quota_met is None:
             self.t_quota_met = time.time()
 
+    def quota_not_met(self) -> None:
+        """The round goes on after all."""
+        self.t_quota_met, self.tokens_after_quota = None, 0
+
     def warn(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
