@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.scheduler.concurrency import MEMORY, ConcurrencyTuner
+from sglang_april.scheduler.concurrency import FORGET_STEPS, ConcurrencyTuner
 from sglang_april.scheduler.state import State
 from tests.unit.controller_harness import Build, ControllerHarness
 
@@ -65,8 +65,8 @@ def test_what_has_not_been_seen_for_long_is_looked_at_again() -> None:
     """Contexts grow and steps with them: the limit follows, in both directions."""
     tuner = ConcurrencyTuner(64)
     assert run(tuner, flat, LOOK * 10)[-1] == 64
-    assert run(tuner, linear, MEMORY + LOOK * 20)[-1] == 1
-    assert 64 in run(tuner, flat, 2 * MEMORY + LOOK * 40)
+    assert run(tuner, linear, FORGET_STEPS + LOOK * 20)[-1] == 1
+    assert 64 in run(tuner, flat, 2 * FORGET_STEPS + LOOK * 40)
 
 
 def test_a_machine_whose_speed_drifts_is_not_taken_for_a_curve() -> None:
