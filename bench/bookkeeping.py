@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.record import RESULTS, append_rows, facts
-from sglang_april.api.messages import OpenRound, Prompt
+from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
 from sglang_april.scheduler.context import Context
@@ -92,8 +92,8 @@ def measure(count: int) -> dict[str, float]:
             tiers.orders_ended(moved)
 
     run = context.ledger.runs["run"]
-    fields: Any = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5}
-    rounds = [Round(OpenRound(seq=0, round_id="r", run="run", prompts=[], params=[], **fields), run, 1)]
+    fields: Any = {"quota": 1, "quota_unit": "group", "kv": "keep", "max_staleness": 5}
+    rounds = [Round(RoundSpec(round_id="r", run="run", **fields), run, 1)]
 
     def look_up() -> None:
         while chosen := pick(rounds, BATCH):

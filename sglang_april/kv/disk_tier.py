@@ -163,7 +163,7 @@ class DiskTier:
     # --- after a restart
 
     @property
-    def life(self) -> str:
+    def epoch(self) -> str:
         """The journal epoch in which these files were written or verified; empty if unknown."""
         return os.pread(self._lock, 256, 0).decode(errors="replace")
 
@@ -187,7 +187,7 @@ class DiskTier:
                 raise DamagedFileError("pages are damaged")
         return size
 
-    def begin(self, life: str, keep: Iterable[Key] = ()) -> int:
+    def begin(self, epoch: str, keep: Iterable[Key] = ()) -> int:
         """Remove this rank's files of samples not in `keep` and incomplete files, then record the new epoch.
 
         A crash in the middle leaves the previous epoch recorded. The folder is synced before the new epoch is written,
@@ -210,7 +210,7 @@ class DiskTier:
                 path.unlink(missing_ok=True)
             sync_folder(self._folder)
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, life.encode(), 0)
+            os.pwrite(self._lock, epoch.encode(), 0)
             os.fsync(self._lock)
         except OSError as error:
             raise DiskError(f"the disk tier's directory {self._folder} cannot be used: {error.strerror}") from error

@@ -6,7 +6,7 @@ samples (`unit: sample`).
 
 from dataclasses import dataclass, field
 
-from sglang_april.api.messages import Delivery, EndReason, OpenRound, Tuned
+from sglang_april.api.messages import Delivery, EndReason, RoundSpec, Tuned
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.state import Group, Run, Sample, State
 from sglang_april.scheduler.stats import RoundStats
@@ -16,7 +16,7 @@ from sglang_april.scheduler.stats import RoundStats
 class Round:
     """One rollout request, from its arrival to its reply."""
 
-    spec: OpenRound
+    spec: RoundSpec
     run: Run
     number: int
     mandatory: set[Group] = field(default_factory=set)
@@ -54,7 +54,7 @@ class Round:
     @property
     def judged(self) -> bool:
         """`count: accepted`: only groups that the caller has accepted count."""
-        return self.spec.count == "accepted"
+        return self.spec.judged
 
     def must_finish(self, group: Group) -> bool:
         return (
@@ -67,8 +67,8 @@ class Round:
         """Units that count towards the quota so far."""
         if self.judged:
             accepted = [g for g, verdict in self.run.verdicts.items() if verdict]
-            return sum(len(g.samples) for g in accepted) if self.spec.unit == "sample" else len(accepted)
-        return self.run.finished if self.spec.unit == "sample" else self.run.whole
+            return sum(len(g.samples) for g in accepted) if self.spec.quota_unit == "sample" else len(accepted)
+        return self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
 
     def ends_now(self) -> EndReason | None:
         """Why the round is over, or None while it goes on."""
@@ -88,7 +88,7 @@ class Round:
         if not self.on_policy or self.spec.quota is None:
             return None
         begun = [g for g in self.run.groups.values() if g.begun and not (self.judged and g.accepted is False)]
-        if self.spec.unit == "group":
+        if self.spec.quota_unit == "group":
             return max(0, self.spec.quota - len(begun))
         return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
 
@@ -101,7 +101,7 @@ class Round:
 
     def update_rest(self) -> bool:
         """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound."""
-        waiting = self.run.finished if self.spec.unit == "sample" else self.run.whole
+        waiting = self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
         enough = self.spec.quota is not None and waiting >= self.spec.ahead * self.spec.quota
         bound = any(self.run.groups.get(g.id) is g for g in self.mandatory)
         self.rests = enough or bound or self.on_policy
@@ -113,7 +113,7 @@ class Round:
         """Units of the reply in delivery order: mandatory, then by finish step (carried first), then by admission."""
         wanted = None if ids is None else set(ids)
         ready = [g for g in self.run.groups.values() if wanted is None or g.id in wanted]
-        units = self._sample_units(ready) if self.spec.unit == "sample" else self._group_units(ready)
+        units = self._sample_units(ready) if self.spec.quota_unit == "sample" else self._group_units(ready)
         units.sort(
             key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order)
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, OpenRound, RoundEnded
+from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, RoundEnded, RoundSpec
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.outbox import Outbox
@@ -30,9 +30,9 @@ class Unrecorded:
         """To the HTTP process; a `lasting` one, with a journal, once what the command changed is written."""
         self._engine.send(answer)
 
-    def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None: ...
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
 
-    def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
         """An open round has another quota, or more groups."""
 
     def judged(self, groups: Iterable[Group]) -> None:
@@ -91,10 +91,10 @@ class Recorder(Unrecorded):
 
     # --- records
 
-    def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
         self._records.append(schema.accepted(spec, number, map(_new, groups)))
 
-    def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
         self._records.append(schema.extended(spec, number, map(_new, groups)))
 
     def judged(self, groups: Iterable[Group]) -> None:
@@ -144,9 +144,9 @@ class Recorder(Unrecorded):
     def version(self, number: int) -> None:
         self._records.append(schema.version(number))
 
-    def life(self, name: str) -> None:
-        """The name of this life; to be written when the disk tier bears it."""
-        self._records.append(schema.life(name))
+    def epoch(self, name: str) -> None:
+        """The name of this server epoch; written after the disk tier has it."""
+        self._records.append(schema.epoch(name))
 
     def commit(self) -> None:
         if self._records:

@@ -6,8 +6,6 @@ Pure, and called on every rank with the same `Saved` and the same outcome of the
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal_snapshot import Saved, SavedRound
 from sglang_april.recovery.kv_recovery import Outcome
@@ -46,7 +44,7 @@ def restore(c: Context, saved: Saved) -> None:
 
 def _reopen(c: Context, known: SavedRound) -> None:
     run = c.ledger.run(known.spec.run)
-    rnd = Round(msgspec.structs.replace(known.spec, prompts=[], params=[]), run, known.number)
+    rnd = Round(known.spec, run, known.number)
     run.kv, run.max_staleness = known.spec.kv, known.spec.max_staleness
     rnd.stats.carried_in = report.sizes(run)
     rnd.stats.warnings.append(RESTARTED)

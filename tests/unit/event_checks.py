@@ -101,7 +101,7 @@ class EventChecks(ReferenceModel):
         for run, rnd in (self.ahead | self.rounds).items():
             bound = rnd.spec.concurrency
             assert self.ledger.runs[run].running <= (bound if isinstance(bound, int) else self.engine.slots)
-            if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
+            if rnd.spec.max_staleness == 0 and rnd.spec.quota_unit == "group" and rnd.spec.quota is not None:
                 begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.rounds else 0
                 if rnd.spec.count == "accepted":
                     begun -= sum(g.accepted is False for g in self.of(run))

@@ -133,7 +133,7 @@ class FakeEngine(FakeLoop):
     def follow(self, sample: Sample) -> bool:
         """As if the KV were shared: it gets slots of its own, and whoever stands on them cannot tell."""
         tokens = len(sample.group.prompt.input_ids) // 4 - 1
-        if self.prompts.get(sample.group) != (self.version, self.life) or len(self.free) < tokens:
+        if self.prompts.get(sample.group) != (self.version, self.epoch) or len(self.free) < tokens:
             return False
         request = build(sample)
         if request.name not in self.first_start:

@@ -25,7 +25,7 @@ def spans_of(request: Request) -> list[Span]:
         if drawn != before:
             spans.append(Span(i, i, *drawn))
             before = drawn
-        spans[-1].end = i + 1
+        spans[-1] = Span(spans[-1].start, i + 1, *drawn)
     return spans
 
 

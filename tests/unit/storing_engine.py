@@ -80,7 +80,7 @@ class StoringEngine(FakeEngine):
             time.sleep(0)  # reported right after
         assert self._ends.pop(order) == ""
 
-    # --- what an earlier life has left
+    # --- what an earlier epoch has left
 
     def recover_kv(self, sample: Sample) -> None:
         """The sample's KV in the file that outlived its process, every row checked."""

@@ -32,7 +32,7 @@ ENGINES = {
 }
 SPECS: dict[str, tuple[Any, ...]] = {
     "quota": (1, 2, 3, None),
-    "unit": ("group", "sample"),
+    "quota_unit": ("group", "sample"),
     "kv": ("keep", "recompute", "auto"),
     "max_staleness": (5, 0, 1, 2, None),
     "count": ("finished", "finished", "accepted"),

@@ -83,7 +83,7 @@ def test_what_is_asked_later_is_refused_at_once(scheduler: Scheduler, monkeypatc
     monkeypatch.setattr(Controller, "before_step", fails)
     step(scheduler)
     given, params = given_as({"p": (3, 1, 4)})
-    scheduler.april.command(messages.OpenRound(1, "r", "run", given, params, 1, "group", "keep", 5))
+    scheduler.april.command(messages.OpenRound(1, messages.RoundSpec("r", "run", 1, "group", "keep", 5), given, params))
     assert scheduler.said[-1] == messages.Answer(1, 503, "", REASON)
 
 

@@ -99,7 +99,7 @@ def test_judging_is_idempotent_and_all_or_nothing(world: Build) -> None:
 def test_samples_of_accepted_groups_count_in_units_of_samples(world: Build) -> None:
     """Verdicts are on whole groups; the quota cuts between their samples."""
     w = world()
-    w.open("run", {"p": (3, 3, 3), "q": (3, 2, 3), "r": (3, 1, -40)}, quota=4, unit="sample", count="accepted")
+    w.open("run", {"p": (3, 3, 3), "q": (3, 2, 3), "r": (3, 1, -40)}, quota=4, quota_unit="sample", count="accepted")
     w.step(15)
     w.judge("run", {"p": True})
     w.step(2)
@@ -180,7 +180,7 @@ def test_previews_verdicts_and_the_reply() -> None:
         async with client_of(april) as client:
             asked = [prompt(id=i) for i in "abc"]
             task = await open_round(client, engine, round_id="r", count="accepted", stream=True, prompts=asked)
-            assert engine.opened.count == "accepted"
+            assert engine.opened.spec.count == "accepted"
             engine.finish(engine.opened, ("a", 0), ("b", 0), ("c", 0))
             verdicts = {"accept": ["a"], "reject": ["b"]}
             answer = (await client.post("/april/rounds/r/judge", json=verdicts)).json()

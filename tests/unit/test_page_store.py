@@ -199,13 +199,13 @@ def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str
     first.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
     first.store.copy_to_disk(2, 8, slots_of(9), Key("run", "other", 0, 0), 3)
     assert (first.outcome(1), first.outcome(2)) == ("", "")
-    first.disk.begin("life", [KEY, Key("run", "other", 0, 0)])
+    first.disk.begin("epoch", [KEY, Key("run", "other", 0, 0)])
     first.close()
     again = RankStore(tmp_path)
     disk = again.disk
     (tmp_path / "x.r0.part").write_bytes(b"half")
     spoil(disk, fault)
-    search = KvSearch(disk, "life")
+    search = KvSearch(disk, "epoch")
     (outcome,) = search.look([(KEY, Found(9 + (fault == "older"), 3 - (fault == "version")))])
     assert outcome == {"none": "", "missing": None, "older": None, "version": None}.get(fault, outcome)
     assert outcome != "" or fault == "none"
@@ -234,18 +234,18 @@ def spoil(disk: DiskTier, fault: str) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("life", ["", "another", "lif", "life and more"])
-def test_files_of_another_epoch_are_ignored(rank: RankStore, life: str) -> None:
+@pytest.mark.parametrize("epoch", ["", "another", "epo", "epoch and more"])
+def test_files_of_another_epoch_are_ignored(rank: RankStore, epoch: str) -> None:
     """Without a journal there is no epoch, and the files of another history prove nothing."""
     rank.disk.begin("a much longer name than the next")
-    rank.disk.begin(life)
+    rank.disk.begin(epoch)
     rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
     assert rank.outcome(1) == ""
-    assert rank.disk.life == life
-    assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [None]
+    assert rank.disk.epoch == epoch
+    assert KvSearch(rank.disk, "epoch").look([(KEY, Found(9, 3))]) == [None]
     assert KvSearch(rank.disk, "").look([(KEY, Found(9, 3))]) == [None]
-    rank.disk.begin("life", [KEY])
-    assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [""]
+    rank.disk.begin("epoch", [KEY])
+    assert KvSearch(rank.disk, "epoch").look([(KEY, Found(9, 3))]) == [""]
 
 
 def test_undeletable_stale_file_stops_the_start(
@@ -262,7 +262,7 @@ def test_undeletable_stale_file_stops_the_start(
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(DiskError, match=f"{tmp_path} cannot be used: Operation not permitted"):
         rank.disk.begin("next")
-    assert rank.disk.life == "before"
+    assert rank.disk.epoch == "before"
 
 
 def test_arena_allocates_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_units_that_count(quota: int | None, unit: str, reason: str | None) -> N
     hand = LedgerDriver()
     whole, half = hand.groups(2, 2)
     hand.finish(*whole.samples.values(), half.samples[0])
-    assert hand.round(quota=quota, unit=unit).ends_now() == reason
+    assert hand.round(quota=quota, quota_unit=unit).ends_now() == reason
 
 
 def test_the_round_is_exhausted_when_all_has_finished() -> None:
@@ -57,7 +57,7 @@ def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> 
     done, stale = hand.groups(1, 2)
     hand.begin(stale.samples[0], version=0)
     hand.finish(done.samples[0], version=3)
-    rnd = hand.round(version=3, max_staleness=3, unit=unit)
+    rnd = hand.round(version=3, max_staleness=3, quota_unit=unit)
     assert (rnd.mandatory, rnd.ends_now()) == ({stale}, None)
     hand.finish(stale.samples[0])
     assert rnd.ends_now() is None
@@ -96,7 +96,7 @@ def test_strict_on_policy_waits_for_its_cohort_too() -> None:
     hand.finish(old.samples[0])
     old.first_round = 0
     hand.ledger.deliver(old, [0])
-    rnd = hand.round(unit="sample", max_staleness=0, quota_mode="cohort")
+    rnd = hand.round(quota_unit="sample", max_staleness=0, quota_mode="cohort")
     rnd.mark_cohort()
     hand.finish(new.samples[0])
     assert rnd.ends_now() is None
@@ -151,7 +151,7 @@ def test_strict_on_policy_counts_samples_of_begun_groups(quota: int, left: int) 
     hand = LedgerDriver()
     begun, _ = hand.groups(3, 3)
     hand.begin(begun.samples[0])
-    assert hand.round(quota=quota, unit="sample", max_staleness=0).starts_left() == left
+    assert hand.round(quota=quota, quota_unit="sample", max_staleness=0).starts_left() == left
 
 
 # --- deliver
@@ -207,10 +207,10 @@ def test_samples_of_unfinished_groups_in_units_of_samples() -> None:
     hand.finish(a.samples[2])
     hand.finish(b.samples[0])
     hand.finish(a.samples[0])
-    parts = hand.round(quota=3, unit="sample").deliver(hand.ledger, "quota", None, 0)
+    parts = hand.round(quota=3, quota_unit="sample").deliver(hand.ledger, "quota", None, 0)
     assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [0, 2], False), ("g1", [0], True)]
     hand.finish(a.samples[1])
-    parts = hand.round(unit="sample").deliver(hand.ledger, "quota", None, 0)
+    parts = hand.round(quota_unit="sample").deliver(hand.ledger, "quota", None, 0)
     assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [1], True)]
 
 
@@ -219,9 +219,9 @@ def test_a_quota_of_samples_may_cut_a_whole_group() -> None:
     hand = LedgerDriver()
     (group,) = hand.groups(3)
     hand.finish(*group.samples.values())
-    assert delivered(hand, hand.round(quota=2, unit="sample")) == [("g0", [0, 1])]
+    assert delivered(hand, hand.round(quota=2, quota_unit="sample")) == [("g0", [0, 1])]
     assert (hand.run.whole, hand.run.finished) == (1, 1)
-    assert delivered(hand, hand.round(quota=2, unit="sample"), "exhausted") == [("g0", [2])]
+    assert delivered(hand, hand.round(quota=2, quota_unit="sample"), "exhausted") == [("g0", [2])]
 
 
 def test_a_stop_delivers_all_finished_or_those_that_are_named() -> None:

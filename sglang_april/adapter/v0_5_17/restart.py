@@ -55,7 +55,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         controller.context.engine.send(restored_event(saved, unnamed=unnamed))
         recorder = controller.context.recorder = Recorder(controller.context.engine, journal, config.replies)
         recorder.version(version)
-        recorder.life(saved.next_life)
+        recorder.epoch(saved.next_epoch)
         recorder.commit()
         _log(config, saved, version)
 
@@ -64,10 +64,10 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTie
     if disk is None:
         controller.restore(saved)
         return
-    search, began = KvSearch(disk, saved.life), time.monotonic()
+    search, began = KvSearch(disk, saved.epoch), time.monotonic()
     controller.restore(saved, lambda wanted: _look(s, search, wanted))
     back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
-    removed = disk.begin(saved.next_life, map(key_of, back))
+    removed = disk.begin(saved.next_epoch, map(key_of, back))
     log.info(
         "april: KV of %d partials is back from the disk: %d bytes verified in %.1f s, %d other files removed",
         len(back),
