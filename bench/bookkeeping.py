@@ -3,7 +3,7 @@
     python -m bench.bookkeeping [--samples 100000] [--repeat 5] [--record]
 
 The real ledger, tiers and shelves, on an engine that does nothing: no tensors, no copies. Aim: each under 20 µs.
-`suspend`: running samples become partials on the device shelf. `lookup`: admission asks for the next 64 partials and
+`suspend`: running samples become partials on the device queue. `lookup`: admission asks for the next 64 partials and
 takes them, until none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget
 of a quarter, so that most newcomers push somebody out and are pushed out. CPU time of the thread, so that a busy
 machine counts little.
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.record import RESULTS, append_rows, facts
-from sglang_april.api.messages import OpenRound, Prompt
+from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
 from sglang_april.scheduler.context import Context
@@ -41,7 +41,7 @@ class NoEngine:
         pages.slots = None
 
     def release(self, sample: Sample) -> None:
-        sample.pages = None
+        sample.kv.pages = None
 
 
 def lengths(count: int) -> list[int]:
@@ -80,26 +80,26 @@ def measure(count: int) -> dict[str, float]:
         for first in range(0, len(samples), BATCH):
             batch = samples[first : first + BATCH]
             for sample in batch:
-                sample.pages = Pages(sample.length, 0, True, None, None)
+                sample.kv.pages = Pages(sample.length, 0, True, None, None)
                 context.ledger.suspend(sample)
-            tiers.arrived(batch)
+            tiers.add_suspended(batch)
 
     def place() -> None:
         for first in range(0, len(samples), BATCH):
             for sample in samples[first : first + BATCH]:
                 tiers.demote(sample)
-            moved: Any = SimpleNamespace(done=tiers.moves.orders(), failed={})
-            tiers.moved(moved)
+            moved: Any = SimpleNamespace(done=tiers.transfers.orders(), failed={})
+            tiers.orders_ended(moved)
 
     run = context.ledger.runs["run"]
-    fields: Any = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5}
-    rounds = [Round(OpenRound(seq=0, round_id="r", run="run", prompts=[], params=[], **fields), run, 1)]
+    fields: Any = {"quota": 1, "quota_unit": "group", "kv": "keep", "max_staleness": 5}
+    rounds = [Round(RoundSpec(round_id="r", run="run", **fields), run, 1)]
 
     def look_up() -> None:
         while chosen := pick(rounds, BATCH):
             for sample in chosen:
-                tiers.resumed(sample)
-                sample.pages = None
+                tiers.prepare_resume(sample)
+                sample.kv.pages = None
                 context.ledger.admit(sample)
 
     found = {"suspend_us": per_sample(suspend, len(samples)), "lookup_us": per_sample(look_up, len(samples))}

@@ -23,7 +23,7 @@ from bench import record
 from examples.tiny_model import DTYPES, make
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.host_tier import HostArena
-from sglang_april.kv.page_format import FORMS
+from sglang_april.kv.page_format import PAGE_FORMATS
 from sglang_april.kv.page_store import PageStore
 
 PAGE = 16
@@ -33,12 +33,12 @@ def through_the_store(form: str, planes: Sequence[torch.Tensor]) -> list[torch.T
     """Planes [tokens, heads, dim] out to the host tier and back into other slots; what has come back."""
     tokens = len(planes[0])
     pools = [torch.cat([plane, torch.zeros_like(plane)]) for plane in planes]
-    copier = CpuCopier(FORMS[form](PlaneTable.of(pools), PAGE))
+    copier = CpuCopier(PAGE_FORMATS[form](PlaneTable.of(pools), PAGE))
     ends: dict[int, str] = {}
     store = PageStore(copier, HostArena(-(-tokens // PAGE), copier.page_words, pinned=False), None, ends.__setitem__)
     there = torch.arange(tokens, 2 * tokens)
-    store.put(1, 1, torch.arange(tokens), None)
-    store.get(2, 1, there)
+    store.copy_to_host(1, 1, torch.arange(tokens), None)
+    store.load(2, 1, there)
     store.close()
     if failed := [why for why in ends.values() if why]:
         raise RuntimeError(failed[0])
@@ -80,7 +80,7 @@ def measure(dtype: str, sequences: int, length: int, seed: int) -> list[record.R
         return out.logits.double().log_softmax(-1)
 
     wanted, rows = logprobs(kept), []
-    for form in FORMS:
+    for form in PAGE_FORMATS:
         back = through_the_store(form, kept)
         errors = [(b - a).double() for a, b in zip(kept, back, strict=True)]
         sizes = [a.double() for a in kept]

@@ -1,18 +1,20 @@
-"""One row of the table of hooks."""
+"""One row of a hook table (`v*/hook_table.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-SOURCE = "https://github.com/sgl-project/sglang/blob/v0.5.17/python/sglang/srt/"
+Kind = Literal["before", "after", "around"]
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One hook: `handler` is `module:function`, imported when it is first called."""
+    """A handler on one or more functions of SGLang."""
 
-    path: str
-    kind: Literal["before", "after", "around"]
+    kind: Kind
     handler: str
+    """`module:function` in the package of the hook table; imported when it is first called."""
+    paths: tuple[str, ...]
+    """Dotted paths of the hooked functions."""
     why: str
-    upstream: str
     remove_when: str
+    """The change in SGLang that makes this hook unnecessary."""

@@ -1,6 +1,6 @@
-"""Applies the table of targets to SGLang, and makes sure that every hook is really there.
+"""Applies the hook table to SGLang and verifies that every hook is in place (`fail-closed`).
 
-SGLang's loader logs what goes wrong and serves without it. Here a hook that is missing ends the process.
+SGLang's plugin loader logs errors and serves without the plugin. Here a missing hook ends the process.
 """
 
 import functools
@@ -12,33 +12,37 @@ from contextlib import contextmanager
 from typing import Any
 
 import sglang_april
-from sglang_april.adapter.hook import Hook
-from sglang_april.adapter.v0_5_17.hook_table import TARGETS
+from sglang_april.adapter import versions
+
+Handler = Callable[..., Any]
 
 
 class HookError(RuntimeError):
-    """A hook that is not where it should be; the message is one sentence."""
+    """A hook that is not in place. The message is one sentence."""
 
 
-_applied: dict[str, list[tuple[Hook, Callable[..., Any]]]] = {}
+_applied: list[tuple[str, str, Handler]] = []
+"""(path, kind, handler) of every hook, in the order of the table."""
 _verified: list[str] = []
 
 
 def apply() -> None:
-    """Register every row with SGLang, and have the result checked as soon as SGLang has applied it."""
+    """Register every hook with SGLang, and verify the result as soon as SGLang has applied it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target in TARGETS:
-        hook = _lazy(target.handler)
-        HookRegistry.register(target.path, hook, HookType(target.kind))
-        _applied.setdefault(target.path, []).append((target, hook))
+    package = versions.adapter_package()
+    for row in versions.hook_table().HOOKS:
+        handler = _lazy(f"{package}.{row.handler}")
+        for path in row.paths:
+            HookRegistry.register(path, handler, HookType(row.kind))
+            _applied.append((path, row.kind, handler))
 
     upstream_apply: Callable[[], None] = HookRegistry.apply_hooks
 
-    # SGLang logs a hook that cannot be applied and goes on, so whoever applies hooks must meet our check behind it.
+    # SGLang logs a hook that it cannot apply and continues, so whoever applies hooks must run our check afterwards.
     @functools.wraps(upstream_apply)
     def apply_and_verify() -> None:
-        with _methods_found_at_once():
+        with _skip_copies_of_methods():
             upstream_apply()
         try:
             verify()
@@ -49,28 +53,31 @@ def apply() -> None:
 
 
 def verify() -> None:
-    """Assert that every row is really in the call chain of its target in this process."""
-    for path, rows in _applied.items():
-        reachable = _hooks_in_chain(path)
-        for target, hook in rows:
-            if hook not in reachable:
-                raise HookError(f"the {target.kind} hook on {path} is not in place, so partial rollouts would not work")
-    _verified[:] = [f"{target.path} [{target.kind}]" for target in TARGETS]
+    """Check that every handler is in the call chain of its target in this process.
+
+    Raises:
+        HookError: one is not.
+    """
+    reachable = {path: _handlers_in_chain(path) for path, _, _ in _applied}
+    for path, kind, handler in _applied:
+        if handler not in reachable[path]:
+            raise HookError(f"the {kind} hook on {path} is not in place, so partial rollouts would not work")
+    _verified[:] = [f"{path} [{kind}]" for path, kind, _ in _applied]
 
 
 def hook_report() -> dict[str, Any]:
-    """What runs in this process: versions and the verified hooks; empty where nothing was applied."""
+    """Versions, process id and verified hooks of this process; empty if no hooks were applied."""
     if not _verified:
         return {}
-    versions = {"april": sglang_april.__version__, "sglang": importlib.metadata.version("sglang")}
-    return {**versions, "pid": os.getpid(), "hooks": list(_verified)}
+    installed = {"april": sglang_april.__version__, "sglang": importlib.metadata.version("sglang")}
+    return {**installed, "pid": os.getpid(), "hooks": list(_verified)}
 
 
 @contextmanager
-def _methods_found_at_once() -> Iterator[None]:
-    """Spare the search through all modules for copies of a hooked method: a quarter of a second each, in every process.
+def _skip_copies_of_methods() -> Iterator[None]:
+    """Skip SGLang's search of all modules for copies of a hooked method: 0.25 s each, in every process.
 
-    SGLang searches because `from module import function` makes copies; nobody imports a method that way.
+    SGLang searches because `from module import function` copies a reference; methods are not imported that way.
     """
     from sglang.srt.plugins import hook_registry
 
@@ -87,7 +94,7 @@ def _methods_found_at_once() -> Iterator[None]:
 
 
 def _lazy(handler: str) -> Callable[..., Any]:
-    """A stand-in that imports its handler on the first call: most handlers need modules that one process only has."""
+    """A handler that imports its module on the first call: most handlers need modules of one process only."""
 
     @functools.cache
     def resolve() -> Callable[..., Any]:
@@ -100,8 +107,8 @@ def _lazy(handler: str) -> Callable[..., Any]:
     return call
 
 
-def _hooks_in_chain(path: str) -> list[Any]:
-    """All callables that the wrappers around a target hold, from the outermost to the original."""
+def _handlers_in_chain(path: str) -> list[Any]:
+    """The callables held by the wrappers around a target, from the outermost to the original."""
     try:
         function = pkgutil.resolve_name(path)
     except (ImportError, AttributeError) as error:

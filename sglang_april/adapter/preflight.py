@@ -1,15 +1,14 @@
-"""Before anything is hooked: is this the SGLang that was reviewed, and can it work here?
+"""Before anything is hooked: compare the installed SGLang with the release that was reviewed (`fail-closed`).
 
-For each supported release, `fingerprints/<version>.json` holds what a person looked at: the signature and the
-normalised body of every symbol that we hook or call, and the digest of its file. Equal files need no parsing, so the
-check costs milliseconds; in a file that differs, each symbol is compared by its syntax tree. What changed ends the
-start with one sentence. After reviewing a new release: `python -m sglang_april.adapter.preflight --write`.
+For each supported release, `fingerprints/<version>.json` holds what a person reviewed: the signature and the digest of
+the normalized body of every symbol that the adapter hooks or calls, and the digest of its file. Equal files need no
+parsing, so the check takes milliseconds; in a file that differs, each symbol is compared by its syntax tree. Any change
+ends the start with one sentence. After reviewing a new release: `python -m sglang_april.adapter.preflight --write`.
 """
 
 import argparse
 import ast
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Iterable, Iterator
@@ -17,28 +16,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sglang_april.adapter.v0_5_17 import hook_table
+from sglang_april.adapter import versions
+from sglang_april.adapter.versions import HookTable, Manifest, PreflightError
 
-FINGERPRINTS = Path(__file__).parent / "fingerprints"
 REPOSITORY = Path(__file__).parents[2]
 
-Manifest = dict[str, Any]
 Symbol = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-class PreflightError(RuntimeError):
-    """Why this server must not start, in one sentence."""
-
-
 def check() -> None:
-    """Stop unless everything that we build on is as it was reviewed."""
+    """Compare every symbol in use with its reviewed version.
+
+    Raises:
+        PreflightError: a symbol is missing, changed or was never reviewed, or the release is not supported.
+    """
     check_kernels_package()
-    manifest = reviewed_manifest(sglang_version())
-    required = symbols_in_use()
+    manifest = versions.reviewed_manifest(versions.sglang_version())
+    required = symbols_in_use(versions.hook_table())
     for path in required:
         if path not in manifest["symbols"]:
             raise PreflightError(f"{path} is not in the reviewed manifest of SGLang {manifest['sglang']}")
-    root = sglang_root()
+    root = versions.sglang_root()
     for file, digest in manifest["files"].items():
         paths = [path for path in required if manifest["symbols"][path]["file"] == file]
         if paths and _digest_of_file(root / file) != digest:
@@ -46,7 +44,7 @@ def check() -> None:
 
 
 def check_kernels_package() -> None:
-    """SGLang imports Hugging Face's `kernels`; a folder of that name before it would silently change its kernels."""
+    """Raise PreflightError if a folder hides Hugging Face's package `kernels`, which SGLang imports."""
     spec = importlib.util.find_spec("kernels")
     if spec is None:
         return
@@ -55,56 +53,31 @@ def check_kernels_package() -> None:
         raise PreflightError(f"the folder {place} hides the package kernels that SGLang imports")
 
 
-def sglang_version() -> str:
-    """The release of SGLang that is installed; asking its metadata avoids importing it."""
-    return importlib.metadata.version("sglang")
+def symbols_in_use(table: HookTable) -> list[str]:
+    """Every dotted path that an adapter hooks or calls, once."""
+    return list(dict.fromkeys([*(path for hook in table.HOOKS for path in hook.paths), *table.DEPENDS_ON]))
 
 
-def sglang_root() -> Path:
-    """The folder above the package `sglang`."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise PreflightError("SGLang is not installed")
-    return Path(spec.submodule_search_locations[0]).parent
-
-
-def supported_versions() -> list[str]:
-    """The releases that have a reviewed manifest."""
-    return sorted(file.stem for file in FINGERPRINTS.glob("*.json"))
-
-
-def reviewed_manifest(version: str) -> Manifest:
-    """The manifest of a release, or an error that says which are supported."""
-    file = FINGERPRINTS / f"{version}.json"
-    if not file.is_file():
-        raise PreflightError(f"SGLang {version} is not supported, only {', '.join(supported_versions())}")
-    manifest: Manifest = json.loads(file.read_text())
-    return manifest
-
-
-def symbols_in_use() -> list[str]:
-    """Every dotted path that we hook or call, once."""
-    return list(dict.fromkeys([target.path for target in hook_table.TARGETS] + list(hook_table.DEPENDS_ON)))
-
-
-def build_manifest(version: str, root: Path, paths: Iterable[str]) -> Manifest:
-    """Describe the symbols as they are in this SGLang."""
+def build_manifest(version: str, adapter: str, root: Path, paths: Iterable[str]) -> Manifest:
+    """Describe the symbols in the SGLang tree at `root`."""
     symbols = {path: describe(path, root) for path in paths}
     files = {entry["file"] for entry in symbols.values()}
     return {
         "sglang": version,
+        "adapter": adapter,
+        "source": f"https://github.com/sgl-project/sglang/blob/v{version}/python/",
         "files": {file: _digest_of_file(root / file) for file in sorted(files)},
         "symbols": dict(sorted(symbols.items())),
     }
 
 
 def describe(path: str, root: Path) -> dict[str, Any]:
-    """File, kind, signature (of a class: its fields) and digest of the body of one symbol."""
+    """File, line, kind, signature (of a class: its fields) and digest of the body of one symbol."""
     file, names = locate(path, root)
     node = _find(_parse(root / file), names)
     if node is None:
-        raise PreflightError(f"{path} does not exist in SGLang {sglang_version()}")
-    return {"file": file, **fingerprint(node)}
+        raise PreflightError(f"{path} does not exist in SGLang {versions.sglang_version()}")
+    return {"file": file, "line": node.lineno, **fingerprint(node)}
 
 
 def locate(path: str, root: Path) -> tuple[str, list[str]]:
@@ -115,11 +88,11 @@ def locate(path: str, root: Path) -> tuple[str, list[str]]:
         for file in (base.with_suffix(".py"), base / "__init__.py"):
             if (root / file).is_file():
                 return file.as_posix(), parts[length:]
-    raise PreflightError(f"{path} does not exist in SGLang {sglang_version()}")
+    raise PreflightError(f"{path} does not exist in SGLang {versions.sglang_version()}")
 
 
 def fingerprint(node: Symbol) -> dict[str, Any]:
-    """What of a symbol must not change unseen."""
+    """The parts of a symbol whose change requires a review."""
     if isinstance(node, ast.ClassDef):
         fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign)]
         return {"kind": "class", "signature": fields, "body": _digest([*node.bases, *node.decorator_list])}
@@ -137,7 +110,7 @@ def _compare_symbols(file: Path, paths: list[str], manifest: Manifest) -> None:
     tree = _parse(file)
     for path in paths:
         reviewed = manifest["symbols"][path]
-        node = _find(tree, locate(path, sglang_root())[1])
+        node = _find(tree, locate(path, versions.sglang_root())[1])
         if node is None:
             raise PreflightError(f"{path} does not exist in the installed SGLang {manifest['sglang']}")
         current = fingerprint(node)
@@ -171,7 +144,7 @@ def _digest(nodes: Iterable[ast.AST]) -> str:
 
 
 def _tokens(value: Any) -> Iterator[str]:
-    """The syntax tree as text that is the same for every Python version: positions and empty fields left out."""
+    """The syntax tree as text that is equal for every Python version: without positions and empty fields."""
     if isinstance(value, ast.AST):
         yield type(value).__name__
         for name, child in ast.iter_fields(value):
@@ -193,15 +166,34 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def main() -> None:
-    """Check, or write the manifest of the installed SGLang for a person to review."""
-    parser = argparse.ArgumentParser(prog="python -m sglang_april.adapter.preflight", description=__doc__)
+    """Check the installed SGLang, list the hooks, or write a manifest for review."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_april.adapter.preflight", description=main.__doc__)
+    parser.add_argument("--list", action="store_true", help="print every hook with its reason and upstream link")
     parser.add_argument("--write", action="store_true", help="write the manifest of the installed SGLang")
-    if not parser.parse_args().write:
+    parser.add_argument("--adapter", help="with --write: adapter package for a release without a manifest")
+    options = parser.parse_args()
+    if options.list:
+        _list_hooks()
+    elif options.write:
+        _write_manifest(options.adapter)
+    else:
         check()
-        return
-    version = sglang_version()
-    manifest = build_manifest(version, sglang_root(), symbols_in_use())
-    (FINGERPRINTS / f"{version}.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _list_hooks() -> None:
+    manifest = versions.reviewed_manifest(versions.sglang_version())
+    for hook in versions.hook_table().HOOKS:
+        print(f"{hook.kind} → {hook.handler}: {hook.why} (remove when {hook.remove_when})")  # noqa: T201
+        for path in hook.paths:
+            print(f"    {path}\n    {versions.upstream_link(manifest, path)}")  # noqa: T201
+
+
+def _write_manifest(adapter: str | None) -> None:
+    version = versions.sglang_version()
+    adapter = adapter or versions.adapter_package()
+    paths = symbols_in_use(versions.load_hook_table(adapter))
+    manifest = build_manifest(version, adapter, versions.sglang_root(), paths)
+    (versions.FINGERPRINTS / f"{version}.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 if __name__ == "__main__":

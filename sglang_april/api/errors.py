@@ -1,27 +1,28 @@
-"""The one way in which the HTTP process says no."""
+"""The error form of every route: an HTTP status, a field and a reason."""
 
 MAX_TEXT = 500
 
 
 class RequestError(Exception):
-    """A request that changes nothing: an HTTP status, the field that is wrong, and why."""
+    """A refused request, which has changed nothing (`refusal-changes-nothing`)."""
 
     def __init__(self, status: int, field: str, reason: str) -> None:
+        """`status`: HTTP status of the reply; `field`: the request field at fault; `reason`: the rest of a sentence."""
         super().__init__(f"{field}: {reason}")
         self.status = status
         self.field = field[:MAX_TEXT]
         self.reason = reason[:MAX_TEXT]
 
     def body(self) -> dict[str, dict[str, str]]:
-        """The body of the error reply, as S8 has it."""
+        """The body of the error reply."""
         return {"error": {"field": self.field, "reason": self.reason}}
 
 
 def bad(field: str, reason: str) -> RequestError:
-    """A 400."""
+    """A 400 for an invalid field."""
     return RequestError(400, field, reason)
 
 
 def fault(error: BaseException) -> RequestError:
-    """A fault of ours, as an answer."""
+    """A 500 for an unexpected exception of the plugin."""
     return RequestError(500, "server", f"{type(error).__name__}: {error}")

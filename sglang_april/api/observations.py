@@ -1,4 +1,4 @@
-"""S9: what only some rank can see, outside of a step. Rank 0 broadcasts it, and it takes effect on all ranks alike."""
+"""Observations of one rank outside of a step; rank 0 broadcasts them to all ranks (`rank-determinism`)."""
 
 from typing import Literal
 
@@ -6,14 +6,15 @@ import msgspec
 
 
 class Moved(msgspec.Struct, tag=True):
-    """Copies of KV pages that all ranks have completed, by number, and those that some rank could not, and why."""
+    """Copies of KV pages, by number: those that all ranks completed, and those that failed on some rank."""
 
     done: list[int]
     failed: dict[int, str] = {}
+    """Number → reason."""
 
 
 class Tuned(msgspec.Struct, tag=True):
-    """What `concurrency: auto` stands for from the next step on, and what was measured."""
+    """The value of `concurrency: auto` from the next step on, and the measurements behind it."""
 
     concurrency: int
     step_ms: list[tuple[float, float]]
@@ -21,11 +22,11 @@ class Tuned(msgspec.Struct, tag=True):
 
 
 class Rates(msgspec.Struct, tag=True, frozen=True):
-    """What `kv: auto` decides by, in seconds of the slowest rank, measured at start (`kv/cost_model.py`)."""
+    """The costs by which `kv: auto` decides, in seconds of the slowest rank, measured at start (`kv/cost_model.py`)."""
 
     token_s: float
-    """To prefill one token in full chunks."""
+    """Prefill of one token in full chunks."""
     square_s: float
-    """More, times the squared length of a sample."""
+    """Additional prefill time, times the squared length of a sample."""
     copy_s: dict[Literal["host", "disk"], tuple[float, float]]
-    """Per token of KV, (off the device, back to it), for each tier that there is."""
+    """Per token of KV: (copy off the device, copy back), for each existing tier."""

@@ -78,7 +78,7 @@ class PromptBody(Body):
 
 
 class RolloutBody(Body):
-    """`POST /april/rollout`: design.md, section 4. UNSET stands for the launch flag."""
+    """Body of `POST /april/rollout` (docs/api.md). UNSET fields take the launch flag's value."""
 
     run: Name = "default"
     round_id: RoundId | None = None

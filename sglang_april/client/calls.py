@@ -1,6 +1,7 @@
-"""The client's calls without a transport: what is sent to each route, how an answer is read, and the errors."""
+"""Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -11,12 +12,12 @@ from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
 
-Step = Generator[httpx.Request, httpx.Response, T]
-"""A call, written once for both clients: it yields requests and is sent their responses."""
+Exchange = Generator[httpx.Request, httpx.Response, T]
+"""A call as a generator: it yields requests, is sent their responses, and returns the result."""
 
 
 class AprilError(Exception):
-    """The server said no: `status` (HTTP), `field` and `reason`."""
+    """An error reply of the server: `status` (HTTP), `field` and `reason`."""
 
     def __init__(self, status: int, field: str, reason: str) -> None:
         super().__init__(f"{status} {field}: {reason}")
@@ -24,57 +25,111 @@ class AprilError(Exception):
 
 
 class NotPatchedError(AprilError):
-    """The server answers, but as SGLang alone: the plugin is not active there."""
+    """The server is plain SGLang: the plugin is not active there."""
 
 
 class PushLeftOpenError(RuntimeError):
-    """A push failed between begin and end, so the server opens no rounds until a push succeeds."""
+    """A push failed between begin and end: the server opens no rounds until a push succeeds."""
 
 
 class Calls:
-    """The routes without the transport: what is sent, and how an answer is read."""
+    """One generator per call. `AprilClient` and `AsyncAprilClient` run them on their transports."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url.rstrip("/")
         self._headers = {**MSGPACK, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
         self._checked = False
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> Step[Any]:
-        """Any route: the decoded answer."""
-        yield from self._check()
-        response = yield self._request(method, path, body, query)
-        return self._content(response)
-
-    def _rollout(self, body: Mapping[str, Any]) -> Step[RolloutReply]:
+    def rollout(self, **body: Any) -> Exchange[RolloutReply]:
+        """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request."""
         return read_reply((yield from self._call("POST", "/april/rollout", body)))
 
-    def _get_round(self, round_id: str) -> Step[RolloutReply | None]:
-        """The reply of a round, or None while it is open."""
-        yield from self._check()
-        response = yield self._request("GET", f"/april/rounds/{round_id}", None, {})
-        content = self._content(response)
+    def get_round(self, round_id: str) -> Exchange[RolloutReply | None]:
+        """`GET /april/rounds/{id}`: its reply, or None while it is open."""
+        yield from self.check_patched()
+        response = yield self._request("GET", f"/april/rounds/{round_id}")
+        content = self.content(response)
         return None if response.status_code == 202 else read_reply(content)
 
-    def _check(self) -> Step[None]:
+    def stop(self, round_id: str, deliver: list[str] | None = None) -> Exchange[dict[str, Any]]:
+        """End a round now, with what has finished, or with the groups named."""
+        return (yield from self._call("POST", f"/april/rounds/{round_id}/stop", {"deliver": deliver}))
+
+    def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> Exchange[dict[str, Any]]:
+        """Accept and reject finished groups of an open round with `count: accepted`, by prompt id."""
+        body = {"accept": list(accept), "reject": list(reject)}
+        return (yield from self._call("POST", f"/april/rounds/{round_id}/judge", body))
+
+    def extend(
+        self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()
+    ) -> Exchange[dict[str, Any]]:
+        """Raise the quota of an open round and add prompts to it."""
+        body = {"quota_add": quota_add, "prompts": list(prompts)}
+        return (yield from self._call("POST", f"/april/rounds/{round_id}/extend", body))
+
+    def ack(self, round_id: str) -> Exchange[dict[str, Any]]:
+        """Acknowledge a reply: the server need not keep it any longer."""
+        return (yield from self._call("POST", f"/april/rounds/{round_id}/ack", {}))
+
+    def push_begin(self, version: int | None = None) -> Exchange[dict[str, Any]]:
+        """Announce that the weights of one policy will arrive."""
+        return (yield from self._call("POST", "/april/push/begin", {"version": version}))
+
+    def push_end(self, version: int | None = None) -> Exchange[dict[str, Any]]:
+        """Announce that all weights of the policy have arrived."""
+        return (yield from self._call("POST", "/april/push/end", {"version": version}))
+
+    def state(self) -> Exchange[dict[str, Any]]:
+        """`GET /april/state`."""
+        return (yield from self._call("GET", "/april/state"))
+
+    def partials(self, run: str | None = None) -> Exchange[dict[str, Any]]:
+        """The suspended samples of a run, or of all runs, and the groups that have not begun."""
+        return (yield from self._call("GET", "/april/partials", run=run))
+
+    def drop(self, run: str, ids: list[str] | None = None) -> Exchange[dict[str, Any]]:
+        """Delete undelivered groups of a run, or all of them."""
+        return (yield from self._call("POST", "/april/drop", {"run": run, "ids": ids}))
+
+    # --- parts of calls
+
+    def stream_request(self, body: Mapping[str, Any]) -> httpx.Request:
+        """The request of a streamed rollout."""
+        return self._request("POST", "/april/rollout", {**body, "stream": True})
+
+    def check_patched(self) -> Exchange[None]:
+        """Before the first call: `GET /april/state` must answer (`explicit-activation`).
+
+        Raises:
+            NotPatchedError: the server runs without the plugin.
+        """
         if self._checked:
             return
-        response = yield self._request("GET", "/april/state", None, {})
+        response = yield self._request("GET", "/april/state")
         if response.status_code == 404:
             reason = "SGLang runs there without sglang-april; launch it with python -m sglang_april.launch_server"
             raise NotPatchedError(404, "server", f"{self._url}: {reason}")
-        if not self._content(response)["http"]["hooks"]:
-            raise NotPatchedError(500, "server", f"{self._url}: SGLang runs there without our hooks")
+        if not self.content(response)["http"]["hooks"]:
+            raise NotPatchedError(500, "server", f"{self._url}: SGLang runs there without the plugin's hooks")
         self._checked = True
 
-    def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, Any]
-    ) -> httpx.Request:
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> Exchange[Any]:
+        """One request and its decoded answer."""
+        yield from self.check_patched()
+        return self.content((yield self._request(method, path, body, **query)))
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> httpx.Request:
         given = {name: value for name, value in query.items() if value is not None}
         content = None if body is None else msgspec.msgpack.encode(body)
         return httpx.Request(method, self._url + path, params=given or None, content=content, headers=self._headers)
 
     @staticmethod
-    def _content(response: httpx.Response) -> Any:
+    def content(response: httpx.Response) -> Any:
+        """The decoded body of a response.
+
+        Raises:
+            AprilError: the status is an error.
+        """
         packed = "msgpack" in response.headers.get("content-type", "")
         try:
             content = (msgspec.msgpack if packed else msgspec.json).decode(response.content)
@@ -89,14 +144,30 @@ class Calls:
 
 
 def event(line: str) -> RolloutGroup | RolloutSummary:
-    """One line of a stream; the error event raises."""
-    said = msgspec.json.decode(line)
-    if said["event"] == "error":
-        raise AprilError(500, said["error"]["field"], said["error"]["reason"])
-    return read_event(said)
+    """One line of a stream.
+
+    Raises:
+        AprilError: it is the error event.
+    """
+    fields = msgspec.json.decode(line)
+    if fields["event"] == "error":
+        raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
+    return read_event(fields)
 
 
-def left_open(error: BaseException) -> PushLeftOpenError:
+@contextmanager
+def push_stays_open() -> Iterator[None]:
+    """Around the weight calls of a push: a failure names the push that it leaves open."""
+    try:
+        yield
+    except Exception as error:
+        raise _left_open(error) from error
+    except BaseException as error:  # a cancellation or interrupt keeps its type for its handler
+        error.add_note(str(_left_open(error)))
+        raise
+
+
+def _left_open(error: BaseException) -> PushLeftOpenError:
     return PushLeftOpenError(
         f"the push failed and is still open ({error!r}): the server answers new rounds with 503 until a push succeeds"
     )

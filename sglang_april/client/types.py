@@ -1,24 +1,17 @@
-"""What a rollout returns, as the clients and the trainer bridge see it: typed, with numpy arrays."""
+"""The results of a rollout as typed objects with numpy arrays."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+
+from sglang_april.api.types import EndReason
+from sglang_april.api.types import Span as Span
 
 Ints = np.ndarray
 """int32, one dimension, read-only."""
 Floats = np.ndarray
 """float32, one dimension, read-only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Output tokens [start, end) drawn under `version`, on KV that was fresh, kept or recomputed."""
-
-    start: int
-    end: int
-    version: int
-    kv: Literal["fresh", "kept", "recomputed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,12 +20,12 @@ class RolloutSample:
 
     index: int
     output_ids: Ints
-    """[output_len], the stop or EOS token included."""
+    """[output_len], including the stop or EOS token."""
     text: str | None
     finish_reason: dict[str, Any]
     seed: int
     logprobs: Floats
-    """[output_len], of the drawn tokens, natural logarithm."""
+    """[output_len], natural logarithms of the probabilities of the drawn tokens."""
     logprob_kind: str
     spans: list[Span]
     top_logprobs: list[list[tuple[float, int]]] | None = None
@@ -44,7 +37,7 @@ class RolloutSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """A prompt's samples: all of them where `complete`, with a quota of samples perhaps only some."""
+    """The samples of one prompt: all of them if `complete`; with `quota_unit: sample` possibly only some."""
 
     id: str
     incarnation: int
@@ -57,12 +50,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutReply:
-    """What a round delivered, what it left for the next, and its figures."""
+    """What a round delivered, what it carried over to the next one, and its statistics."""
 
     round_id: str
     run: str
     policy_version: int
-    end_reason: Literal["quota", "stopped", "exhausted"]
+    end_reason: EndReason
     finished: list[RolloutGroup]
     carried: dict[str, Any]
     stats: dict[str, Any]
@@ -75,7 +68,7 @@ class RolloutSummary:
     round_id: str
     run: str
     policy_version: int
-    end_reason: Literal["quota", "stopped", "exhausted"]
+    end_reason: EndReason
     delivered: list[dict[str, Any]]
     """`id`, `incarnation`, `indices`, `complete`, `accepted`: the streamed groups that this round delivers."""
     carried: dict[str, Any]
@@ -100,20 +93,20 @@ def read_event(fields: dict[str, Any]) -> RolloutGroup | RolloutSummary:
 
 
 def _sample(fields: dict[str, Any]) -> RolloutSample:
-    changed: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         "output_ids": _array(fields["output_ids"], "<i4"),
         "logprobs": _array(fields["logprobs"], "<f4"),
         "spans": [Span(**span) for span in fields["spans"]],
     }
     if fields.get("proximal_logprobs") is not None:
-        changed["proximal_logprobs"] = _array(fields["proximal_logprobs"], "<f4")
+        arrays["proximal_logprobs"] = _array(fields["proximal_logprobs"], "<f4")
     if fields.get("top_logprobs") is not None:
-        changed["top_logprobs"] = [[(value, token) for value, token in row] for row in fields["top_logprobs"]]
-    return RolloutSample(**{**fields, **changed})
+        arrays["top_logprobs"] = [[(value, token) for value, token in row] for row in fields["top_logprobs"]]
+    return RolloutSample(**{**fields, **arrays})
 
 
 def _array(values: bytes | list[Any], dtype: str) -> np.ndarray:
-    """Raw little-endian bytes of msgpack without a copy, or a list of JSON, in which null becomes NaN."""
+    """An array over raw little-endian bytes (no copy), or from a JSON list, in which null becomes NaN."""
     array = np.frombuffer(values, dtype) if isinstance(values, bytes) else np.array(values, dtype=dtype)
     array.flags.writeable = False
     return array

@@ -1,12 +1,15 @@
-"""Platforms that SGLang finds by their entry points."""
+"""The portable CPU platform: the real SGLang on any machine, for development and tests."""
 
 import os
 
 from sglang_april import config
 
+CHOSEN_BY_PLATFORM = "april_cpu_attention"
+"""Attribute of `ServerArgs`, not a flag: the platform chose the attention backend, not the user."""
+
 
 def activate() -> str | None:
-    """The portable CPU platform, where it was asked for and there is no GPU; None leaves SGLang to itself."""
+    """Entry point of SGLang: the platform class if the plugin is active (or SGLANG_APRIL_CPU=1) and there is no GPU."""
     if not (config.is_active() or os.environ.get("SGLANG_APRIL_CPU") == "1"):
         return None
 

@@ -6,8 +6,8 @@ looked up once for all layers, keys and values are gathered once per layer, and 
 its own tokens, the query heads of a KV head as rows. A request's result depends on nothing but its own tokens, as in
 the parent, to which everything unusual falls back.
 
-By the name `torch_native` alone SGLang knows that no Triton kernel may be started, so the backend keeps it: `install`
-puts a factory in its place in SGLang's registry, which makes ours only where the platform, not the user, chose it.
+SGLang recognizes by the name `torch_native` that no Triton kernel may be launched, so the backend keeps that name:
+`install` registers a factory under it, which returns this backend only if the platform, not the user, chose it.
 """
 
 from typing import Any
@@ -17,28 +17,30 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_april.cpu import CHOSEN_BY_PLATFORM
 from sglang_april.cpu.decode_kernel import decode_attention, fits
-from sglang_april.cpu.platform import CHOSEN_HERE
 
 
 def install() -> None:
-    """Registers the factory; called in each worker before any backend is made."""
+    """Register the factory; each worker calls this before it creates a backend."""
     register_attention_backend("torch_native")(make_backend)
 
 
 def make_backend(runner: Any) -> TorchNativeAttnBackend:
-    """Ours where the platform chose, SGLang's where the user asked for `torch_native` by name."""
-    return (TorchCpuAttention if getattr(runner.server_args, CHOSEN_HERE, False) else TorchNativeAttnBackend)(runner)
+    """This backend if the platform chose it, SGLang's if the user asked for `torch_native` by name."""
+    return (TorchCpuAttention if getattr(runner.server_args, CHOSEN_BY_PLATFORM, False) else TorchNativeAttnBackend)(
+        runner
+    )
 
 
 class TorchCpuAttention(TorchNativeAttnBackend):
-    """The parent, with a faster decode."""
+    """SGLang's `torch_native` backend with a faster decode."""
 
     _step: tuple[torch.Tensor, list[int]] | None = None
-    """Slots of all requests one after the other, int [tokens], and their lengths; the same for all layers of a step."""
+    """Slots of all requests, concatenated, int [tokens], and their lengths; equal for all layers of a step."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Called before each forward: what was looked up for the last one no longer holds."""
+        """Called before each forward: drop the slots of the previous step."""
         super().init_forward_metadata(forward_batch)
         self._step = None
 

@@ -12,10 +12,10 @@ from typing import Any
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import CpuArchEnum, PlatformEnum
 
+from sglang_april.cpu import CHOSEN_BY_PLATFORM
+
 DEFAULT_TOTAL_TOKENS = 65_536
 DEFAULT_RUNNING_REQUESTS = 64
-CHOSEN_HERE = "april_cpu_attention"
-"""Attribute of the server's arguments, not a flag: the platform chose the attention backend, not the user."""
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
@@ -29,7 +29,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
         theirs = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
         if server_args.attention_backend in (None, theirs):
             server_args.attention_backend = "torch_native"
-            setattr(server_args, CHOSEN_HERE, True)
+            setattr(server_args, CHOSEN_BY_PLATFORM, True)
         # xgrammar allocates its mask through CUDA.
         server_args.grammar_backend = server_args.grammar_backend or "llguidance"
         server_args.disable_custom_all_reduce = True

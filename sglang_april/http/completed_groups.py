@@ -30,7 +30,7 @@ class PromptRecord:
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     truncates: bool = False
-    """Whether top-k, top-p or min-p cut the distribution, so that `logprobs` are not of what was drawn from (S7)."""
+    """Whether top-k, top-p or min-p truncate the sampling distribution, which `logprobs` then do not describe."""
 
     @classmethod
     def of(cls, run: str, prompt: messages.Prompt) -> "PromptRecord":

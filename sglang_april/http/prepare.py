@@ -33,11 +33,11 @@ class Params:
 
 @dataclass(frozen=True)
 class BuiltPrompts:
-    """The prompts of one request: for the scheduler with their distinct parameters, and for the vault."""
+    """The prompts of one request: for the scheduler with their distinct parameters, and for the HTTP process."""
 
     prompts: list[messages.Prompt]
     params: list[bytes]
-    kept: list[PromptRecord]
+    records: list[PromptRecord]
 
 
 class RequestBuilder:
@@ -176,61 +176,50 @@ class RequestBuilder:
             raise bad("min_new_tokens", f"{least} is more than max_new_tokens, {most}")
 
 
+def round_spec(body: RolloutBody, round_id: str, fingerprint: str, config: AprilConfig) -> messages.RoundSpec:
+    """The round that a request asks for. Fields that the body leaves out get the server's launch defaults.
+
+    Every field that `RoundSpec` and `RolloutBody` have in common is copied.
+    """
+    fields = {name: getattr(body, name) for name in messages.RoundSpec.__struct_fields__ if hasattr(body, name)}
+    fields |= {name: getattr(config, name) for name, value in fields.items() if value is UNSET}
+    if body.concurrency is None:
+        fields["concurrency"] = config.concurrency
+    sampling = b"" if body.sampling_params is None else msgspec.msgpack.encode(body.sampling_params)
+    return messages.RoundSpec(**{**fields, "round_id": round_id}, sampling_defaults=sampling, fingerprint=fingerprint)
+
+
 def open_round(
-    seq: int, round_id: str, body: RolloutBody, config: AprilConfig, engine: Frontend, fingerprint: str = ""
+    seq: int, spec: messages.RoundSpec, body: RolloutBody, config: AprilConfig, engine: Frontend
 ) -> tuple[messages.OpenRound, list[PromptRecord]]:
-    """The command that opens a round, and the prompts that the vault keeps; or Refused naming the field."""
+    """The command that opens a round, and its prompts as the HTTP process stores them.
+
+    Raises:
+        RequestError: a prompt, a parameter or the tier cannot be served; the error names the field.
+    """
     if body.tier == "disk" and config.disk_dir is None:
         raise bad("tier", "disk needs a server with --april-disk-dir")
-    prepared = RequestBuilder(engine, body.run, body.sampling_params).prompts(body.prompts)
-    command = messages.OpenRound(
-        seq=seq,
-        round_id=round_id,
-        run=body.run,
-        prompts=prepared.prompts,
-        params=prepared.params,
-        quota=_given(body.quota, config.quota),
-        unit=unit_of(body, config),
-        kv=_given(body.kv, config.kv),
-        max_staleness=_given(body.max_staleness, config.max_staleness),
-        surplus=body.surplus,
-        concurrency=config.concurrency if body.concurrency is None else body.concurrency,
-        proximal=body.proximal,
-        tier=body.tier,
-        keep_until_ack=body.keep_until_ack,
-        count=body.count,
-        after_quota=body.after_quota,
-        ahead=body.ahead,
-        quota_mode=body.quota_mode,
-        cohort_rounds=body.cohort_rounds,
-        defaults=b"" if body.sampling_params is None else msgspec.msgpack.encode(body.sampling_params),
-        fingerprint=fingerprint,
-    )
-    return command, prepared.kept
+    built = RequestBuilder(engine, body.run, body.sampling_params).prompts(body.prompts)
+    return messages.OpenRound(seq, spec, built.prompts, built.params), built.records
 
 
 def extend_round(
-    seq: int, round_id: str, body: ExtendBody, run: str, defaults: bytes, engine: Frontend
+    seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: Frontend
 ) -> tuple[messages.ExtendRound, list[PromptRecord]]:
-    """The same for an `extend`; its prompts have the defaults of the round, `OpenRound.defaults`."""
-    sampling = msgspec.msgpack.decode(defaults, type=SamplingBody) if defaults else None
-    prepared = RequestBuilder(engine, run, sampling).prompts(body.prompts)
-    return messages.ExtendRound(seq, round_id, body.quota_add, prepared.prompts, prepared.params), prepared.kept
+    """The same for an `extend`; its prompts get the sampling defaults of the round.
 
-
-def unit_of(body: RolloutBody, config: AprilConfig) -> messages.Unit:
-    """What the quota of a request counts."""
-    return _given(body.quota_unit, config.quota_unit)
+    Raises:
+        RequestError: as for `open_round`.
+    """
+    defaults = msgspec.msgpack.decode(spec.sampling_defaults, type=SamplingBody) if spec.sampling_defaults else None
+    built = RequestBuilder(engine, spec.run, defaults).prompts(body.prompts)
+    return messages.ExtendRound(seq, spec.round_id, body.quota_add, built.prompts, built.params), built.records
 
 
 def _lengths(params: SamplingBody | None) -> list[int] | None:
     """`max_new_tokens` of each sample, where the prompt gives a list."""
     lengths = None if params is None else params.max_new_tokens
     return lengths if isinstance(lengths, list) else None
-
-
-def _given(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is UNSET else value
 
 
 def _seed(params: SamplingBody | None, otherwise: int) -> int:

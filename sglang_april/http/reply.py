@@ -19,7 +19,7 @@ from sglang_april.http.completed_groups import CompletedSample, GroupSlice, deco
 logger = logging.getLogger("sglang_april")
 
 LOGPROB_KIND = "processed"
-"""log-softmax after penalties, bias, grammar mask and temperature, before top-k, top-p and min-p (S7)."""
+"""log-softmax after penalties, bias, grammar mask, temperature; before top-k, top-p, min-p (`behaviour-logprobs`)."""
 
 TRUNCATED = (
     "logprobs are of the distribution before top_k, top_p and min_p, which is not the one the tokens were drawn from"
@@ -163,7 +163,7 @@ def _sample_size(done: CompletedSample) -> int:
 
 
 def delivered_figures(parts: list[GroupSlice], policy_version: int) -> dict[str, Any]:
-    """Length distribution of the delivered samples, and their tokens by version and by provenance of the KV (S7).
+    """Length distribution of the delivered samples, and their tokens by version and by provenance of the KV.
 
     Off-policy are tokens of an older version than `policy_version`; hybrid are tokens of this version on kept KV.
     """

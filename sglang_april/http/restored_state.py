@@ -1,4 +1,4 @@
-"""Step 6 of 9 after a restart: what this process has to know again (S8), and whether the journal can be written."""
+"""After a restart: what the HTTP process restores, and whether the journal is writable (`restart-loses-nothing`)."""
 
 import asyncio
 import logging
@@ -57,11 +57,11 @@ class RestoredState:
         for run, name, _ in message.verdicts:
             april.vault.judge(run, [name])
         for spec in message.rounds:
-            round_ = _round(spec)
+            round_ = RoundRecord(spec)
             round_.verdicts = {name: accepted for run, name, accepted in message.verdicts if run == spec.run}
             april.rounds.reopened(round_)
         april.finished(message.finished)
-        for round_ in (r for r in april.rounds.open if r.judged):
+        for round_ in (r for r in april.rounds.open if r.spec.judged):
             shown = {part.prompt.id for part in round_.events}
             round_.events += [part for part in april.vault.unjudged(round_.run) if part.prompt.id not in shown]
         april.rounds.forgotten(message.gone)
@@ -72,39 +72,25 @@ class RestoredState:
 
     async def _replay(self, message: messages.Restored) -> None:
         """Replies from the oldest to the newest, as they are kept. Their texts are decoded again."""
-        for spec, ended, prompts, samples in message.replies:
+        for kept in message.replies:
             try:
-                parts = self._parts(ended, prompts, samples)
-                reply = await Reply.build(ended, parts)
+                parts = self._parts(kept)
+                reply = await Reply.build(kept.ended, parts)
             except Exception:
-                logger.exception("the reply of round %s is lost", spec.round_id)
-                self._april.rounds.forgotten([spec.round_id])
+                logger.exception("the reply of round %s is lost", kept.spec.round_id)
+                self._april.rounds.forgotten([kept.spec.round_id])
                 continue
-            round_ = _round(spec)
+            round_ = RoundRecord(kept.spec)
             round_.events = list(parts)
             self._april.rounds.restored(round_, reply)
         self._told.set()
 
-    def _parts(
-        self, ended: messages.RoundEnded, prompts: list[messages.Prompt], samples: list[messages.FinishedSample]
-    ) -> list[GroupSlice]:
-        by_key = {(s.id, s.incarnation, s.index): s for s in samples}
+    def _parts(self, kept: messages.KeptReply) -> list[GroupSlice]:
+        by_key = {(s.id, s.incarnation, s.index): s for s in kept.samples}
         parts = []
-        for delivery, asked in zip(ended.deliver, prompts, strict=True):
-            prompt = PromptRecord.of(ended.run, asked)
+        for delivery, asked in zip(kept.ended.deliver, kept.prompts, strict=True):
+            prompt = PromptRecord.of(kept.ended.run, asked)
             of_group = [by_key[delivery.id, delivery.incarnation, index] for index in delivery.indices]
             done = tuple(CompletedSample(sample, self._april.decode(prompt, sample)) for sample in of_group)
             parts.append(GroupSlice(prompt, delivery.incarnation, done, delivery.complete, delivery.accepted))
         return parts
-
-
-def _round(spec: messages.OpenRound) -> RoundRecord:
-    return RoundRecord(
-        spec.round_id,
-        spec.run,
-        spec.fingerprint,
-        spec.unit,
-        spec.keep_until_ack,
-        judged=spec.count == "accepted",
-        defaults=spec.defaults,
-    )

@@ -1,4 +1,4 @@
-"""Rounds by id (S8): one open per run, the same id twice is the same round, and which replies are kept."""
+"""Rounds by id (`idempotent-round`): one open round per run, and the replies that are kept (`kept-replies`)."""
 
 import asyncio
 from collections import OrderedDict
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_april.api.errors import RequestError
+from sglang_april.api.messages import RoundSpec
 from sglang_april.http.completed_groups import GroupSlice
 from sglang_april.http.reply import Reply
 
@@ -17,15 +18,8 @@ REMEMBERED = 2**16
 class RoundRecord:
     """A rollout request from its arrival until its reply is no longer kept."""
 
-    id: str
-    run: str
-    fingerprint: str
-    unit: str
-    keep_until_ack: bool = False
-    judged: bool = False
-    """`count: accepted`: whole groups are shown as they finish, and the caller judges them."""
-    defaults: bytes = b""
-    """Sampling parameters of the request, for prompts that an `extend` adds (`wire.OpenRound.defaults`)."""
+    spec: RoundSpec
+    acknowledged: bool = False
     verdicts: dict[str, bool] = field(default_factory=dict)
     """What the caller has said so far, by prompt id."""
     state: Literal["opening", "open", "ended"] = "opening"
@@ -46,9 +40,17 @@ class RoundRecord:
         return all(said(i) is True for i in accept) and all(said(i) is False for i in reject)
 
     @property
+    def id(self) -> str:
+        return self.spec.round_id
+
+    @property
+    def run(self) -> str:
+        return self.spec.run
+
+    @property
     def protected(self) -> bool:
         """Whether the reply must stay until it is acknowledged."""
-        return self.keep_until_ack
+        return self.spec.keep_until_ack and not self.acknowledged
 
 
 class RoundRegistry:
@@ -82,7 +84,7 @@ class RoundRegistry:
         """The round that a request means, and whether it is new; Refused with 409, 410 or 503."""
         known = self._rounds.get(candidate.id)
         if known is not None:
-            if known.fingerprint != candidate.fingerprint:
+            if known.spec.fingerprint != candidate.spec.fingerprint:
                 raise RequestError(409, "round_id", f"{candidate.id} was used with another body")
             return known, False
         if candidate.id in self._gone:
@@ -111,7 +113,7 @@ class RoundRegistry:
         return round_id in self._rounds
 
     def reopened(self, round_: RoundRecord) -> None:
-        """A round that was open when the server died (S8)."""
+        """A round that was open when the server died."""
         self._rounds[round_.id] = self._open_of_run[round_.run] = round_
         self.opened(round_)
 
@@ -162,7 +164,7 @@ class RoundRegistry:
         round_ = self.find(round_id)
         if not round_.reply.done():
             raise RequestError(409, "round_id", f"round {round_id} has no reply yet")
-        round_.keep_until_ack = False
+        round_.acknowledged = True
         self._trim()
         return round_
 

@@ -57,7 +57,7 @@ def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
 
 
 def _endpoint(handler: Handler) -> Endpoint:
-    """A handler as FastAPI calls it, with every error in the form of S8."""
+    """Wrap a handler for FastAPI: every error becomes a reply with a field and a reason."""
 
     async def endpoint(request: Request) -> Response:
         try:

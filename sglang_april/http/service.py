@@ -16,7 +16,7 @@ from sglang_april.api.errors import RequestError, fault
 from sglang_april.config import AprilConfig
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, PromptRecord, visible_text
 from sglang_april.http.frontend import Frontend
-from sglang_april.http.prepare import extend_round, open_round, unit_of
+from sglang_april.http.prepare import extend_round, open_round, round_spec
 from sglang_april.http.reply import Reply, log_reply
 from sglang_april.http.restored_state import RestoredState
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
@@ -66,15 +66,8 @@ class AprilService:
         await self.restart.ready()
         if (reason := self.broken or self.restart.fault) and not self.rounds.knows(body.round_id):
             raise RequestError(503, "", reason)
-        candidate = RoundRecord(
-            id=body.round_id or uuid.uuid4().hex,
-            run=body.run,
-            fingerprint=fingerprint,
-            unit=unit_of(body, self.config),
-            keep_until_ack=body.keep_until_ack,
-            judged=body.count == "accepted",
-        )
-        round_, new = self.rounds.admit(candidate)
+        spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
+        round_, new = self.rounds.admit(RoundRecord(spec))
         if new:
             self.spawn(self._open(round_, body))
         await asyncio.shield(round_.opened)
@@ -115,9 +108,7 @@ class AprilService:
         round_ = self.rounds.find(round_id)
         await asyncio.shield(round_.opened)
         number = self.link.number()
-        command, prompts = await self._in_thread(
-            extend_round, number, round_id, body, round_.run, round_.defaults, self.engine
-        )
+        command, prompts = await self._in_thread(extend_round, number, round_.spec, body, self.engine)
         answer = await self.link.call(command, accepted=lambda _: self.vault.accept(prompts))
         return {"round_id": round_id, **answer.data}
 
@@ -212,7 +203,7 @@ class AprilService:
             round_ = of_id.get(sample.round_id or "")
             if group is None:
                 logger.warning("a sample of %r finished, which this process does not know", sample.id)
-            elif round_ is not None and round_.unit == "sample" and not round_.judged:
+            elif round_ is not None and round_.spec.quota_unit == "sample" and not round_.spec.judged:
                 round_.events.append(group.part(sample.whole, [sample.index]))
                 rung.add(round_)
             elif round_ is not None and sample.whole:
@@ -253,10 +244,7 @@ class AprilService:
         """Prepare, become a reader of the weights, and ask the scheduler; or refuse and leave no trace."""
         try:
             number = self.link.number()
-            command, prompts = await self._in_thread(
-                open_round, number, round_.id, body, self.config, self.engine, round_.fingerprint
-            )
-            round_.defaults = command.defaults
+            command, prompts = await self._in_thread(open_round, number, round_.spec, body, self.config, self.engine)
             await self.holds.take(round_.id)
             await self.link.call(command, accepted=lambda _: self._accepted(round_, prompts))
         except Exception as error:
@@ -267,7 +255,7 @@ class AprilService:
 
     def _accepted(self, round_: RoundRecord, prompts: list[PromptRecord]) -> None:
         self.vault.accept(prompts)
-        if round_.judged:
+        if round_.spec.judged:
             round_.events += self.vault.unjudged(round_.run)
         self.rounds.opened(round_)
         self.holds.fill([round_.id])  # a push or pause that ended while it opened has passed it over

@@ -1,4 +1,4 @@
-"""Step 1 (request): the rules of a rollout request that no single field can tell (S3, S5, S8)."""
+"""Step 1 (request): the rules of a rollout request that no single field can tell (`refusal-changes-nothing`)."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Open rounds as readers of SGLang's `model_update_lock` (S2).
+"""Open rounds as readers of SGLang's `model_update_lock` (`push-never-waits-for-round`).
 
 A stock weight call takes the writer side and so waits for open rounds, as it waits for requests. A push and a pause
 first suspend our samples in the scheduler and then yield all holds; afterwards each is taken again, in the background:

@@ -1,9 +1,9 @@
-"""Step 5 of 9 (store): pages between the pool's scattered slots and page-first host memory, piece by piece.
+"""Copies between the pool's scattered slots and page-first host memory, in chunks.
 
-Called by the rank's worker thread, never by the scheduler's. On a GPU (CUDA or ROCm) the kernel packs into one of two
-staging buffers while the copy engine moves the other; pinned memory makes both asynchronous. On a CPU the kernels of
-`april_kernels.kv_pages` write to the pages directly. Checksums are summed on the way: on a GPU, of full pages, while
-the words pass through the kernel.
+The page store's worker thread calls these, never the scheduler thread. On a GPU (CUDA or ROCm) the kernel packs into
+one of two staging buffers while the copy engine transfers the other; pinned host memory makes both asynchronous. On a
+CPU the kernels of `april_kernels.kv_pages` write to the pages directly. Checksums are computed on the way: for raw
+pages on a GPU, inside the packing kernel.
 """
 
 from collections.abc import Iterator
@@ -14,119 +14,133 @@ import torch
 from april_kernels import kv_pages
 from sglang_april.kv.page_format import PageFormat
 
-PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Of one piece. Between two pieces others get the link, and on a CPU the interpreter and the memory."""
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Bytes of one chunk. Between chunks, other work can use the link, or on a CPU the interpreter and memory bandwidth."""
 
 
 class DamagedError(Exception):
-    """Pages whose checksums do not match what was written."""
+    """Pages whose checksums do not match those computed when they were written."""
 
 
 class Copier(Protocol):
+    """Moves pages of one pool. `slots` are int64 [tokens] on the pool's device, host `pages` int32 [n, page_words]."""
+
     page_tokens: int
     page_words: int
-    piece: int
-    """Pages in one piece."""
+    chunk_pages: int
+    """Pages in one chunk."""
 
     def fence(self) -> Any:
-        """On the scheduler's thread: what has been launched so far, and must end before a transfer may begin."""
+        """Mark, on the scheduler thread, the work launched so far: a copy that gets this fence starts after it."""
 
-    def out(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:
-        """Rows of `slots` into host `pages` (int32 [n, page_words]); returns their checksums, int64 [n]."""
+    def gather(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:
+        """Copy the rows of `slots` into `pages`; returns the pages' checksums, int64 [n]."""
 
-    def into(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor, fence: Any) -> None:
-        """Host pages into the rows of `slots`; DamagedError if a checksum does not match."""
+    def scatter(self, slots: torch.Tensor, pages: torch.Tensor, checksums: torch.Tensor, fence: Any) -> None:
+        """Copy `pages` into the rows of `slots`.
+
+        Raises:
+            DamagedError: a checksum does not match.
+        """
 
 
-def copier_for(form: PageFormat) -> Copier:
-    return CpuCopier(form) if form.table.device.type == "cpu" else GpuCopier(form)
+def copier_for(page_format: PageFormat) -> Copier:
+    """The copier for the device of the pool."""
+    return CpuCopier(page_format) if page_format.table.device.type == "cpu" else GpuCopier(page_format)
 
 
 class CpuCopier:
-    """Plain memory; a forward is over when its call returns, so that there is nothing to wait for."""
+    """Copies in CPU memory. Forwards are synchronous there, so a fence is empty."""
 
-    def __init__(self, form: PageFormat, piece_bytes: int = PIECE_BYTES["cpu"]) -> None:
-        self._form, self.page_tokens, self.page_words = form, form.page_tokens, form.page_words
-        self.piece = max(1, piece_bytes // (4 * self.page_words))
+    def __init__(self, page_format: PageFormat, chunk_bytes: int = CHUNK_BYTES["cpu"]) -> None:
+        self._format, self.page_tokens, self.page_words = page_format, page_format.page_tokens, page_format.page_words
+        self.chunk_pages = max(1, chunk_bytes // (4 * self.page_words))
 
     def fence(self) -> None:
         return None
 
-    def out(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:  # noqa: ARG002
-        return torch.cat([self._form.pack(mine, part) for mine, part in _pieces(self, slots, pages)])
+    def gather(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:  # noqa: ARG002
+        chunks = _chunks(self, slots, pages)
+        return torch.cat([self._format.pack(part_slots, part_pages) for part_slots, part_pages in chunks])
 
-    def into(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor, fence: Any) -> None:  # noqa: ARG002
+    def scatter(
+        self,
+        slots: torch.Tensor,
+        pages: torch.Tensor,
+        checksums: torch.Tensor,
+        fence: Any,  # noqa: ARG002
+    ) -> None:
         done = 0
-        for mine, part in _pieces(self, slots, pages):
-            _compare(kv_pages.checksum(part), sums[done : done + len(part)])
-            self._form.unpack(mine, part)
-            done += len(part)
+        for part_slots, part_pages in _chunks(self, slots, pages):
+            _check(kv_pages.checksum(part_pages), checksums[done : done + len(part_pages)])
+            self._format.unpack(part_slots, part_pages)
+            done += len(part_pages)
 
 
 class GpuCopier:
-    """Two staging buffers, one stream for the kernels and one for the copies, chained by events."""
+    """Copies through two staging buffers, with one stream for kernels and one for transfers, ordered by events."""
 
-    def __init__(self, form: PageFormat, piece_bytes: int = PIECE_BYTES["cuda"]) -> None:
-        self._form, self.page_tokens, self.page_words = form, form.page_tokens, form.page_words
-        self._device = form.table.device
-        self.piece = max(1, piece_bytes // (4 * self.page_words))
+    def __init__(self, page_format: PageFormat, chunk_bytes: int = CHUNK_BYTES["cuda"]) -> None:
+        self._format, self.page_tokens, self.page_words = page_format, page_format.page_tokens, page_format.page_words
+        self._device = page_format.table.device
+        self.chunk_pages = max(1, chunk_bytes // (4 * self.page_words))
         self._kernels, self._copies = (torch.cuda.Stream(self._device) for _ in range(2))
-        shape = (self.piece, self.page_words)
+        shape = (self.chunk_pages, self.page_words)
         self._staging = [torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2)]
-        self._filled, self._emptied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
-        form.warm_up()
+        self._filled, self._drained = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+        page_format.warm_up()
 
     def fence(self) -> "torch.cuda.Event":
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def out(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:
+    def gather(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:
         self._kernels.wait_event(fence)
-        sums = []
-        for i, (mine, part) in enumerate(_pieces(self, slots, pages)):
-            staging, filled, emptied = self._buffer(i, len(part))
+        checksums = []
+        for i, (part_slots, part_pages) in enumerate(_chunks(self, slots, pages)):
+            staging, filled, drained = self._buffer(i, len(part_pages))
             with torch.cuda.stream(self._kernels):
-                self._kernels.wait_event(emptied)
-                sums.append(self._form.pack(mine, staging))
+                self._kernels.wait_event(drained)
+                checksums.append(self._format.pack(part_slots, staging))
                 filled.record(self._kernels)
             with torch.cuda.stream(self._copies):
                 self._copies.wait_event(filled)
-                part.copy_(staging, non_blocking=True)
-                emptied.record(self._copies)
+                part_pages.copy_(staging, non_blocking=True)
+                drained.record(self._copies)
         self._copies.synchronize()
         with torch.cuda.stream(self._kernels):
-            return torch.cat(sums).cpu()
+            return torch.cat(checksums).cpu()
 
-    def into(self, slots: torch.Tensor, pages: torch.Tensor, sums: torch.Tensor, fence: Any) -> None:
+    def scatter(self, slots: torch.Tensor, pages: torch.Tensor, checksums: torch.Tensor, fence: Any) -> None:
         self._kernels.wait_event(fence)
         found = []
-        for i, (mine, part) in enumerate(_pieces(self, slots, pages)):
-            staging, filled, emptied = self._buffer(i, len(part))
+        for i, (part_slots, part_pages) in enumerate(_chunks(self, slots, pages)):
+            staging, filled, drained = self._buffer(i, len(part_pages))
             with torch.cuda.stream(self._copies):
-                self._copies.wait_event(emptied)
-                staging.copy_(part, non_blocking=True)
+                self._copies.wait_event(drained)
+                staging.copy_(part_pages, non_blocking=True)
                 filled.record(self._copies)
             with torch.cuda.stream(self._kernels):
                 self._kernels.wait_event(filled)
                 found.append(kv_pages.checksum(staging))
-                self._form.unpack(mine, staging)
-                emptied.record(self._kernels)
+                self._format.unpack(part_slots, staging)
+                drained.record(self._kernels)
         with torch.cuda.stream(self._kernels):
-            arrived = torch.cat(found).cpu()
-        _compare(arrived, sums)
+            computed = torch.cat(found).cpu()
+        _check(computed, checksums)
 
     def _buffer(self, i: int, pages: int) -> "tuple[torch.Tensor, torch.cuda.Event, torch.cuda.Event]":
-        return self._staging[i % 2][:pages], self._filled[i % 2], self._emptied[i % 2]
+        return self._staging[i % 2][:pages], self._filled[i % 2], self._drained[i % 2]
 
 
-def _pieces(copier: Copier, slots: torch.Tensor, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    step = copier.piece
+def _chunks(copier: Copier, slots: torch.Tensor, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    step = copier.chunk_pages
     for first in range(0, len(pages), step):
         last = min(first + step, len(pages))
         yield slots[first * copier.page_tokens : last * copier.page_tokens], pages[first:last]
 
 
-def _compare(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    if bad := int((found != wanted).sum()):
-        raise DamagedError(f"{bad} of {len(wanted)} pages are damaged")
+def _check(computed: torch.Tensor, expected: torch.Tensor) -> None:
+    if bad := int((computed != expected).sum()):
+        raise DamagedError(f"{bad} of {len(expected)} pages are damaged")

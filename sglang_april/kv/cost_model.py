@@ -1,27 +1,37 @@
-"""Keep or recompute: what each costs one sample, in seconds, from rates measured on this machine.
+"""`kv: auto`: keep or recompute, decided per sample from rates measured at start.
 
-Prefilling T tokens again takes `token_s·T + square_s·T²`: the second part is attention, so a token of a long sample
-costs more. Keeping them takes a copy off the device and one back, both linear in T, and nothing where the pages never
-left. So the longer the sample, the more keeping is worth: `break_even_tokens` says from where on.
+Prefilling T tokens again takes `token_s·T + square_s·T²` seconds; the quadratic term is attention, so a token of a long
+sample costs more. Keeping them takes one copy off the device and one back, both linear in T, and nothing if the pages
+never left the device. So keeping pays off from some length on: `break_even_tokens`.
 
-Upper bounds on the side of keeping: copies run beside the model, a prefill takes the model's own time. Members of a
-group share their prompt both ways, in the tree and in the store; here each counts as a whole.
+The costs of keeping are upper bounds: copies overlap with the model, whereas a prefill takes the model's own time.
+Members of a group share their prompt both ways, in the radix tree and in the store; here each counts in full.
+
+The decision is made twice. When pages must leave the device, a copy off and back is weighed against a recompute. When
+the sample resumes, only the copy back counts, and nothing if the pages are on the device, so whatever was worth storing
+is worth loading. Both are pure functions of broadcast rates, equal on every rank (`rank-determinism`). Until rates are
+known everything is kept. KV of the current version is always kept, KV older than `max_staleness` never (`kv-policy`).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from sglang_april.api.messages import Rates
-from sglang_april.kv.kv_pages import CopyTier
+from sglang_april.kv.kv_pages import CopyTier, Tier
 
 FREE = (0.0, 0.0)
+"""Seconds per token of a copy that could not be measured."""
+
+Reason = Literal["", "asked", "cheaper", "stale"]
+"""Why KV is discarded: `kv: recompute`, cost, or age beyond `max_staleness`; empty: it is kept."""
 
 
-def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(token_s, square_s), both ≥ 0, from prefills of (tokens, seconds): least squares of the seconds per token.
+def fit_prefill(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fit (token_s, square_s), both ≥ 0, to prefills of (tokens, seconds) by least squares of the seconds per token.
 
-    Raises ValueError without a point.
+    Raises:
+        ValueError: there is no point.
     """
     if not points:
         raise ValueError("no prefill has been timed")
@@ -33,8 +43,8 @@ def fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, mean - slope * middle), slope
 
 
-def slowest(ranks: Sequence[Rates]) -> Rates:
-    """What all ranks together take, each on its own part: as long as the slowest; a tier that one lacks, none has."""
+def slowest_rank(ranks: Sequence[Rates]) -> Rates:
+    """The rates of all ranks together: the maximum of each, and only the tiers that every rank has."""
     tiers = [tier for tier in ranks[0].copy_s if all(tier in rank.copy_s for rank in ranks)]
     return Rates(
         max(rank.token_s for rank in ranks),
@@ -44,31 +54,56 @@ def slowest(ranks: Sequence[Rates]) -> Rates:
 
 
 def recompute_s(rates: Rates, tokens: int) -> float:
-    """Seconds to prefill so many tokens of one sample again."""
+    """Seconds to prefill `tokens` tokens of one sample again."""
     return rates.token_s * tokens + rates.square_s * tokens**2
 
 
 def store_s(rates: Rates, tier: CopyTier, tokens: int) -> float:
-    """Seconds to copy KV of so many tokens to a tier and back; what could not be measured counts as free."""
+    """Seconds to copy the KV of `tokens` tokens to a tier and back; a copy that was not measured counts as free."""
     out, back = rates.copy_s.get(tier, FREE)
     return (out + back) * tokens
 
 
 def load_s(rates: Rates, tier: CopyTier, tokens: int) -> float:
-    """Seconds to copy it back alone."""
+    """Seconds to copy the KV of `tokens` tokens from a tier to the device."""
     return rates.copy_s.get(tier, FREE)[1] * tokens
 
 
 def break_even_tokens(rates: Rates, tier: CopyTier) -> int | None:
-    """The length from which on storing on this tier is cheaper than recomputing; None if it never is."""
+    """Tokens from which storing on this tier is cheaper than recomputing; None if it never is."""
     more = store_s(rates, tier, 1) - rates.token_s
     if more <= 0:
         return 1
     return math.ceil(more / rates.square_s) if rates.square_s else None
 
 
+def why_not_store(rates: Rates | None, tier: CopyTier, tokens: int, age: int, bound: int | None) -> Reason:
+    """Why pages are not worth a copy on `tier`; empty if they are.
+
+    Args:
+        tokens: length of the KV.
+        age: policy versions between the oldest page and the version under which the sample will resume, as far as
+        known. bound: `max_staleness`.
+    """
+    return _why(age, bound, rates is not None and recompute_s(rates, tokens) < store_s(rates, tier, tokens))
+
+
+def why_not_resume(rates: Rates | None, tier: Tier, tokens: int, age: int, bound: int | None) -> Reason:
+    """Why a sample does not resume on its pages, which are on `tier`; empty if it does. Arguments as above."""
+    cheaper = rates is not None and tier != "device" and recompute_s(rates, tokens) < load_s(rates, tier, tokens)
+    return _why(age, bound, cheaper)
+
+
+def _why(age: int, bound: int | None, cheaper: bool) -> Reason:
+    if age <= 0:
+        return ""
+    if bound is not None and age > bound:
+        return "stale"
+    return "cheaper" if cheaper else ""
+
+
 def report(rates: Rates | None, bytes_per_token: int) -> dict[str, Any] | None:
-    """The inputs of `kv: auto` for `/april/state` and a reply's `stats`; None as long as nothing has been measured."""
+    """The inputs of `kv: auto` for `/april/state` and a reply's `stats`; None until the rates are measured."""
     if rates is None:
         return None
     return {

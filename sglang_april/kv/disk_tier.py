@@ -1,13 +1,15 @@
-"""Step 5 of 9 (store): the disk tier of one rank, one file per partial.
+"""The disk tier of one rank: one file per partial.
 
     magic | header length, CRC-32 | header (msgpack) | pages | checksums of the pages | their CRC-32
 
-A file is written under another name and renamed when it is whole, so a reader never sees half of one. It is not synced:
-what a loss of power took fails its checksums, is counted, and is recomputed; the death of the process costs nothing.
+A file is written under a temporary name and renamed when complete, so a reader never sees half of one. It is not
+synced: a file damaged by a loss of power fails its checksums, is counted, and its sample is recomputed
+(`verified-pages`). The death of the process alone damages nothing.
 
-What makes a file after a restart provably KV of the tokens that the journal has (`regain.py`): it was written in the
-journal's last life (the lock file names it) or taken over in it, for everything else is removed at a start; in one life
-a sample's tokens only grow, and the journal's are the first of them; so the same number of tokens are the same tokens.
+After a restart, `recovery/kv_recovery.py` must prove that a file holds KV of the tokens in the journal. The lock file
+names the journal epoch in which all files of the folder were written or verified; files of other samples are removed at
+start. Within one epoch a sample's tokens only grow, and the journal's tokens are a prefix of them, so equal length
+means equal tokens.
 """
 
 import contextlib
@@ -31,12 +33,12 @@ from sglang_april.kv.kv_pages import Found
 MAGIC = b"APRILKV1"
 SUFFIX = ".kv"
 _PARTIAL = ".part"
-_LOOK_BYTES = 8 << 20
-"""Read at once where nothing waits for it."""
+_VERIFY_BYTES = 8 << 20
+"""Bytes read at a time while a file is verified."""
 
 
 class Key(NamedTuple):
-    """A sample, by names that outlive the process."""
+    """Identifies a sample across restarts of the server."""
 
     run: str
     id: str
@@ -45,21 +47,23 @@ class Key(NamedTuple):
 
 
 class DiskError(RuntimeError):
-    """The directory cannot be used; the message is one sentence."""
+    """The directory cannot be used. The message is one sentence."""
 
 
 class DamagedFileError(Exception):
-    """A file that is not what was written."""
+    """A file whose content is not what was written."""
 
 
 class Header(msgspec.Struct, array_like=True):
+    """The header of a file. `length` in tokens; `version`: the oldest policy version that wrote the KV."""
+
     key: Key
     length: int
     version: int
     page_tokens: int
     page_words: int
     layout: str
-    """What the bytes mean: model, rank, dtype and shape of the pool."""
+    """Describes the bytes: model, rank, dtype, shape of the pool, page format."""
 
 
 class DiskTier:
@@ -74,7 +78,11 @@ class DiskTier:
         page_words: int,
         write: Callable[[int, memoryview], int] = os.write,
     ) -> None:
-        """Raises DiskError: the directory is missing, in use, or cannot be written."""
+        """Lock the directory.
+
+        Raises:
+            DiskError: the directory is missing, in use by another server, or not writable.
+        """
         self._folder, self._rank, self._layout = folder, rank, layout
         self._page_tokens, self._page_words = page_tokens, page_words
         self._write = write
@@ -92,12 +100,19 @@ class DiskTier:
     # --- one file
 
     def save(
-        self, key: Key, length: int, version: int, pieces: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
+        self, key: Key, length: int, version: int, chunks: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
     ) -> torch.Tensor:
-        """Write all pages of a sample: int32 [n, page_words] each time, with their checksums or None.
+        """Write all pages of a sample.
 
-        Returns the checksums of all pages. Raises OSError (no space, bad device, missing directory, …), and what
-        `pieces` raises: no file is left, and one that was there before is gone too.
+        Args:
+            chunks: (pages int32 [n, page_words], checksums int64 [n], or None to compute them here).
+
+        Returns:
+            The checksums of all pages, int64 [pages].
+
+        Raises:
+            OSError: no space, device error, missing directory. On any exception, including those of `chunks`, no file
+                is left, nor one that existed before.
         """
         head = Header(key, length, version, self._page_tokens, self._page_words, self._layout)
         path = self._path(key)
@@ -105,26 +120,29 @@ class DiskTier:
         sums: list[torch.Tensor] = []
         try:
             with part.open("wb", buffering=0) as file:
-                self._put(file.fileno(), _framed(head))
-                for pages, known in pieces:
+                self._write_all(file.fileno(), _encode_header(head))
+                for pages, known in chunks:
                     sums.append(kv_pages.checksum(pages) if known is None else known)
-                    self._put(file.fileno(), memoryview(pages.numpy()).cast("B"))
-                every = torch.cat(sums)
-                tail = every.numpy().tobytes()
-                self._put(file.fileno(), tail + zlib.crc32(tail).to_bytes(4, "little"))
+                    self._write_all(file.fileno(), memoryview(pages.numpy()).cast("B"))
+                checksums = torch.cat(sums)
+                tail = checksums.numpy().tobytes()
+                self._write_all(file.fileno(), tail + zlib.crc32(tail).to_bytes(4, "little"))
             part.replace(path)
         except BaseException:
             for left in (part, path):
                 with contextlib.suppress(OSError):
                     left.unlink(missing_ok=True)
             raise
-        return every
+        return checksums
 
     def load(self, key: Key, length: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The pages of a sample, so many at a time as `buffer` holds, with the checksums they must have.
+        """Read the pages of a sample, as many at a time as `buffer` holds; yields (pages, expected checksums).
 
-        Raises OSError, and DamagedFileError for a file that is short, of another sample or model, or whose checksums
-        are damaged; damaged pages are for the caller to find.
+        The caller verifies the pages against the checksums.
+
+        Raises:
+            OSError: the file cannot be read.
+            DamagedFileError: the file is short, belongs to another sample or model, or its checksums are damaged.
         """
         with self._path(key).open("rb", buffering=0) as file:
             head, sums = self._read_ends(file.fileno())
@@ -138,22 +156,24 @@ class DiskTier:
                 yield pages, sums[first : first + len(pages)]
 
     def remove(self, key: Key) -> None:
+        """Delete the file of a sample, if there is one."""
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
     # --- after a restart
 
     @property
-    def life(self) -> str:
-        """The life of a journal in which these files were written or taken over; empty: of none that is known."""
+    def epoch(self) -> str:
+        """The journal epoch in which these files were written or verified; empty if unknown."""
         return os.pread(self._lock, 256, 0).decode(errors="replace")
 
     def find(self, key: Key, wanted: Found) -> int:
-        """Bytes of a sample's file, every page verified, if it has just what is wanted; else 0.
+        """Verify every page of a sample's file; returns its size in bytes, or 0 if there is no file with `wanted`.
 
-        Raises OSError and DamagedFileError: there is a file, and it cannot be used.
+        Raises:
+            OSError, DamagedFileError: a file exists but cannot be used.
         """
-        buffer = torch.empty((max(1, _LOOK_BYTES // (4 * self._page_words)), self._page_words), dtype=torch.int32)
+        buffer = torch.empty((max(1, _VERIFY_BYTES // (4 * self._page_words)), self._page_words), dtype=torch.int32)
         try:
             with self._path(key).open("rb") as file:
                 head, _ = self._read_ends(file.fileno())
@@ -167,12 +187,17 @@ class DiskTier:
                 raise DamagedFileError("pages are damaged")
         return size
 
-    def begin(self, life: str, keep: Iterable[Key] = ()) -> int:
-        """Remove this rank's files of all other samples, and halves of files; what remains is of this life.
+    def begin(self, epoch: str, keep: Iterable[Key] = ()) -> int:
+        """Remove this rank's files of samples not in `keep` and incomplete files, then record the new epoch.
 
-        Returns how many were removed. Raises DiskError: one cannot be, or the life's name cannot be written. A death
-        in the middle leaves the name of the life before, and after a loss of power nothing removed comes back under
-        the new one.
+        A crash in the middle leaves the previous epoch recorded. The folder is synced before the new epoch is written,
+        so no removed file reappears under it after a loss of power.
+
+        Returns:
+            How many files were removed.
+
+        Raises:
+            DiskError: a file cannot be removed, or the epoch cannot be written.
         """
         kept = {self._path(key).name for key in keep}
         stale = [
@@ -185,7 +210,7 @@ class DiskTier:
                 path.unlink(missing_ok=True)
             sync_folder(self._folder)
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, life.encode(), 0)
+            os.pwrite(self._lock, epoch.encode(), 0)
             os.fsync(self._lock)
         except OSError as error:
             raise DiskError(f"the disk tier's directory {self._folder} cannot be used: {error.strerror}") from error
@@ -197,16 +222,16 @@ class DiskTier:
         name = hashlib.blake2b(msgspec.msgpack.encode(key), digest_size=16).hexdigest()
         return self._folder / f"{name}.r{self._rank}{SUFFIX}"
 
-    def _put(self, fd: int, data: bytes | memoryview) -> None:
+    def _write_all(self, fd: int, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
             written = self._write(fd, view)
             if written <= 0:
-                raise OSError(0, "nothing could be written")
+                raise OSError(0, "the write made no progress")
             view = view[written:]
 
     def _read_ends(self, fd: int) -> tuple[Header, torch.Tensor]:
-        """Header and checksums; the file is left at its first page."""
+        """Read header and checksums; leaves the file position at the first page."""
         start = os.pread(fd, 16, 0)
         size = int.from_bytes(start[8:12], "little")
         body = os.pread(fd, min(size, 1 << 20), 16)
@@ -224,6 +249,6 @@ class DiskTier:
         return head, torch.from_numpy(np.frombuffer(tail[:-4], "<i8").copy())
 
 
-def _framed(head: Header) -> bytes:
+def _encode_header(head: Header) -> bytes:
     body = msgspec.msgpack.encode(head)
     return MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body

@@ -1,4 +1,4 @@
-"""Step 5 of 9 (store): what a page outside of the device consists of: the pool's own bytes, or int8 codes (opt-in)."""
+"""The format of pages outside the pool: the pool's own bytes, or int8 codes (opt-in, lossy)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,7 @@ import torch
 
 from april_kernels import kv_pages
 from april_kernels.kv_pages import PlaneTable, int8
-from april_kernels.kv_pages.int8 import Int8Pages
+from april_kernels.kv_pages.int8_layout import Int8Layout
 
 
 class PageFormat(Protocol):
@@ -16,7 +16,7 @@ class PageFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the flag `--april-kv-pages`, and part of what a file says of its bytes."""
+        """The value of `--april-kv-pages`; also part of the layout string in the header of every file."""
 
     @property
     def table(self) -> PlaneTable: ...
@@ -28,17 +28,18 @@ class PageFormat(Protocol):
     def page_words(self) -> int: ...
 
     def pack(self, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Rows of `slots` into the pages `out`, on the pool's device; returns the pages' checksums, int64 [n]."""
+        """Copy the rows of `slots` into the pages `out`, on the pool's device; returns checksums, int64 [n]."""
 
-    def unpack(self, slots: torch.Tensor, pages: torch.Tensor) -> None: ...
+    def unpack(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Copy `pages` into the rows of `slots`."""
 
     def warm_up(self) -> None:
-        """Compile what a GPU needs; the pool stays as it is."""
+        """Compile the GPU kernels ahead of the first round; the pool is not changed."""
 
 
 @dataclass(frozen=True, eq=False)
 class RawPages:
-    """Byte for byte."""
+    """The pool's own bytes."""
 
     table: PlaneTable
     page_tokens: int
@@ -61,11 +62,13 @@ class RawPages:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantisedPages:
-    """int8 with one scale per token and head: lossy, about half the bytes of a 16-bit pool.
+class QuantizedPages:
+    """int8 codes with one scale per token and head: lossy, about half the bytes of a 16-bit pool.
 
-    Checksums are over the codes, so they find damage as always. Raises ValueError for a pool that is not bfloat16,
-    float16 or float32.
+    Checksums cover codes and scales.
+
+    Raises:
+        ValueError: the pool's dtype is not bfloat16, float16 or float32.
     """
 
     table: PlaneTable
@@ -76,8 +79,8 @@ class QuantisedPages:
         assert self._layout
 
     @cached_property
-    def _layout(self) -> Int8Pages:
-        return Int8Pages(self.table)
+    def _layout(self) -> Int8Layout:
+        return Int8Layout(self.table)
 
     @cached_property
     def page_words(self) -> int:
@@ -97,4 +100,4 @@ class QuantisedPages:
             self.unpack(padding, pages)
 
 
-FORMS: dict[str, type[RawPages] | type[QuantisedPages]] = {form.name: form for form in (RawPages, QuantisedPages)}
+PAGE_FORMATS: dict[str, type[RawPages] | type[QuantizedPages]] = {cls.name: cls for cls in (RawPages, QuantizedPages)}

@@ -1,8 +1,8 @@
-"""Step 5 of 9 (store): what one rank holds of partials outside of its pool, and the thread that moves it.
+"""One rank's page store: the KV pages of suspended samples outside the pool, and the worker thread that moves them.
 
-Orders come from the scheduler's thread and return at once; one worker carries them out in the order in which they were
-given, so that room which one order frees is there for the next, and a page is read after it was written. That a copy is
-complete, or could not be made, is reported per order; no decision reads it here (S9).
+The scheduler thread submits orders, which return at once. A single worker thread executes them in submission order,
+so that memory freed by one order is available to the next, and pages are read only after they were written. The store
+reports the outcome of every order; no scheduling decision reads it on this rank (`rank-determinism`).
 """
 
 import queue
@@ -21,40 +21,46 @@ from sglang_april.kv.disk_tier import DamagedFileError, DiskTier, Key
 from sglang_april.kv.host_tier import HostArena, PageRange
 from sglang_april.kv.kv_pages import CopyTier
 
-TRIAL = 0
-"""No copy of the scheduler's has this number."""
+BENCHMARK_NUMBER = 0
+"""Copy number used by `benchmark_copy`; the scheduler's copy numbers start at 1."""
 
 Report = Callable[[int, str], None]
-"""(number of the order, why it failed or an empty string); called on the worker's thread."""
+"""Called on the worker thread with (order number, failure reason or an empty string)."""
 
 
 @dataclass(slots=True)
 class HostPages:
-    """Pages in the arena; those of a sample behind its prefix's, if it has one."""
+    """Pages of one copy in the host arena. With a `prefix`, the sample's first tokens are stored under that number."""
 
-    runs: list[PageRange]
-    sums: torch.Tensor
+    ranges: list[PageRange]
+    checksums: torch.Tensor
     """int64 [pages]."""
     prefix: int | None = None
 
 
 @dataclass(slots=True)
 class DiskPages:
+    """Pages of one copy in a file of the disk tier; `length` in tokens."""
+
     key: Key
     length: int
 
 
 class LostError(Exception):
-    """The pages asked for are not there, because an earlier order failed."""
+    """The requested pages do not exist, because an earlier order failed."""
 
 
 class PageStore:
-    """One rank's arena, files and worker. `number`: a copy's name; `order`: what its outcome is reported under."""
+    """Host arena, disk files and worker thread of one rank.
+
+    `number` names a copy; `order` is the number under which an order's outcome is reported. `slots` are int64 [tokens]
+    on the pool's device.
+    """
 
     def __init__(self, copier: Copier, arena: HostArena, disk: DiskTier | None, report: Report) -> None:
         self._copier, self._arena, self._disk, self._report = copier, arena, disk, report
         self._held: dict[int, HostPages | DiskPages] = {}
-        shape = (copier.piece, copier.page_words)
+        shape = (copier.chunk_pages, copier.page_words)
         self._bounce = torch.empty(shape, dtype=torch.int32, pin_memory=arena.pinned) if disk is not None else None
         self._pending: dict[int, threading.Event] = {}
         self._orders: queue.SimpleQueue[tuple[int | None, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -63,75 +69,88 @@ class PageStore:
 
     @property
     def disk(self) -> DiskTier | None:
-        """The disk tier; before the first order its files may be searched (`regain.py`)."""
+        """The disk tier. Its files may be searched (`recovery/kv_recovery.py`) before the first order."""
         return self._disk
 
-    # --- orders; `slots` is int64 [tokens] on the pool's device
+    # --- orders, submitted by the scheduler thread
 
-    def put(self, order: int, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None) -> None:
-        """Copy to the host. `prefix`: (number, tokens) of what the sample's first tokens are stored under, once."""
-        fence = self._copier.fence()
-        self._give(order, lambda: self._put(number, slots, prefix, fence))
+    def copy_to_host(self, order: int, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None) -> None:
+        """Copy KV from the pool to the host.
 
-    def put_on_disk(self, order: int, number: int, slots: torch.Tensor, key: Key, version: int) -> None:
+        Args:
+            prefix: (number, tokens) under which the sample's first tokens are stored once for all samples that share
+                them.
+        """
         fence = self._copier.fence()
-        self._give(order, lambda: self._put_on_disk(number, slots, key, version, fence))
+        self._submit(order, lambda: self._copy_to_host(number, slots, prefix, fence))
+
+    def copy_to_disk(self, order: int, number: int, slots: torch.Tensor, key: Key, version: int) -> None:
+        """Copy KV from the pool to a file; `version` is the oldest policy version that wrote it."""
+        fence = self._copier.fence()
+        self._submit(order, lambda: self._copy_to_disk(number, slots, key, version, fence))
 
     def spill(self, order: int, number: int, key: Key, length: int, version: int) -> None:
-        """From the host to the disk."""
-        self._give(order, lambda: self._spill(number, key, length, version))
+        """Move a copy from the host to the disk."""
+        self._submit(order, lambda: self._spill(number, key, length, version))
 
-    def adopt(self, number: int, key: Key, length: int) -> None:
-        """A file that `DiskTier.find` has verified is the copy of this number."""
-        self._give(None, lambda: self._held.update({number: DiskPages(key, length)}))
+    def register_file(self, number: int, key: Key, length: int) -> None:
+        """Use a file that `DiskTier.find` has verified as the copy of this number."""
+        self._submit(None, lambda: self._held.update({number: DiskPages(key, length)}))
 
-    def get(self, order: int, number: int, slots: torch.Tensor) -> None:
-        """Load verified pages into `slots`; the copy stays."""
+    def load(self, order: int, number: int, slots: torch.Tensor) -> None:
+        """Load pages into `slots` of the pool and verify their checksums; the copy remains."""
         fence = self._copier.fence()
-        self._give(order, lambda: self._get(number, slots, fence))
+        self._submit(order, lambda: self._load(number, slots, fence))
 
     def discard(self, number: int) -> None:
-        """Let a copy, or a prefix that nobody uses any more, go."""
-        self._give(None, lambda: self._discard(number))
+        """Free a copy, or a prefix that no copy refers to any more."""
+        self._submit(None, lambda: self._discard(number))
 
     def verify(self, order: int) -> None:
-        """Check every copy; the order fails with the numbers of those that are damaged."""
-        self._give(order, self._verify)
+        """Verify every copy; the order fails with the numbers of the damaged ones."""
+        self._submit(order, self._verify)
 
     def wait(self, order: int) -> None:
-        """Until this rank has carried the order out."""
+        """Block until this rank has executed the order."""
         if done := self._pending.get(order):
             done.wait()
 
-    def trial(self, tier: CopyTier, slots: torch.Tensor) -> tuple[float, float]:
-        """Seconds to copy `slots` to a tier and back, on the caller's thread; only while no order does.
+    def benchmark_copy(self, tier: CopyTier, slots: torch.Tensor) -> tuple[float, float]:
+        """Copy `slots` to a tier and back on the caller's thread, and free the copy.
 
-        Raises what a copy may fail with: OSError, MemoryError, DamagedError, DamagedFileError, LostError.
+        Call it only while no order is pending.
+
+        Returns:
+            Seconds (off the device, back to it).
+
+        Raises:
+            OSError, MemoryError, DamagedError, DamagedFileError, LostError: the copy failed.
         """
         fence = self._copier.fence()
-        key = Key("", "trial", 0, 0)
-        began = time.perf_counter()
+        key = Key("", "benchmark", 0, 0)
+        start = time.perf_counter()
         try:
             if tier == "host":
-                self._put(TRIAL, slots, None, fence)
+                self._copy_to_host(BENCHMARK_NUMBER, slots, None, fence)
             else:
-                self._put_on_disk(TRIAL, slots, key, 0, fence)
-            there = time.perf_counter()
-            self._get(TRIAL, slots, fence)
-            return there - began, time.perf_counter() - there
+                self._copy_to_disk(BENCHMARK_NUMBER, slots, key, 0, fence)
+            stored = time.perf_counter()
+            self._load(BENCHMARK_NUMBER, slots, fence)
+            return stored - start, time.perf_counter() - stored
         finally:
-            self._discard(TRIAL)
+            self._discard(BENCHMARK_NUMBER)
 
     def close(self) -> None:
+        """Execute the pending orders and end the worker thread."""
         self._orders.put(None)
         self._thread.join()
 
-    # --- the worker
-
-    def _give(self, order: int | None, act: Callable[[], None]) -> None:
+    def _submit(self, order: int | None, act: Callable[[], None]) -> None:
         if order is not None:
             self._pending[order] = threading.Event()
         self._orders.put((order, act))
+
+    # --- executed by the worker thread
 
     def _work(self) -> None:
         while (item := self._orders.get()) is not None:
@@ -141,119 +160,124 @@ class PageStore:
                 act()
             except (OSError, MemoryError, DamagedError, DamagedFileError, LostError) as error:
                 failure = f"{type(error).__name__}: {error}"
-            except Exception as error:  # noqa: BLE001 - the thread must live, and every order be reported
+            except Exception as error:  # noqa: BLE001 - the thread must survive, and every order must be reported
                 failure = f"internal error: {error!r}"
             if order is not None:
                 self._pending.pop(order).set()
                 self._report(order, failure)
 
-    def _put(self, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None, fence: Any) -> None:
+    def _copy_to_host(self, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None, fence: Any) -> None:
         start = 0
         if prefix is not None:
-            name, start = prefix
-            if name not in self._held:
-                self._held[name] = self._copied(slots[:start], fence)
-        own = self._copied(slots[start:], fence)
+            prefix_number, start = prefix
+            if prefix_number not in self._held:
+                self._held[prefix_number] = self._gather_to_host(slots[:start], fence)
+        own = self._gather_to_host(slots[start:], fence)
         own.prefix = prefix[0] if prefix is not None else None
         self._held[number] = own
 
-    def _copied(self, slots: torch.Tensor, fence: Any) -> HostPages:
-        runs = self._arena.take(page_count(len(slots), self._copier.page_tokens))
+    def _gather_to_host(self, slots: torch.Tensor, fence: Any) -> HostPages:
+        ranges = self._arena.allocate(page_count(len(slots), self._copier.page_tokens))
         try:
-            sums = [self._copier.out(mine, self._arena.pages(run), fence) for run, mine in self._along(runs, slots)]
+            checksums = [
+                self._copier.gather(part, self._arena.pages(pages), fence)
+                for pages, part in self._slots_by_range(ranges, slots)
+            ]
         except BaseException:
-            self._arena.give(runs)
+            self._arena.free(ranges)
             raise
-        return HostPages(runs, torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64))
+        return HostPages(ranges, torch.cat(checksums) if checksums else torch.empty(0, dtype=torch.int64))
 
-    def _along(self, runs: list[PageRange], slots: torch.Tensor) -> Iterator[tuple[PageRange, torch.Tensor]]:
-        """Each run with the slots of its pages."""
-        done = 0
-        for run in runs:
-            end = done + run.size * self._copier.page_tokens
-            yield run, slots[done:end]
-            done = end
+    def _slots_by_range(self, ranges: list[PageRange], slots: torch.Tensor) -> Iterator[tuple[PageRange, torch.Tensor]]:
+        """Each page range with the slots of its tokens."""
+        start = 0
+        for pages in ranges:
+            end = start + pages.size * self._copier.page_tokens
+            yield pages, slots[start:end]
+            start = end
 
-    def _put_on_disk(self, number: int, slots: torch.Tensor, key: Key, version: int, fence: Any) -> None:
-        disk, bounce = self._on_disk()
+    def _copy_to_disk(self, number: int, slots: torch.Tensor, key: Key, version: int, fence: Any) -> None:
+        disk, bounce = self._require_disk()
 
-        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        def chunks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             step = len(bounce) * self._copier.page_tokens
             for first in range(0, len(slots), step):
-                mine = slots[first : first + step]
-                pages = bounce[: page_count(len(mine), self._copier.page_tokens)]
-                yield pages, self._copier.out(mine, pages, fence)
+                part = slots[first : first + step]
+                pages = bounce[: page_count(len(part), self._copier.page_tokens)]
+                yield pages, self._copier.gather(part, pages, fence)
 
-        disk.save(key, len(slots), version, pieces())
+        disk.save(key, len(slots), version, chunks())
         self._held[number] = DiskPages(key, len(slots))
 
     def _spill(self, number: int, key: Key, length: int, version: int) -> None:
-        disk, _ = self._on_disk()
+        disk, _ = self._require_disk()
         held = self._find(number)
         if isinstance(held, DiskPages):
-            raise LostError("the copy is on disk already")
-        parts = [held] if held.prefix is None else [self._on_host(held.prefix), held]
+            raise LostError("the copy is already on disk")
+        parts = [held] if held.prefix is None else [self._find_on_host(held.prefix), held]
         try:
-            disk.save(key, length, version, ((pages, sums) for p in parts for pages, sums in self._runs(p)))
+            disk.save(key, length, version, (chunk for part in parts for chunk in self._host_chunks(part)))
             self._held[number] = DiskPages(key, length)
-        except BaseException:  # whatever it was: a copy that is still named here would give its room back again
+        except BaseException:  # the arena pages are freed below: a copy that stayed here would free them again
             del self._held[number]
             raise
         finally:
-            self._arena.give(held.runs)
+            self._arena.free(held.ranges)
 
-    def _runs(self, held: HostPages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        done = 0
-        for run in held.runs:
-            yield self._arena.pages(run), held.sums[done : done + run.size]
-            done += run.size
+    def _host_chunks(self, held: HostPages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(pages, checksums) of each range."""
+        start = 0
+        for pages in held.ranges:
+            yield self._arena.pages(pages), held.checksums[start : start + pages.size]
+            start += pages.size
 
-    def _get(self, number: int, slots: torch.Tensor, fence: Any) -> None:
+    def _disk_chunks(self, held: DiskPages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(pages, checksums) of each chunk of the file, in the bounce buffer."""
+        disk, bounce = self._require_disk()
+        return disk.load(held.key, held.length, bounce)
+
+    def _load(self, number: int, slots: torch.Tensor, fence: Any) -> None:
         held = self._find(number)
         if isinstance(held, DiskPages):
-            return self._get_from_disk(held, slots, fence)
+            self._load_from_disk(held, slots, fence)
+            return
         start = 0
         if held.prefix is not None:
-            shared = self._on_host(held.prefix)
-            start = len(shared.sums) * self._copier.page_tokens
-            self._load(shared, slots[:start], fence)
-        return self._load(held, slots[start:], fence)
+            prefix = self._find_on_host(held.prefix)
+            start = len(prefix.checksums) * self._copier.page_tokens
+            self._load_from_host(prefix, slots[:start], fence)
+        self._load_from_host(held, slots[start:], fence)
 
-    def _load(self, held: HostPages, slots: torch.Tensor, fence: Any) -> None:
-        parts = zip(self._along(held.runs, slots), self._runs(held), strict=True)
-        for (_, mine), (pages, sums) in parts:
-            self._copier.into(mine, pages, sums, fence)
+    def _load_from_host(self, held: HostPages, slots: torch.Tensor, fence: Any) -> None:
+        parts = zip(self._slots_by_range(held.ranges, slots), self._host_chunks(held), strict=True)
+        for (_, part), (pages, checksums) in parts:
+            self._copier.scatter(part, pages, checksums, fence)
 
-    def _get_from_disk(self, held: DiskPages, slots: torch.Tensor, fence: Any) -> None:
-        disk, bounce = self._on_disk()
-        done = 0
-        for pages, sums in disk.load(held.key, held.length, bounce):
-            end = done + len(pages) * self._copier.page_tokens
-            self._copier.into(slots[done:end], pages, sums, fence)
-            done = end
+    def _load_from_disk(self, held: DiskPages, slots: torch.Tensor, fence: Any) -> None:
+        start = 0
+        for pages, checksums in self._disk_chunks(held):
+            end = start + len(pages) * self._copier.page_tokens
+            self._copier.scatter(slots[start:end], pages, checksums, fence)
+            start = end
 
     def _discard(self, number: int) -> None:
         held = self._held.pop(number, None)
         if isinstance(held, HostPages):
-            self._arena.give(held.runs)
+            self._arena.free(held.ranges)
         elif held is not None and self._disk is not None:
             self._disk.remove(held.key)
 
     def _verify(self) -> None:
-        bad = [number for number, held in self._held.items() if not self._is_sound(held)]
-        if bad:
-            raise DamagedError(f"copies {', '.join(map(str, bad))} are damaged")
+        damaged = [number for number, held in self._held.items() if not self._is_intact(held)]
+        if damaged:
+            raise DamagedError(f"copies {', '.join(map(str, damaged))} are damaged")
 
-    def _is_sound(self, held: HostPages | DiskPages) -> bool:
+    def _is_intact(self, held: HostPages | DiskPages) -> bool:
         try:
-            parts = self._runs(held) if isinstance(held, HostPages) else self._from_disk(held)
-            return all(torch.equal(kv_pages.checksum(pages), sums) for pages, sums in parts)
+            chunks = self._host_chunks(held) if isinstance(held, HostPages) else self._disk_chunks(held)
+            return all(torch.equal(kv_pages.checksum(pages), checksums) for pages, checksums in chunks)
         except (OSError, DamagedFileError):
             return False
-
-    def _from_disk(self, held: DiskPages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        disk, bounce = self._on_disk()
-        return disk.load(held.key, held.length, bounce)
 
     def _find(self, number: int) -> HostPages | DiskPages:
         try:
@@ -261,13 +285,13 @@ class PageStore:
         except KeyError:
             raise LostError("the pages were never stored") from None
 
-    def _on_host(self, number: int) -> HostPages:
+    def _find_on_host(self, number: int) -> HostPages:
         held = self._find(number)
         if isinstance(held, DiskPages):
             raise LostError("the prefix is not on the host")
         return held
 
-    def _on_disk(self) -> tuple[DiskTier, torch.Tensor]:
+    def _require_disk(self) -> tuple[DiskTier, torch.Tensor]:
         if self._disk is None or self._bounce is None:
             raise LostError("there is no disk tier")
         return self._disk, self._bounce

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.api.messages import FinishedSample, OpenRound, Prompt, Restored, RoundEnded, Span
+from sglang_april.api.messages import FinishedSample, KeptReply, Prompt, Restored, RoundEnded, RoundSpec, Span
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, array_like=True):
     """All spans of the sample up to the end of this chunk."""
     top_logprobs: list[list[tuple[float, int]]] | None = None
     proximal: tuple[int, list[tuple[int, bytes]]] | None = None
-    """What a recompute gave since the chunk before: version, and (first output token, float32 [tokens]) each (S7)."""
+    """Proximal logprobs since the previous chunk: the version, and (first output token, float32 [tokens]) each."""
 
     @property
     def length(self) -> int:
@@ -63,18 +63,8 @@ class SavedGroup(msgspec.Struct, array_like=True):
 class SavedRound(msgspec.Struct, array_like=True):
     """A round that was open; its prompts are among the groups."""
 
-    spec: OpenRound
+    spec: RoundSpec
     number: int
-
-
-class SavedReply(msgspec.Struct, array_like=True):
-    """A reply that is kept, with all that it says."""
-
-    spec: OpenRound
-    ended: RoundEnded
-    prompts: list[Prompt]
-    """One per entry of `ended.deliver`."""
-    samples: list[FinishedSample]
 
 
 class Saved(msgspec.Struct):
@@ -85,16 +75,16 @@ class Saved(msgspec.Struct):
     groups: list[SavedGroup] = []
     """In arrival order."""
     rounds: list[SavedRound] = []
-    replies: list[SavedReply] = []
+    replies: list[KeptReply] = []
     gone: list[str] = []
     """Ids of rounds whose replies are no longer kept."""
     ids: list[tuple[str, str, int]] = []
     """(run, prompt id, next incarnation)."""
     rounds_opened: dict[str, int] = {}
-    life: str = ""
-    """Name of the last server's life with this journal; files of the disk tier bear it too."""
-    next_life: str = ""
-    """Name of the one that begins."""
+    epoch: str = ""
+    """Name of the last server epoch with this journal; the lock files of the disk tier contain it too."""
+    next_epoch: str = ""
+    """Name of the epoch that begins."""
     corrupt: int = 0
     """Records that did not verify; their tokens are drawn again."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
@@ -134,7 +124,7 @@ def read_saved(db: sqlite3.Connection) -> Saved:
     saved = Saved()
     meta = dict(db.execute("SELECT key, value FROM meta"))
     saved.next_gid = meta.get("next_gid", 0)
-    saved.life, saved.next_life = str(meta.get("life", "")), secrets.token_hex(16)
+    saved.epoch, saved.next_epoch = str(meta.get("epoch", "")), secrets.token_hex(16)
     saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
     query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
@@ -242,7 +232,7 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
             saved.gone.append(round_id)
             continue
         try:
-            spec = unseal(spec_blob, OpenRound, round_id, number)
+            spec = unseal(spec_blob, RoundSpec, round_id, number)
             if ended_blob is None:
                 saved.rounds.append(SavedRound(spec, number))
             else:
@@ -254,7 +244,7 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
             saved.repairs.append(("UPDATE rounds SET spec=x'', ended=x'' WHERE round_id=?", (round_id,)))
 
 
-def _reply(db: sqlite3.Connection, saved: Saved, spec: OpenRound, ended: RoundEnded) -> SavedReply:
+def _reply(db: sqlite3.Connection, saved: Saved, spec: RoundSpec, ended: RoundEnded) -> KeptReply:
     rows = db.execute(
         "SELECT gid, idx, f.start, f.step, f.body, g.run, g.incarnation, g.prompt "
         "FROM finished f JOIN groups g USING(gid) "
@@ -275,11 +265,11 @@ def _reply(db: sqlite3.Connection, saved: Saved, spec: OpenRound, ended: RoundEn
         raise CorruptRecordError from error
     if any((d.id, d.incarnation, i) not in there for d in ended.deliver for i in d.indices):
         raise CorruptRecordError
-    return SavedReply(spec, ended, prompts, samples)
+    return KeptReply(spec, ended, prompts, samples)
 
 
 def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
-    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named (S1)."""
+    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named."""
     warnings = [f"{saved.corrupt} journal records were damaged; their tokens are drawn again"] if saved.corrupt else []
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(
@@ -287,7 +277,7 @@ def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
         verdicts=[(g.run, g.prompt.id, g.accepted) for g in saved.groups if g.accepted is not None],
         finished=[sample for _, sample in done],
         rounds=[r.spec for r in saved.rounds],
-        replies=[(r.spec, r.ended, r.prompts, r.samples) for r in saved.replies],
+        replies=saved.replies,
         gone=saved.gone,
         unnamed=unnamed,
         warnings=warnings,

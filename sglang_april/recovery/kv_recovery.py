@@ -17,22 +17,22 @@ class PageFiles(Protocol):
     """What `Disk` has for a search."""
 
     @property
-    def life(self) -> str: ...
+    def epoch(self) -> str: ...
 
     def find(self, key: Any, wanted: Found) -> int: ...
 
 
 @dataclass(slots=True)
 class KvSearch:
-    """One rank's search among files that the journal's last `life` left."""
+    """One rank's search among the files of the journal's last server epoch."""
 
     files: PageFiles
-    life: str
+    epoch: str
     bytes_read: int = 0
 
     def look(self, wanted: Sequence[tuple[Any, Found]]) -> list[Outcome]:
-        """One outcome per sample; files of another life, or of another journal, are not even opened."""
-        if not self.life or self.files.life != self.life:
+        """One outcome per sample; files of another epoch, or of another journal, are not even opened."""
+        if not self.epoch or self.files.epoch != self.epoch:
             return [None] * len(wanted)
         return [self._find(key, found) for key, found in wanted]
 

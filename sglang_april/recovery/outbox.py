@@ -1,4 +1,4 @@
-"""Step 6 of 9 (reply): what may leave only once it is on disk, in its order (S8).
+"""Step 6 of 9 (reply): what may leave only once it is on disk, in its order (`journal-before-reply`).
 
 Acceptance is written before the round's 200, delivery before its reply. The scheduler's loop never waits for a disk, so
 such a message waits here, and the writer's thread lets it go. What must come behind it waits too; all else leaves at

@@ -1,7 +1,7 @@
 """Step 5 of 9 (store): the journal's tables, and what each record does to them.
 
 Every function here returns an operation: it is called in the scheduler's thread and run in the writer's, inside a
-transaction. A group is named by its number (`gid`, arrival order over the life of the journal), in messages by
+transaction. A group is named by its number (`gid`, arrival order over the whole history of the journal), in messages by
 (run, id, incarnation).
 """
 
@@ -9,12 +9,10 @@ import sqlite3
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
-from sglang_april.api.messages import FinishedSample, OpenRound, Prompt, RoundEnded
+from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.recovery.journal_snapshot import Chunk, seal
 
-SCHEMA = 1
+SCHEMA = 2
 REMEMBERED = 2**16
 """How many ids of rounds whose replies are gone are remembered, to tell 410 from 404."""
 
@@ -42,32 +40,28 @@ NewGroup = tuple[int, int, Prompt, bytes]
 """gid, incarnation, prompt, sampling parameters."""
 
 
-def accepted(spec: OpenRound, number: int, groups: Iterable[NewGroup]) -> Op:
+def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
     """A round, the `number`th of its run, and its new groups."""
-    new, spec = list(groups), _stripped(spec)
+    new, run = list(groups), spec.run
+    row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
 
     def op(db: sqlite3.Connection) -> None:
-        row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
         db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row)
-        _insert_groups(db, spec.run, new)
+        _insert_groups(db, run, new)
 
     return op
 
 
-def extended(spec: OpenRound, number: int, groups: Iterable[NewGroup]) -> Op:
+def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
     """An open round, the `number`th of its run, has changed (its quota), or has more groups."""
-    new, spec = list(groups), _stripped(spec)
+    new, run = list(groups), spec.run
+    row = (seal(spec, spec.round_id, number), spec.round_id)
 
     def op(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE rounds SET spec=? WHERE round_id=?", (seal(spec, spec.round_id, number), spec.round_id))
-        _insert_groups(db, spec.run, new)
+        db.execute("UPDATE rounds SET spec=? WHERE round_id=?", row)
+        _insert_groups(db, run, new)
 
     return op
-
-
-def _stripped(spec: OpenRound) -> OpenRound:
-    """As it is now, without what the groups have."""
-    return msgspec.structs.replace(spec, prompts=[], params=[])
 
 
 def judged(verdicts: Iterable[tuple[bool, int]]) -> Op:
@@ -147,9 +141,9 @@ def version(number: int) -> Op:
     return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('version', ?)", (record,))
 
 
-def life(name: str) -> Op:
-    """A server's life with this journal has begun."""
-    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('life', ?)", (name,))
+def epoch(name: str) -> Op:
+    """A server epoch (one run of a server with this journal) has begun."""
+    return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('epoch', ?)", (name,))
 
 
 def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:

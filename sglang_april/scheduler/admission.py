@@ -1,7 +1,7 @@
-"""Step 2 of 9 (admit): who gets a free slot next.
+"""Selects the samples that get the free slots (`admission-order`).
 
-Demand-driven over-provisioning: a sample starts only when a slot is free, so the batch stays full with as few partials
-as possible, and prompts that were never started stay untouched. Pure: the same ledger, the same order on every rank.
+Over-provisioning is demand-driven: a sample starts only when a slot is free, so the batch stays full with as few
+partials as possible, and the other prompts stay untouched. Pure: the same ledger gives the same order on every rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +12,15 @@ from sglang_april.scheduler.state import Group, Sample, State
 
 
 def candidates(rnd: Round) -> Iterator[Sample]:
-    """Samples of the round's run in the order in which they are to be admitted.
+    """Samples of the round's run in admission order.
 
-    Partials first (those of mandatory groups before others, then old batch order), then members of groups already begun
-    (near-complete groups first), then new groups as they arrived; mandatory groups lead each class.
+    Partials first (those of mandatory groups, then the others, each in their old batch order), then members of groups
+    already begun (near-complete groups first), then new groups in arrival order. Mandatory groups lead each class.
     """
     run = rnd.run
-    leading = _mandatory_partials(rnd)
-    yield from leading
-    yield from (s for s in run.suspended.in_order() if s not in leading)
+    mandatory = _mandatory_partials(rnd)
+    yield from mandatory
+    yield from (s for s in run.suspended.in_order() if s not in mandatory)
     for group in sorted(run.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.order)):
         yield from _queued(group)
     for group in islice(run.new, rnd.starts_left()):
@@ -28,7 +28,7 @@ def candidates(rnd: Round) -> Iterator[Sample]:
 
 
 def _mandatory_partials(rnd: Round) -> dict[Sample, None]:
-    """In old batch order. A strict on-policy round must finish them all, so none leads."""
+    """In their old batch order. Empty for strict on-policy rounds, where all partials are mandatory."""
     groups = [] if rnd.on_policy else rnd.mandatory
     partials = [s for g in groups for s in g.samples.values() if s in rnd.run.suspended]
     return dict.fromkeys(sorted(partials, key=lambda s: s.order))
@@ -42,57 +42,61 @@ def _queued(group: Group) -> list[Sample]:
     return [s for s in group.samples.values() if s.state is State.QUEUED]
 
 
-def pick(rounds: list[Round], slots: int, among: Callable[[Round], Iterator[Sample]] = candidates) -> list[Sample]:
-    """At most `slots` samples, round-robin over the open rounds in their order (S6), each within its `concurrency`."""
-    lanes = [islice(among(rnd), places(rnd, slots)) for rnd in rounds]
+def pick(rounds: list[Round], slots: int, source: Callable[[Round], Iterator[Sample]] = candidates) -> list[Sample]:
+    """At most `slots` samples, round-robin over the rounds in their order, each within its concurrency (`fair-slots`).
+
+    Args:
+        source: a round's samples in admission order.
+    """
+    queues = [islice(source(rnd), places(rnd, slots)) for rnd in rounds]
     chosen: list[Sample] = []
-    while lanes and len(chosen) < slots:
-        alive = []
-        for lane in lanes:
-            sample = next(lane, None)
+    while queues and len(chosen) < slots:
+        not_empty = []
+        for queue in queues:
+            sample = next(queue, None)
             if sample is None:
                 continue
-            alive.append(lane)
+            not_empty.append(queue)
             chosen.append(sample)
             if len(chosen) == slots:
                 break
-        lanes = alive
+        queues = not_empty
     return chosen
 
 
 def places(rnd: Round, slots: int) -> int:
-    """How many of `slots` the round may take."""
+    """How many of `slots` the round may take within its concurrency."""
     if rnd.concurrency is None:
         return slots
     return min(slots, max(0, rnd.concurrency - rnd.run.running))
 
 
 class PrefillBatcher:
-    """Samples that need a prefill wait for one another, and share it.
+    """Delays samples that need a prefill until several of them can share one.
 
-    Samples end one by one, and a prefill stalls all that decode for about a step. So whoever waits for a prefill waits
-    until the free places have lost as many tokens as the prefill will cost the others. That is never more than twice
-    the least possible loss, however samples end (as in renting or buying skis), it is the least one when they end
-    evenly (the economic order quantity), and nobody waits longer than `STEPS` per running sample.
+    Samples end one by one, and a prefill stalls all decoding samples for about a step. A prefill therefore waits until
+    the idle slots have lost as many tokens as the prefill costs the running samples. The total loss is at most twice
+    the minimum for any sequence of ends (the ski-rental bound), and minimal for evenly spaced ends (the economic order
+    quantity). No sample waits longer than `STEPS` steps per running sample.
     """
 
     STEPS = 1
-    """What a prefill costs, in decode steps of all that run; `bench.simulate reach` compares."""
+    """Cost of a prefill in decode steps of all running samples; `bench.simulate reach` compares values."""
 
     def __init__(self) -> None:
-        self._lost = 0
+        self._idle_slot_steps = 0
 
     def is_due(self, rounds: Sequence[Round], chosen: Sequence[Sample], slots: int) -> bool:
-        """Once per step, with what `pick` chose of `rounds` for `slots`: whether it is to start now."""
-        room = min(slots, sum(places(rnd, slots) for rnd in rounds))
-        self._lost += room
+        """Whether the prefill starts now; called once per step with what `pick` chose of `rounds` for `slots`."""
+        free = min(slots, sum(places(rnd, slots) for rnd in rounds))
+        self._idle_slot_steps += free
         running = sum(rnd.run.running for rnd in rounds)
-        lanes = {rnd.run: rnd for rnd in rounds}
+        round_of = {rnd.run: rnd for rnd in rounds}
         if (
-            len(chosen) < room  # the last there are: nobody will join them
-            or self._lost >= self.STEPS * running
-            or any(lanes[s.group.run].on_policy or lanes[s.group.run].must_finish(s.group) for s in chosen)
+            len(chosen) < free  # no further sample can join the prefill
+            or self._idle_slot_steps >= self.STEPS * running
+            or any(round_of[s.group.run].on_policy or round_of[s.group.run].must_finish(s.group) for s in chosen)
         ):
-            self._lost = 0
+            self._idle_slot_steps = 0
             return True
         return False

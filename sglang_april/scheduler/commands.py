@@ -54,7 +54,7 @@ class Commands:
     def _report(self, cmd: messages.GetState | messages.GetPartials) -> dict[str, Any] | None:
         if isinstance(cmd, messages.GetState):
             if cmd.check:
-                self._tiers.checks.begin(cmd.seq)
+                self._tiers.integrity.begin(cmd.seq)
                 return None
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
@@ -63,24 +63,24 @@ class Commands:
         c = self._c
         if reason := c.closed():
             raise RequestError(503, "", reason)
-        if cmd.run in c.rounds:
-            raise RequestError(
-                409, "run", f"round {c.rounds[cmd.run].spec.round_id!r} of run {cmd.run!r} is still open"
-            )
-        c.ledger.check(cmd.run, cmd.prompts)
-        run = c.ledger.run(cmd.run)
-        if isinstance(cmd.concurrency, int):
-            self._keep_within(run, cmd.concurrency)
+        spec = cmd.spec
+        if spec.run in c.rounds:
+            open_id = c.rounds[spec.run].spec.round_id
+            raise RequestError(409, "run", f"round {open_id!r} of run {spec.run!r} is still open")
+        c.ledger.check(spec.run, cmd.prompts)
+        run = c.ledger.run(spec.run)
+        if isinstance(spec.concurrency, int):
+            self._keep_within(run, spec.concurrency)
         run.rounds_opened += 1
-        run.kv, run.max_staleness = cmd.kv, cmd.max_staleness
-        rnd = Round(cmd, run, run.rounds_opened, tuned=c.tuned)
+        run.kv, run.max_staleness = spec.kv, spec.max_staleness
+        rnd = Round(spec, run, run.rounds_opened, tuned=c.tuned)
         rnd.stats.carried_in = report.sizes(run)
-        groups = c.ledger.accept(cmd.run, cmd.prompts, cmd.params)
-        c.recorder.accepted(cmd, rnd.number, groups)
+        groups = c.ledger.accept(spec.run, cmd.prompts, cmd.params)
+        c.recorder.accepted(spec, rnd.number, groups)
         rnd.mark_mandatory(c.clock.version)
         rnd.mark_cohort()
-        c.rounds[cmd.run] = rnd
-        if ahead := c.ahead.pop(cmd.run, None):
+        c.rounds[spec.run] = rnd
+        if ahead := c.ahead.pop(spec.run, None):
             rnd.stats.ahead = ahead.stats
         self._endings.look()
         return {"incarnations": [g.incarnation for g in groups], "policy_version": c.clock.version}
@@ -96,7 +96,7 @@ class Commands:
         return next((r for r in self._c.rounds.values() if r.spec.round_id == round_id), None)
 
     def _judge(self, cmd: messages.JudgeRound) -> dict[str, Any]:
-        """The quota counts what has been accepted; generation goes on meanwhile (S3)."""
+        """The quota counts what has been accepted; generation goes on meanwhile (`verdict-final`)."""
         rnd = self._find(cmd.round_id)
         if rnd is None:
             raise _over(cmd.round_id)

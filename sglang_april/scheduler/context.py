@@ -1,4 +1,4 @@
-"""What the parts of the scheduler side share: one per scheduler process, replicated on every TP rank."""
+"""State shared by the parts of the scheduler side: one per scheduler process, replicated on every TP rank."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
+from sglang_april.scheduler.reservations import Reservations
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.version_clock import VersionClock
 
@@ -23,25 +24,26 @@ class Context:
     store_page: int = 1
     """Tokens of a page of the store."""
     ledger: Ledger = field(default_factory=Ledger)
+    reservations: Reservations = field(default_factory=Reservations)
     recorder: Unrecorded = field(init=False)
-    """What writes the journal, if this rank has one; events to the HTTP process pass through it."""
+    """Sends events to the HTTP process and, where this rank has a journal, writes it."""
     rounds: dict[str, Round] = field(default_factory=dict)
-    """Open rounds by run name, in the order in which they take turns."""
+    """Open rounds by run name, in round-robin order."""
     ahead: dict[str, Round] = field(default_factory=dict)
-    """Rounds that are over, by run name, where the run goes on generating until the next (`after_quota: continue`)."""
+    """By run name, rounds that have ended and whose run generates until its next one (`after_quota: continue`)."""
     tuned: messages.Tuned | None = None
-    """The last that was said of `concurrency: auto`."""
+    """The current limit for `concurrency: auto`, with the step times behind it."""
     rates: messages.Rates | None = None
-    """What `kv: auto` decides by, once rank 0 has broadcast it."""
+    """Measured rates for `kv: auto`, once rank 0 has broadcast them."""
     step: int = 0
     frozen: bool = False
-    """A pause: nothing of ours takes a step."""
+    """A pause: no rollout sample takes a step."""
     flushing: bool = False
-    """A flush waits for stock requests to end."""
+    """A flush is waiting for stock requests to end."""
     broken: str = ""
-    """An exception of ours; no further round is served, SGLang goes on."""
+    """The exception of the plugin that ended its service; SGLang keeps serving (`contained-faults`)."""
     digest: TextIO | None = None
-    """Where a line per step is written with a hash of all decisions so far (rank comparison in tests)."""
+    """Receives one line per step with a hash of all decisions so far; tests compare ranks by it."""
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class Context:
         return self.clock.closed
 
     def stop_serving(self, reason: str) -> None:
-        """An exception of ours. The first one is told at once, past a journal that may never be written again."""
+        """Report the first exception of the plugin at once, without waiting for the journal."""
         if not self.broken:
             self.broken = reason
             self.engine.send(messages.Broken(reason))
@@ -81,12 +83,12 @@ class Context:
         """The same, by the name of the run."""
         return self.rounds.get(run) or self.ahead.get(run)
 
-    def tunes(self) -> bool:
-        """Whether a round is open, or goes on, that leaves its concurrency to us."""
+    def needs_tuning(self) -> bool:
+        """Whether a round with `concurrency: auto` is open or runs ahead."""
         return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
 
-    def tune(self, fact: messages.Tuned) -> None:
-        """From the next step on; what runs beyond it goes on."""
+    def apply_tuning(self, fact: messages.Tuned) -> None:
+        """Set the limit from the next step on; samples that run beyond it keep running."""
         self.tuned = fact
         for rnd in (*self.rounds.values(), *self.ahead.values()):
             rnd.tuned = fact
@@ -96,7 +98,7 @@ class Context:
         return rnd is not None and rnd.must_finish(sample.group)
 
     def trace(self, decision: str, samples: list[Sample]) -> None:
-        """Note a scheduling decision; every rank must note the same ones (S9)."""
+        """Add a scheduling decision to the digest; it must be the same on every rank (`rank-determinism`)."""
         if self.digest is not None and samples:
             names = ",".join(f"{s.group.order}.{s.index}" for s in samples)
             self._hash.update(f"{self.step} {decision} {names};".encode())

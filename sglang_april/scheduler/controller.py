@@ -1,8 +1,8 @@
-"""Steps 2 to 6 and 9 on one scheduler: commands in, decisions at step boundaries, events out. Ties the parts together.
+"""The scheduler side of the plugin: commands in, decisions at step boundaries, events out.
 
-The adapter calls `command` for each broadcast message, `before_step` at the top of every scheduling step, `resume`
-where a prefill could be launched, and `progress` after each step's results. All four run on every TP rank with the same
-input.
+The adapter calls `command` and `observe` for broadcast messages, `before_step` at the top of every scheduling step,
+`resume` where a prefill could be launched, and `progress` after each step's results. All of them run on every TP rank
+with the same input (`rank-determinism`).
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from sglang_april.api.errors import RequestError
 from sglang_april.recovery.journal_snapshot import Saved
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.prompts import Prompts
+from sglang_april.scheduler.prompts import PromptSharing
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.restore import Look, regain, restore
 from sglang_april.scheduler.resume import Resumer
@@ -23,8 +23,9 @@ from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 
 Progress = tuple[Sample, int, int, bool]
-"""What one step did to one of our samples: its output tokens now, how many tokens a prefill computed (0 in a decode
-step), whether it has finished. A plain tuple: one is made for every running sample in every step."""
+"""The result of one step for one sample: (sample, output tokens so far, tokens prefilled in this step, finished).
+
+A plain tuple, because one is made for every running sample in every step."""
 
 
 class Controller:
@@ -33,59 +34,59 @@ class Controller:
         self.tiers = Tiers(context)
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
-        self.endings = RoundEnd(context, self.suspender, self.tiers)
-        self.pushes = Pushes(context, self.suspender, self.endings)
-        self._commands = Commands(context, self.suspender, self.endings, self.pushes, self.tiers)
+        self.round_end = RoundEnd(context, self.suspender, self.tiers)
+        self.pushes = Pushes(context, self.suspender, self.round_end)
+        self._commands = Commands(context, self.suspender, self.round_end, self.pushes, self.tiers)
 
     def restore(self, saved: Saved, look: Look | None = None) -> None:
-        """After a restart, before anything else: what a journal holds, and the KV that `look` finds."""
+        """After a restart, before anything else: restore the journal's state and the KV that `look` finds."""
         restore(self.context, saved)
         if look is not None:
             regain(self.context, self.tiers, look)
-        self.endings.look()
+        self.round_end.look()
 
     # --- commands
 
     def command(self, cmd: messages.Command) -> None:
-        """Carry out one broadcast message and answer it; a refusal changes nothing.
+        """Carry out one broadcast message and answer it (`refusal-changes-nothing`).
 
-        Rounds that are over end first, and those that the message ends end at once: under a pause there are no steps.
+        Rounds that are over end first, and rounds that the message ends do so at once: a pause stops the steps.
         """
-        self.endings.end_due()
+        self.round_end.end_due()
         try:
             data = self._commands.carry_out(cmd)
             answer = messages.Answer(cmd.seq, data=data) if data is not None else None
-        except RequestError as no:
-            answer = messages.Answer(cmd.seq, no.status, no.field, no.reason)
+        except RequestError as error:
+            answer = messages.Answer(cmd.seq, error.status, error.field, error.reason)
         if answer is not None:
             self.context.recorder.answer(answer, lasting=isinstance(cmd, messages.Lasting))
-        self.endings.end_due()
+        self.round_end.end_due()
         self.context.recorder.commit()
 
     def observe(self, fact: messages.Fact) -> None:
-        """What some rank has seen outside of a step, broadcast, so that it takes effect on all alike (S9)."""
+        """Apply what a rank observed outside of a step; broadcast, so that all ranks apply it alike."""
         match fact:
             case messages.Moved():
-                self.tiers.moved(fact)
+                self.tiers.orders_ended(fact)
             case messages.Tuned():
-                self.context.tune(fact)
+                self.context.apply_tuning(fact)
             case messages.Rates():
                 self.context.rates = fact
 
     # --- steps
 
     def before_step(self) -> None:
-        """Top of a scheduling step: end what is over, make room, fill free slots."""
+        """Top of a scheduling step: end rounds that are over, relieve memory pressure, fill free slots."""
         c = self.context
         c.step += 1
-        self.endings.end_due()
-        if not c.rounds or not c.may_step():
-            self.tiers.expected = []
+        self.round_end.end_due()
+        if not (c.rounds or c.ahead) or not c.may_step():
+            c.reservations.release_loading()
         if c.ledger.runs:
-            self.suspender.relieve()
+            self.suspender.relieve_pressure()
         if (c.rounds or c.ahead) and c.may_step():
             self.resumer.admit()
-            self.endings.end_due()  # a full queue may have given a sample up at once
+            self.round_end.end_due()  # a full queue may have aborted a sample at once
             for rnd in c.rounds.values():
                 rnd.stats.timeline.note(rnd.run.running)
         c.recorder.commit()
@@ -100,7 +101,7 @@ class Controller:
     # --- results of a step
 
     def progress(self, steps: Iterable[Progress]) -> None:
-        """Step 3: count tokens and finishes; finished samples leave at once."""
+        """Count tokens and finishes; finished samples leave the scheduler at once."""
         done: list[messages.FinishedSample] = []
         run, tokens = None, 0
         for sample, length, prefilled, finished in steps:
@@ -109,16 +110,16 @@ class Controller:
                 self._count(run, tokens)
                 run, tokens = group.run, 0
             tokens += drawn
-            if sample.recomputing:
+            if sample.recompute.in_progress:
                 if rnd := self.context.active_round(sample):
                     rnd.stats.reprefilled_tokens += prefilled
-                sample.recomputing = drawn <= 0
+                sample.recompute.in_progress = drawn <= 0
             if drawn > 0:
-                sample.recompute_reason = ""
+                sample.recompute.reason = ""
                 if prefilled:
-                    Prompts.prefilled(sample)
+                    PromptSharing.prefilled(sample)
                 if group.first_round < 0:
-                    self._note_first_round(group)
+                    self._set_first_round(group)
             sample.length = length
             if finished:
                 done.append(self._finish(sample, None))
@@ -126,7 +127,7 @@ class Controller:
         self._announce(done)
 
     def _count(self, run: Run | None, tokens: int) -> None:
-        """Output tokens of one step, for the figures of the round under which they were drawn."""
+        """Add the output tokens of one step to the statistics of the run's current round."""
         rnd = self.context.active_round_of(run.name) if run is not None else None
         if rnd is not None:
             rnd.stats.tokens_generated += tokens
@@ -134,26 +135,26 @@ class Controller:
                 rnd.stats.tokens_after_quota += tokens
 
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
-        """The engine gave the sample up outside of a step (queue limit, out of memory, …): delivered as such (S3)."""
+        """The engine ended the sample outside of a step (queue limit, out of memory): deliver it (`delivered-once`)."""
         if sample.state is State.RUNNING:
             self._announce([self._finish(sample, reason)])
 
     def retracted(self, sample: Sample) -> None:
-        """SGLang took the sample's KV and queues it for another prefill."""
+        """SGLang has freed the sample's KV and queues it for another prefill."""
         version = self.context.clock.version
-        self.tiers.left(sample)
-        sample.kv_version, sample.recomputing = version, sample.length > 0
+        self.tiers.drop_prefix(sample)
+        sample.kv.version, sample.recompute.in_progress = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
         if rnd := self.context.active_round(sample):
             rnd.stats.retracted += 1
 
-    def _note_first_round(self, group: Group) -> None:
-        """What runs ahead of a round belongs to it: its tokens are delivered there at the earliest."""
+    def _set_first_round(self, group: Group) -> None:
+        """Running ahead counts as the next round, the earliest that can deliver these tokens."""
         run = group.run
         group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
-        self.tiers.left(sample)
+        self.tiers.drop_prefix(sample)
         result = self.context.engine.finished(sample, reason)
         self.context.ledger.finish(sample, self.context.step)
         result.whole = sample.group.whole
@@ -165,7 +166,7 @@ class Controller:
     def _announce(self, done: list[messages.FinishedSample]) -> None:
         if not done:
             return
-        self.endings.look()
+        self.round_end.look()
         self.context.recorder.send(messages.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():

@@ -1,6 +1,6 @@
-"""What the controller asks of one SGLang scheduler; each supported SGLang version implements it in `adapter/`.
+"""The interface between the controller and one SGLang scheduler; `adapter/` implements it per SGLang version.
 
-Every method is called between two steps, on every rank alike. Nothing here may block on another rank.
+Every method is called between two steps, on every rank alike. No method may block on another rank.
 """
 
 from collections.abc import Sequence
@@ -16,28 +16,29 @@ class Engine(Protocol):
     overlap: bool
     """Whether one step may be in flight while the next is scheduled."""
     page_size: int
+    """Tokens per page of the KV pool."""
     bytes_per_token: int
     """KV bytes of one token over all ranks, on the device."""
     stored_bytes_per_token: int
     """The same in the host and the disk tier."""
     kv_pages: str
-    """What pages are there: `full`, or `int8` (lossy)."""
+    """Format of stored pages: `full`, or `int8` (lossy)."""
     version: int
-    """Policy version that goes into the cache key of every request made from now on."""
+    """Policy version in the cache key of every new request."""
 
     def send(self, event: Event) -> None:
-        """To the HTTP process (rank 0 only; elsewhere nothing happens)."""
+        """Send to the HTTP process; a no-op on ranks other than 0."""
 
     def settle(self) -> None:
-        """Take in the step in flight, so that every request's state is final; finished ones leave the batch."""
+        """Process the step in flight, so that every request's state is final; finished ones leave the batch."""
 
     def forward_count(self) -> int:
-        """Forwards of the model so far, anyone's."""
+        """Forwards of the model so far, including those of stock requests."""
 
     # --- slots and memory
 
     def free_slots(self) -> int:
-        """Places in the running batch that nobody has, less our requests that already wait for one."""
+        """Free slots of the running batch, minus the rollout requests that already wait for one."""
 
     def foreign_waiting(self) -> int:
         """Stock requests in the waiting queue."""
@@ -46,105 +47,108 @@ class Engine(Protocol):
         """Nothing runs and nothing waits to be prefilled."""
 
     def row_slots(self) -> int:
-        """Rows that the running batch can take at this very point of the step."""
+        """Rows that can join the running batch at this point of the step."""
 
     def memory_released(self) -> list[str]:
         """Tags of `release_memory_occupation` that have not been resumed."""
 
     def mid_prefill(self) -> bool:
-        """A prompt is being prefilled in chunks."""
+        """Whether a chunked prefill is in progress."""
 
     def pool_tokens(self) -> dict[str, int]:
-        """Tokens of the KV pool by owner: available, evictable, protected, running; and their total (S10)."""
+        """Tokens of the KV pool: available, evictable, protected, running; and `total` (`pool-accounting`)."""
 
     def tokens_free(self) -> int:
-        """Pool tokens that are free or can be had by evicting the tree."""
+        """Pool tokens that are free, or become so by evicting the radix tree."""
 
     def tokens_for_next_decode(self) -> int:
         """Pool tokens that the running batch needs for its next step."""
 
     def prefill_budget(self) -> int:
-        """Tokens that SGLang would give to new prefills now, its estimate for running requests taken off."""
+        """Pool tokens that SGLang would give to new prefills now, after its estimate for running requests."""
 
     def first_waiting_need(self) -> int:
-        """Tokens that the first waiting request, anyone's, needs by that estimate; 0 without one."""
+        """Tokens by that estimate of the first waiting request, rollout or stock; 0 without one."""
 
     def remaining_estimate(self, sample: Sample) -> int:
-        """Tokens that SGLang's budget sets aside for the rest of this sample; it may have no request yet."""
+        """Tokens that SGLang's budget reserves for the rest of this sample; it may have no request yet."""
 
     # --- samples
 
     def start(self, sample: Sample, *, proximal: bool) -> None:
-        """Put a sample without KV into the waiting queue: a new one, or one whose old tokens are prefilled again."""
+        """Queue a sample without KV for a prefill: a new one, or one whose old tokens are prefilled again.
+
+        Args:
+            proximal: collect the old tokens' logprobs under the current policy.
+        """
 
     def shares_prompt(self, group: Group) -> bool:
-        """Whether its members can `follow` one that has been prefilled; the answer never changes."""
+        """Whether members can `follow` one that has been prefilled; constant for a group."""
 
     def follow(self, sample: Sample) -> bool:
-        """Put a queued sample on the KV of its prompt, but for the last token: in `sample.pages`, ready to `attach`.
+        """Give a queued sample the pages of its prompt except for the last token, ready to `attach`.
 
-        False, and nothing changed, where the engine does not have all of it.
+        False, and nothing changes, if the engine does not have all of them.
         """
 
     def attach(self, samples: Sequence[Sample]) -> None:
-        """Let samples on their device pages join the running batch as plain decode rows."""
+        """Let samples join the running batch as plain decode rows on their device pages."""
 
     def detach(self, samples: Sequence[Sample]) -> None:
-        """Take samples out of all queues and batches; those with output tokens and KV keep it in `sample.pages`."""
+        """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
 
     def forget(self, sample: Sample) -> None:
-        """Let go of everything that a deleted sample holds outside of queues and batches."""
+        """Release everything that a deleted sample holds outside of queues and batches."""
 
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
-        """The result of a sample that has ended; `reason` where the engine itself recorded none."""
+        """The result of a sample that has ended; `reason` if the engine's request has none."""
 
     def record(self, sample: Sample, start: int) -> Chunk:
-        """Output tokens [start, length) of a sample that is not finished, with all that is said of them (rank 0)."""
+        """Output tokens [start, length) of an unfinished sample with their logprobs, for the journal (rank 0)."""
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Running samples with KV, the one admitted last in front."""
+        """Running samples with KV, the last admitted one first."""
 
     # --- pages
 
-    def regain(self, sample: Sample) -> None:
-        """After a restart: the file that was found is the sample's copy."""
+    def recover_kv(self, sample: Sample) -> None:
+        """After a restart: use the file that was found as the sample's copy."""
 
-    def revive(self, sample: Sample) -> bool:
-        """After a restart: make a request for a sample whose copy was found, outside of all queues and batches.
+    def rebuild_request(self, sample: Sample) -> bool:
+        """After a restart: make a request for a sample with a recovered copy, outside of all queues and batches.
 
-        False if SGLang does not take it; nothing changed.
+        False, and nothing changes, if SGLang refuses it.
         """
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        """Begin to copy `sample.pages` to where its `copy` says; the slots stay as they are. Returns at once.
+        """Begin to copy the sample's pages to the tier of their `copy`; the slots stay as they are.
 
-        This and what else has an order is carried out by each rank in the order in which it was asked for, and ends
-        with a `wire.Moved` that names it.
+        Returns at once. Each rank carries out its orders in sequence; a `Moved` message reports the end of each.
         """
 
     def load(self, sample: Sample, order: int) -> bool:
-        """Allocate slots and begin to load the sample's copy; False when there is no room (nothing changed)."""
+        """Allocate slots and begin to load the sample's copy; False, and nothing changes, without room."""
 
     def spill(self, sample: Sample, order: int) -> None:
         """Begin to move a copy from the host to the disk."""
 
     def verify(self, order: int, stored: Sequence[Pages]) -> None:
-        """Recount the pool (S10) with what is `stored`, and begin to check every copy; the order fails with why."""
+        """Recount the pool given the `stored` pages, and begin to check every copy; failures are reported."""
 
     def wait(self, order: int) -> None:
-        """Until this rank, not all, has carried the order out."""
+        """Block until this rank has carried the order out."""
 
     def free_pages(self, pages: Pages) -> None:
-        """Give the device slots back, and the lock on the tree with them; a copy remains."""
+        """Free the device slots and unlock the radix tree; a copy remains."""
 
     def discard(self, number: int) -> None:
-        """Let a copy or a prefix go, after whatever was asked for before."""
+        """Discard a copy or a prefix, after all earlier orders."""
 
     def release(self, sample: Sample) -> None:
-        """Give the sample's device pages back, if it has any; only its tokens remain."""
+        """Free the sample's device pages, if any; only its tokens remain."""
 
     def held_tokens(self, pages: Pages) -> int:
-        """Pool tokens, in whole pages, that device pages hold outside of the tree."""
+        """Pool tokens, in whole pages, that device pages hold outside of the radix tree."""
 
     def renew_keys(self) -> None:
-        """The version has moved: renew the cache key of every request without KV; prefixes of older ones are let go."""
+        """The version has moved: renew the cache key of every request without KV, and evict unused old prefixes."""

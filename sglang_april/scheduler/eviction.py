@@ -1,67 +1,68 @@
-"""Step 5 of 9 (store): which partials give way when memory runs short.
+"""Which partials move to a lower tier when memory runs short.
 
-Pure: a function of lengths, versions, admission orders and budgets in tokens, so that every rank decides alike (S9).
-Recompute time per byte grows with length (attention is quadratic, bytes are linear; `BW* = 2 b eff / (2 p + c T)` falls
-with T), so under a byte budget the longest samples are kept first.
+A pure function of lengths, versions, admission orders and token budgets, so that all ranks decide alike
+(`rank-determinism`). Recompute time per byte grows with length (attention is quadratic, bytes are linear;
+`BW* = 2 b eff / (2 p + c T)` falls with T), so under a byte budget the longest samples are kept first.
 """
 
 import heapq
 from collections.abc import Callable
 
-from sglang_april.kv.kv_pages import CopyTier, Pages
+from sglang_april.kv.kv_pages import CopyTier, KvState, Pages
 from sglang_april.scheduler.state import Sample
 
-_SMALL = 64
+_MIN_COMPACT = 64
+_NOT_ON_DEVICE = frozenset({KvState.COPYING_OUT, KvState.COPYING_OUT_SLOTS_FREED, KvState.STORED})
 
 
 def eviction_priority(sample: Sample) -> int:
-    """Smaller gives way first: least recompute time per byte, then less stale, then admitted later.
+    """Smaller is evicted first: least recompute time per byte, then newer tokens, then later admission.
 
-    The three in one number, 64 bits each: heaps compare it fastest, and it differs from sample to sample. Constant
-    while the sample is suspended, and so kept with its pages: the oldest token's version stands here, not the
-    staleness, which rises for all alike.
+    Packs the three into one unique integer, 64 bits each, because heaps compare integers fastest. It is constant while
+    the sample is suspended, and cached with its pages: hence the version of the oldest token instead of its staleness,
+    which grows for all samples alike.
     """
-    pages = sample.pages
+    pages = sample.kv.pages
     assert pages is not None
-    if pages.worth is None:
-        pages.worth = (pages.length << 128) - ((sample.oldest_version or 0) << 64) - sample.order
-    return pages.worth
+    if pages.priority is None:
+        pages.priority = (pages.length << 128) - ((sample.oldest_version or 0) << 64) - sample.order
+    return pages.priority
 
 
 class EvictionQueue:
-    """The samples of one tier, ordered by who gives way first; mandatory groups (S4) last.
+    """The samples of one tier in eviction order; those of mandatory groups (`staleness-bound`) come last.
 
-    A heap of what they are worth, worked out once when a sample comes. Samples that left are found when their turn
-    comes, and when the heap is four times as large as after the last look, so that each costs O(log n) in all.
+    A heap with lazy deletion: samples that have left the tier are dropped when they reach the top, and when the heap is
+    four times as large as after the last compaction, so each costs O(log n) amortised.
     """
 
-    def __init__(self, there: Callable[[Pages], bool], must_finish: Callable[[Sample], bool]) -> None:
-        """`there`: whether pages are still in this tier and may be moved."""
-        self._there, self._must_finish = there, must_finish
+    def __init__(self, in_tier: Callable[[Pages], bool], must_finish: Callable[[Sample], bool]) -> None:
+        """`in_tier`: whether pages are still in this tier and can be moved."""
+        self._in_tier, self._must_finish = in_tier, must_finish
         self._heap: list[int] = []
         self._mandatory: list[int] = []
-        """Passed over so far."""
+        """Priorities of mandatory samples that reached the top of the first heap."""
         self._samples: dict[int, Sample] = {}
-        """Of both heaps; each worth stands in one of them, once."""
-        self._limit = _SMALL
+        """Samples of both heaps by priority; each priority is in one heap, once."""
+        self._compact_at = _MIN_COMPACT
 
     def push(self, sample: Sample) -> None:
-        """Pages that left and came back may still be here."""
+        """Add a sample; a no-op if its pages left the tier and came back before they were dropped here."""
         key = eviction_priority(sample)
         if key in self._samples:
             return
         self._samples[key] = sample
         heapq.heappush(self._heap, key)
-        if len(self._heap) > self._limit:
-            self._look_through()
+        if len(self._heap) > self._compact_at:
+            self._compact()
 
     def first(self) -> Sample | None:
-        """Who gives way first; stays on the shelf."""
+        """The sample that is evicted next; it stays in the queue."""
         heap, samples, must_finish = self._heap, self._samples, self._must_finish
         while heap:
             key = heap[0]
             sample = samples[key]
-            if not self._is_here(key, sample):
+            if not self._is_valid(key, sample):
                 del samples[heapq.heappop(heap)]
             elif must_finish(sample):
                 heapq.heappush(self._mandatory, heapq.heappop(heap))
@@ -69,7 +70,7 @@ class EvictionQueue:
                 return sample
         while heap := self._mandatory:
             sample = samples[heap[0]]
-            if self._is_here(heap[0], sample):
+            if self._is_valid(heap[0], sample):
                 return sample
             del samples[heapq.heappop(heap)]
         return None
@@ -81,74 +82,74 @@ class EvictionQueue:
         return sample
 
     def pop_below(self, bound: tuple[bool, int]) -> Sample | None:
-        """Who gives way first, if it is worth less than (mandatory, worth)."""
+        """Pop the next sample if its (mandatory, priority) is at most `bound`."""
         sample = self.first()
         if sample is None:
             return None
-        # Whoever leads the second heap is mandatory: the first is empty then.
+        # `first` leaves the first heap empty if the next sample is mandatory.
         heap = self._heap or self._mandatory
         if (heap is self._mandatory, heap[0]) > bound:
             return None
         del self._samples[heapq.heappop(heap)]
         return sample
 
-    def bounds_changed(self) -> None:
-        """A round has ended: what was mandatory in it may give way as others do."""
+    def reset_mandatory(self) -> None:
+        """After a round has ended: its mandatory samples are ordinary ones again."""
         for key in self._mandatory:
             heapq.heappush(self._heap, key)
         self._mandatory = []
 
-    def _is_here(self, key: int, sample: Sample) -> bool:
-        pages = sample.pages
-        return pages is not None and pages.worth == key and self._there(pages)
+    def _is_valid(self, key: int, sample: Sample) -> bool:
+        pages = sample.kv.pages
+        return pages is not None and pages.priority == key and self._in_tier(pages)
 
-    def _look_through(self) -> None:
+    def _compact(self) -> None:
         samples = self._samples
-        for key in [key for key in self._heap if not self._is_here(key, samples[key])]:
+        for key in [key for key in self._heap if not self._is_valid(key, samples[key])]:
             del samples[key]
         self._heap = [key for key in self._heap if key in samples]
         heapq.heapify(self._heap)
-        self._limit = max(_SMALL, 4 * len(self._heap))
+        self._compact_at = max(_MIN_COMPACT, 4 * len(self._heap))
 
 
 def select_victims(
-    shelf: EvictionQueue, newcomer: Sample, *, mandatory: bool, gain: Callable[[Sample], int], short: int
+    queue: EvictionQueue, newcomer: Sample, *, mandatory: bool, freed: Callable[[Sample], int], short: int
 ) -> list[Sample] | None:
-    """Who has to leave a tier so that `newcomer` fits.
+    """Select the samples to evict from a tier so that `newcomer` fits.
 
     Args:
-        shelf: the samples of the tier; those returned have left it.
-        newcomer: a sample with pages; `mandatory` says whether its group is.
-        gain: tokens of the tier's budget that a sample sets free.
-        short: tokens that are missing; none leaves when it is not positive.
+        queue: the samples of the tier; those returned are removed from it.
+        newcomer: a sample with pages; `mandatory` is whether its group is.
+        freed: tokens of the tier's budget that evicting a sample frees.
+        short: tokens that are missing; nothing is evicted if it is not positive.
 
     Returns:
-        As few as needed, each worth less than the newcomer; None, and nobody leaves, when the newcomer has to give way.
+        As few samples as needed, each of lower priority than the newcomer; None, and the queue is unchanged, if they
+        do not free enough.
     """
-    leaving: list[Sample] = []
-    own = (mandatory, eviction_priority(newcomer))
+    victims: list[Sample] = []
+    bound = (mandatory, eviction_priority(newcomer))
     while short > 0:
-        sample = shelf.pop_below(own)
+        sample = queue.pop_below(bound)
         if sample is None:
-            for stays in leaving:
-                shelf.push(stays)
+            for victim in victims:
+                queue.push(victim)
             return None
-        leaving.append(sample)
-        short -= gain(sample)
-    return leaving
+        victims.append(sample)
+        short -= freed(sample)
+    return victims
 
 
-def rests_in(tier: CopyTier) -> Callable[[Pages], bool]:
-    """Whether pages are there, and nowhere else but on their way there."""
+def stored_in(tier: CopyTier) -> Callable[[Pages], bool]:
+    """A predicate: pages that are in this tier, or on their way to it, and not on the device."""
 
-    def rests(pages: Pages) -> bool:
-        copy = pages.copy
-        there = copy is not None and copy.tier == tier
-        return there and (pages.slots is None or (pages.move is not None and pages.leaving))
+    def in_tier(pages: Pages) -> bool:
+        return pages.state in _NOT_ON_DEVICE and pages.copy is not None and pages.copy.tier == tier
 
-    return rests
+    return in_tier
 
 
 def copy_cost(sample: Sample) -> int:
-    """Without a prefix, which others may stand on: so never too much."""
-    return sample.pages.copy.cost if sample.pages is not None and sample.pages.copy is not None else 0
+    """Tokens of the budget that discarding the copy frees at least: its prefix may have other users."""
+    pages = sample.kv.pages
+    return pages.copy.cost if pages is not None and pages.copy is not None else 0

@@ -1,6 +1,6 @@
-"""Steps 1 to 6: every undelivered sample of every run, and the only code that creates, delivers or deletes one.
+"""Holds every undelivered sample of every run; the only code that creates, delivers or deletes one.
 
-Pure: no clock, no engine, no rank. The property tests drive this module with any interleaving of events.
+Pure: no clock, no engine, no rank.
 """
 
 import bisect
@@ -13,7 +13,7 @@ from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State,
 
 
 class Ledger:
-    """All runs, and the counters that give samples their order."""
+    """All runs, and the counters behind arrival and admission order."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
@@ -24,7 +24,11 @@ class Ledger:
         return self.runs.setdefault(name, Run(name))
 
     def check(self, run: str, prompts: list[Prompt]) -> None:
-        """Refuse a request that names a prompt id still in use (S5); nothing changes."""
+        """Refuse prompts whose id is in use (`unique-prompt-id`); nothing changes.
+
+        Raises:
+            RequestError: 409, an id is undelivered in this run, or occurs twice.
+        """
         known = self.runs.get(run)
         seen: set[str] = set()
         for i, prompt in enumerate(prompts):
@@ -33,7 +37,7 @@ class Ledger:
             seen.add(prompt.id)
 
     def accept(self, run_name: str, prompts: list[Prompt], params: list[bytes]) -> list[Group]:
-        """Take over the prompts of a request that `check` has passed."""
+        """Add the prompts of a request that `check` has passed; returns their groups."""
         run = self.run(run_name)
         groups = []
         for prompt in prompts:
@@ -45,12 +49,12 @@ class Ledger:
                 group.samples[index] = Sample(group, index, sample_seed(prompt.seed, prompt.id, incarnation, index))
             group.counts[State.QUEUED] = prompt.n
             run.groups[prompt.id] = group
-            self._shelve(group)
+            self._enqueue(group)
             groups.append(group)
         return groups
 
     def restore(self, saved: Saved) -> None:
-        """Take over what a journal holds; the ledger is empty."""
+        """Fill an empty ledger from a journal."""
         self._groups_seen = saved.next_gid
         for run_name, prompt_id, incarnation in saved.ids:
             self.run(run_name).incarnations[prompt_id] = incarnation
@@ -65,20 +69,20 @@ class Ledger:
         for kept in known.samples:
             sample = Sample(group, kept.index, sample_seed(prompt.seed, prompt.id, known.incarnation, kept.index))
             sample.order, sample.admitted_round = kept.place, kept.number
-            sample.recorded_admission = kept.place >= 0
+            sample.journal.admission = kept.place >= 0
             self._admissions = max(self._admissions, kept.place + 1)
-            # What ran ahead counts for the round after the last.
+            # A sample that ran ahead counts for the round after the last one.
             run.rounds_opened = max(run.rounds_opened, kept.number - 1)
             if kept.finished is not None:
                 sample.state, sample.finish_step = State.FINISHED, kept.step
                 sample.length, sample.spans = len(kept.finished.output_ids) // 4, list(kept.finished.spans)
                 run.finished += 1
             elif kept.chunk is not None:
-                sample.state, sample.recall = State.SUSPENDED, kept.chunk
-                sample.length = sample.recorded = kept.chunk.length
+                sample.state, sample.journal.snapshot = State.SUSPENDED, kept.chunk
+                sample.length = sample.journal.tokens = kept.chunk.length
                 sample.spans = list(kept.chunk.spans)
                 run.suspended[sample] = None
-            sample.recorded_begin = sample.length > 0
+            sample.journal.first_token = sample.length > 0
             group.samples[kept.index] = sample
             group.counts[sample.state] += 1
         group.first_round = min((s.admitted_round for s in group.samples.values() if s.length), default=-1)
@@ -86,7 +90,7 @@ class Ledger:
         run.whole += group.whole
         if known.accepted is not None:
             run.verdicts[group] = known.accepted
-        self._shelve(group)
+        self._enqueue(group)
 
     def admit(self, sample: Sample) -> None:
         """A queued or suspended sample enters the engine."""
@@ -95,29 +99,32 @@ class Ledger:
             self._admissions += 1
         sample.group.run.suspended.pop(sample, None)
         sample.move(State.RUNNING)
-        self._shelve(sample.group)
+        self._enqueue(sample.group)
 
     def suspend(self, sample: Sample) -> None:
-        """A running sample leaves the engine; without a token it was never started."""
-        sample.recomputing = False
+        """A running sample leaves the engine; without a token it is queued again."""
+        sample.recompute.in_progress = False
         if sample.length:
             sample.move(State.SUSPENDED)
             sample.group.run.suspended[sample] = None
         else:
             sample.move(State.QUEUED)
-        self._shelve(sample.group)
+        self._enqueue(sample.group)
 
     def finish(self, sample: Sample, step: int) -> None:
         sample.finish_step = step
         sample.move(State.FINISHED)
         run = sample.group.run
-        run.suspended.pop(sample, None)
-        self._shelve(sample.group)
+        self._enqueue(sample.group)
         run.finished += 1
         run.whole += sample.group.whole
 
     def judge(self, run: Run, accept: list[str], reject: list[str]) -> None:
-        """Take the caller's verdicts on whole groups, all or none; the same again changes nothing (S3)."""
+        """Record the caller's verdicts on whole groups, all or none; repeating them changes nothing (`verdict-final`).
+
+        Raises:
+            RequestError: 404 for an unknown id, 409 for a group that has not finished or has the other verdict.
+        """
         for name, ids, verdict in (("accept", accept, True), ("reject", reject, False)):
             for i, prompt_id in enumerate(ids):
                 group = run.groups.get(prompt_id)
@@ -132,7 +139,11 @@ class Ledger:
         run.verdicts |= {run.groups[i]: True for i in accept} | {run.groups[i]: False for i in reject}
 
     def deliver(self, group: Group, indices: list[int]) -> Delivery:
-        """Hand finished samples out, for ever; the group leaves with its last one."""
+        """Remove finished samples for a reply; the group leaves with its last sample (`delivered-once`).
+
+        Raises:
+            LedgerError: a sample has not finished, or is delivered already.
+        """
         for index in indices:
             sample = group.samples.get(index)
             if sample is None or sample.state is not State.FINISHED:
@@ -152,39 +163,39 @@ class Ledger:
         return Delivery(group.id, group.incarnation, sorted(indices), complete, accepted)
 
     def drop(self, run: Run, ids: list[str] | None) -> list[Sample]:
-        """Delete undelivered groups (S2: the only thing that does); returns their samples, for the engine to let go."""
+        """Delete undelivered groups (`only-drop-deletes`); returns their samples, whose KV the caller releases."""
         doomed = [run.groups.pop(i) for i in (list(run.groups) if ids is None else ids) if i in run.groups]
         for group in doomed:
             run.whole -= group.whole
             run.finished -= group.counts[State.FINISHED]
             run.running -= group.counts[State.RUNNING]
-            self._unshelve(group)
+            self._dequeue(group)
             run.verdicts.pop(group, None)
             for sample in group.samples.values():
                 run.suspended.pop(sample, None)
         return [sample for group in doomed for sample in group.samples.values()]
 
     @classmethod
-    def _shelve(cls, group: Group) -> None:
-        """Keep `Run.new` and `Run.begun` true, so that admission never searches a large pool."""
-        shelf = ("begun" if group.begun else "new") if group.counts[State.QUEUED] else ""
-        if shelf == group.shelf:
+    def _enqueue(cls, group: Group) -> None:
+        """Put the group into `Run.new` or `Run.begun`, so that admission never searches a large pool of prompts."""
+        queue = ("begun" if group.begun else "new") if group.counts[State.QUEUED] else ""
+        if queue == group.queue:
             return
-        cls._unshelve(group)
-        group.shelf = shelf
-        if shelf == "begun":
+        cls._dequeue(group)
+        group.queue = queue
+        if queue == "begun":
             group.run.begun[group] = None
-        elif shelf == "new":
+        elif queue == "new":
             bisect.insort(group.run.new, group, key=lambda g: g.order)
 
     @staticmethod
-    def _unshelve(group: Group) -> None:
-        if group.shelf == "begun":
+    def _dequeue(group: Group) -> None:
+        if group.queue == "begun":
             del group.run.begun[group]
-        elif group.shelf == "new":
+        elif group.queue == "new":
             new = group.run.new
             del new[bisect.bisect_left(new, group.order, key=lambda g: g.order)]
-        group.shelf = ""
+        group.queue = ""
 
     def samples(self, *states: State) -> Iterator[Sample]:
         for run in self.runs.values():

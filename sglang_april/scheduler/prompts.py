@@ -1,8 +1,8 @@
-"""Step 2 of 9 (admit): a group's prompt is prefilled once, for its leader; the other members follow on its KV.
+"""Shares a prompt's KV within its group: one member, the leader, is prefilled; the others follow on its KV.
 
-A follower joins the running batch as a decode row whose input is the prompt's last token: it needs no prefill, stalls
-nobody, and waits for nobody. So a prefill is launched for one sample in `n`, and what gathers for it are leaders, of as
-many groups as make one batch.
+A follower joins the running batch as a decode row whose input is the prompt's last token. It needs no prefill and
+stalls no other sample. So a prefill covers one sample in `n`, and the samples that wait for a prefill are the leaders
+of as many groups as fill one batch.
 """
 
 from collections.abc import Iterator
@@ -14,76 +14,77 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Group, Sample, State
 
 
-class Prompts:
+class PromptSharing:
     def __init__(self, context: Context) -> None:
         self._c = context
 
-    def follows(self, sample: Sample) -> bool:
-        """It has no token, and its prompt has been computed under the current policy."""
+    def can_follow(self, sample: Sample) -> bool:
+        """The sample has no token, and its prompt has been prefilled under the current policy."""
         return sample.state is State.QUEUED and sample.group.prompt_version == self._c.clock.version
 
-    def waits(self, sample: Sample) -> bool:
-        """Its prompt is being computed: it will follow."""
-        return sample.state is State.QUEUED and _is_led(sample.group)
+    def awaits_leader(self, sample: Sample) -> bool:
+        """The sample's prompt is being prefilled: it can follow afterwards."""
+        return sample.state is State.QUEUED and _has_leader(sample.group)
 
-    def starters(self, rnd: Round, slots: int) -> Iterator[Sample]:
-        """At most `slots` samples that are to be prefilled, of groups whose members can follow the first only.
+    def select_for_prefill(self, rnd: Round, slots: int) -> Iterator[Sample]:
+        """At most `slots` samples to prefill; one per group whose other members can follow.
 
-        Their followers take the slots that come free next, so there may be as many as run at once; more would only be
-        groups begun early.
+        Followers take the slots that become free next, so leaders may be selected for as many samples as run at once.
+        More leaders would only begin groups early.
         """
-        return islice(self._starters(rnd, rnd.run.running + places(rnd, slots)), slots)
+        return islice(self._select(rnd, rnd.run.running + places(rnd, slots)), slots)
 
-    def _starters(self, rnd: Round, room: int) -> Iterator[Sample]:
+    def _select(self, rnd: Round, samples_left: int) -> Iterator[Sample]:
         led: set[Group] = set()
         for sample in candidates(rnd):
             group = sample.group
             if sample.length or not self._c.engine.shares_prompt(group):
-                room -= 1
-            elif group in led or _is_led(group) or self.follows(sample):
+                samples_left -= 1
+            elif group in led or _has_leader(group) or self.can_follow(sample):
                 continue
             else:
                 led.add(group)
-                room -= group.counts[State.QUEUED]
+                samples_left -= group.counts[State.QUEUED]
             yield sample
-            if room <= 0:
+            if samples_left <= 0:
                 return
 
-    def starts(self, sample: Sample) -> None:
-        """It enters the engine for a prefill."""
+    def prefill_queued(self, sample: Sample) -> None:
+        """The sample enters the engine for a prefill."""
         if not sample.length and self._c.engine.shares_prompt(sample.group):
             sample.group.leader, sample.group.prompt_version = sample, -1
 
     @staticmethod
     def prefilled(sample: Sample) -> None:
-        """A prefill has given it its next token: the engine has what it is to keep of it."""
+        """A prefill has produced the sample's next token: the engine now has the prompt's KV."""
         group = sample.group
         if group.leader is sample:
-            group.leader, group.prompt_version = None, sample.kv_version
+            group.leader, group.prompt_version = None, sample.kv.version
 
-    def give_pages(self, sample: Sample, spare: int) -> int | None:
-        """Put a follower on its prompt's KV, which costs the tokens that the tree could have let go until now.
+    def take_prompt_kv(self, sample: Sample, budget: int) -> int | None:
+        """Give a follower the pages of its prompt.
 
-        None, and nothing changed, if they are more than `spare`, or where the engine does not have that KV any more:
-        then another leads.
+        Returns:
+            The pool tokens that this makes unevictable. None, and nothing changes, if they exceed `budget`, or if the
+            engine no longer has the KV; another member then leads.
         """
         free = self._c.engine.tokens_free()
         if not self._c.engine.follow(sample):
             sample.group.prompt_version = -1
             return None
         cost = free - self._c.engine.tokens_free()
-        if cost > spare:
+        if cost > budget:
             self._c.engine.forget(sample)
             return None
         return cost
 
-    def take_back(self, samples: list[Sample]) -> None:
-        """Followers among them, who have been given pages, do not join now."""
+    def return_prompt_kv(self, samples: list[Sample]) -> None:
+        """Take the pages from the followers among `samples`, because they do not join in this step."""
         for sample in samples:
             if sample.state is State.QUEUED:
                 self._c.engine.forget(sample)
 
 
-def _is_led(group: Group) -> bool:
+def _has_leader(group: Group) -> bool:
     leader = group.leader
     return leader is not None and leader.state is State.RUNNING and not leader.length

@@ -1,4 +1,4 @@
-"""Step 8 of 9 (push), and all else that needs our samples out of the engine for a while (S1, S2)."""
+"""Pushes, and the other interruptions that need all rollout samples out of the engine (`suspend-before-interrupt`)."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from sglang_april.scheduler.suspend import Suspender
 
 
 class Pushes:
-    def __init__(self, context: Context, suspender: Suspender, endings: RoundEnd) -> None:
+    def __init__(self, context: Context, suspender: Suspender, round_end: RoundEnd) -> None:
         self._c = context
         self._suspender = suspender
-        self._endings = endings
+        self._round_end = round_end
 
     def interrupt(self) -> None:
-        """Before whatever needs our samples out of the engine: rounds that are over end, all others are suspended."""
-        self._endings.end_due()
+        """End the rounds that are over, and suspend the samples of all others."""
+        self._round_end.end_due()
         self._suspender.suspend_all()
-        self._endings.end_due()
+        self._round_end.end_due()
         self._c.recorder.commit()
 
     def begin(self, version: int | None) -> None:
@@ -31,7 +31,7 @@ class Pushes:
         return {"policy_version": self._c.clock.version}
 
     def weight_call_ended(self, ok: bool, message: str, *, whole: bool) -> None:
-        """A stock weight call has been applied, or has failed on some rank."""
+        """One of SGLang's weight calls has been applied, or has failed on some rank."""
         c = self._c
         if c.clock.weight_call(ok, message, c.engine.forward_count(), whole=whole):
             self._version_moved()
@@ -47,11 +47,11 @@ class Pushes:
         for rnd in (*c.rounds.values(), *c.ahead.values()):
             rnd.mark_mandatory(c.clock.version)
             rnd.stats.pushes += 1
-        self._endings.look()
+        self._round_end.look()
         c.recorder.commit()
 
     def freeze(self) -> None:
-        """A pause: nothing of ours takes a step until `thaw`."""
+        """A pause: no rollout sample takes a step until `thaw`."""
         self.interrupt()
         self._c.frozen = True
 
@@ -59,8 +59,8 @@ class Pushes:
         self._c.frozen = False
 
     def abort_everything(self) -> None:
-        """SGLang's abort of all requests: open rounds end with what they have, the carry is untouched (S2)."""
-        self._endings.end_due()
+        """SGLang's abort of all requests ends open rounds and leaves the carry untouched (`only-drop-deletes`)."""
+        self._round_end.end_due()
         for rnd in list(self._c.rounds.values()):
-            self._endings.stop(rnd, None)
+            self._round_end.stop(rnd, None)
         self._c.recorder.commit()

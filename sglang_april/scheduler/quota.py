@@ -1,4 +1,4 @@
-"""Step 3 of 9 (count): when a round ends and what it delivers (S3, S4).
+"""Step 3 of 9 (count): when a round ends and what it delivers (`quota-exact`).
 
 Pure functions of the ledger and the policy version. "Counted units" are whole groups (`unit: group`) or finished
 samples (`unit: sample`).
@@ -6,9 +6,8 @@ samples (`unit: sample`).
 
 from dataclasses import dataclass, field
 
-from sglang_april.api.messages import Delivery, EndReason, OpenRound, Tuned
+from sglang_april.api.messages import Delivery, EndReason, RoundSpec, Tuned
 from sglang_april.scheduler.ledger import Ledger
-from sglang_april.scheduler.staleness import is_over, is_stale
 from sglang_april.scheduler.state import Group, Run, Sample, State
 from sglang_april.scheduler.stats import RoundStats
 
@@ -17,11 +16,11 @@ from sglang_april.scheduler.stats import RoundStats
 class Round:
     """One rollout request, from its arrival to its reply."""
 
-    spec: OpenRound
+    spec: RoundSpec
     run: Run
     number: int
     mandatory: set[Group] = field(default_factory=set)
-    """Groups that must be whole before the round ends (S4). A prompt id may come back as another group."""
+    """Groups that must be whole before the round ends. A prompt id may come back as another group."""
     cohort: set[Group] = field(default_factory=set)
     """With `quota_mode: cohort`, the groups that first ran `cohort_rounds` ago or earlier: in before the end, too."""
     stats: RoundStats = field(default_factory=RoundStats)
@@ -37,7 +36,7 @@ class Round:
 
     def mark_mandatory(self, version: int) -> None:
         """At the start of the round and after every push inside it."""
-        self.mandatory |= {g for g in self.run.groups.values() if is_stale(g, version, self.spec.max_staleness)}
+        self.mandatory |= {g for g in self.run.groups.values() if g.is_stale(version, self.spec.max_staleness)}
 
     def mark_cohort(self) -> None:
         """At the start of the round."""
@@ -55,7 +54,7 @@ class Round:
     @property
     def judged(self) -> bool:
         """`count: accepted`: only groups that the caller has accepted count."""
-        return self.spec.count == "accepted"
+        return self.spec.judged
 
     def must_finish(self, group: Group) -> bool:
         return (
@@ -68,8 +67,8 @@ class Round:
         """Units that count towards the quota so far."""
         if self.judged:
             accepted = [g for g, verdict in self.run.verdicts.items() if verdict]
-            return sum(len(g.samples) for g in accepted) if self.spec.unit == "sample" else len(accepted)
-        return self.run.finished if self.spec.unit == "sample" else self.run.whole
+            return sum(len(g.samples) for g in accepted) if self.spec.quota_unit == "sample" else len(accepted)
+        return self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
 
     def ends_now(self) -> EndReason | None:
         """Why the round is over, or None while it goes on."""
@@ -85,11 +84,11 @@ class Round:
         return any(not g.whole and groups.get(g.id) is g for g in (*self.mandatory, *self.cohort))
 
     def starts_left(self) -> int | None:
-        """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs (S4)."""
+        """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs."""
         if not self.on_policy or self.spec.quota is None:
             return None
         begun = [g for g in self.run.groups.values() if g.begun and not (self.judged and g.accepted is False)]
-        if self.spec.unit == "group":
+        if self.spec.quota_unit == "group":
             return max(0, self.spec.quota - len(begun))
         return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
 
@@ -101,8 +100,8 @@ class Round:
         self.cohort, self.stats = set(), RoundStats()
 
     def update_rest(self) -> bool:
-        """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound (S4)."""
-        waiting = self.run.finished if self.spec.unit == "sample" else self.run.whole
+        """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound."""
+        waiting = self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
         enough = self.spec.quota is not None and waiting >= self.spec.ahead * self.spec.quota
         bound = any(self.run.groups.get(g.id) is g for g in self.mandatory)
         self.rests = enough or bound or self.on_policy
@@ -111,10 +110,10 @@ class Round:
     # --- delivery
 
     def deliver(self, ledger: Ledger, reason: EndReason, ids: list[str] | None, version: int) -> list[Delivery]:
-        """What the reply contains, in S3's order: mandatory, then by finish step (carried first), then admission."""
+        """Units of the reply in delivery order: mandatory, then by finish step (carried first), then by admission."""
         wanted = None if ids is None else set(ids)
         ready = [g for g in self.run.groups.values() if wanted is None or g.id in wanted]
-        units = self._sample_units(ready) if self.spec.unit == "sample" else self._group_units(ready)
+        units = self._sample_units(ready) if self.spec.quota_unit == "sample" else self._group_units(ready)
         units.sort(
             key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order)
         )
@@ -124,11 +123,11 @@ class Round:
         for unit in units:
             chosen.setdefault(unit[0].group, []).extend(s.index for s in unit)
         for group in chosen:
-            self.stats.over_bound += is_over(group, version, self.spec.max_staleness)
+            self.stats.over_bound += group.is_over(version, self.spec.max_staleness)
         return [ledger.deliver(group, indices) for group, indices in chosen.items()]
 
     def _without_surplus(self, units: list[list[Sample]], quota: int | None) -> list[list[Sample]]:
-        """Of ordered units the first `quota` (None: all) that count, and those that are delivered in any case (S3)."""
+        """Of ordered units the first `quota` (None: all) that count, and those that are delivered in any case."""
         chosen, left = [], len(units) if quota is None else quota
         for unit in units:
             group = unit[0].group

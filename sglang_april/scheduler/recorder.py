@@ -1,14 +1,14 @@
 """Step 5 of 9 (store): what the journal is told, and when. On ranks other than 0, and without a journal: nothing.
 
 Records of one step or message are gathered and put to the journal together (`commit`). Nothing that is decided depends
-on the journal: the ranks without one decide the same (S9).
+on the journal: the ranks without one decide the same (`rank-determinism`).
 """
 
 from collections.abc import Iterable
 
 import msgspec
 
-from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, OpenRound, RoundEnded
+from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, RoundEnded, RoundSpec
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.outbox import Outbox
@@ -30,9 +30,9 @@ class Unrecorded:
         """To the HTTP process; a `lasting` one, with a journal, once what the command changed is written."""
         self._engine.send(answer)
 
-    def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None: ...
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
 
-    def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
         """An open round has another quota, or more groups."""
 
     def judged(self, groups: Iterable[Group]) -> None:
@@ -91,42 +91,42 @@ class Recorder(Unrecorded):
 
     # --- records
 
-    def accepted(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
         self._records.append(schema.accepted(spec, number, map(_new, groups)))
 
-    def extended(self, spec: OpenRound, number: int, groups: Iterable[Group]) -> None:
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
         self._records.append(schema.extended(spec, number, map(_new, groups)))
 
     def judged(self, groups: Iterable[Group]) -> None:
         self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))
 
     def admitted(self, sample: Sample) -> None:
-        if not sample.recorded_admission:
-            sample.recorded_admission = True
+        if not sample.journal.admission:
+            sample.journal.admission = True
             record = schema.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
             self._records.append(record)
 
     def _begun(self, sample: Sample) -> None:
         """It has its first tokens: now the round is known in which its group first ran (`quota_mode: cohort`)."""
-        if not sample.recorded_begin:
-            sample.recorded_begin = True
+        if not sample.journal.first_token:
+            sample.journal.first_token = True
             group = sample.group
             self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
 
     def suspended(self, sample: Sample) -> None:
         """Only tokens that are new."""
-        start = sample.recorded
+        start = sample.journal.tokens
         if sample.length > start:
             chunk = self._engine.record(sample, start)
             if chunk.proximal is not None:
-                sample.recorded_proximal = chunk.proximal[0]
+                sample.journal.proximal_version = chunk.proximal[0]
             self._records.append(schema.tokens(sample.group.order, sample.index, start, chunk))
-            sample.recorded = sample.length
+            sample.journal.tokens = sample.length
             self._begun(sample)
 
     def finished(self, sample: Sample, result: FinishedSample) -> None:
         tokens = len(result.output_ids) // 4
-        start = sample.recorded if sample.recorded <= tokens else 0
+        start = sample.journal.tokens if sample.journal.tokens <= tokens else 0
         top = None if result.top_logprobs is None else result.top_logprobs[start:]
         tail = msgspec.structs.replace(
             result, output_ids=result.output_ids[4 * start :], logprobs=result.logprobs[4 * start :], top_logprobs=top
@@ -144,9 +144,9 @@ class Recorder(Unrecorded):
     def version(self, number: int) -> None:
         self._records.append(schema.version(number))
 
-    def life(self, name: str) -> None:
-        """The name of this life; to be written when the disk tier bears it."""
-        self._records.append(schema.life(name))
+    def epoch(self, name: str) -> None:
+        """The name of this server epoch; written after the disk tier has it."""
+        self._records.append(schema.epoch(name))
 
     def commit(self) -> None:
         if self._records:

@@ -7,13 +7,12 @@ from typing import Any
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.staleness import staleness
 from sglang_april.scheduler.state import Run, Sample, State
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:
     """What the run leaves for its next round."""
-    ages = [staleness(g, c.clock.version) for g in run.groups.values()]
+    ages = [g.staleness(c.clock.version) for g in run.groups.values()]
     tokens, by_tier = _tiers(c, run.suspended)
     return {
         **sizes(run),
@@ -50,10 +49,10 @@ def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[
     """KV tokens and bytes by tier; `none` counts output tokens whose KV is gone."""
     tokens = {"device": 0, "host": 0, "disk": 0, "none": 0}
     for sample in samples:
-        if sample.pages is None:
+        if sample.kv.pages is None:
             tokens["none"] += sample.length
         else:
-            tokens[sample.pages.tier] += sample.pages.length
+            tokens[sample.kv.pages.tier] += sample.kv.pages.length
     engine = c.engine
     size = {
         "device": engine.bytes_per_token,
@@ -67,7 +66,7 @@ def state(c: Context) -> dict[str, Any]:
     """`GET /april/state`, as far as the scheduler knows."""
     stored = [s for run in c.ledger.runs.values() for s in run.suspended]
     tokens, by_tier = _tiers(c, stored)
-    held = sum(c.engine.held_tokens(s.pages) for s in stored if s.pages is not None)
+    held = sum(c.engine.held_tokens(s.kv.pages) for s in stored if s.kv.pages is not None)
     return {
         "policy_version": c.clock.version,
         "push_open": c.clock.open,
@@ -113,8 +112,8 @@ def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
             "incarnation": s.group.incarnation,
             "index": s.index,
             "tokens": s.length,
-            "tier": s.pages.tier if s.pages is not None else "none",
-            "kv_version": s.kv_version,
+            "tier": s.kv.pages.tier if s.kv.pages is not None else "none",
+            "kv_version": s.kv.version,
             "spans": [[x.start, x.end, x.version, x.kv] for x in s.closed_spans()],
         }
         for r in runs

@@ -1,11 +1,10 @@
-"""Step 2 of 9 after a restart: the ledger, the open rounds and the policy version as a journal has them (S1, S8).
+"""Step 2 of 9 after a restart: the ledger, the open rounds and the policy version as a journal has them
+(`restart-loses-nothing`).
 
 Pure, and called on every rank with the same `Saved` and the same outcome of the search for KV.
 """
 
 from collections.abc import Callable, Sequence
-
-import msgspec
 
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal_snapshot import Saved, SavedRound
@@ -23,7 +22,7 @@ RESTARTED = "the server was restarted in this round: the figures count from then
 
 
 def starting_version(given: int | None, saved: int) -> tuple[int, bool]:
-    """The policy version to start with, and whether it has yet to be named before anything may step (S1).
+    """The policy version to start with, and whether it has yet to be named before anything may step.
 
     Raises:
         ValueError: the version given is older than the journal's.
@@ -45,7 +44,7 @@ def restore(c: Context, saved: Saved) -> None:
 
 def _reopen(c: Context, known: SavedRound) -> None:
     run = c.ledger.run(known.spec.run)
-    rnd = Round(msgspec.structs.replace(known.spec, prompts=[], params=[]), run, known.number)
+    rnd = Round(known.spec, run, known.number)
     run.kv, run.max_staleness = known.spec.kv, known.spec.max_staleness
     rnd.stats.carried_in = report.sizes(run)
     rnd.stats.warnings.append(RESTARTED)
@@ -60,9 +59,9 @@ def regain(c: Context, tiers: Tiers, look: Look) -> None:
     wanted = [(sample, _kv_beneath(sample)) for sample in partials]
     for (sample, kv), outcome in zip(wanted, look(wanted), strict=True):
         if outcome == "":
-            tiers.regained(sample, kv)
+            tiers.recover_kv(sample, kv)
         elif outcome is not None:
-            tiers.lose(sample, outcome)
+            tiers.discard_unusable(sample, outcome)
 
 
 def _kv_beneath(sample: Sample) -> Found:

@@ -20,7 +20,7 @@ class RoundEnd:
         self._dirty = True
 
     def end_due(self) -> None:
-        """Stop in the step that meets the quota. What ends in the step in flight is surplus (S3)."""
+        """Stop in the step that meets the quota. What ends in the step in flight is surplus (`stop-in-step`)."""
         if not self._dirty:
             return
         self._dirty = False
@@ -33,6 +33,8 @@ class RoundEnd:
         for rnd in list(c.rounds.values()):
             if reason := rnd.ends_now():
                 self.end(rnd, reason, None)
+            else:
+                rnd.stats.quota_not_met()  # the step in flight has drawn the first token of a group that must finish
         for rnd in c.ahead.values():
             if rnd.update_rest():
                 self._suspender.suspend_run(rnd.run, rnd.spec.tier)
@@ -45,7 +47,7 @@ class RoundEnd:
         return False
 
     def stop(self, rnd: Round, ids: list[str] | None) -> None:
-        """End a round with what has finished, or with the groups named (S2, S3)."""
+        """End a round with what has finished, or with the groups named."""
         self.context.engine.settle()
         self.end(rnd, "stopped", ids)
 

@@ -1,7 +1,7 @@
-"""What exists in the scheduler: samples, groups and runs, and the spans of a sample.
+"""The scheduler's data: samples, groups and runs, and the spans of a sample.
 
-Plain Python: no SGLang, no torch. A `Sample` is at every moment in exactly one `State`; it leaves the ledger when it is
-delivered or dropped. Design words are used as in the README's glossary.
+Plain Python without SGLang or torch. A `Sample` is always in exactly one `State`; it leaves the ledger when it is
+delivered or dropped. Terms are those of the glossary in docs/design.md.
 """
 
 import enum
@@ -12,35 +12,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.api.messages import KvPolicy, Prompt, Provenance, Span
-from sglang_april.kv.auto_policy import Reason
+from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
 
 
 class State(enum.Enum):
-    """Where a sample is (design rule 1: exactly one place)."""
+    """Where a sample is (`one-place`)."""
 
     QUEUED = "queued"
-    """Accepted, no output token; has no place in the engine."""
+    """Accepted, without output tokens; not in the engine."""
     RUNNING = "running"
     """In one of the engine's queues or batches."""
     SUSPENDED = "suspended"
-    """Has output tokens, perhaps KV pages; takes no step."""
+    """Has output tokens, and KV pages where they were kept; not in the engine."""
     FINISHED = "finished"
-    """Ended, not yet delivered; its tokens have left the scheduler."""
+    """Ended but not delivered; its tokens have left the scheduler."""
+
+    __hash__ = object.__hash__  # by identity; `enum` hashes the name in Python code
 
 
 _ALLOWED = {
-    State.QUEUED: {State.RUNNING, State.FINISHED},
+    State.QUEUED: {State.RUNNING},
     State.RUNNING: {State.QUEUED, State.SUSPENDED, State.FINISHED},
-    State.SUSPENDED: {State.RUNNING, State.FINISHED},
-    State.FINISHED: set(),
+    State.SUSPENDED: {State.RUNNING},
+    State.FINISHED: set[State](),
 }
 
 
 @dataclass(eq=False, slots=True)
 class Proximal:
-    """Logprobs of old tokens under the policy that recomputed them (S7), collected prefill chunk by prefill chunk."""
+    """Logprobs of old tokens under the policy that recomputed them, collected per prefill chunk."""
 
     version: int
     parts: list[tuple[int, Any]] = field(default_factory=list)
@@ -52,6 +54,46 @@ class LedgerError(AssertionError):
 
 
 @dataclass(eq=False, slots=True)
+class SampleKv:
+    """The KV of a sample; `Tiers` changes it while the sample is suspended."""
+
+    pages: Pages | None = None
+    """KV pages of a suspended sample; None if only its tokens are left, and while it runs."""
+    prefix: Prefix | None = None
+    """The stored prefix that its first tokens equal; kept while it runs on the KV that was loaded from there."""
+    version: int = 0
+    """Oldest policy version that wrote one of its pages; meaningless without KV."""
+
+
+@dataclass(eq=False, slots=True)
+class Recompute:
+    """The prefill that replaces the KV of a sample with output tokens."""
+
+    in_progress: bool = False
+    """Queued in the engine for a prefill of prompt and old tokens."""
+    reason: Reason = ""
+    """Why its KV was discarded by choice, until its next token."""
+    proximal: Proximal | None = None
+    """From the last recompute that collects proximal logprobs."""
+
+
+@dataclass(eq=False, slots=True)
+class JournalMarks:
+    """What the journal holds of a sample; `Recorder` maintains it."""
+
+    snapshot: Chunk | None = None
+    """After a restart, until the sample enters the engine: its tokens as read from the journal."""
+    tokens: int = 0
+    """Output tokens in the journal, including records not yet committed."""
+    proximal_version: int = -1
+    """Version of the proximal logprobs in the journal."""
+    admission: bool = False
+    """Whether its first admission is recorded."""
+    first_token: bool = False
+    """Whether it is recorded that the sample has tokens."""
+
+
+@dataclass(eq=False, slots=True)
 class Sample:
     """One response being generated for one prompt."""
 
@@ -60,36 +102,25 @@ class Sample:
     seed: int
     state: State = State.QUEUED
     length: int = 0
-    """Output tokens so far, over all legs."""
+    """Output tokens so far, from the first admission on."""
     spans: list[Span] = field(default_factory=list)
     order: int = -1
-    """Position in admission order; kept over suspensions, so a resumed batch has its old order."""
-    pages: Pages | None = None
-    """KV of a suspended sample; None = tokens only."""
-    prefix: Prefix | None = None
-    """What its first tokens are stored under on the host; kept while it runs on the same KV."""
-    kv_version: int = 0
-    """Oldest policy version that wrote a page beneath this sample; meaningless without KV."""
+    """Position in admission order, -1 before the first admission. Suspending keeps it, so a resumed batch has its old
+    order."""
     request: Any = None
-    """The engine's request object (adapter's business)."""
+    """The engine's request object."""
     finish_step: int = -1
     admitted_round: int = -1
-    recomputing: bool = False
-    """In the engine's queue for a prefill of prompt and old tokens."""
-    recompute_reason: Reason = ""
-    """Why its KV was given up by choice, until its next token."""
-    proximal: Proximal | None = None
-    """From the last recompute that was asked for it."""
-    recall: Chunk | None = None
-    """After a restart, until it enters the engine again: its tokens as the journal has them."""
-    recorded: int = 0
-    """Output tokens that the journal has, or will have with the records put so far (`recorder.py`, all of these)."""
-    recorded_proximal: int = -1
-    """Version of the proximal logprobs that it has."""
-    recorded_admission: bool = False
-    recorded_begin: bool = False
+    kv: SampleKv = field(default_factory=SampleKv)
+    recompute: Recompute = field(default_factory=Recompute)
+    journal: JournalMarks = field(default_factory=JournalMarks)
 
     def move(self, to: State) -> None:
+        """Change the state and every counter of it.
+
+        Raises:
+            LedgerError: the transition is not allowed; nothing changes.
+        """
         if to not in _ALLOWED[self.state]:
             raise LedgerError(f"{self.group.id}[{self.index}]: {self.state.value} -> {to.value}")
         self.group.counts[self.state] -= 1
@@ -98,20 +129,20 @@ class Sample:
         self.state = to
 
     def open_span(self, version: int, kv: Provenance) -> None:
-        """From the next output token on: written under `version`, on KV of this provenance (S6: only changes count)."""
+        """Start a span at the next output token; a no-op if neither version nor provenance changes."""
         if self.spans and self.spans[-1].start == self.length:
             self.spans.pop()
         if not (self.spans and self.spans[-1].version == version and self.spans[-1].kv == kv):
             self.spans.append(Span(self.length, self.length, version, kv))
 
     def closed_spans(self) -> list[Span]:
-        """Spans with their ends set, the last one at `length`; empty ones left out."""
+        """The non-empty spans with their ends set; the last one ends at `length`."""
         ends = [*(s.start for s in self.spans[1:]), self.length]  # a sample that never entered the engine has no span
         return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=False) if e > s.start]
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the first output token; None without tokens."""
+        """Policy version of the first output token; None without tokens."""
         return self.spans[0].version if self.length else None
 
 
@@ -124,22 +155,22 @@ class Group:
     params: bytes
     incarnation: int
     order: int
-    """Position in arrival order over the server's life."""
+    """Position in arrival order, counted since the server (or its journal) began."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Undelivered samples by index."""
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
-    shelf: str = ""
-    """Where admission finds its queued members: "new", "begun", or "" when it has none (`Ledger` keeps it)."""
+    queue: str = ""
+    """Which of the run's admission queues holds the group: "new", "begun", or "" without queued samples (`Ledger`)."""
     prefix: Prefix | None = None
-    """Under which the prompt was last stored on the host."""
+    """The stored prefix under which the prompt was last copied to the host."""
     leader: "Sample | None" = None
-    """Whose prefill computes, or has computed, the prompt for the others (`prompts.py`)."""
+    """The sample whose prefill computes the prompt for the other members (`prompts.py`)."""
     prompt_version: int = -1
-    """Policy version under which the engine was last given the whole prompt's KV; -1 = none of it is known."""
+    """Policy version under which the engine last computed the prompt's KV; -1 if the engine has none."""
     first_round: int = -1
-    """Number of the round in which it got its first token; what runs ahead belongs to the next one. -1 = none yet."""
+    """Number of the round in which it got its first token; running ahead counts as the next round. -1 = none yet."""
     engine_params: Any = None
-    """Decoded sampling parameters, shared by the group (adapter's business)."""
+    """Decoded sampling parameters, shared by the group (set by the adapter)."""
 
     @property
     def id(self) -> str:
@@ -152,12 +183,12 @@ class Group:
 
     @property
     def accepted(self) -> bool | None:
-        """The caller's verdict; None while there is none."""
+        """The caller's verdict; None without one."""
         return self.run.verdicts.get(self)
 
     @property
     def begun(self) -> bool:
-        """Some member has been admitted, or has finished."""
+        """Some member has been admitted or has finished."""
         return len(self.samples) < self.prompt.n or self.counts[State.QUEUED] < len(self.samples)
 
     @property
@@ -165,13 +196,26 @@ class Group:
         return max(s.finish_step for s in self.samples.values())
 
     def oldest_version(self) -> int | None:
-        """Version of the oldest output token of any undelivered sample, finished ones included (S4)."""
+        """Policy version of the oldest output token of any undelivered sample, including finished ones."""
         versions = [v for s in self.samples.values() if (v := s.oldest_version) is not None]
         return min(versions, default=None)
 
+    def staleness(self, version: int) -> int:
+        """`version` minus the version of the oldest undelivered output token; 0 without tokens."""
+        oldest = self.oldest_version()
+        return 0 if oldest is None else version - oldest
+
+    def is_stale(self, version: int, bound: int | None) -> bool:
+        """Whether a group with tokens has reached the bound, so that it is mandatory (`staleness-bound`)."""
+        return bound is not None and self.oldest_version() is not None and self.staleness(version) >= bound
+
+    def is_over(self, version: int, bound: int | None) -> bool:
+        """Whether pushes between two rounds, or a `stop`, carried the group beyond the bound (`over_bound`)."""
+        return bound is not None and self.staleness(version) > bound
+
 
 class SuspendedSamples(dict[Sample, None]):
-    """The suspended samples of a run: a set, and their old batch order, sorted anew only after somebody has joined."""
+    """The suspended samples of a run: a set with an admission order that is sorted again only after additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +226,7 @@ class SuspendedSamples(dict[Sample, None]):
         self._queue = None
 
     def in_order(self) -> Iterator[Sample]:
-        """In admission order; whoever has left is passed over."""
+        """In admission order."""
         if self._queue is None:
             self._queue = deque(sorted(self, key=lambda s: s.order))
         while self._queue and self._queue[0] not in self:
@@ -207,16 +251,16 @@ class Run:
     running: int = 0
     """Samples in the engine."""
     kv: KvPolicy = "keep"
-    """Of its latest round; between two rounds it says what is worth a copy."""
+    """KV policy of the latest round; between two rounds it decides which pages are copied."""
     max_staleness: int | None = None
-    """Likewise."""
+    """Bound of the latest round, used likewise."""
     verdicts: "dict[Group, bool]" = field(default_factory=dict)
     """Undelivered groups that the caller has judged (`count: accepted`)."""
     suspended: SuspendedSamples = field(default_factory=SuspendedSamples)
     begun: dict[Group, None] = field(default_factory=dict)
-    """Groups already begun that have queued members."""
+    """Begun groups with queued members."""
     new: list[Group] = field(default_factory=list)
-    """Groups never begun, by arrival."""
+    """Groups that have not begun, in arrival order."""
 
     def named(self, ids: list[str] | None) -> list[Group]:
         """Undelivered groups with one of these prompt ids; all when `ids` is None."""
@@ -235,6 +279,6 @@ class Run:
 
 
 def sample_seed(seed: int, prompt_id: str, incarnation: int, index: int) -> int:
-    """63 bits that depend on nothing but these four (S5): not on leg, slot, rank, batch, engine or run."""
+    """63 bits of a hash of these four values only (`seed-independence`)."""
     text = f"{seed}\0{prompt_id}\0{incarnation}\0{index}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,6 @@
 """Step 6 of 9 (reply): the figures of one round, as the scheduler sees them.
 
-Clocks are read here for reporting only; no decision depends on one (S9).
+Clocks are read here for reporting only; no decision depends on one (`rank-determinism`).
 """
 
 import time
@@ -64,7 +64,7 @@ class RoundStats:
     """`kv: auto`: samples that were prefilled again, by reason."""
     over_bound: int = 0
     prolonged: bool = False
-    """The quota was reached, and groups that must finish (S4) were not whole yet."""
+    """The quota was reached, and groups that must finish were not whole yet."""
     pushes: int = 0
     ahead: "RoundStats | None" = None
     """What the run did between the last reply and this round (`after_quota: continue`)."""
@@ -73,6 +73,10 @@ class RoundStats:
     def quota_met(self) -> None:
         if self.t_quota_met is None:
             self.t_quota_met = time.time()
+
+    def quota_not_met(self) -> None:
+        """The round goes on after all."""
+        self.t_quota_met, self.tokens_after_quota = None, 0
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:

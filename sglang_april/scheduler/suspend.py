@@ -1,4 +1,4 @@
-"""Step 4 of 9 (suspend): running samples leave the engine, and their pages go where there is room (step 5)."""
+"""Suspends running samples, and demotes pages when memory runs short (`partials-yield`)."""
 
 from collections.abc import Callable, Collection
 
@@ -7,8 +7,8 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Run, Sample, State
 from sglang_april.scheduler.tiers import Tiers
 
-AHEAD_STEPS = 4
-"""Room for so many decode steps is kept free by copies that nobody waits for."""
+HEADROOM_STEPS = 4
+"""Decode steps for which background copies keep pool tokens free."""
 
 
 class Suspender:
@@ -17,13 +17,16 @@ class Suspender:
         self._tiers = tiers
 
     def suspend_all(self) -> None:
-        """Before anything that needs our samples out of the engine: a push, a flush, a pause, a release (S2)."""
+        """Take all rollout samples out of the engine, before a push, flush, pause or release.
+
+        See `suspend-before-interrupt` in docs/design.md.
+        """
         if any(run.groups for run in self._c.ledger.runs.values()):
             self._c.engine.settle()
             self.suspend(list(self._c.ledger.samples(State.RUNNING)))
 
     def suspend_run(self, run: Run, tier: Tier) -> None:
-        """At the end of a round; the step in flight has been settled. Copies are ordered, not waited for."""
+        """At the end of a round, after `Engine.settle`. Copies are ordered and not waited for."""
         samples = run.samples(State.RUNNING)
         self.suspend(samples)
         if tier != "auto":
@@ -31,6 +34,7 @@ class Suspender:
                 self._tiers.demote(sample, tier)
 
     def suspend(self, samples: list[Sample]) -> None:
+        """Suspend the running ones of `samples`."""
         samples = sorted((s for s in samples if s.state is State.RUNNING), key=lambda s: s.order)
         if not samples:
             return
@@ -39,50 +43,54 @@ class Suspender:
         for sample in samples:
             self._c.recorder.suspended(sample)
             self._c.ledger.suspend(sample)
-        self._tiers.arrived(samples)
+        self._tiers.add_suspended(samples)
 
     # --- memory pressure
 
     def evacuate(self) -> None:
-        """Before the pools are cleared or unmapped: no device page stays. The most worthy find room first."""
-        tiers = self._tiers
-        for sample in reversed(tiers.all_on_device()):
-            tiers.demote(sample)
-        while (leaving := tiers.moves.next_leaving()) is not None:
-            tiers.free_now(leaving)
+        """Move all device pages to lower tiers before the pool is cleared or unmapped (`evacuate-before-clear`).
 
-    def relieve(self) -> None:
-        """Partials give way to running work: demote what is suspended, then suspend what is ours (newest first)."""
+        The pages of the highest priority go first, so that they find room.
+        """
+        tiers = self._tiers
+        for sample in reversed(tiers.remove_all_on_device()):
+            tiers.demote(sample)
+        while (copying := tiers.transfers.first_copying_out()) is not None:
+            tiers.free_slots_now(copying)
+
+    def relieve_pressure(self) -> None:
+        """Make room for running work: demote partials, then suspend the newest running samples."""
         engine = self._c.engine
         need = engine.tokens_for_next_decode()
         self._free_device(need)
         if need > engine.tokens_free():
             self._suspend_newest()
-        self._lower_until(lambda leaving: engine.tokens_free() + leaving >= AHEAD_STEPS * need)
+        self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
         if wanted := engine.first_waiting_need():
-            self._lower_until(lambda leaving: engine.prefill_budget() + leaving > wanted, besides=self._tiers.expected)
+            loading = self._c.reservations.loading
+            self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=loading)
 
-    def _lower_until(self, enough: Callable[[int], bool], besides: Collection[Sample] = ()) -> None:
-        """Order copies, the least worthy first; their slots come free when they are complete."""
-        while not enough(self._tiers.moves.leaving_tokens()):
-            sample = self._tiers.first_on_device(besides)
+    def _demote_until(self, enough: Callable[[int], bool], excluding: Collection[Sample] = ()) -> None:
+        """Order copies in eviction order until `enough` of the tokens that they will free; they are not waited for."""
+        while not enough(self._tiers.transfers.tokens_being_freed()):
+            sample = self._tiers.next_victim_on_device(excluding)
             if sample is None:
                 return
             self._tiers.demote(sample)
 
     def _free_device(self, wanted: int) -> None:
-        """Until `wanted` pool tokens are free, whatever has to be waited for: the next step writes to them."""
+        """Free pool tokens until `wanted` are available, waiting for copies: the next step writes to them."""
         tiers = self._tiers
         while wanted > self._c.engine.tokens_free():
-            if (sample := tiers.moves.next_leaving()) is not None:
-                tiers.free_now(sample)
-            elif (sample := tiers.first_on_device() or tiers.moves.last_loading()) is not None:
+            if (sample := tiers.transfers.first_copying_out()) is not None:
+                tiers.free_slots_now(sample)
+            elif (sample := tiers.next_victim_on_device() or tiers.transfers.last_loading()) is not None:
                 tiers.demote(sample)
             else:
                 return
 
     def _suspend_newest(self) -> None:
-        """The last one keeps running: with nothing else left to move, SGLang's own retract decides."""
+        """Suspend running samples, newest first. The last one keeps running: SGLang can still retract it."""
         engine = self._c.engine
         engine.settle()
         running = engine.newest_first(list(self._c.ledger.samples(State.RUNNING)))

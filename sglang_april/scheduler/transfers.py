@@ -1,15 +1,17 @@
-"""Step 5 of 9 (store): copies that have been ordered and whose end has not been broadcast yet (S9)."""
+"""Orders to the page stores until their end is broadcast (`rank-determinism`): KV transfers and integrity checks."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sglang_april.kv.kv_pages import Copy, Pages
+from sglang_april.api import messages
+from sglang_april.kv.kv_pages import Copy, KvState, Pages
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.tier_budget import TierBudget
 
 
 class Transfer(NamedTuple):
-    """One transfer. The sample may have other pages, and the pages another copy, by the time it ends."""
+    """One transfer. When it ends, the sample may have other pages, and the pages another copy."""
 
     sample: Sample
     copy: Copy
@@ -17,45 +19,70 @@ class Transfer(NamedTuple):
 
 
 class Transfers:
-    """By order, in the order in which they were given: each rank carries them out in turn."""
+    """Transfers in flight by order number, in the order in which every rank carries them out."""
 
     def __init__(self, context: Context) -> None:
         self._c = context
-        self._moves: dict[int, Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}
 
     def __len__(self) -> int:
-        return len(self._moves)
+        return len(self._transfers)
 
-    def ordered(self, order: int, sample: Sample) -> None:
-        """Between the sample's slots and its copy, or of its copy to another tier."""
-        pages = sample.pages
+    def add(self, order: int, sample: Sample) -> None:
+        """A transfer between the sample's slots and its copy, or of its copy to another tier."""
+        pages = sample.kv.pages
         assert pages is not None
         assert pages.copy is not None
-        self._moves[order] = Transfer(sample, pages.copy, pages)
+        self._transfers[order] = Transfer(sample, pages.copy, pages)
 
-    def ended(self, order: int) -> Transfer | None:
-        """All ranks have carried it out, or nobody waits for it any more; None if it was no transfer, or is known."""
-        return self._moves.pop(order, None)
+    def pop(self, order: int) -> Transfer | None:
+        """Remove a transfer that all ranks have carried out, or whose end no longer matters; None if unknown."""
+        return self._transfers.pop(order, None)
 
     def orders(self) -> list[int]:
-        return list(self._moves)
+        return list(self._transfers)
 
-    def in_flight(self, *, leaving: bool) -> Iterator[Transfer]:
-        """Those that hold slots, off the device or back to it."""
-        for order, move in self._moves.items():
-            pages = move.pages
-            if pages.move == order and pages.leaving == leaving and pages.slots is not None:
-                yield move
+    def _in_state(self, state: KvState) -> Iterator[Transfer]:
+        for order, transfer in self._transfers.items():
+            if transfer.pages.transfer == order and transfer.pages.state is state:
+                yield transfer
 
-    def leaving_tokens(self, other_than: Sample | None = None) -> int:
-        """Pool tokens that copies in flight will set free."""
-        leaving = self.in_flight(leaving=True)
-        return sum(self._c.engine.held_tokens(m.pages) for m in leaving if m.sample is not other_than)
+    def tokens_being_freed(self, excluding: Sample | None = None) -> int:
+        """Pool tokens that become free when the copies in flight complete."""
+        copying = self._in_state(KvState.COPYING_OUT)
+        return sum(self._c.engine.held_tokens(t.pages) for t in copying if t.sample is not excluding)
 
-    def next_leaving(self) -> Sample | None:
-        """The partial whose slots a copy in flight sets free first."""
-        return next((m.sample for m in self.in_flight(leaving=True)), None)
+    def first_copying_out(self) -> Sample | None:
+        """The sample whose slots become free first."""
+        return next((t.sample for t in self._in_state(KvState.COPYING_OUT)), None)
 
-    def last_loading(self, other_than: Sample | None = None) -> Sample | None:
-        loading = [m.sample for m in self.in_flight(leaving=False) if m.sample is not other_than]
-        return loading[-1] if loading else None
+    def loading(self) -> list[Sample]:
+        return [t.sample for t in self._in_state(KvState.LOADING)]
+
+    def last_loading(self, excluding: Sample | None = None) -> Sample | None:
+        return next((s for s in reversed(self.loading()) if s is not excluding), None)
+
+
+class IntegrityChecks:
+    """`GET /april/state?check=1`: verify every stored page and recount the pool (`pool-accounting`).
+
+    Every rank checks its own part outside the scheduler loop; the command is answered when all ranks have reported.
+    """
+
+    def __init__(self, context: Context, budget: TierBudget) -> None:
+        self._c = context
+        self._budget = budget
+        self._pending: dict[int, int] = {}
+        """Sequence number of the command, by order."""
+
+    def begin(self, seq: int) -> None:
+        order = self._budget.next_number()
+        self._pending[order] = seq
+        runs = self._c.ledger.runs.values()
+        self._c.engine.verify(order, [s.kv.pages for run in runs for s in run.suspended if s.kv.pages is not None])
+
+    def end(self, order: int, problem: str) -> None:
+        """Answer the command if the order is a check's; `problem` is empty if no rank found one."""
+        seq = self._pending.pop(order, None)
+        if seq is not None:
+            self._c.engine.send(messages.Answer(seq, data={"ok": not problem, "problem": problem}))

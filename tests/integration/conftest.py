@@ -172,7 +172,7 @@ def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> 
 
 @pytest.fixture
 def tp2(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """Two ranks, overlap loop, Llama shape, random retracts; each rank writes a digest of its decisions (S9)."""
+    """Two ranks, overlap loop, Llama shape, random retracts; each rank writes a digest of its decisions."""
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_APRIL_DIGEST": str(tmp_path_factory.mktemp("digests"))}
     return pool.get("tp2", ["--tp-size=2", "--max-total-tokens=4000"], "llama", env)
 

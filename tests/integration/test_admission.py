@@ -1,4 +1,4 @@
-"""Who gets a free slot, and what stays untouched (S3, S6); the staleness bound (S4). Pushes bring the same weights."""
+"""Who gets a free slot, and what stays untouched; the staleness bound. Pushes bring the same weights."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def ids(reply: dict[str, Any]) -> list[str]:
 
 
 def test_prompts_never_started_stay_untouched(server: Server, run: str) -> None:
-    """S4, section 5 rule 1: more prompts than slots cost nothing: no tokens, no age, and on-policy after a push."""
+    """More prompts than slots cost nothing: no tokens, no age, and on-policy after a push."""
     reply = server.rollout(run=run, prompts=[prompt(f"p{i:02}", 6) for i in range(30)], quota=4, concurrency=4)
     assert ids(reply) == ["p00", "p01", "p02", "p03"]
     assert reply["stats"]["started"] == 4
@@ -35,7 +35,7 @@ def test_prompts_never_started_stay_untouched(server: Server, run: str) -> None:
 
 
 def test_partials_then_groups_begun_then_new_ones(server: Server, run: str) -> None:
-    """S6: with one slot, samples run in the order of admission, which the stream shows."""
+    """With one slot, samples run in the order of admission, which the stream shows."""
     first = [prompt("stop", 3), prompt("begun", 8, n=4), prompt("old", 5)]
     server.rollout(run=run, prompts=first, quota=1, concurrency=4)
     assert [(p["id"], p["index"]) for p in server.partials(run)] == [("begun", 0), ("begun", 1), ("begun", 2)]
@@ -45,7 +45,7 @@ def test_partials_then_groups_begun_then_new_ones(server: Server, run: str) -> N
 
 
 def test_concurrency_bounds_a_run(server: Server, run: str) -> None:
-    """S6: at most `concurrency` samples of the run at once, and the slots stay full."""
+    """At most `concurrency` samples of the run at once, and the slots stay full."""
     count = Forwards(server)
     reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 4 + i, n=3) for i in range(6)], quota=None, concurrency=5)
     rows = count.rows(decode=True)
@@ -68,7 +68,7 @@ def test_concurrency_auto_is_measured_and_broadcast(server: Server, run: str) ->
 
 
 def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
-    """S6: two runs with more work than slots get half of the slots each, and nothing crosses from one to the other."""
+    """Two runs with more work than slots get half of the slots each, and nothing crosses from one to the other."""
     server.post("/pause_generation", {"mode": "in_place"})
     names = [f"{run}-a", f"{run}-b"]
     rounds = [
@@ -87,7 +87,7 @@ def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
 
 
 def test_stock_requests_progress_beside_a_round(server: Server, run: str) -> None:
-    """S6: `/generate` gets slots while a round with far more samples than slots is open."""
+    """`/generate` gets slots while a round with far more samples than slots is open."""
     with server.slowed():
         round_ = Background(server, run=run, prompts=[prompt(f"p{i}", 30) for i in range(160)], quota=None)
         until(lambda: server.state()["samples"]["running"] >= 48)
@@ -100,7 +100,7 @@ def test_stock_requests_progress_beside_a_round(server: Server, run: str) -> Non
 
 
 def test_a_group_at_the_bound_must_finish(server: Server, run: str) -> None:
-    """S4: staleness >= max_staleness makes a group mandatory: all members, and it is delivered first."""
+    """Staleness >= max_staleness makes a group mandatory: all members, and it is delivered first."""
     first = [*stoppers([4]), prompt("old", 30, n=6)]
     assert ids(server.rollout(run=run, prompts=first, quota=1, concurrency=5)) == ["stop-4"]
     assert len(server.partials(run)) == 4
@@ -119,7 +119,7 @@ def test_a_group_at_the_bound_must_finish(server: Server, run: str) -> None:
 
 
 def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: str) -> None:
-    """S4: several pushes between two rounds; also what `stop` carries over. Nothing is dropped."""
+    """Several pushes between two rounds; also what `stop` carries over. Nothing is dropped."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 9), prompt("older", 12)], quota=1)
     for _ in range(3):
         push(server)
@@ -136,7 +136,7 @@ def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: st
 
 
 def test_a_push_inside_a_round_makes_groups_mandatory(server: Server, run: str) -> None:
-    """S4: after every push inside the round the bound is looked at again."""
+    """After every push inside the round the bound is looked at again."""
     prompts = [prompt(f"p{i}", 400 + 40 * i) for i in range(3)]
     with server.slowed():
         round_ = Background(server, run=run, prompts=prompts, quota=1, max_staleness=1)
@@ -149,7 +149,7 @@ def test_a_push_inside_a_round_makes_groups_mandatory(server: Server, run: str) 
 
 
 def test_max_staleness_zero_carries_nothing_with_tokens(server: Server, run: str) -> None:
-    """S4: strict on-policy: no more groups start than the quota needs, in either unit, and all of them finish."""
+    """Strict on-policy: no more groups start than the quota needs, in either unit, and all of them finish."""
     ends = {"temperature": 1.0, "stop_token_ids": list(range(6, 40))}
     prompts = [prompt(f"p{i:02}", 40, n=3, **ends) for i in range(20)]
     reply = server.rollout(run=run, prompts=prompts, quota=4, max_staleness=0)
@@ -167,7 +167,7 @@ def test_max_staleness_zero_carries_nothing_with_tokens(server: Server, run: str
 
 
 def test_max_staleness_zero_finishes_what_older_rounds_left(server: Server, run: str) -> None:
-    """S4: a carry with tokens is mandatory under `max_staleness: 0`, and counts towards the quota."""
+    """A carry with tokens is mandatory under `max_staleness: 0`, and counts towards the quota."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("a", 20), prompt("b", 9)], quota=1)
     reply = server.rollout(run=run, prompts=[prompt(f"new-{i}", 3) for i in range(4)], quota=1, max_staleness=0)
     assert ids(reply) == ["b", "a"]

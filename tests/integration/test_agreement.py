@@ -1,4 +1,4 @@
-"""S7 across the bridge: trainer and engine say the same of the same tokens, after pushes of trained weights too."""
+"""Trainer and engine compute equal logprobs for the same tokens, also after pushes of trained weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -89,7 +89,9 @@ def train(trainer: Trainer) -> None:
     assert report.grad_norm > 0
 
 
-def test_s7_trainer_and_engine_agree_before_and_after_training(live: LiveServer, trainer: Trainer, run: str) -> None:
+def test_trainer_and_engine_logprobs_agree_before_and_after_training(
+    live: LiveServer, trainer: Trainer, run: str
+) -> None:
     """A push of the trainer's weights, a step, a push of the new ones: fresh samples at temperature 1 and 0.8."""
     version = trainer.push().version
     before = fresh(live, run, "first")
@@ -105,7 +107,7 @@ def test_s7_trainer_and_engine_agree_before_and_after_training(live: LiveServer,
 
 @pytest.mark.parametrize("live", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("trainer", [1], indirect=True)
-def test_s7_proximal_logprobs_are_the_trainers_own_forward(live: LiveServer, trainer: Trainer, run: str) -> None:
+def test_proximal_logprobs_match_the_trainers_forward(live: LiveServer, trainer: Trainer, run: str) -> None:
     """A recompute under the trainer's version tells its logprobs of the tokens that the version before drew."""
     version = trainer.push().version
     short = {

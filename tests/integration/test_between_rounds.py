@@ -1,4 +1,4 @@
-"""S2, the right column: what happens between rounds, where a run has nothing but partials."""
+"""Interruptions between rounds, when a run has only partials (`suspend-before-interrupt`)."""
 
 from typing import Any
 

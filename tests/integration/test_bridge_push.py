@@ -1,4 +1,4 @@
-"""S1 with the bridge's pushes: each way brings a policy whole, to several engines, and a failed one is healed.
+"""The bridge's pushes: every transport delivers a complete policy to several engines, and a failed push is repaired.
 
 The weights are those of tiny models by their seeds, so that the oracle knows every version.
 """
@@ -88,7 +88,9 @@ def drained(live: LiveServer, run: str, versions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("pusher", get_args(TransportName), indirect=True)
-def test_s1_each_way_brings_a_policy_under_which_partials_go_on(pusher: Pusher, live: LiveServer, run: str) -> None:
+def test_partials_resume_under_the_pushed_policy_with_every_transport(
+    pusher: Pusher, live: LiveServer, run: str
+) -> None:
     """Two pushes the same way; a suspended sample goes on after each."""
     v = live.version
     leave_partials(live, run)
@@ -101,9 +103,7 @@ def test_s1_each_way_brings_a_policy_under_which_partials_go_on(pusher: Pusher, 
 
 
 @pytest.mark.parametrize("pusher", get_args(TransportName), indirect=True)
-def test_s1_a_failed_push_closes_the_engine_with_the_reason_and_the_next_heals_it(
-    pusher: Pusher, live: LiveServer, run: str
-) -> None:
+def test_failed_push_closes_admission_until_the_next_push(pusher: Pusher, live: LiveServer, run: str) -> None:
     v = live.version
     leave_partials(live, run)
     with pytest.raises(PushFailed):
@@ -117,9 +117,7 @@ def test_s1_a_failed_push_closes_the_engine_with_the_reason_and_the_next_heals_i
     drained(live, run, [v, v + 1])
 
 
-def test_s1_a_group_that_the_engine_lost_is_noticed_at_once_and_made_again(
-    pusher: Pusher, live: LiveServer, run: str
-) -> None:
+def test_lost_process_group_is_detected_and_rebuilt(pusher: Pusher, live: LiveServer, run: str) -> None:
     """The engine refuses the call, so it never comes to the broadcast, which alone would wait for minutes."""
     push(pusher, 1, live)
     leave_partials(live, run)
@@ -132,7 +130,7 @@ def test_s1_a_group_that_the_engine_lost_is_noticed_at_once_and_made_again(
     drained(live, run, [v - 1, v])
 
 
-def test_s1_one_push_reaches_several_engines_under_one_version(
+def test_one_push_updates_several_engines_to_one_version(
     live: LiveServer, second: LiveServer, models: Model, run: str
 ) -> None:
     """Also when one of them has had more pushes than the other; and when one fails, both are healed."""

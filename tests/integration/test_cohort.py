@@ -1,4 +1,4 @@
-"""`quota_mode: cohort` on the live server: what first ran k rounds ago is in before the round may end (S3, S4)."""
+"""`quota_mode: cohort` on the live server: what first ran k rounds ago is in before the round may end."""
 
 from tests.support.server import Server
 from tests.support.workload import prompt
@@ -9,7 +9,7 @@ def ids(reply: dict) -> list[str]:
 
 
 def test_a_long_answer_is_not_overtaken_for_ever(server: Server, run: str) -> None:
-    """S4: `first` delivers whoever finishes first; `cohort` lets nobody be overtaken by a later round's groups."""
+    """`first` delivers the groups that finish first; `cohort` delivers earlier rounds' groups first."""
     first = server.rollout(run=run, prompts=[prompt("a", 3), prompt("tail", 60)], quota=1, quota_mode="cohort")
     assert ids(first) == ["a"]
     overtaken = server.rollout(run=run, prompts=[prompt("b", 3)], quota=1)
@@ -23,7 +23,7 @@ def test_a_long_answer_is_not_overtaken_for_ever(server: Server, run: str) -> No
 
 
 def test_a_cohort_of_two_rounds(server: Server, run: str) -> None:
-    """S4: `cohort_rounds` 2 lets a group be overtaken once."""
+    """With `cohort_rounds: 2`, a later round's group may be delivered first once."""
     body = {"run": run, "quota": 1, "quota_mode": "cohort", "cohort_rounds": 2}
     replies = [server.rollout(prompts=[prompt("a", 3), prompt("tail", 80)], **body)]
     replies += [server.rollout(prompts=[prompt(name, 3)], **body) for name in ("b", "c")]

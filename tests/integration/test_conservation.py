@@ -1,4 +1,4 @@
-"""Design rule 1 and S10 on the live server: any sequence of events delivers every sample exactly once.
+"""On the live server, any sequence of events delivers every sample exactly once (`delivered-once`).
 
 The pools are small, so partials give way all the time, and `SGLANG_APRIL_CHECK` recounts them at every step.
 """

@@ -1,4 +1,4 @@
-"""`after_quota: continue` on the live server: no gap between rounds, pushes in flight, pauses, its limits (S2, S4)."""
+"""`after_quota: continue` on the live server: no gap between rounds, pushes in flight, pauses, its limits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +41,7 @@ def ahead(server: Server, run: str, **body: Any) -> dict[str, Any]:
 
 
 def test_no_gap_between_rounds(either: Server, run: str) -> None:
-    """S4: generation goes on after the reply; what finishes meanwhile is first in the next; nobody is resumed."""
+    """Generation goes on after the reply; what finishes meanwhile is first in the next; nobody is resumed."""
     prompts = [prompt("a", 3), prompt("b", 12), prompt("long", LONG)]
     body: dict[str, Any] = {"run": run, "after_quota": "continue", "ahead": 5}
     first = either.rollout(prompts=prompts, quota=1, **body)
@@ -62,7 +62,7 @@ def test_no_gap_between_rounds(either: Server, run: str) -> None:
 
 
 def test_a_push_in_flight(either: Server, run: str) -> None:
-    """S2: it suspends what runs ahead, applies, and resumes it at the new version, on its kept KV."""
+    """It suspends what runs ahead, applies, and resumes it at the new version, on its kept KV."""
     version = ahead(either, run)["policy_version"]
     more_decodes(either)
     assert either.push(either.model) == version + 1
@@ -74,7 +74,7 @@ def test_a_push_in_flight(either: Server, run: str) -> None:
 
 
 def test_a_pause_freezes_what_runs_ahead(either: Server, run: str) -> None:
-    """S2: in place; nothing of ours runs until the continue."""
+    """In place; nothing of ours runs until the continue."""
     ahead(either, run)
     either.post("/pause_generation", {"mode": "in_place"})
     state = either.state()
@@ -87,7 +87,7 @@ def test_a_pause_freezes_what_runs_ahead(either: Server, run: str) -> None:
 
 
 def test_it_rests_when_enough_groups_wait(either: Server, run: str) -> None:
-    """S4: `ahead` quotas of finished groups; they are the next reply, which needs no forward."""
+    """`ahead` quotas of finished groups; they are the next reply, which needs no forward."""
     prompts = [prompt("a", 3), *(prompt(f"p{i}", 8) for i in range(4)), prompt("long", LONG)]
     either.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=3)
     until(lambda: either.state()["ahead"] == [{"run": run, "waiting": 4, "rests": True}])
@@ -99,7 +99,7 @@ def test_it_rests_when_enough_groups_wait(either: Server, run: str) -> None:
 
 
 def test_it_rests_at_the_bound(either: Server, run: str) -> None:
-    """S4: the next round has to finish the group first."""
+    """The next round has to finish the group first."""
     prompts = [prompt("a", 3), prompt("tail", 400), prompt("long", LONG)]
     either.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=9, max_staleness=1)
     until(lambda: either.state()["samples"]["running"])

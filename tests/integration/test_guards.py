@@ -26,7 +26,7 @@ def in_tree(server: Server) -> int:
 
 
 def tree_insert(server: Server, run: str) -> None:
-    """Rule 4: a sample that stood on kept KV leaves nothing in the radix tree; one on fresh KV does."""
+    """A sample that stood on kept KV leaves nothing in the radix tree; one on fresh KV does."""
     flush(server)
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 30)], quota=1)
     server.push(server.model, flush=False)
@@ -39,7 +39,7 @@ def tree_insert(server: Server, run: str) -> None:
 
 
 def version_key(server: Server, run: str) -> None:
-    """Rule 4, S6: a prompt is a cache hit before a push and none after it, though a partial keeps its prefix alive."""
+    """A prompt is a cache hit before a push and none after it, though a partial keeps its prefix alive."""
     ids = token_ids(20, len(run))
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
 
@@ -54,7 +54,7 @@ def version_key(server: Server, run: str) -> None:
 
 
 def flush_rescue(server: Server, run: str) -> None:
-    """Rule 1, S2: a flush clears the pools, and partials keep their KV: moved out before, not recomputed after."""
+    """A flush clears the pools, and partials keep their KV: moved out before, not recomputed after."""
     prompts = [*stoppers([6]), prompt("long", 40, n=3)]
     wanted = in_one_round(server, f"{run}-unbroken", prompts)
     flush(server)
@@ -68,7 +68,7 @@ def flush_rescue(server: Server, run: str) -> None:
 
 
 def accounting(server: Server, run: str) -> None:
-    """Rule 5, S10: with partials on the device, an idle scheduler passes SGLang's own leak check."""
+    """With partials on the device, an idle scheduler passes SGLang's own leak check."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("long", 30)], quota=1, tier="device")
     for _ in range(3):
         tokens = pool(server)
@@ -78,7 +78,7 @@ def accounting(server: Server, run: str) -> None:
 
 
 def pages_come_back(server: Server, run: str) -> None:
-    """S10: pages of partials that move to the host are free again, each once, which every step recounts.
+    """Pages of partials that move to the host are free again, each once, which every step recounts.
 
     Another run keeps the engine busy: at rest SGLang's own check might come first.
     """
@@ -92,7 +92,7 @@ def pages_come_back(server: Server, run: str) -> None:
 
 
 def in_step_stop(server: Server, run: str) -> None:
-    """S3: no forward of the model after the step that meets the quota."""
+    """No forward of the model after the step that meets the quota."""
     count = Forwards(server)
     reply = server.rollout(run=run, prompts=[*stoppers([6]), prompt("long", 60)], quota=1)
     assert server.state()["samples"]["running"] == 0
@@ -102,14 +102,14 @@ def in_step_stop(server: Server, run: str) -> None:
 
 
 def deliver_once(server: Server, run: str) -> None:
-    """Rule 1: what a reply has contained is in no later one."""
+    """What a reply has contained is in no later one."""
     groups = server.rollout(run=run, prompts=[*stoppers([4]), prompt("long", 12)], quota=1)["finished"]
     groups += server.drain(run)
     assert sorted(by_key(groups)) == [("long", 0, 0), ("stop-4", 0, 0)]
 
 
 def no_sleep_on_work(server: Server, run: str) -> None:
-    """S6: samples in all slots that end in the same step leave an idle engine, and the next ones start all the same.
+    """Samples in all slots that end in the same step leave an idle engine, and the next ones start all the same.
 
     A server that sleeps when idle would wait for a message: those samples are in no queue of SGLang's.
     """

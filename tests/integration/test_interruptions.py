@@ -1,4 +1,4 @@
-"""S2, the left column: what can happen while a round is open. Nothing is lost, and every token stays right."""
+"""Interruptions while a round is open: no sample is lost, and every token stays exact (`suspend-before-interrupt`)."""
 
 from typing import Any
 

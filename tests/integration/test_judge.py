@@ -1,4 +1,4 @@
-"""`count: accepted` with `judge`, and `extend`, on the live server through the clients (S3)."""
+"""`count: accepted` with `judge`, and `extend`, on the live server through the clients."""
 
 import asyncio
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def status(error: pytest.ExceptionInfo[AprilError]) -> tuple[int, str]:
 
 
 def test_previews_are_judged_while_generation_goes_on(april: AprilClient, run: str) -> None:
-    """S3, DAPO's dynamic sampling in one round: every other group is rejected, and the quota counts the rest."""
+    """DAPO's dynamic sampling in one round: every second group is rejected, and the quota counts the others."""
     prompts = [prompt(f"p{i}", 4 + 3 * i, n=2) for i in range(8)] + [prompt("long", LONG)]
     name = f"{run}-r"
     seen: list[str] = []
@@ -65,7 +65,7 @@ def test_previews_are_judged_while_generation_goes_on(april: AprilClient, run: s
 
 
 def test_what_judge_and_extend_refuse(april: AprilClient, run: str) -> None:
-    """S3: nothing of a refused message is taken, and the same verdict again is no contradiction."""
+    """Nothing of a refused message is taken, and the same verdict again is no contradiction."""
     name = f"{run}-r"
     prompts = [prompt("a", 3), prompt("b", 3), prompt("long", LONG)]
     events = april.stream(run=run, round_id=name, prompts=prompts, quota=2, count="accepted")
@@ -96,7 +96,7 @@ def test_what_judge_and_extend_refuse(april: AprilClient, run: str) -> None:
 
 
 def test_extend_from_the_asynchronous_client(server: Server, run: str) -> None:
-    """S3: a round with nothing left to judge waits for nothing; more prompts and a greater quota keep it going."""
+    """A round with nothing left to judge waits for nothing; more prompts and a greater quota keep it going."""
 
     async def scenario() -> None:
         async with AsyncAprilClient(server.url) as april:

@@ -1,4 +1,4 @@
-"""S8 on the live server: kill -9, and a restart with the same journal and the same disk tier."""
+"""kill -9 and a restart with the same journal and disk tier (`restart-loses-nothing`)."""
 
 import re
 from collections.abc import Callable, Iterator

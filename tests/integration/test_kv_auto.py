@@ -39,7 +39,7 @@ def over_a_push(live: LiveServer, run: str, tier: str) -> tuple[list[Any], dict[
 def test_the_cheaper_way_is_taken_and_told(
     live: LiveServer, run: str, tier: str, rates: tuple[float, float], kv: str, decided: dict[str, Any]
 ) -> None:
-    """Design section 7: the rates turn the decision; S7: what is drawn either way is what its spans say."""
+    """The rates decide; tokens match their spans either way."""
     measured = live.server.state()["kv_cost"]
     assert measured["token_s"] > 0
     assert {name: tier["out_gb_per_s"] > 0 for name, tier in measured["tiers"].items()} == {"host": True, "disk": True}

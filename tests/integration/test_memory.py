@@ -1,4 +1,4 @@
-"""S10, rule 5: fifty rounds in which more arrives than finishes, under small caps of the device and of the host."""
+"""Fifty rounds in which more arrives than finishes, under small caps of the device and of the host."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ def workload() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_resume_bit_for_bit(shaped: LiveServer, run: str, tier: str) -> None:
-    """Rule 2: as on the usual pool; admission stays open, and all memory comes back."""
+    """As on the usual pool; admission stays open, and all memory comes back."""
     server = shaped.server
     wanted = in_one_round(server, f"{run}-unbroken", workload())
     samples, replies = in_rounds(server, run, workload(), len(STOPS), tier=tier)
@@ -48,7 +48,7 @@ def test_resume_bit_for_bit(shaped: LiveServer, run: str, tier: str) -> None:
 
 
 def test_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
-    """S6, S7: kept KV under a new policy, through a flush, then a recompute: every token is what it must be."""
+    """Kept KV under a new policy, through a flush, then a recompute: every token is what it must be."""
     server, v = shaped.server, shaped.version
     groups = server.rollout(run=run, prompts=workload(), quota=1)["finished"]
     shaped.push(1, flush=False)
@@ -64,7 +64,7 @@ def test_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
 
 
 def test_a_preempted_sample_is_computed_again_and_says_so(shaped: LiveServer, run: str) -> None:
-    """S6: a request of a higher priority takes a slot when all are taken; SGLang retracts a sample of ours for it."""
+    """A request of a higher priority takes a slot when all are taken; SGLang retracts a sample of ours for it."""
     server = shaped.server
     prompts = [prompt(f"p{i}", 150, ids=16, **PARAMS) for i in range(SLOTS)]
     rounds = Background(server, run=run, prompts=prompts, quota=None)

@@ -18,7 +18,7 @@ def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_followers_draw_what_they_would_have_drawn(live: LiveServer, run: str, tier: str) -> None:
-    """S5, S7: stopped on the way or not, every token and logprob is that of a plain forward and the sample's seed."""
+    """Stopped on the way or not, every token and logprob is that of a plain forward and the sample's seed."""
     server = live.server
     flush(server)
     count = Forwards(server)
@@ -32,7 +32,7 @@ def test_followers_draw_what_they_would_have_drawn(live: LiveServer, run: str, t
 
 
 def test_prompts_are_computed_anew_under_a_new_policy(normal: LiveServer, run: str) -> None:
-    """S6: KV of one version is never a prefix under another; every token is its own version's."""
+    """KV of one version is never a prefix under another; every token is its own version's."""
     server, count = normal.server, Forwards(normal.server)
     first = server.rollout(run=run, prompts=groups(1, 12, 30, **SAMPLED), quota=2, quota_unit="sample", concurrency=4)
     assert first["stats"]["started_on_prompt_kv"] >= 3

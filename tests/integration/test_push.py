@@ -1,4 +1,4 @@
-"""S1: a push is one policy in any number of weight calls; the version moves once, or not at all."""
+"""A push is one policy in any number of weight calls; the version moves once, or not at all."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def push_buckets(live: LiveServer, seed: int, **named: int) -> int:
 
 
 def test_ten_buckets_move_the_version_once(live: LiveServer, run: str) -> None:
-    """S1: the version moves at the end, once; partials continue under exactly the policy that has arrived."""
+    """The version moves at the end, once; partials continue under exactly the policy that has arrived."""
     v = live.version
     carry(live, run)
     assert push_buckets(live, 1) == v + 1
@@ -54,7 +54,7 @@ def test_ten_buckets_move_the_version_once(live: LiveServer, run: str) -> None:
 
 
 def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: LiveServer, run: str) -> None:
-    """S1: the version moves at the first accepted call after any forward of the model, anyone's."""
+    """The version moves at the first accepted call after any forward of the model, anyone's."""
     v = live.version
     carry(live, run)
     half = TEN // 2
@@ -80,7 +80,7 @@ def closed_by(live: LiveServer, run: str, reason: str) -> None:
 
 @pytest.mark.parametrize("fault", ["a wrong shape", "no tensors at all"])
 def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: LiveServer, run: str, fault: str) -> None:
-    """S1: `end` is refused, the version stays, rounds get 503 with the reason, until a push succeeds."""
+    """`end` is refused, the version stays, rounds get 503 with the reason, until a push succeeds."""
     server, v = live.server, live.version
     carry(live, run)
     server.post("/april/push/begin")
@@ -100,7 +100,7 @@ def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: LiveS
 
 
 def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: LiveServer, run: str) -> None:
-    """S1: outside of begin and end a later good bucket proves nothing; a whole update from disk does."""
+    """Outside of begin and end a later good bucket proves nothing; a whole update from disk does."""
     v = live.version
     carry(live, run)
     first, second, *_ = buckets_of(live.model(1), TEN)
@@ -116,7 +116,7 @@ def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: LiveServer, ru
 
 
 def test_a_policy_that_cannot_be_read_closes_admission(live: LiveServer, run: str) -> None:
-    """S1: the same for an update from disk whose folder does not exist."""
+    """The same for an update from disk whose folder does not exist."""
     v = live.version
     server = live.server
     server.post("/april/push/begin")
@@ -128,7 +128,7 @@ def test_a_policy_that_cannot_be_read_closes_admission(live: LiveServer, run: st
 
 
 def test_a_push_that_never_ends_closes_admission(live: LiveServer, run: str) -> None:
-    """S1: between begin and end nothing of ours takes a step, and rounds are refused with the reason."""
+    """Between begin and end nothing of ours takes a step, and rounds are refused with the reason."""
     carry(live, run)
     before = len(live.server.forwards())
     live.server.post("/april/push/begin")
@@ -140,7 +140,7 @@ def test_a_push_that_never_ends_closes_admission(live: LiveServer, run: str) -> 
 
 
 def test_a_named_version_must_be_greater(normal: LiveServer) -> None:
-    """S1: the version moves to the one that begin or end names; equal or below is a 409 that changes nothing."""
+    """The version moves to the one that begin or end names; equal or below is a 409 that changes nothing."""
     server, v = normal.server, normal.version
 
     def refused(path: str, version: int, *, push_open: bool) -> None:
@@ -160,7 +160,7 @@ def test_a_named_version_must_be_greater(normal: LiveServer) -> None:
 
 
 def test_begin_starts_over_and_end_needs_a_begin(normal: LiveServer) -> None:
-    """S1: a second begin replaces the first; `end` without `begin` is a 409."""
+    """A second begin replaces the first; `end` without `begin` is a 409."""
     server, v = normal.server, normal.version
     assert server.post("/april/push/end", status=409)["error"]["field"] == "push"
     server.post("/april/push/begin", {"version": v + 9})
@@ -171,7 +171,7 @@ def test_begin_starts_over_and_end_needs_a_begin(normal: LiveServer) -> None:
 
 
 def test_ten_buckets_inside_an_open_round(live: LiveServer, run: str) -> None:
-    """S1, S2: a push of ten buckets interrupts the round once; it goes on at the new version."""
+    """A push of ten buckets interrupts the round once; it goes on at the new version."""
     v = live.version
     with live.server.slowed():
         reply = live.open(run=run, prompts=long_ones(), quota=None)

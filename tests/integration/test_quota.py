@@ -1,4 +1,4 @@
-"""What ends a round, and what it delivers: quota by group and by sample, exhaustion, the stop route (S3)."""
+"""What ends a round, and what it delivers: quota by group and by sample, exhaustion, the stop route."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def deliveries(reply: dict[str, Any]) -> list[Key]:
 
 
 def test_quota_of_samples(server: Server, run: str) -> None:
-    """S3: exactly `quota` finished samples a round; the rest of a group comes later, same id, own index."""
+    """Exactly `quota` finished samples a round; the rest of a group comes later, same id, own index."""
     wanted = in_one_round(server, f"{run}-unbroken", groups_of_four(4))
     replies = rounds(server, run, groups_of_four(4), quota=3, quota_unit="sample")
     assert [len(deliveries(r)) for r in replies] == [3, 3, 3, 3, 3, 1]
@@ -44,7 +44,7 @@ def test_quota_of_samples(server: Server, run: str) -> None:
 
 
 def test_quota_of_groups(server: Server, run: str) -> None:
-    """S3: whole groups only; finished members of unfinished groups wait in the carry, without KV."""
+    """Whole groups only; finished members of unfinished groups wait in the carry, without KV."""
     wanted = in_one_round(server, f"{run}-unbroken", groups_of_four(6))
     replies = rounds(server, run, groups_of_four(6), quota=1)
     assert [len(r["finished"]) for r in replies] == [1] * 6
@@ -54,7 +54,7 @@ def test_quota_of_groups(server: Server, run: str) -> None:
 
 
 def test_finished_members_hold_no_kv(server: Server, run: str) -> None:
-    """S3: of a group half done only the unfinished members are partials."""
+    """Of a group half done only the unfinished members are partials."""
     server.rollout(run=run, prompts=groups_of_four(5), quota=1)
     samples = server.state()["samples"]
     assert samples["finished"] > 0
@@ -64,14 +64,14 @@ def test_finished_members_hold_no_kv(server: Server, run: str) -> None:
 
 
 def test_quota_beyond_what_can_finish(server: Server, run: str) -> None:
-    """S3: the round ends when everything has finished, and says so."""
+    """The round ends when everything has finished, and says so."""
     reply = server.rollout(run=run, prompts=[prompt("a", 4), prompt("b", 7)], quota=5)
     assert (reply["end_reason"], [g["id"] for g in reply["finished"]]) == ("exhausted", ["a", "b"])
     assert reply["carried"]["groups"] == 0
 
 
 def test_nothing_to_do(server: Server, run: str) -> None:
-    """S3: empty prompts and an empty carry: 200, exhausted, nothing finished, no forward."""
+    """Empty prompts and an empty carry: 200, exhausted, nothing finished, no forward."""
     count = Forwards(server)
     for quota in (1, None):
         reply = server.rollout(run=run, prompts=[], quota=quota)
@@ -80,7 +80,7 @@ def test_nothing_to_do(server: Server, run: str) -> None:
 
 
 def test_no_quota_ends_with_the_last_sample(server: Server, run: str) -> None:
-    """S3: `quota: null` ends only by a stop or when everything has finished."""
+    """`quota: null` ends only by a stop or when everything has finished."""
     reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 3 + 2 * i) for i in range(4)], quota=None)
     assert (reply["end_reason"], len(reply["finished"])) == ("exhausted", 4)
 
@@ -91,7 +91,7 @@ def counted(server: Server, run: str) -> int:
 
 @pytest.mark.parametrize("deliver", [None, ["b", "unheard-of"], []])
 def test_stop_route(server: Server, run: str, deliver: list[str] | None) -> None:
-    """S3: `stop` ends the round with what is finished, or with what it names of it; asked again it does nothing."""
+    """`stop` ends the round with the finished groups, or those it names; a second `stop` changes nothing."""
     prompts = [prompt("a", 3), prompt("b", 4), prompt("c", 5), *(prompt(f"long-{i}", 1500) for i in range(2))]
     body = {} if deliver is None else {"deliver": deliver}
     with server.slowed():
@@ -110,7 +110,7 @@ def test_stop_route(server: Server, run: str, deliver: list[str] | None) -> None
 
 
 def test_stop_keeps_what_was_generated(overlap: Server, run: str) -> None:
-    """S3: stopped anywhere in the overlap loop, also with a step in flight, samples go on as if nothing was."""
+    """Stopped anywhere in the overlap loop, also with a step in flight, samples go on as if nothing was."""
     prompts = [prompt(f"p{i}", 120, temperature=1.0) for i in range(4)]
     wanted = in_one_round(overlap, f"{run}-unbroken", prompts)
     groups: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ def test_stop_keeps_what_was_generated(overlap: Server, run: str) -> None:
 
 
 def test_finished_groups_are_streamed_when_they_finish(server: Server, run: str) -> None:
-    """S3, S8: an event for each whole group, in the order in which they finish, then the summary."""
+    """An event for each whole group, in the order in which they finish, then the summary."""
     prompts = [prompt("late", 9, n=2), prompt("early", 3, n=2), prompt("never", 30)]
     *groups, summary = stream(server, run=run, prompts=prompts, quota=2)
     assert [(g["event"], g["id"]) for g in groups] == [("group", "early"), ("group", "late")]

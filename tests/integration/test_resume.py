@@ -1,4 +1,4 @@
-"""Resume is invisible (design rule 2), and the noise of a token depends on its seed and position alone (S5)."""
+"""Resume is invisible, and the noise of a token depends on its seed and position alone."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def workload() -> list[dict[str, Any]]:
 def test_eight_stops_change_nothing_bit_for_bit(
     either: Server, unbroken: Unbroken, run: str, tier: str, sampling: str
 ) -> None:
-    """Rule 2: with the same batch around it, a sample on kept KV has the same tokens and logprobs; one span (S6)."""
+    """With the same batch around it, a sample on kept KV has the same tokens and logprobs; one span."""
     wanted = unbroken.get(either, run, sampling)
     samples, replies = in_rounds(either, run, workload(), 8, tier=tier, sampling_params=SAMPLING[sampling])
     for reply in replies[:-1]:
@@ -66,7 +66,7 @@ def test_eight_stops_change_nothing_bit_for_bit(
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_eight_recomputes_stay_within_stock_noise(either: Server, unbroken: Unbroken, run: str, sampling: str) -> None:
-    """Rule 2: tokens only (tier `none`) means another prefill, so within 4 x the stock server's noise; span (S6)."""
+    """Tokens only (tier `none`) means another prefill, so within 4 x the stock server's noise; span."""
     wanted = unbroken.get(either, run, sampling)
     samples, replies = in_rounds(either, run, workload(), 8, tier="none", sampling_params=SAMPLING[sampling])
     assert [r["stats"]["resumed_recomputed"] for r in replies[1:]] == [23 - i for i in range(8)]
@@ -82,7 +82,7 @@ def test_eight_recomputes_stay_within_stock_noise(either: Server, unbroken: Unbr
 def test_other_samples_in_the_batch_only_add_stock_noise(
     either: Server, unbroken: Unbroken, run: str, sampling: str
 ) -> None:
-    """Rule 2: resumed, from every tier in turn, among samples that the run never stopped did not have."""
+    """Resumed, from every tier in turn, among samples that the run never stopped did not have."""
     wanted = unbroken.get(either, run, sampling)
     body = {"run": run, "sampling_params": SAMPLING[sampling]}
     groups = either.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
@@ -94,7 +94,7 @@ def test_other_samples_in_the_batch_only_add_stock_noise(
 
 
 def test_tokens_depend_on_seed_and_position_alone(either: Server, run: str) -> None:
-    """S5: the same seeds give the same tokens whatever the order, the slot, the batch and the legs, cut or not."""
+    """The same seeds give the same tokens whatever the order, the slot, the batch and the legs, cut or not."""
     params = {"temperature": 1.0, "sampling_seed": 11}
     cut = [prompt(f"{name}-{i}", 16 + i, n=2, **values) for name, values in CUTS.items() for i in range(2)]
     prompts = [*stoppers([5, 10]), *cut]
@@ -109,7 +109,7 @@ def test_tokens_depend_on_seed_and_position_alone(either: Server, run: str) -> N
 
 
 def test_members_of_a_group_differ_and_name_their_seeds(either: Server, run: str) -> None:
-    """S5: seed = 63 bits of hash(sampling seed, id, incarnation, index), returned with the sample."""
+    """Seed = 63 bits of hash(sampling seed, id, incarnation, index), returned with the sample."""
     prompts = [prompt("a", 12, n=3), prompt("b", 12, ids=[50, 60, 70], n=3, sampling_seed=4)]
     samples = in_one_round(either, run, prompts, sampling_params={"temperature": 1.0, "sampling_seed": 3})
     for (name, incarnation, index), sample in samples.items():
@@ -119,7 +119,7 @@ def test_members_of_a_group_differ_and_name_their_seeds(either: Server, run: str
 
 
 def test_an_id_used_again_is_another_incarnation(either: Server, run: str) -> None:
-    """S5: a delivered id may be used again; its incarnation counts up, also after a drop, and its samples differ."""
+    """A delivered id may be used again; its incarnation counts up, also after a drop, and its samples differ."""
     body = {"prompts": [prompt("again", 16, n=2)], "quota": None, "sampling_params": {"temperature": 1.0}}
     drawn = []
     for incarnation in (0, 1):

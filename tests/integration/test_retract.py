@@ -1,4 +1,4 @@
-"""S6, S7: SGLang retracts a random sample every few steps (its own test switch), beside suspends and pushes."""
+"""SGLang retracts a random sample every few steps (its own test switch), beside suspends and pushes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from examples import tiny_model
-from sglang_april.adapter import preflight
+from sglang_april.adapter import versions
 from sglang_april.adapter.v0_5_17 import hook_table
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +172,7 @@ def test_an_installed_plugin_that_nobody_asked_for_registers_nothing(outcomes: d
 
 def test_a_changed_body_ends_the_start(model: str, tmp_path: Path) -> None:
     """On a copy of SGLang in which one hooked method has another body, in a process of its own."""
-    installed = preflight.sglang_root() / "sglang"
+    installed = versions.sglang_root() / "sglang"
     shutil.copytree(installed, tmp_path / "sglang", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
     file = tmp_path / "sglang/srt/server_args.py"
     text = file.read_text()
@@ -229,7 +229,7 @@ def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) ->
 
 
 def test_a_server_started_without_our_launcher_serves_rounds_with_every_hook(sglang_server: str) -> None:
-    """S11: also where `ServerArgs` was built in code, by a process that loads no plugins."""
+    """Also where `ServerArgs` was built in code, by a process that loads no plugins."""
     info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
     assert_all_hooks(info["april"])
     body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}
@@ -269,7 +269,7 @@ def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
 
 
 def assert_all_hooks(report: dict[str, Any]) -> None:
-    assert report["hooks"] == [f"{target.path} [{target.kind}]" for target in hook_table.TARGETS]
+    assert report["hooks"] == [f"{path} [{row.kind}]" for row in hook_table.HOOKS for path in row.paths]
     assert report["sglang"] == "0.5.17"
 
 

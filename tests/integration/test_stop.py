@@ -1,4 +1,4 @@
-"""A round ends in the step that meets its quota (S3), whatever is in progress; forwards are counted outside of us."""
+"""A round ends in the step that meets its quota, whatever is in progress; forwards are counted outside of us."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def either(request: pytest.FixtureRequest) -> Server:
 
 
 def test_no_decode_step_after_the_quota(either: Server, run: str) -> None:
-    """S3: 0 decode tokens after the end; with the overlap loop the one step in flight, kept and counted."""
+    """0 decode tokens after the end; with the overlap loop the one step in flight, kept and counted."""
     flight = int(either.state()["overlap"])
     count = Forwards(either)
     prompts = [prompt("a", 5), prompt("b", 9), *(prompt(f"long-{i}", 40) for i in range(6))]
@@ -38,7 +38,7 @@ def test_no_decode_step_after_the_quota(either: Server, run: str) -> None:
 
 
 def test_stop_in_the_middle_of_a_chunked_prefill(either: Server, run: str) -> None:
-    """S3: the quota is met by a prefill; what is half prefilled was never started, and stays untouched."""
+    """The quota is met by a prefill; what is half prefilled was never started, and stays untouched."""
     prompts = [prompt("short", 1), prompt("long", 12, ids=5 * CHUNK), prompt("after", 12)]
     wanted = in_one_round(either, f"{run}-unbroken", prompts, sampling_params=GREEDY)
     either.post("/flush_cache")
@@ -56,7 +56,7 @@ def test_stop_in_the_middle_of_a_chunked_prefill(either: Server, run: str) -> No
 
 
 def test_stop_in_the_middle_of_a_chunked_recompute(either: Server, run: str) -> None:
-    """S3: a sample stopped while its old tokens are prefilled again keeps them, and continues later."""
+    """A sample stopped while its old tokens are prefilled again keeps them, and continues later."""
     prompts = [prompt("stop", 3), prompt("ends", 4), prompt("long", 9, ids=5 * CHUNK)]
     wanted = in_one_round(either, f"{run}-unbroken", prompts, sampling_params=GREEDY)
     either.post("/flush_cache")
@@ -74,7 +74,7 @@ def test_stop_in_the_middle_of_a_chunked_recompute(either: Server, run: str) -> 
 
 
 def test_stop_with_samples_that_wait_for_their_prefill(either: Server, run: str) -> None:
-    """S3: what is admitted but waits in SGLang's queue goes back untouched, in its order."""
+    """What is admitted but waits in SGLang's queue goes back untouched, in its order."""
     prompts = [prompt("short", 1, ids=10), *(prompt(f"p{i:02}", 3, ids=10) for i in range(20))]
     count = Forwards(either)
     reply = either.rollout(run=run, prompts=prompts, quota=1)
@@ -90,7 +90,7 @@ def test_stop_with_samples_that_wait_for_their_prefill(either: Server, run: str)
 
 
 def test_stop_with_a_sample_whose_grammar_is_being_compiled(either: Server, run: str) -> None:
-    """S3: what waits in SGLang's grammar queue goes back untouched, and is compiled again."""
+    """What waits in SGLang's grammar queue goes back untouched, and is compiled again."""
     words = [f"{run}x{i}" for i in range(10)]
     prompts = [prompt("short", 1), prompt("word", 60, regex="|".join(words))]
     count = Forwards(either)
@@ -105,7 +105,7 @@ def test_stop_with_a_sample_whose_grammar_is_being_compiled(either: Server, run:
 
 
 def test_stop_with_retracted_samples(pool: Pool, run: str) -> None:
-    """S3, S6: what SGLang has just retracted waits for its prefill when the round ends; it keeps its tokens."""
+    """What SGLang has just retracted waits for its prefill when the round ends; it keeps its tokens."""
     server = pool.get("retract", NORMAL, env={"SGLANG_TEST_RETRACT": "1"})
     prompts = [*stoppers(range(4, 16)), *(prompt(f"p{i}", 20 + i, temperature=1.0) for i in range(8))]
     wanted = in_one_round(server, f"{run}-unbroken", prompts)
@@ -121,7 +121,7 @@ def test_stop_with_retracted_samples(pool: Pool, run: str) -> None:
 
 @pytest.mark.parametrize("surplus", ["carry", "return"])
 def test_samples_that_finish_in_the_same_step(either: Server, run: str, surplus: str) -> None:
-    """S3: what finishes beyond the quota is returned, or first in the next reply, which may need no forward."""
+    """What finishes beyond the quota is returned, or first in the next reply, which may need no forward."""
     prompts = [prompt(f"p{i}", 6) for i in range(4)] + [prompt("long", 20)]
     reply = either.rollout(run=run, prompts=prompts, quota=1, surplus=surplus)
     assert reply["end_reason"] == "quota"

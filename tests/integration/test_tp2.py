@@ -1,4 +1,4 @@
-"""S9: two ranks on the CPU decide alike at every step, whatever happens between the steps."""
+"""Two ranks on the CPU decide alike at every step, whatever happens between the steps."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,7 +119,7 @@ def finish(live: LiveServer, run: str, before: dict[str, Any]) -> dict[str, Any]
 
 
 def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: LiveServer, run: str) -> None:
-    """S9: what rank 1 could not write is worth nothing on rank 0, and its files there go."""
+    """What rank 1 could not write is worth nothing on rank 0, and its files there go."""
     lost = store(two_ranks)["lost"]
     with two_ranks.server.fault("full disk"):
         left = suspended(two_ranks, run, "disk")

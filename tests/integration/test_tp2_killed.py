@@ -1,4 +1,4 @@
-"""S8 and S9 together: two ranks are killed and come back with one journal and the files that each rank has."""
+"""Two ranks are killed and restart with one journal and the files of each rank."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

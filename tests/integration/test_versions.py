@@ -1,4 +1,4 @@
-"""S1, S6, S7: two policies on one server; tokens, logprobs and spans against replays by Hugging Face models."""
+"""Two policies on one server; tokens, logprobs and spans against replays by Hugging Face models."""
 
 from typing import Any
 
@@ -62,10 +62,8 @@ def spans_of(groups: list[Fields], name: str) -> list[list[tuple[int, str]]]:
 @pytest.mark.parametrize(
     ("tier", "kv"), [("device", "keep"), ("host", "keep"), ("device", "recompute"), ("none", "keep")]
 )
-def test_s7_every_token_is_of_the_version_and_kv_that_its_span_names(
-    live: LiveServer, run: str, tier: str, kv: str
-) -> None:
-    """S7, three versions: `fresh` and `recomputed` equal a plain forward, `kept` a replay with the cache carried on."""
+def test_each_token_matches_the_version_and_kv_of_its_span(live: LiveServer, run: str, tier: str, kv: str) -> None:
+    """Three versions: `fresh` and `recomputed` equal a plain forward, `kept` a replay with the cache carried on."""
     params = PARAMS if "overlap" in live.server.name else {**PARAMS, **PENALTIES}
     v = live.version
     groups = three_versions(live, run, params, tier=tier, kv=kv)
@@ -78,7 +76,7 @@ def test_s7_every_token_is_of_the_version_and_kv_that_its_span_names(
     assert (kept > 0) == (later == KEPT)
 
 
-def test_s7_the_oracle_can_fail(normal: LiveServer, run: str) -> None:
+def test_reference_check_can_fail(normal: LiveServer, run: str) -> None:
     """A span one token too early or late, another version, another provenance or another seed is noticed."""
     v = normal.version
     groups = three_versions(normal, run, {"cool": PARAMS["cool"]}, kv="keep")
@@ -103,8 +101,8 @@ def test_s7_the_oracle_can_fail(normal: LiveServer, run: str) -> None:
     assert swapped.judge(prompt, sample, PARAMS["cool"]).logprob_error > LOGPROB_LIMIT
 
 
-def test_s7_proximal_logprobs_are_those_of_the_recomputing_policy(live: LiveServer, run: str) -> None:
-    """S7: old tokens under the version of the last recompute, its own tokens as drawn, penalised samples none."""
+def test_proximal_logprobs_match_the_recomputing_policy(live: LiveServer, run: str) -> None:
+    """Old tokens under the version of the last recompute, its own tokens as drawn, penalised samples none."""
     penalised = {} if "overlap" in live.server.name else PENALTIES
     params = {**PARAMS, **penalised, "least": {"min_new_tokens": 3}}
     groups = three_versions(live, run, params, kv="recompute", proximal=True)
@@ -132,10 +130,8 @@ def plain_logprobs(oracle: Oracle, group: Fields, sample: Fields, params: Fields
     return [float(x) for x in logprobs_of(rows, torch.tensor(output))]
 
 
-def test_s7_tokens_after_the_last_recompute_have_no_proximal_logprob_of_another_version(
-    normal: LiveServer, run: str
-) -> None:
-    """S7: recomputed under version 1, continued on kept KV under version 2: null for the tokens of version 2."""
+def test_tokens_after_the_last_recompute_have_no_proximal_logprob(normal: LiveServer, run: str) -> None:
+    """Recomputed under version 1, continued on kept KV under version 2: null for the tokens of version 2."""
     params = {"cool": PARAMS["cool"]}
     server, v = normal.server, normal.version
     server.rollout(run=run, prompts=[*prompts_of(params), *prompts_of({"a": SHORT}, n=1)], quota=1)
@@ -156,15 +152,15 @@ def test_s7_tokens_after_the_last_recompute_have_no_proximal_logprob_of_another_
     normal.check([group], params)
 
 
-def test_s7_warning_where_logprobs_are_not_of_the_drawing_distribution(normal: LiveServer, run: str) -> None:
-    """S7: with top_p the reply says so; without it, it does not."""
+def test_truncated_sampling_is_reported_as_a_warning(normal: LiveServer, run: str) -> None:
+    """With top_p the reply says so; without it, it does not."""
     for name, warned in (("top_p", True), ("cool", False)):
         reply = normal.server.rollout(run=run, prompts=prompts_of({name: PARAMS[name]}, n=1), quota=1)
         assert bool(reply["stats"]["warnings"]) == warned
 
 
-def test_s6_a_prompt_cached_before_a_push_is_not_used_after_it(live: LiveServer, run: str) -> None:
-    """The positive control of S6, with `flush_cache: false`: cached tokens before the push and none after it."""
+def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, run: str) -> None:
+    """Positive control with `flush_cache: false`: cached tokens before the push, none after it."""
     server, prompt = live.server, list(range(30, 62))
     ours = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
 
@@ -190,7 +186,7 @@ def test_s6_a_prompt_cached_before_a_push_is_not_used_after_it(live: LiveServer,
         assert cached_tokens() == 0, "a prompt of /generate stood on KV of an older policy"
 
 
-def test_s6_prefixes_of_older_policies_leave_the_tree(live: LiveServer, run: str) -> None:
+def test_prefixes_of_older_policies_leave_the_tree(live: LiveServer, run: str) -> None:
     """Nobody can hit them any more; room in the pool is not left for every later step to look for."""
     server, prompt = live.server, list(range(30, 62))
     server.rollout(run=run, prompts=[*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)], quota=1)
@@ -203,8 +199,8 @@ def test_s6_prefixes_of_older_policies_leave_the_tree(live: LiveServer, run: str
     assert len(server.drain(run, kv="keep")) == 1
 
 
-def test_s6_kept_kv_never_enters_the_tree(live: LiveServer, run: str) -> None:
-    """Rule 4: what a sample wrote on kept KV is no prefix for anyone, not even under its own version."""
+def test_kept_kv_never_enters_the_tree(live: LiveServer, run: str) -> None:
+    """What a sample wrote on kept KV is no prefix for anyone, not even under its own version."""
     server = live.server
     prompts = [*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)]
     server.rollout(run=run, prompts=prompts, quota=1)

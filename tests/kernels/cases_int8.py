@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from april_kernels.kv_pages import PlaneTable, int8, int8_reference, int8_triton, triton_impl
+from april_kernels.kv_pages import PlaneTable, int8, int8_layout, int8_reference, int8_triton, triton_impl
 from april_kernels.kv_pages import checksum as page_checksum
+from april_kernels.kv_pages.int8_layout import Int8Layout
 from tests.kernels.pools import choose_slots
 
 SHAPES = {
@@ -16,11 +17,11 @@ SHAPES = {
 SLOTS, TOKENS = 60, 21
 
 
-def normal_pool(shape: str, device: str, seed: int = 0) -> int8.Int8Pages:
+def normal_pool(shape: str, device: str, seed: int = 0) -> Int8Layout:
     dtype, planes = SHAPES[shape]
     generator = torch.Generator().manual_seed(seed)
     buffers = [torch.randn(SLOTS, *plane, generator=generator).to(device, dtype) for plane in planes]
-    return int8.Int8Pages(PlaneTable.of(buffers))
+    return Int8Layout(PlaneTable.of(buffers))
 
 
 @pytest.mark.parametrize(("page_tokens", "tokens"), [(1, 6), (16, TOKENS)])
@@ -34,9 +35,9 @@ def test_kernel_and_reference_agree(shape: str, page_tokens: int, tokens: int, d
     expected = int8.pack(layout, slots, page_tokens)
     pages = torch.full_like(expected, 0x7F7F7F7F)
     pages[:, layout.used_words(page_tokens) :] = 0
-    int8_triton.quantise(layout, slots, page_tokens, pages)
-    codes, scales = int8.sections(layout, pages, page_tokens)
-    expected_codes, expected_scales = int8.sections(layout, expected, page_tokens)
+    int8_triton.quantize(layout, slots, page_tokens, pages)
+    codes, scales = int8_layout.sections(layout, pages, page_tokens)
+    expected_codes, expected_scales = int8_layout.sections(layout, expected, page_tokens)
     assert torch.equal(scales, expected_scales)
     # A product may be fused with the addition before it is rounded: ties, and only they, may fall the other way.
     difference = (codes.to(torch.int16) - expected_codes.to(torch.int16)).abs()
@@ -44,15 +45,15 @@ def test_kernel_and_reference_agree(shape: str, page_tokens: int, tokens: int, d
     assert float(difference.to(torch.float32).mean()) < 1e-3
 
     ours, theirs = normal_pool(shape, device, seed=1), normal_pool(shape, device, seed=1)
-    int8_triton.restore(ours, slots, page_tokens, expected)
-    int8_reference.restore(theirs, slots, page_tokens, expected)
+    int8_triton.dequantize(ours, slots, page_tokens, expected)
+    int8_reference.dequantize(theirs, slots, page_tokens, expected)
     for mine, their in zip(ours.table.buffers, theirs.table.buffers, strict=True):
         # The interpreter truncates float32 to bfloat16 where a GPU rounds: one unit in the last place.
         torch.testing.assert_close(mine, their, rtol=2**-7 if mine.dtype == torch.bfloat16 else 1e-3, atol=1e-30)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_error_is_as_stated(shape: str, device: str) -> None:
+def test_error_is_within_documented_bound(shape: str, device: str) -> None:
     layout = normal_pool(shape, device)
     before = [buffer.to(torch.float32) for buffer in layout.table.buffers]
     slots = choose_slots("random", TOKENS, SLOTS, device)
@@ -70,7 +71,7 @@ def test_the_error_is_as_stated(shape: str, device: str) -> None:
             assert 0.006 < relative < 0.007
 
 
-def test_pages_are_deterministic_and_checked(device: str) -> None:
+def test_int8_pages_are_deterministic_and_checksummed(device: str) -> None:
     layout = normal_pool("fp32 3x20", device)
     slots = choose_slots("holes", TOKENS, SLOTS, device)
     dirty = torch.full((2, layout.page_words(16)), 0x7F7F7F7F, dtype=torch.int32, device=device)
@@ -94,9 +95,9 @@ def test_size(device: str) -> None:
         ([torch.zeros(4, 1, 6)], "multiple of 4"),
     ],
 )
-def test_what_int8_cannot_hold_is_refused(buffers: list[torch.Tensor], message: str) -> None:
+def test_unsupported_pools_are_refused(buffers: list[torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        int8.Int8Pages(PlaneTable.of(buffers))
+        Int8Layout(PlaneTable.of(buffers))
 
 
 def test_kernel_warps() -> None:

@@ -32,7 +32,7 @@ MOVES = {
 
 @pytest.mark.parametrize("page_tokens", MOVES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pages_and_pools_are_the_reference_s(shape: str, page_tokens: int, device: str) -> None:
+def test_kernel_matches_reference(shape: str, page_tokens: int, device: str) -> None:
     table = pool(SHAPES[shape], SLOTS, device)
     for seed, (tokens, kind) in enumerate(MOVES[page_tokens]):
         slots = choose_slots(kind, tokens, SLOTS, device, seed=seed)
@@ -51,7 +51,7 @@ def test_pages_and_pools_are_the_reference_s(shape: str, page_tokens: int, devic
         assert same(bytes_of(ours), bytes_of(theirs)), (tokens, kind)
 
 
-def test_nothing_is_written_beside_the_pages(device: str) -> None:
+def test_kernel_writes_only_its_pages(device: str) -> None:
     table = pool(SHAPES["fp16 K 2x96, V 2x64"], SLOTS, device)
     slots = choose_slots("holes", 37, SLOTS, device)
     words = table.page_words(16)
@@ -63,7 +63,7 @@ def test_nothing_is_written_beside_the_pages(device: str) -> None:
     assert bool((room == 0x7F7F7F7F).all())
 
 
-def test_slots_beyond_the_pool_touch_nothing(device: str) -> None:
+def test_out_of_range_slots_access_nothing(device: str) -> None:
     table = pool(SHAPES["fp32 3x64"], SLOTS, device)
     before = bytes_of(table)
     beyond = torch.tensor([SLOTS, 3, 2**40, -(2**40)], device=device)
@@ -74,7 +74,7 @@ def test_slots_beyond_the_pool_touch_nothing(device: str) -> None:
     assert same(before, bytes_of(table))
 
 
-def test_slots_of_a_buffer_may_be_apart(device: str) -> None:
+def test_buffers_with_slot_stride(device: str) -> None:
     whole = torch.randn(40, 3, 2, 64, device=device)
     table = PlaneTable.of([whole[:, layer] for layer in range(3)])
     slots = choose_slots("random", 21, 40, device)
@@ -86,7 +86,7 @@ def test_slots_of_a_buffer_may_be_apart(device: str) -> None:
 
 
 @pytest.mark.parametrize("bit", [0, 31, 32 * 511 + 31, 32 * 512])
-def test_a_flipped_bit_is_found(bit: int, device: str) -> None:
+def test_flipped_bit_changes_checksum(bit: int, device: str) -> None:
     table = pool(SHAPES["bf16 4x128"], SLOTS, device)
     pages, sums = triton_impl.pack(table, choose_slots("random", 37, SLOTS, device), 16, checksum=True)
     assert sums is not None
@@ -94,7 +94,7 @@ def test_a_flipped_bit_is_found(bit: int, device: str) -> None:
     assert (triton_impl.checksum(pages) != sums).tolist() == [False, True, False]
 
 
-def test_sums_do_not_depend_on_tiles(device: str) -> None:
+def test_checksum_is_independent_of_tiling(device: str) -> None:
     table = pool(SHAPES["bf16 MLA 576"], SLOTS, device)
     pages, sums = triton_impl.pack(table, choose_slots("random", 64, SLOTS, device), 64, checksum=True)
     assert sums is not None
@@ -104,14 +104,14 @@ def test_sums_do_not_depend_on_tiles(device: str) -> None:
             assert torch.equal(triton_impl.checksum(pages), sums)
 
 
-def test_pages_aligned_worse_than_the_pool_are_refused(device: str) -> None:
+def test_pages_with_smaller_alignment_than_pool_are_refused(device: str) -> None:
     table = pool(SHAPES["fp32 3x64"], SLOTS, device)
     out = torch.empty(table.page_words(4) + 1, dtype=torch.int32, device=device)[1:].unsqueeze(0)
     with pytest.raises(ValueError, match="16-byte aligned"):
         triton_impl.pack(table, torch.arange(4, device=device), 4, out=out)
 
 
-def test_a_warm_up_leaves_the_pool_alone(device: str) -> None:
+def test_gpu_warm_up_does_not_change_pool(device: str) -> None:
     table = pool(SHAPES["fp32 3x64"], SLOTS, device)
     before = bytes_of(table)
     triton_impl.warm_up(table, 16)
@@ -133,7 +133,7 @@ BEYOND_INT32 = 2**31 // ROW + 16
 """Rows of 4 KB, more than 2**31 words in all."""
 
 
-def test_a_pool_of_more_than_2_31_words(device: str) -> None:
+def test_pool_beyond_2_31_words(device: str) -> None:
     plane = huge(BEYOND_INT32 * ROW, device).view(BEYOND_INT32, 1, ROW)
     slots = torch.tensor([BEYOND_INT32 - 1, 5, BEYOND_INT32 - 2, 7], device=device)
     marks = torch.arange(1, 5, dtype=torch.int32, device=device)
@@ -148,7 +148,7 @@ def test_a_pool_of_more_than_2_31_words(device: str) -> None:
     assert plane[:16].count_nonzero() == 0
 
 
-def test_pages_of_more_than_2_31_words(device: str) -> None:
+def test_pages_beyond_2_31_words(device: str) -> None:
     """The last page lies beyond; all others are padding and share their memory with nothing."""
     table = pool(Shape(((1, 4 * ROW),), FP8), 8, device)
     stride = 2**31 // 2 + 4096

@@ -23,7 +23,7 @@ def rows_of(rows: int, columns: int, device: str) -> tuple[torch.Tensor, torch.T
     return probs.to(device), seeds.to(device), positions.to(device)
 
 
-def test_hash_is_the_reference_s(device: str) -> None:
+def test_hash_matches_reference(device: str) -> None:
     _, seeds, positions = rows_of(8, 100, device)
     seeds[0], seeds[1], positions[0] = 0, 2**63 - 1, 0
     hashes = torch.full((8, 100), -1, dtype=torch.int64, device=device)
@@ -33,7 +33,7 @@ def test_hash_is_the_reference_s(device: str) -> None:
 
 @pytest.mark.parametrize("positions_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize("columns", [1, 7, 1024, 3001])
-def test_draws_are_the_reference_s(columns: int, positions_type: torch.dtype, device: str) -> None:
+def test_draws_match_reference(columns: int, positions_type: torch.dtype, device: str) -> None:
     probs, seeds, positions = rows_of(8, columns, device)
     positions = positions.to(positions_type)
     expected = reference.seeded_sample(probs, seeds, positions)
@@ -41,7 +41,7 @@ def test_draws_are_the_reference_s(columns: int, positions_type: torch.dtype, de
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 50])
-def test_masked_draws_are_the_reference_s(top_k: int, device: str) -> None:
+def test_masked_draws_match_reference(top_k: int, device: str) -> None:
     probs, seeds, positions = rows_of(8, 2500, device)
     full = torch.full((8,), 1.0, device=device)
     keep = reference.keep_mask(probs, torch.full((8,), top_k, device=device), 0.9 * full, 0.01 * full)

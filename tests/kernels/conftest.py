@@ -1,4 +1,4 @@
-"""Where the kernels' cases run."""
+"""The device on which the kernels' cases run."""
 
 import os
 

@@ -10,7 +10,7 @@ import torch
 from april_kernels.kv_pages import PlaneTable
 
 POISON = 0x7F
-"""Byte of memory that nobody has written; a NaN in float16 and in float8."""
+"""Byte of uninitialized memory; a NaN in float16 and in float8."""
 
 
 class Shape(NamedTuple):
@@ -55,7 +55,7 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` returns poison, so that what a kernel leaves out is seen."""
+    """`torch.empty` returns poison, so that words a kernel fails to write are detected."""
     empty = torch.empty
 
     def poisoned(*size: Any, **options: Any) -> torch.Tensor:

@@ -12,11 +12,11 @@ from bench import kernel_cases, kernels
 
 @pytest.fixture(autouse=True)
 def _without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing its memory pool takes longer than all else here."""
+    """Importing SGLang's memory pool takes longer than the rest of the test."""
     monkeypatch.setattr(kernel_cases, "_sglang_pool", lambda *_: (None, "left out of the test"))
 
 
-def test_rows_are_appended_with_all_that_they_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "kernels.json"
     size = ["--device", "cpu", "--layers", "1", "--heads", "2", "--dim", "16", "--tokens", "5", "40"]
     kernels.main([*size, "--out", str(out), "--plot", str(tmp_path)])
@@ -41,7 +41,7 @@ def test_rows_are_appended_with_all_that_they_need(tmp_path: Path, capsys: pytes
     assert "No GPU is used" in capsys.readouterr().out
 
 
-def test_it_is_run_as_a_module() -> None:
+def test_script_invocation_is_refused() -> None:
     """As a script it would hide Hugging Face's `kernels` from SGLang."""
     script = [sys.executable, str(Path(kernels.__file__))]
     done = subprocess.run(script, capture_output=True, text=True, cwd=Path(kernels.__file__).parents[1])

@@ -1,6 +1,6 @@
 """Every kernel compiles for every target without hardware: 128-bit accesses, nothing spilled, no stack.
 
-Compiled code is what can be checked here; whether it is fast is measured by bench/kernels.py on a GPU.
+Only compiled code can be checked here; bench/kernels.py measures speed on a GPU.
 """
 
 import re
@@ -98,7 +98,7 @@ class Case(NamedTuple):
     wide: frozenset[str] = frozenset({"load", "store"})
     """Which directions move data, hence must be 128 bits wide."""
     narrow: frozenset[tuple[str, int]] = frozenset()
-    """Accesses of less than 64 bits that belong there. (Slots and the table are 64 bits wide; all else is data.)"""
+    """Expected accesses of less than 64 bits. (Slots and the table are 64 bits wide; everything else is data.)"""
 
 
 _SCALE_STORE, _SCALE_LOAD = frozenset({("store", 32)}), frozenset({("load", 32)})
@@ -168,7 +168,7 @@ def accesses(binary: Any, target: GPUTarget) -> Counter[tuple[str, int]]:
 
 
 def left_registers(binary: Any, target: GPUTarget, folder: Path) -> dict[str, int]:
-    """Whatever did not fit into registers, by the compiler's own account; all zero is good."""
+    """What did not fit into registers, as the compiler reports it; all zero is good."""
     if target.backend == "cuda":
         (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -190,7 +190,7 @@ def _target_name(target: GPUTarget) -> str:
 
 @pytest.mark.parametrize("target", TARGETS, ids=_target_name)
 @pytest.mark.parametrize("name", CASES)
-def test_wide_accesses_and_no_spills(name: str, target: GPUTarget, tmp_path: Path) -> None:
+def test_accesses_are_wide_and_nothing_spills(name: str, target: GPUTarget, tmp_path: Path) -> None:
     case = CASES[name]
     binary = compiled(case.kernel, *case.launch(target.warp_size), target)
     found = accesses(binary, target)
@@ -200,8 +200,8 @@ def test_wide_accesses_and_no_spills(name: str, target: GPUTarget, tmp_path: Pat
 
 
 @pytest.mark.parametrize("target", [TARGETS[1], TARGETS[4]], ids=_target_name)
-def test_narrow_accesses_are_seen(target: GPUTarget) -> None:
-    """The check above is worth something: rows of whole words that are not 16-byte aligned fail it."""
+def test_narrow_accesses_are_detected(target: GPUTarget) -> None:
+    """Positive control of the check above: rows that are not 16-byte aligned fail it."""
     kernel, launch = _move(16, 2048, pack=True)
     constants, warps = launch(target.warp_size)
     found = accesses(compiled(kernel, {**constants, "VEC": 1, "ROW": 512, "CHUNKS": 4096}, warps, target), target)

@@ -51,7 +51,7 @@ def moves(draw: st.DrawFn) -> tuple[Shape, list[int], int]:
 
 @settings(max_examples=60, deadline=None)
 @given(moves())
-def test_pages_are_what_their_definition_says(case: tuple[Shape, list[int], int]) -> None:
+def test_page_bytes_match_definition(case: tuple[Shape, list[int], int]) -> None:
     shape, slots, page_tokens = case
     table, other = pool(shape, 30, "cpu"), pool(shape, 30, "cpu", empty=True)
     chosen = torch.tensor(slots, dtype=torch.int64)
@@ -68,8 +68,8 @@ def test_pages_are_what_their_definition_says(case: tuple[Shape, list[int], int]
         assert bool((mine == POISON).all())
 
 
-def test_a_page_s_bytes_do_not_depend_on_its_slots() -> None:
-    """The same tokens at other slots, of another index type, give the same pages: they can be compared and shared."""
+def test_page_bytes_are_independent_of_slots() -> None:
+    """The same tokens at other slots, or with another index dtype, give the same bytes."""
     shape = Shape(((2, 8), (2, 4)), torch.bfloat16)
     table, moved = pool(shape, 40, "cpu"), pool(shape, 40, "cpu", empty=True)
     slots, others = choose_slots("random", 21, 40, "cpu"), choose_slots("random", 21, 40, "cpu", seed=1)
@@ -79,7 +79,7 @@ def test_a_page_s_bytes_do_not_depend_on_its_slots() -> None:
     assert torch.equal(pages, again)
 
 
-def test_out_may_be_strided_and_nothing_beside_it_is_written() -> None:
+def test_strided_output_writes_only_its_pages() -> None:
     table = pool(Shape(((2, 8),), torch.float32), 40, "cpu")
     slots, words = choose_slots("random", 20, 40, "cpu"), table.page_words(16)
     room = torch.full((2, words + 8), 0x7F7F7F7F, dtype=torch.int32)
@@ -89,7 +89,7 @@ def test_out_may_be_strided_and_nothing_beside_it_is_written() -> None:
     assert bool((room[:, words:] == 0x7F7F7F7F).all())
 
 
-def test_any_flipped_bit_changes_the_sum() -> None:
+def test_any_flipped_bit_changes_the_checksum() -> None:
     pages = torch.randint(-(2**31), 2**31 - 1, (1, 40), dtype=torch.int32)
     good = kv_pages.checksum(pages)
     for bit in range(pages.numel() * 32):
@@ -98,7 +98,7 @@ def test_any_flipped_bit_changes_the_sum() -> None:
         assert not torch.equal(kv_pages.checksum(damaged), good), f"bit {bit}"
 
 
-def test_swapped_and_lost_words_change_the_sum() -> None:
+def test_swapped_and_lost_words_change_the_checksum() -> None:
     pages = torch.randint(-(2**31), 2**31 - 1, (1, 1000), dtype=torch.int32)
     good = int(kv_pages.checksum(pages))
     swapped = pages.clone()
@@ -109,8 +109,8 @@ def test_swapped_and_lost_words_change_the_sum() -> None:
     assert len({good, *sums}) == 5
 
 
-def test_sums_of_pages_longer_than_a_piece() -> None:
-    """Pages are mixed in pieces; the pieces' edges must not show."""
+def test_checksums_of_pages_longer_than_a_chunk() -> None:
+    """Checksums are computed in chunks; the result must not depend on chunk boundaries."""
     from april_kernels.kv_pages import reference
 
     pages = torch.randint(-(2**31), 2**31 - 1, (2, 1000), dtype=torch.int32)
@@ -144,7 +144,7 @@ def _floats(*size: int) -> torch.Tensor:
         (lambda: kv_pages.checksum(torch.zeros(2, 64)), "must be int32"),
     ],
 )
-def test_bad_arguments_are_named(call: Callable[[], object], message: str) -> None:
+def test_errors_name_the_bad_argument(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -158,12 +158,12 @@ def _unpack(pages: torch.Tensor) -> None:
     kv_pages.unpack(PlaneTable.of([_floats(9, 1, 4)]), torch.arange(3), pages)
 
 
-def test_a_slot_beyond_the_pool_is_an_error() -> None:
+def test_out_of_range_slot_raises() -> None:
     with pytest.raises(IndexError):
         _pack(slots=torch.tensor([9]))
 
 
-def test_no_tokens_no_pages() -> None:
+def test_empty_input_gives_no_pages() -> None:
     table = PlaneTable.of([_floats(9, 1, 4)])
     before = bytes_of(table)
     pages, sums = kv_pages.pack(table, torch.zeros(0, dtype=torch.int64), 16, checksum=True)
@@ -175,7 +175,7 @@ def test_no_tokens_no_pages() -> None:
 
 
 def test_buffers_may_be_slices_of_one_tensor() -> None:
-    """Slots of a buffer may be apart, as where several layers share one allocation."""
+    """Slots may have a stride, as in pools where several layers share one allocation."""
     whole = torch.randn(30, 4, 2, 8)
     table = PlaneTable.of([whole[:, layer] for layer in range(4)])
     slots = choose_slots("random", 10, 30, "cpu")
@@ -183,15 +183,15 @@ def test_buffers_may_be_slices_of_one_tensor() -> None:
     assert [page.numpy().tobytes() for page in pages] == model_page_bytes(table, slots.tolist(), 16)
 
 
-def test_warm_up_leaves_the_pool_alone() -> None:
+def test_warm_up_does_not_change_pool() -> None:
     table = pool(Shape(((2, 8),), torch.float32), 40, "cpu")
     before = bytes_of(table)
     kv_pages.warm_up(table, 16)
     assert same(before, bytes_of(table))
 
 
-def test_large_new_blocks_are_on_huge_pages_where_the_system_has_any() -> None:
-    """Else every 4 KB that a copy writes to for the first time is a page fault."""
+def test_large_blocks_use_huge_pages_where_available() -> None:
+    """Otherwise the first write to every 4 KB is a page fault."""
     block = blocks.empty((blocks.FRESH_BYTES // 64 + 1, 16))
     assert (block.dtype, block.shape) == (torch.int32, (blocks.FRESH_BYTES // 64 + 1, 16))
     block[-1] = 7

@@ -16,7 +16,7 @@ def test_frequencies_follow_the_probabilities() -> None:
     assert float(((seen - expected) ** 2 / expected).sum()) < 24.3
 
 
-def test_a_draw_depends_on_its_row_alone() -> None:
+def test_draw_depends_only_on_its_row() -> None:
     probs = torch.randn(6, 500).softmax(dim=-1)
     seeds, positions = torch.arange(6) * 10**15, torch.arange(6) * 1000
     together = seeded_sample(probs, seeds, positions)
@@ -25,13 +25,13 @@ def test_a_draw_depends_on_its_row_alone() -> None:
     assert torch.equal(seeded_sample(probs[3:4], seeds[3:4], positions[3:4]), together[3:4])
 
 
-def test_both_halves_of_a_seed_and_the_position_count() -> None:
+def test_draw_depends_on_all_seed_bits_and_position() -> None:
     seeds = torch.tensor([1, 1 + (1 << 32), 1, 2])
     hashes = murmur_hash32(seeds, torch.tensor([0, 0, 1, 0]), torch.arange(100))
     assert len({tuple(row) for row in hashes.tolist()}) == 4
 
 
-def test_masks_keep_what_each_bound_leaves() -> None:
+def test_keep_mask_applies_each_bound() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).repeat(4, 1)
     top_ks, top_ps = torch.tensor([2, TOP_K_ALL, TOP_K_ALL, 1]), torch.tensor([1.0, 0.6, 1.0, 0.01])
     keep = keep_mask(probs, top_ks, top_ps, torch.tensor([0.0, 0.0, 0.2, 0.9]))

@@ -1,4 +1,4 @@
-"""Are two samples the same (design rule 2)? And how much of a difference is the engine's own."""
+"""Are two samples the same? And how much of a difference is the engine's own."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _noise: dict[str, float] = {}
 
 
 def by_key(groups: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
-    """Samples of groups as a reply has them; a sample that comes twice fails (rule 1)."""
+    """Samples of groups as a reply has them; a sample that comes twice fails."""
     found: dict[Key, dict[str, Any]] = {}
     for group in groups:
         for sample in group["samples"]:
@@ -67,7 +67,7 @@ def difference(a: dict[str, Any], b: dict[str, Any], tie: float, *, seeded: bool
 
 
 def _score(sample: dict[str, Any], token: int, seeded: bool) -> float:
-    """What was maximised over the vocabulary: the logprob, plus the token's Gumbel noise if it was drawn (S5)."""
+    """What was maximised over the vocabulary: the logprob, plus the token's Gumbel noise if it was drawn."""
     score = float(sample["logprobs"][token])
     if seeded:
         position = len(sample["prompt_ids"]) + token - 1

@@ -1,4 +1,4 @@
-"""A client's own books of a server: what was accepted, what came back, what was dropped (design rule 1).
+"""A client's own books of a server: what was accepted, what came back, what was dropped.
 
 They use nothing that the server says of itself but its replies, so they notice what it loses or counts twice.
 """

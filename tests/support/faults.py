@@ -26,12 +26,12 @@ def _no_space(_armed: Armed, _stock: Callable[..., Any], *_args: Any) -> None:
 
 def _flip(_armed: Armed, stock: Callable[..., Any], store: Any, number: int, *args: Any) -> None:
     stock(store, number, *args)
-    store._arena.pages(store._held[number].runs[0])[0, 0] ^= 4
+    store._arena.pages(store._held[number].ranges[0])[0, 0] ^= 4
 
 
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "slow copy": (KV + "page_store.PageStore._put", _wait),
-    "slow load": (KV + "page_store.PageStore._get", _wait),
-    "full disk": (KV + "disk_tier.DiskTier._put", _no_space),
-    "flipped bit": (KV + "page_store.PageStore._put", _flip),
+    "slow copy": (KV + "page_store.PageStore._copy_to_host", _wait),
+    "slow load": (KV + "page_store.PageStore._load", _wait),
+    "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
+    "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
 }

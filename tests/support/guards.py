@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-OURS = "sglang_april."
+APRIL = "sglang_april."
 
 
 def _insert_anyway(guarded: Callable[..., Any], pool: Any, reqs: Any, pages: Any, on_old_kv: list[bool]) -> Any:
@@ -56,15 +56,15 @@ def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "tree insert": (OURS + "adapter.v0_5_17.pages.PagePool.put_back", _insert_anyway),
-    "version key": (OURS + "adapter.v0_5_17.request.versioned_key", _no_version),
-    "flush rescue": (OURS + "scheduler.suspend.Suspender.evacuate", _nothing),
-    "accounting": (OURS + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
-    "in-step stop": (OURS + "scheduler.ending.Endings.end_due", _some_steps_later),
-    "no sleep on work": (OURS + "scheduler.resume.Resumer.has_work", _nothing),
-    "every page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _leak_a_page),
-    "no shared page freed": (OURS + "adapter.v0_5_17.pages.PagePool.free_slots", _free_a_shared_page),
-    "penalty replay": (OURS + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
-    "suspend": (OURS + "scheduler.suspend.Suspender.suspend_all", _fail),
-    "deliver once": (OURS + "scheduler.ledger.Ledger.deliver", _keep_delivered),
+    "tree insert": (APRIL + "adapter.v0_5_17.page_pool.PagePool.put_back", _insert_anyway),
+    "version key": (APRIL + "adapter.v0_5_17.request.versioned_key", _no_version),
+    "flush rescue": (APRIL + "scheduler.suspend.Suspender.evacuate", _nothing),
+    "accounting": (APRIL + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),
+    "in-step stop": (APRIL + "scheduler.round_end.RoundEnd.end_due", _some_steps_later),
+    "no sleep on work": (APRIL + "scheduler.resume.Resumer.has_work", _nothing),
+    "every page freed": (APRIL + "adapter.v0_5_17.page_pool.PagePool.free_slots", _leak_a_page),
+    "no shared page freed": (APRIL + "adapter.v0_5_17.page_pool.PagePool.free_slots", _free_a_shared_page),
+    "penalty replay": (APRIL + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
+    "suspend": (APRIL + "scheduler.suspend.Suspender.suspend_all", _fail),
+    "deliver once": (APRIL + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }

@@ -1,4 +1,4 @@
-"""Trainers that do not give up, and a server that is killed under them at random moments (S8).
+"""Trainers that do not give up, and a server that is killed under them at random moments.
 
 Two trainers roll out under runs of their own; one of them also pushes. A request that dies with the server is sent
 again, the same one under the same `round_id`, until it is answered. At the end everything that was ever asked for has

@@ -86,7 +86,7 @@ class LiveServer:
     # --- judging
 
     def check(self, groups: list[dict[str, Any]], params: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-        """Every sample has the tokens and logprobs that its own history under these policies gives (S5, S7)."""
+        """Every sample has the tokens and logprobs that its own history under these policies gives."""
         oracle = Oracle(self.policies)
         return [verdict for group in groups for verdict in oracle.check(group, params[group["id"]])]
 

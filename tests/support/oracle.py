@@ -1,4 +1,4 @@
-"""What a sample must contain, computed without SGLang: Hugging Face forwards, our noise, plain arithmetic (S5, S7).
+"""What a sample must contain, computed without SGLang: Hugging Face forwards, our noise, plain arithmetic.
 
 The oracle replays a sample span by span. A `fresh` or `recomputed` span starts from nothing under its version's
 weights; a `kept` span goes on from the cache that older weights filled. Every token is fed its true history, so one
@@ -17,7 +17,7 @@ import torch
 from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32
 
 LOGPROB_LIMIT = 1e-4
-"""S7, float32."""
+"""Largest accepted difference of logprobs, float32."""
 TIE = 1e-3
 """Two scores closer than this may change places."""
 
@@ -57,7 +57,7 @@ class Oracle:
             return hf_model(self.policies[version])(ids).logits[0, len(prompt) - 1 :].float()
 
     def replay(self, prompt: list[int], output: list[int], spans: list[dict[str, Any]]) -> torch.Tensor:
-        """[output_len, vocab] as the sample's own history gives them (S7)."""
+        """[output_len, vocab] as the sample's own history gives them."""
         from transformers import DynamicCache
 
         ids, rows = prompt + output, []
@@ -101,7 +101,7 @@ class Oracle:
 
 
 def check_spans(spans: list[dict[str, Any]], length: int) -> None:
-    """S6: spans cover the output without gaps, versions never fall, a new one starts only where something changes."""
+    """Spans cover the output without gaps, versions never fall, a new one starts only where something changes."""
     assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans[:-1])], spans
     assert spans[-1]["end"] == length, (spans, length)
     assert all(s["end"] > s["start"] for s in spans), spans
@@ -111,7 +111,7 @@ def check_spans(spans: list[dict[str, Any]], length: int) -> None:
 
 
 def processed(logits: torch.Tensor, output: list[int], params: Mapping[str, Any]) -> torch.Tensor:
-    """Logits [output_len, vocab] -> log-softmax after penalties, bias and temperature, float64 (S7)."""
+    """Logits [output_len, vocab] -> log-softmax after penalties, bias and temperature, float64."""
     rows = logits.double().clone()
     counts = torch.nn.functional.one_hot(torch.tensor(output), rows.shape[1]).double()
     before = counts.cumsum(0) - counts
@@ -132,7 +132,7 @@ def logprobs_of(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def lost_draws(
     rows: torch.Tensor, chosen: torch.Tensor, prompt_len: int, seed: int, params: Mapping[str, Any]
 ) -> list[int]:
-    """Output tokens that another one beats: by logprob when greedy, else by logprob plus the noise of S5."""
+    """Positions where another token scores higher: by logprob if greedy, else by logprob plus the token's noise."""
     score, sure = rows, torch.ones_like(rows, dtype=torch.bool)
     possible = sure
     if params.get("temperature", 1.0) > 0:

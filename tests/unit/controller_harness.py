@@ -72,8 +72,9 @@ class ControllerHarness(EventChecks):
         """A message to the scheduler; `then` is what a 200 means, in the moment in which it is said."""
         self.seq += 1
         self._then = then
+        data = messages.encode(kind(seq=self.seq, **fields))
         for e in self.engines:
-            e.controller.command(kind(seq=self.seq, **fields))
+            e.controller.command(messages.decode_message(data))
         if kind is not messages.GetState:
             self.check()
         return self.answers.pop(self.seq)
@@ -104,25 +105,26 @@ class ControllerHarness(EventChecks):
     def open(self, run: str, prompts: dict[str, tuple[int, int, int]], **spec: Any) -> messages.Answer:
         """Open a round; `prompts`: id -> (prompt length, n, max_new_tokens, or minus the exact length)."""
         given, params = given_as(prompts)
-        fields = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5, **spec}
-        fields |= {
-            "round_id": f"r{self.seq}",
-            "run": run,
-            "prompts": given,
-            "params": params,
-        }
+        fields = {"quota": 1, "quota_unit": "group", "kv": "keep", "max_staleness": 5, **spec}
+        fields |= {"round_id": f"r{self.seq}", "run": run}
         self.end_what_is_over()
         begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.ledger.runs else 0
         closed = self.controller.context.closed()
         taken = run in self.rounds or any(g.key[1] in prompts for g in self.of(run))
-        rnd = ModelRound(messages.OpenRound(seq=0, **fields), begun)
-        answer = self.command(messages.OpenRound, lambda a: self._opened(rnd, a.data["incarnations"]), **fields)
+        rnd = ModelRound(messages.RoundSpec(**fields), begun)
+        answer = self.command(
+            messages.OpenRound,
+            lambda a: self._opened(rnd, given, a.data["incarnations"]),
+            spec=messages.RoundSpec(**fields),
+            prompts=given,
+            params=params,
+        )
         assert answer.status == (503 if closed else 409 if taken else 200), answer
         return answer
 
-    def _opened(self, rnd: ModelRound, incarnations: list[int]) -> None:
+    def _opened(self, rnd: ModelRound, prompts: list[messages.Prompt], incarnations: list[int]) -> None:
         run = rnd.spec.run
-        self._accepted(run, rnd.spec.prompts, incarnations)
+        self._accepted(run, prompts, incarnations)
         self.opened[run] += 1
         rnd.number = self.opened[run]
         self.rounds[run] = rnd
@@ -226,7 +228,7 @@ class ControllerHarness(EventChecks):
         if self.controller.context.clock.closed:
             assert self.push_begin() == 200
             assert self.push_end() == 200
-        for run in {k[0] for k in self.groups} - set(self.rounds):
+        for run in sorted({k[0] for k in self.groups} - set(self.rounds)):
             assert self.open(run, {}, quota=None).status == 200
         for _ in range(limit):
             if not self.rounds and self.engine.fully_idle():

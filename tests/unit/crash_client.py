@@ -1,4 +1,4 @@
-"""The client of a process that is killed: remembers every word, and holds the next life against it (S8)."""
+"""The client of a process that is killed: remembers every message and checks the next epoch against them."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ Word = messages.Command | messages.Event
 
 
 class CrashClient:
-    """The parent: remembers every word, and compares the next life with it."""
+    """Runs in the parent process: remembers every message and compares the next epoch with them."""
 
     def __init__(self) -> None:
         self.asked: dict[int, messages.Command] = {}
@@ -51,9 +51,9 @@ class CrashClient:
     def _answered(self, answer: messages.Answer) -> None:
         assert answer.status == 200, answer
         match self.asked.pop(answer.seq):
-            case messages.OpenRound(round_id=name, run=run, prompts=prompts):
-                self.open[name] = run
-                self.accepted |= {(run, p.id): p.n for p in prompts}
+            case messages.OpenRound(spec=spec, prompts=prompts):
+                self.open[spec.round_id] = spec.run
+                self.accepted |= {(spec.run, p.id): p.n for p in prompts}
             case messages.Drop(run=run, ids=ids):
                 self.gone |= {(run, i) for i in ids or ()}
 
@@ -71,35 +71,35 @@ class CrashClient:
         self.replies[ended.round_id] = _content(ended, samples)
         self.order[ended.run].append(ended.round_id)
 
-    def _restored(self, life: messages.Restored) -> None:
+    def _restored(self, epoch: messages.Restored) -> None:
         self.restored += 1
-        assert not life.warnings, life.warnings
-        self.finished |= {(s.run, s.id, s.index): s for s in life.finished}
+        assert not epoch.warnings, epoch.warnings
+        self.finished |= {(s.run, s.id, s.index): s for s in epoch.finished}
         unanswered = list(self.asked.values())
         self.asked.clear()
         # What was asked in the moment of death may or may not have come to pass.
-        rounds = {r.round_id: r.run for r in life.rounds} | {spec.round_id: spec.run for spec, *_ in life.replies}
+        rounds = {r.round_id: r.run for r in epoch.rounds} | {r.spec.round_id: r.spec.run for r in epoch.replies}
         for command in unanswered:
-            if isinstance(command, messages.OpenRound) and command.round_id in rounds:
-                self.open[command.round_id] = command.run
-                self.accepted |= {(command.run, p.id): p.n for p in command.prompts}
-        there = {(run, prompt.id) for run, prompt in life.groups}
+            if isinstance(command, messages.OpenRound) and command.spec.round_id in rounds:
+                self.open[command.spec.round_id] = command.spec.run
+                self.accepted |= {(command.spec.run, p.id): p.n for p in command.prompts}
+        there = {(run, prompt.id) for run, prompt in epoch.groups}
         for command in unanswered:
             if isinstance(command, messages.Drop):
                 self.gone |= {(command.run, i) for i in command.ids or ()} - there
-        self._check_replies(life)
-        assert {r.round_id for r in life.rounds} == set(self.open), "an open round is lost, or one came back"
+        self._check_replies(epoch)
+        assert {r.round_id for r in epoch.rounds} == set(self.open), "an open round is lost, or one came back"
         assert there == set(self.undelivered()), "a group is lost, or one came back"
 
-    def _check_replies(self, life: messages.Restored) -> None:
-        kept = {spec.round_id: _content(ended, samples) for spec, ended, _, samples in life.replies}
-        for spec, ended, _, samples in life.replies:
-            if spec.round_id not in self.replies:
-                self._replied(ended, samples)
-        assert kept.keys() | set(life.gone) == self.replies.keys()
+    def _check_replies(self, epoch: messages.Restored) -> None:
+        kept = {r.spec.round_id: _content(r.ended, r.samples) for r in epoch.replies}
+        for reply in epoch.replies:
+            if reply.spec.round_id not in self.replies:
+                self._replied(reply.ended, reply.samples)
+        assert kept.keys() | set(epoch.gone) == self.replies.keys()
         assert all(self.replies[name] == said for name, said in kept.items()), "a reply has changed"
         for order in self.order.values():
-            assert not set(order[-KEPT:]) & set(life.gone), "a reply is lost"
+            assert not set(order[-KEPT:]) & set(epoch.gone), "a reply is lost"
 
     def undelivered(self) -> Iterator[tuple[str, str]]:
         for (run, name), n in self.accepted.items():

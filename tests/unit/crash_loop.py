@@ -1,4 +1,4 @@
-"""A scheduler without a model in a process of its own, whose journal and files of pages outlive it (S8).
+"""A scheduler without a model in a process of its own, whose journal and files of pages outlive it.
 
 What it does is paced by its journal, not by the clock: it is never more than a few batches ahead of the writer, and
 never more than a pipe of words ahead of who listens. So a kill meets all phases alike, however slow the disk is.
@@ -32,7 +32,7 @@ from tests.unit.storing_engine import StoringEngine, key_of
 COMMAND, EVENT = 0, 1
 HEAD = struct.Struct("<BI")
 PIPE_BYTES = 4096
-"""So little that a life is never far ahead of what has been heard of it."""
+"""Small, so that an epoch is never far ahead of what the parent has received from it."""
 SLOTS, POOL, HOST, DISK = 4, 200, 80, 160
 """Samples, and tokens of each tier: little, so that pages are always on the move."""
 
@@ -77,18 +77,18 @@ class CrashLoop:
         self.context = self.engine.controller.context
         self.context.clock.version = self.engine.version = version
         self.context.clock.unnamed = unnamed
-        search = KvSearch(self.engine.disk, saved.life)
+        search = KvSearch(self.engine.disk, saved.epoch)
         self.engine.controller.restore(saved, lambda wanted: search.look([(key_of(s), kv) for s, kv in wanted]))
         recall_all(self.engine)
         recount(self.engine, self.context.ledger)
-        back = [key_of(s) for s in samples_of(self.context.ledger) if s.pages is not None]
-        self.engine.disk.begin(saved.next_life, back)
+        back = [key_of(s) for s in samples_of(self.context.ledger) if s.kv.pages is not None]
+        self.engine.disk.begin(saved.next_epoch, back)
         with (folder / "regained").open("a") as out:
             out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
         self.engine.send(restored_event(saved, unnamed=unnamed))
         self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT)
-        self.recorder.life(saved.next_life)
+        self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
     def say(self, word: Word) -> None:
@@ -115,16 +115,18 @@ class CrashLoop:
         name = f"{run}.{self.seed}.{self.seq}"
         self.ask(
             messages.OpenRound,
-            round_id=name,
-            run=run,
+            spec=messages.RoundSpec(
+                round_id=name,
+                run=run,
+                quota=quota,
+                quota_unit=self.rng.choice(("group", "group", "sample")),
+                kv="keep",
+                max_staleness=5,
+                keep_until_ack=held,
+                tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
+            ),
             prompts=prompts,
             params=params,
-            quota=quota,
-            unit=self.rng.choice(("group", "group", "sample")),
-            kv="keep",
-            max_staleness=5,
-            keep_until_ack=held,
-            tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
         )
         if held:
             self.ask(messages.Acknowledge, round_id=name, run=run)
@@ -175,7 +177,7 @@ class CrashLoop:
 
 
 def words(pipe: int) -> Iterator[Word]:
-    """What a life says; a word that was cut off by its end was never said."""
+    """The messages of an epoch; one that its end cut off does not count."""
     data = b""
     while True:
         while len(data) >= HEAD.size:
@@ -190,8 +192,8 @@ def words(pipe: int) -> Iterator[Word]:
         data += more
 
 
-def one_life(folder: Path, client: CrashClient, seed: int, last_word: int | None) -> int:
-    """Fork a life, listen to so many words (None: to its good end), kill it; returns how many words were heard."""
+def one_epoch(folder: Path, client: CrashClient, seed: int, last_word: int | None) -> int:
+    """Fork an epoch, receive that many messages (None: until it ends), kill it; returns the number received."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     child = os.fork()
@@ -199,11 +201,11 @@ def one_life(folder: Path, client: CrashClient, seed: int, last_word: int | None
         os.close(read)
         status = 1
         try:
-            life = CrashLoop(folder, write, seed)
+            epoch = CrashLoop(folder, write, seed)
             if last_word is None:
-                life.finish()
+                epoch.finish()
             else:
-                life.live()
+                epoch.live()
             status = 0
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
@@ -221,5 +223,5 @@ def one_life(folder: Path, client: CrashClient, seed: int, last_word: int | None
         os.close(read)
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (0 if last_word is None else -signal.SIGKILL), f"life {seed} ended by itself: {status}"
+    assert status == (0 if last_word is None else -signal.SIGKILL), f"epoch {seed} ended by itself: {status}"
     return heard

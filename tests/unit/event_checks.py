@@ -101,7 +101,7 @@ class EventChecks(ReferenceModel):
         for run, rnd in (self.ahead | self.rounds).items():
             bound = rnd.spec.concurrency
             assert self.ledger.runs[run].running <= (bound if isinstance(bound, int) else self.engine.slots)
-            if rnd.spec.max_staleness == 0 and rnd.spec.unit == "group" and rnd.spec.quota is not None:
+            if rnd.spec.max_staleness == 0 and rnd.spec.quota_unit == "group" and rnd.spec.quota is not None:
                 begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.rounds else 0
                 if rnd.spec.count == "accepted":
                     begun -= sum(g.accepted is False for g in self.of(run))
@@ -127,5 +127,7 @@ class EventChecks(ReferenceModel):
 
     def _retract(self, request: Request) -> None:
         """S6: before the engine retracts, partials have given way and our newer samples are suspended."""
-        assert not any(s.pages and s.pages.tier == "device" for s in samples_of(self.ledger)), "partials hold pages"
+        assert not any(s.kv.pages and s.kv.pages.tier == "device" for s in samples_of(self.ledger)), (
+            "partials hold pages"
+        )
         assert sum(r.sample is not None and r.reason is None for r in self.engine.running) <= 1

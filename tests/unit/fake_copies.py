@@ -27,7 +27,7 @@ class Folder:
     """A rank's directory, which outlives its server; searched as `Disk` is."""
 
     files: dict[Whose, File] = field(default_factory=dict)
-    life: str = ""
+    epoch: str = ""
 
     def find(self, key: Whose, wanted: Found) -> int:
         file = self.files.get(key)
@@ -46,9 +46,9 @@ class Folder:
     def remove(self, key: Whose) -> None:
         self.files.pop(key, None)
 
-    def begin(self, life: str, keep: Collection[Whose]) -> None:
+    def begin(self, epoch: str, keep: Collection[Whose]) -> None:
         self.files = {key: file for key, file in self.files.items() if key in keep}
-        self.life = life
+        self.epoch = epoch
 
 
 @dataclass(eq=False, slots=True)

@@ -23,10 +23,10 @@ def build(sample: Sample) -> Request:
     prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
     name = f"{group.order}.{sample.index}"
     request = sample.request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
-    if sample.recall is not None:
-        request.output = np.frombuffer(sample.recall.output_ids, "<i4").tolist()
-        request.drawn_under = [(s.version, s.kv) for s in sample.recall.spans for _ in range(s.start, s.end)]
-        sample.recall = None
+    if sample.journal.snapshot is not None:
+        request.output = np.frombuffer(sample.journal.snapshot.output_ids, "<i4").tolist()
+        request.drawn_under = [(s.version, s.kv) for s in sample.journal.snapshot.spans for _ in range(s.start, s.end)]
+        sample.journal.snapshot = None
     return request
 
 
@@ -133,7 +133,7 @@ class FakeEngine(FakeLoop):
     def follow(self, sample: Sample) -> bool:
         """As if the KV were shared: it gets slots of its own, and whoever stands on them cannot tell."""
         tokens = len(sample.group.prompt.input_ids) // 4 - 1
-        if self.prompts.get(sample.group) != (self.version, self.life) or len(self.free) < tokens:
+        if self.prompts.get(sample.group) != (self.version, self.epoch) or len(self.free) < tokens:
             return False
         request = build(sample)
         if request.name not in self.first_start:
@@ -142,16 +142,16 @@ class FakeEngine(FakeLoop):
         slots = [self.free.pop() for _ in range(tokens)]
         for position, slot in enumerate(slots):
             self.cells[slot] = (request.name, position, self.version)
-        sample.pages = Pages(tokens, 0, slots, None, None)
+        sample.kv.pages = Pages(tokens, 0, slots, None, None)
         self.followed += 1
         return True
 
     def attach(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            request, pages = sample.request, sample.pages
+            request, pages = sample.request, sample.kv.pages
             assert pages.ready
             assert pages.length == request.prompt + len(request.output) - 1
-            request.slots, request.drawn, sample.pages = pages.slots, len(request.output), None
+            request.slots, request.drawn, sample.kv.pages = pages.slots, len(request.output), None
             self.running.append(request)
         assert len(self.running) <= self.slots
 
@@ -164,7 +164,7 @@ class FakeEngine(FakeLoop):
             self.chunked = None
         for request in [r for r in self.running if r in mine and r.reason is None]:
             assert len(request.slots) == request.prompt + len(request.output) - 1
-            mine[request].pages = Pages(len(request.slots), 0, request.slots, None, None)
+            mine[request].kv.pages = Pages(len(request.slots), 0, request.slots, None, None)
             request.slots = None
             self.running.remove(request)
         for request, sample in mine.items():
@@ -172,7 +172,7 @@ class FakeEngine(FakeLoop):
                 self.forget(sample)
 
     def forget(self, sample: Sample) -> None:
-        if sample.pages is not None:
+        if sample.kv.pages is not None:
             self.release(sample)
         sample.request = None
 
@@ -205,18 +205,18 @@ class FakeEngine(FakeLoop):
 
     # --- pages
 
-    def regain(self, sample: Sample) -> None:
-        self.copies.regain(sample.pages.copy.number, whose(sample), sample.pages.length)
+    def recover_kv(self, sample: Sample) -> None:
+        self.copies.regain(sample.kv.pages.copy.number, whose(sample), sample.kv.pages.length)
 
-    def revive(self, sample: Sample) -> bool:
+    def rebuild_request(self, sample: Sample) -> bool:
         build(sample)
         return True
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        self.copies.put(order, sample.pages, whose(sample), sample.kv_version, sample.request.history)
+        self.copies.put(order, sample.kv.pages, whose(sample), sample.kv.version, sample.request.history)
 
     def load(self, sample: Sample, order: int) -> bool:
-        pages = sample.pages
+        pages = sample.kv.pages
         if len(self.free) < pages.length:
             return False
         pages.slots = [self.free.pop() for _ in range(pages.length)]
@@ -226,7 +226,7 @@ class FakeEngine(FakeLoop):
         return True
 
     def spill(self, sample: Sample, order: int) -> None:
-        self.copies.spill(order, sample.pages)
+        self.copies.spill(order, sample.kv.pages)
 
     def verify(self, order: int, stored: Sequence[Pages]) -> None:
         assert all(pages.slots is not None or pages.copy is not None for pages in stored)
@@ -236,7 +236,7 @@ class FakeEngine(FakeLoop):
         self.copies.carry_out(order)
 
     def free_pages(self, pages: Pages) -> None:
-        assert not pages.loading or self.copies.is_carried_out(pages.move), "slots that a copy still writes to"
+        assert not pages.loading or self.copies.is_carried_out(pages.transfer), "slots that a copy still writes to"
         if pages.slots is not None:
             self.free += pages.slots
             pages.slots = None
@@ -245,9 +245,9 @@ class FakeEngine(FakeLoop):
         self.copies.discard(number)
 
     def release(self, sample: Sample) -> None:
-        if sample.pages is not None:
-            self.free_pages(sample.pages)
-            sample.pages = None
+        if sample.kv.pages is not None:
+            self.free_pages(sample.kv.pages)
+            sample.kv.pages = None
 
     def held_tokens(self, pages: Pages) -> int:
         return len(pages.slots) if pages.slots is not None else 0

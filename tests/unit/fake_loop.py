@@ -34,8 +34,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     drawn_under: list[tuple[int, Provenance]] = field(default_factory=list)
     """Per output token: the version, and how the KV beneath came to be, read off the slots themselves."""
-    lives: list[int] = field(default_factory=list)
-    """Per output token: in which life of the server it was drawn."""
+    epochs: list[int] = field(default_factory=list)
+    """Per output token: in which epoch of the server it was drawn."""
     drawn: int = 0
     """Output tokens that the device has drawn, the step in flight included."""
     slots: list[int] | None = None
@@ -53,7 +53,7 @@ class Request:
     @property
     def history(self) -> list[Any]:
         """How each output token came to be: two that agree in it have the same KV beneath them."""
-        return list(zip(self.lives, self.drawn_under, strict=True))
+        return list(zip(self.epochs, self.drawn_under, strict=True))
 
     @property
     def rest(self) -> int:
@@ -76,7 +76,7 @@ class FakeLoop:
 
     def __init__(self, slots: int, pool: int, chunk: int, overlap: bool, queue_limit: int) -> None:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
-        self.version = self.life = 0
+        self.version = self.epoch = 0
         self.cells: list[tuple[str, int, int] | None] = [None] * pool
         """Per KV slot: whose token, its position, and the version that wrote it."""
         self.free = list(range(pool))
@@ -87,7 +87,7 @@ class FakeLoop:
         """The last batch, if it was a prefill whose rows have not joined the running batch."""
         self.in_flight: list[Row] | None = None
         self.prompts: dict[Group, tuple[int, int]] = {}
-        """Whose KV the tree has: the version that wrote it, and in which life of the server."""
+        """Whose KV the tree has: the version that wrote it, and in which epoch of the server."""
         self.followed = 0
         self.forwards = 0
         self.retracts = 0
@@ -203,10 +203,10 @@ class FakeLoop:
             if row.leg != request.leg or request.reason is not None or row.drew is None:
                 continue
             if row.prefilled and request.sample is not None:
-                self.prompts[request.sample.group] = row.drew[0], self.life
+                self.prompts[request.sample.group] = row.drew[0], self.epoch
             request.output.append(token(request.seed, len(request.output)))
             request.drawn_under.append(row.drew)
-            request.lives.append(self.life)
+            request.epochs.append(self.epoch)
             grown.append(request)
             if request.giving_up:
                 request.reason = {"type": "abort"}

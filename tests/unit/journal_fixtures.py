@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_april.api.messages import Delivery, FinishedSample, OpenRound, Prompt, RoundEnded, Span
+from sglang_april.api.messages import Delivery, FinishedSample, OpenRound, Prompt, RoundEnded, RoundSpec, Span
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.journal_snapshot import Chunk, Saved
@@ -18,9 +18,9 @@ def ids(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
-def spec(round_id: str, *prompts: str, held: bool = False) -> OpenRound:
+def request(round_id: str, *prompts: str, held: bool = False) -> OpenRound:
     asked = [Prompt(p, ids(1, 2), 2, 0, 7) for p in prompts]
-    return OpenRound(1, round_id, "run", asked, [b"params"], 1, "group", "keep", 5, keep_until_ack=held)
+    return OpenRound(1, RoundSpec(round_id, "run", 1, "group", "keep", 5, keep_until_ack=held), asked, [b"params"])
 
 
 def chunk(*values: int, start: int = 0) -> Chunk:
@@ -39,8 +39,9 @@ def ended(round_id: str, *prompts: str) -> RoundEnded:
     return RoundEnded(round_id, "run", 0, "quota", [Delivery(p, 0, [0, 1], True) for p in prompts], {}, {})
 
 
-def accept(first_gid: int, what: OpenRound) -> schema.Op:
-    return schema.accepted(what, 1, [(first_gid + i, 0, p, b"params") for i, p in enumerate(what.prompts)])
+def accept(first_gid: int, opened: OpenRound) -> schema.Op:
+    groups = [(first_gid + i, 0, p, b"params") for i, p in enumerate(opened.prompts)]
+    return schema.accepted(opened.spec, 1, groups)
 
 
 def finish_both(gid: int, name: str) -> list[schema.Op]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sglang_april.api.messages import OpenRound, Prompt
+from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
@@ -42,7 +42,7 @@ class LedgerDriver:
     def suspend(self, *samples: Sample, pages: int = 0) -> None:
         for sample in samples:
             self.ledger.suspend(sample)
-            sample.pages = Pages(pages, 0, list(range(pages)), None, None) if pages else None
+            sample.kv.pages = Pages(pages, 0, list(range(pages)), None, None) if pages else None
 
     def begin(self, *samples: Sample, version: int = 0, tokens: int = 1) -> None:
         """Samples become partials."""
@@ -62,8 +62,8 @@ class LedgerDriver:
             self.ledger.finish(sample, self.step)
 
     def round(self, version: int = 0, **spec: Any) -> Round:
-        fields = {"quota": 1, "unit": "group", "kv": "keep", "max_staleness": 5, **spec}
-        rnd = Round(OpenRound(seq=0, round_id="r", run=self.run.name, prompts=[], params=[], **fields), self.run, 1)
+        fields = {"quota": 1, "quota_unit": "group", "kv": "keep", "max_staleness": 5, **spec}
+        rnd = Round(RoundSpec(round_id="r", run=self.run.name, **fields), self.run, 1)
         rnd.mark_mandatory(version)
         return rnd
 

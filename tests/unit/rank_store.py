@@ -19,25 +19,25 @@ PAGE, SLOTS = 4, 256
 
 
 class RankStore:
-    """A store on a pool of two layers; K and V rows of different sizes. One page is a piece, so copies are cut."""
+    """A store on a pool of two layers with K and V rows of different sizes. A chunk is one page."""
 
     def __init__(
         self, folder: Path | None, pages: int = 64, write: Callable[[int, memoryview], int] = os.write
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.k, self.v = ([torch.rand(SLOTS, 2, dim, generator=generator) for _ in range(2)] for dim in (4, 2))
-        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), piece_bytes=1)
+        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), chunk_bytes=1)
         self.arena = HostArena(pages, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words, write)
         self.reports: dict[int, str] = {}
         self.store = PageStore(copier, self.arena, self.disk, self.reports.__setitem__)
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """The KV of tokens, and nothing else of the pool."""
+        """Write KV to the rows of these slots only."""
         return torch.cat([buffer[slots].flatten(1) for buffer in (*self.k, *self.v)], dim=1)
 
     def fill(self, slots: torch.Tensor) -> None:
-        """As a forward does."""
+        """Write KV in the way a forward does."""
         for buffer in (*self.k, *self.v):
             buffer[slots] = torch.rand(len(slots), *buffer.shape[1:])
 

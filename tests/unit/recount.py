@@ -25,7 +25,7 @@ def spans_of(request: Request) -> list[Span]:
         if drawn != before:
             spans.append(Span(i, i, *drawn))
             before = drawn
-        spans[-1].end = i + 1
+        spans[-1] = Span(spans[-1].start, i + 1, *drawn)
     return spans
 
 
@@ -58,11 +58,11 @@ def _recount_run(run: Run) -> list[int]:
         whole += finished == len(states)
         if waits:
             suspended += [s for s in group.samples.values() if s.state is SUSPENDED]
-        shelf = "new" if queued == group.prompt.n else "begun" if queued else ""
-        assert group.shelf == shelf
-        if shelf == "new":
+        queue = "new" if queued == group.prompt.n else "begun" if queued else ""
+        assert group.queue == queue
+        if queue == "new":
             new.append(group)
-        elif shelf == "begun":
+        elif queue == "begun":
             begun.add(group)
     assert [run.running, run.finished, run.whole] == [totals[1], totals[3], whole]
     assert run.suspended.keys() == set(suspended)
@@ -77,21 +77,21 @@ def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -
     assert (in_engine.count(request) if request is not None else 0) == (sample.state is RUNNING), sample.state
     if sample.state is QUEUED or sample.state is FINISHED:
         assert request is None
-        assert sample.pages is None
+        assert sample.kv.pages is None
         return
     assert sample.length == len(request.output)
     assert sample.closed_spans() == spans_of(request)
     if sample.state is RUNNING:
-        assert sample.pages is None
+        assert sample.kv.pages is None
         return
     assert sample.length > 0
     assert request.slots is None
-    if sample.pages is not None:
-        assert sample.pages.length == request.prompt + sample.length - 1
-        if (cells := _cells(engine, sample.pages)) is None:
+    if sample.kv.pages is not None:
+        assert sample.kv.pages.length == request.prompt + sample.length - 1
+        if (cells := _cells(engine, sample.kv.pages)) is None:
             return
         assert all(c[0] == request.name and c[1] == p for p, c in enumerate(cells))
-        assert sample.kv_version == min(c[2] for c in cells)
+        assert sample.kv.version == min(c[2] for c in cells)
 
 
 def _cells(engine: FakeEngine, pages: Pages) -> list[Any] | None:
@@ -102,7 +102,7 @@ def _cells(engine: FakeEngine, pages: Pages) -> list[Any] | None:
     assert pages.copy is not None
     cells = engine.copies.held.get(pages.copy.number)
     untold = engine.copies.untold()
-    assert cells is not None or pages.move is not None or untold, "no copy, and no slots to be read from"
+    assert cells is not None or pages.transfer is not None or untold, "no copy, and no slots to be read from"
     return cells
 
 
@@ -121,7 +121,7 @@ def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Re
     owned = list(engine.free)
     for request in in_batches:
         owned += request.slots or []
-    pages = [s.pages for s in samples if s.pages is not None]
+    pages = [s.kv.pages for s in samples if s.kv.pages is not None]
     for p in pages:
         owned += p.slots or []
     assert len(owned) == len(set(owned)) == engine.pool, "a slot is lost or owned twice"

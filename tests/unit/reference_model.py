@@ -39,7 +39,7 @@ class ModelGroup:
 
 @dataclass(eq=False, slots=True)
 class ModelRound:
-    spec: messages.OpenRound
+    spec: messages.RoundSpec
     begun_before: int = 0
     """Groups that had begun when the round opened."""
     number: int = 0
@@ -75,7 +75,9 @@ class ReferenceModel:
         """S3, S4: whether the round must end now."""
         groups = list(self.of(rnd.spec.run))
         counted = [g for g in groups if self.counts(rnd, g)]
-        done = sum(len(g.finished) for g in counted) if rnd.spec.unit == "sample" else sum(g.whole for g in counted)
+        done = (
+            sum(len(g.finished) for g in counted) if rnd.spec.quota_unit == "sample" else sum(g.whole for g in counted)
+        )
         if rnd.spec.quota is not None and done >= rnd.spec.quota:
             return None if any(self.must(rnd, g) and not g.whole for g in groups) else "quota"
         judging = rnd.spec.count == "accepted"
@@ -87,7 +89,7 @@ class ReferenceModel:
     def rests(self, rnd: ModelRound) -> bool:
         """S4: running ahead, as far as it may go."""
         groups = list(self.of(rnd.spec.run))
-        done = sum(len(g.finished) if rnd.spec.unit == "sample" else g.whole for g in groups)
+        done = sum(len(g.finished) if rnd.spec.quota_unit == "sample" else g.whole for g in groups)
         if rnd.spec.quota is not None and done >= rnd.spec.ahead * rnd.spec.quota:
             return True
         bound = rnd.spec.max_staleness
@@ -127,7 +129,7 @@ class ReferenceModel:
             if rnd.stop and rnd.stop.deliver is not None and group.key[1] not in rnd.stop.deliver:
                 continue
             whole = [list(group.finished)] if group.whole else []
-            for part in [[i] for i in group.finished] if rnd.spec.unit == "sample" else whole:
+            for part in [[i] for i in group.finished] if rnd.spec.quota_unit == "sample" else whole:
                 step, order = max(group.finished[i].step for i in part), min(group.finished[i].order for i in part)
                 units.append(((not self.must(rnd, group), step, order), group.key, part))
         units.sort()
@@ -147,7 +149,7 @@ class ReferenceModel:
         """S3: exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
         groups = [(d, self.groups[e.run, d.id, d.incarnation]) for d in e.deliver]
         if e.end_reason == "quota":
-            size = [(len(d.indices) if rnd.spec.unit == "sample" else 1, g) for d, g in groups]
+            size = [(len(d.indices) if rnd.spec.quota_unit == "sample" else 1, g) for d, g in groups]
             counted = sum(n for n, g in size if self.counts(rnd, g))
             extra = sum(n for n, g in size if self.counts(rnd, g) and self.anyway(rnd, g))
             assert counted >= (rnd.spec.quota or 0)

@@ -62,9 +62,9 @@ class ScriptedEngine:
             return msgspec.structs.replace(canned, seq=command.seq)
         if isinstance(command, messages.OpenRound):
             for i, prompt in enumerate(command.prompts):
-                if (command.run, prompt.id) in self.taken:
+                if (command.spec.run, prompt.id) in self.taken:
                     return messages.Answer(command.seq, 409, f"prompts[{i}].id", "is still in use")
-            self.taken |= {(command.run, prompt.id) for prompt in command.prompts}
+            self.taken |= {(command.spec.run, prompt.id) for prompt in command.prompts}
         if isinstance(command, messages.PushEnd):
             self.version += 1
         return messages.Answer(command.seq, data={"policy_version": self.version})
@@ -83,7 +83,7 @@ class ScriptedEngine:
         self, opened: messages.OpenRound, name: str, index: int, ids: str, whole: bool
     ) -> messages.FinishedSample:
         return messages.FinishedSample(
-            run=opened.run,
+            run=opened.spec.run,
             id=name,
             incarnation=0,
             index=index,
@@ -93,7 +93,7 @@ class ScriptedEngine:
             finish_reason={"type": "length", "length": len(ids)},
             seed=7,
             whole=whole,
-            round_id=opened.round_id,
+            round_id=opened.spec.round_id,
         )
 
     def end(
@@ -101,10 +101,11 @@ class ScriptedEngine:
     ) -> None:
         complete, accepted = more.get("complete", True), more.get("accepted", {})
         deliver = [messages.Delivery(name, 0, indices, complete, accepted.get(name)) for name, indices in delivered]
-        self.taken -= {(opened.run, d.id) for d in deliver if d.complete}
+        self.taken -= {(opened.spec.run, d.id) for d in deliver if d.complete}
         carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
         stats = more.get("stats", {"tokens_after_quota": 0, "warnings": []})
-        self.tell(messages.RoundEnded(opened.round_id, opened.run, self.version, reason, deliver, carried, stats))
+        spec = opened.spec
+        self.tell(messages.RoundEnded(spec.round_id, spec.run, self.version, reason, deliver, carried, stats))
 
     @property
     def opened(self) -> messages.OpenRound:

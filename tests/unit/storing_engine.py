@@ -38,35 +38,35 @@ class StoringEngine(FakeEngine):
     def __init__(self, folder: Path, **loop: Any) -> None:
         super().__init__(**loop)
         self.rows = torch.zeros(self.pool, 1, 4, dtype=torch.int32)
-        copier = CpuCopier(RawPages(PlaneTable.of([self.rows]), PAGE), piece_bytes=1)
+        copier = CpuCopier(RawPages(PlaneTable.of([self.rows]), PAGE), chunk_bytes=1)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
         self._ends: dict[int, str] = {}
         arena = HostArena(loop["host_cap"], copier.page_words, pinned=False)  # caps here are tokens, not whole pages
         self.store = PageStore(copier, arena, self.disk, self._ends.__setitem__)
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        pages = sample.pages
+        pages = sample.kv.pages
         slots = torch.tensor(pages.slots)
         self.rows[slots, 0] = _rows(self.cells[slot] for slot in pages.slots)
         if pages.copy.tier == "disk":
-            self.store.put_on_disk(order, pages.copy.number, slots, key_of(sample), sample.kv_version)
+            self.store.copy_to_disk(order, pages.copy.number, slots, key_of(sample), sample.kv.version)
         else:
-            self.store.put(order, pages.copy.number, slots, None)
+            self.store.copy_to_host(order, pages.copy.number, slots, None)
         self._ended(order)
         super().copy_out(sample, order)
 
     def load(self, sample: Sample, order: int) -> bool:
         if not super().load(sample, order):
             return False
-        pages = sample.pages
+        pages = sample.kv.pages
         slots = torch.tensor(pages.slots)
-        self.store.get(order, pages.copy.number, slots)
+        self.store.load(order, pages.copy.number, slots)
         self._ended(order)
         assert torch.equal(self.rows[slots, 0], _rows(self.copies.held[pages.copy.number])), "another token's KV"
         return True
 
     def spill(self, sample: Sample, order: int) -> None:
-        self.store.spill(order, sample.pages.copy.number, key_of(sample), sample.pages.length, sample.kv_version)
+        self.store.spill(order, sample.kv.pages.copy.number, key_of(sample), sample.kv.pages.length, sample.kv.version)
         self._ended(order)
         super().spill(sample, order)
 
@@ -80,20 +80,20 @@ class StoringEngine(FakeEngine):
             time.sleep(0)  # reported right after
         assert self._ends.pop(order) == ""
 
-    # --- what an earlier life has left
+    # --- what an earlier epoch has left
 
-    def regain(self, sample: Sample) -> None:
+    def recover_kv(self, sample: Sample) -> None:
         """The sample's KV in the file that outlived its process, every row checked."""
-        pages, name = sample.pages, f"{sample.group.order}.{sample.index}"
-        self.store.adopt(pages.copy.number, key_of(sample), pages.length)
+        pages, name = sample.kv.pages, f"{sample.group.order}.{sample.index}"
+        self.store.register_file(pages.copy.number, key_of(sample), pages.length)
         order = -1
-        self.store.get(order, pages.copy.number, torch.arange(pages.length))
+        self.store.load(order, pages.copy.number, torch.arange(pages.length))
         self._ended(order)
         rows = self.rows[: pages.length, 0].tolist()
         assert [row[:2] for row in rows] == [[_number(name), at] for at in range(pages.length)], "another sample's KV"
         cells = [(name, at, version) for _, at, version, _ in rows]
-        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv_version), cells, []))
-        super().regain(sample)
+        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv.version), cells, []))
+        super().recover_kv(sample)
 
 
 def _number(name: str) -> int:

@@ -27,7 +27,7 @@ class EagerEngine(ScriptedEngine):
     async def send(self, payload: bytes) -> None:
         await super().send(payload)
         command = self.commands[-1]
-        if isinstance(command, messages.OpenRound) and command.run != "slow":
+        if isinstance(command, messages.OpenRound) and command.spec.run != "slow":
             for asked in command.prompts:
                 self.finish(command, *((asked.id, i) for i in range(asked.n)))
             self.end(command, *((asked.id, list(range(asked.n))) for asked in command.prompts))

@@ -65,7 +65,7 @@ def test_no_part_of_an_unfinished_group_is_delivered(world: Build) -> None:
 def test_unit_sample_delivers_at_once_and_the_rest_under_the_same_id(world: Build) -> None:
     """S3, unit sample: `complete` is false until the last member has left."""
     w = world()
-    w.open("run", {"p": (3, 4, 20)}, quota=1, unit="sample", surplus="return")
+    w.open("run", {"p": (3, 4, 20)}, quota=1, quota_unit="sample", surplus="return")
     assert [d.complete for d in w.reply().deliver] == [False]
     w.drain()
     parts = [d for r in w.replies for d in r.deliver]
@@ -212,7 +212,7 @@ def test_finished_surplus_ages_too(world: Build) -> None:
 def test_strict_on_policy_starts_what_the_quota_needs(world: Build, unit: str, started: int) -> None:
     """S4, `max_staleness: 0`: no more groups start than the quota needs, none is carried with tokens."""
     w = world()
-    w.open("run", {f"p{i}": (3, 2, -3 - i) for i in range(5)}, quota=3, unit=unit, max_staleness=0)
+    w.open("run", {f"p{i}": (3, 2, -3 - i) for i in range(5)}, quota=3, quota_unit=unit, max_staleness=0)
     reply = w.reply()
     assert ids(reply) == [f"p{i}" for i in range(started)]
     assert reply.stats["started"] == 2 * started

@@ -1,4 +1,4 @@
-"""`kv: auto`, pure: what keeping and recomputing cost, and which is chosen (design section 7, S6, S9)."""
+"""The cost model of `kv: auto`: the costs of keeping and recomputing, and the decision (`kv-policy`)."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sglang_april.api import messages
 from sglang_april.kv import cost_model
-from sglang_april.kv.auto_policy import why_not_resume, why_not_store
+from sglang_april.kv.cost_model import why_not_resume, why_not_store
 from sglang_april.kv.kv_pages import CopyTier
 
 seconds = st.floats(1e-9, 1e-2)
@@ -24,9 +24,9 @@ bounds = st.none() | st.integers(0, 6)
 
 @settings(deadline=None)
 @given(st.floats(1e-6, 1e-2), st.floats(0, 1e-6), st.sets(st.integers(1, 9000), min_size=2))
-def test_the_fit_finds_the_rates_again(token_s: float, square_s: float, lengths: set[int]) -> None:
-    """Times that follow the model give its two parts back."""
-    found = cost_model.fit([(t, token_s * t + square_s * t * t) for t in lengths])
+def test_fit_recovers_the_rates(token_s: float, square_s: float, lengths: set[int]) -> None:
+    """Times that follow the model give its two coefficients."""
+    found = cost_model.fit_prefill([(t, token_s * t + square_s * t * t) for t in lengths])
     longest = max(lengths)
     again = cost_model.recompute_s(messages.Rates(*found, {}), longest)
     assert again == pytest.approx(token_s * longest + square_s * longest**2, rel=1e-3)
@@ -34,36 +34,38 @@ def test_the_fit_finds_the_rates_again(token_s: float, square_s: float, lengths:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(tokens_, seconds), min_size=1))
-def test_no_measured_time_makes_a_rate_negative(points: list[tuple[int, float]]) -> None:
-    """A busy machine's times follow no model: longer may have taken less."""
-    token_s, square_s = cost_model.fit(points)
+def test_fitted_rates_are_never_negative(points: list[tuple[int, float]]) -> None:
+    """Times of a busy machine may follow no model: a longer prefill may have been faster."""
+    token_s, square_s = cost_model.fit_prefill(points)
     assert token_s >= 0
     assert square_s >= 0
     assert token_s + square_s > 0
 
 
-def test_nothing_timed_is_no_rate() -> None:
+def test_fit_without_measurements_raises() -> None:
     with pytest.raises(ValueError, match="no prefill"):
-        cost_model.fit([])
+        cost_model.fit_prefill([])
 
 
-def test_the_slowest_rank_counts_part_by_part() -> None:
-    """S9; and a tier that one rank lacks, none has."""
+def test_combined_rates_are_the_maximum_over_ranks() -> None:
+    """A tier that one rank lacks is left out (`rank-determinism`)."""
     ranks = [
         messages.Rates(1.0, 4.0, {"host": (1.0, 5.0), "disk": (7.0, 8.0)}),
         messages.Rates(2.0, 3.0, {"host": (4.0, 2.0)}),
     ]
     assert (
-        cost_model.slowest(ranks) == cost_model.slowest(ranks[::-1]) == messages.Rates(2.0, 4.0, {"host": (4.0, 5.0)})
+        cost_model.slowest_rank(ranks)
+        == cost_model.slowest_rank(ranks[::-1])
+        == messages.Rates(2.0, 4.0, {"host": (4.0, 5.0)})
     )
 
 
 @settings(deadline=None)
 @given(rates_, tiers, tokens_, st.integers(1, 9))
-def test_the_longer_is_never_recomputed_where_the_shorter_is_kept(
+def test_longer_samples_are_kept_if_shorter_ones_are(
     rates: messages.Rates, tier: CopyTier, tokens: int, age: int
 ) -> None:
-    """Design section 7: the break-even bandwidth falls with length; `break_even_tokens` is where it turns."""
+    """The break-even bandwidth falls with length; `break_even_tokens` is the crossover."""
     for choose in (why_not_store, why_not_resume):
         if not choose(rates, tier, tokens, age, None):
             assert not choose(rates, tier, 2 * tokens, age, None)
@@ -76,20 +78,20 @@ def test_the_longer_is_never_recomputed_where_the_shorter_is_kept(
 
 @settings(deadline=None)
 @given(st.none() | rates_, tiers, tokens_, ages, bounds)
-def test_what_was_worth_a_copy_is_worth_loading(
+def test_stored_kv_is_always_worth_loading(
     rates: messages.Rates | None, tier: CopyTier, tokens: int, age: int, bound: int | None
 ) -> None:
-    """The two decisions agree, so that no copy is made in vain under rates and a version that stay."""
+    """The two decisions agree: with unchanged rates and version, no copy is wasted."""
     if not why_not_store(rates, tier, tokens, age, bound):
         assert not why_not_resume(rates, tier, tokens, age, bound)
 
 
 @settings(deadline=None)
 @given(st.none() | rates_, st.sampled_from(["device", "host", "disk"]), tokens_, ages, bounds)
-def test_the_bound_holds_and_the_same_version_never_recomputes(
+def test_staleness_bound_and_same_version_override_cost(
     rates: messages.Rates | None, tier: cost_model.CopyTier, tokens: int, age: int, bound: int | None
 ) -> None:
-    """Design section 7, S6: whatever the rates; and unknown rates, or a tier without one, keep."""
+    """They hold for any rates; with unknown rates, or a tier without one, KV is kept (`kv-policy`)."""
     why = why_not_resume(rates, tier, tokens, age, bound)
     if age <= 0:
         assert why == ""
@@ -101,7 +103,7 @@ def test_the_bound_holds_and_the_same_version_never_recomputes(
         assert (why == "cheaper") == (cost_model.recompute_s(rates, tokens) < cost_model.load_s(rates, tier, tokens))
 
 
-def test_the_table_of_the_notes_comes_out() -> None:
+def test_published_break_even_example() -> None:
     """Qwen3-0.6B at an effective 300 TFLOP/s, 4,096 tokens in 18 ms: kept over PCIe, recomputed rather than NVMe."""
     size, pcie, nvme = 114_688, 55e9, 12e9
     rates = messages.Rates(3.2e-6, 3e-10, {"host": (size / pcie, size / pcie), "disk": (size / nvme, size / nvme)})

@@ -8,8 +8,8 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from sglang_april.cpu import CHOSEN_BY_PLATFORM
 from sglang_april.cpu.attention import TorchCpuAttention, install, ragged_slots
-from sglang_april.cpu.platform import CHOSEN_HERE
 
 ROWS, CONTEXT, SLOTS = 12, 96, 2048
 LENGTHS = [1, 64, 2, 33, 95, 17]
@@ -131,6 +131,6 @@ def test_the_users_own_choice_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = {"device": "cpu", "req_to_token_pool": None, "token_to_kv_pool": None}
     kinds = [
         type(ATTENTION_BACKENDS["torch_native"](SimpleNamespace(server_args=SimpleNamespace(**chosen), **pools)))
-        for chosen in ({CHOSEN_HERE: True}, {})
+        for chosen in ({CHOSEN_BY_PLATFORM: True}, {})
     ]
     assert kinds == [TorchCpuAttention, TorchNativeAttnBackend]

@@ -44,6 +44,33 @@ def test_a_round_whose_end_was_not_written_ends_again(world: CrashingHarness) ->
     assert ids(world.reply()) == ["p0"]
 
 
+def run_ahead(world: CrashingHarness) -> None:
+    """A round ends and its run generates three steps beyond it."""
+    world.open("run", lengths(3, 60, 60), after_quota="continue")
+    world.reply()
+    world.step(3)
+    assert world.ahead["run"].generated > 0
+
+
+def test_nothing_runs_ahead_after_a_restart_and_its_figures_are_lost(world: CrashingHarness) -> None:
+    run_ahead(world)
+    world.crash()
+    forwards = world.engine.forwards
+    world.step(3)
+    assert world.engine.forwards == forwards
+    world.open("run", {}, quota=None)
+    assert world.reply().stats["ahead"] is None
+
+
+def test_figures_of_running_ahead_are_lost_with_a_crash_in_the_next_round(world: CrashingHarness) -> None:
+    run_ahead(world)
+    world.open("run", {}, quota=None)
+    world.crash()
+    reply = world.reply()
+    assert reply.stats["ahead"] is None
+    assert RESTARTED in reply.stats["warnings"]
+
+
 def test_after_a_restart_nothing_steps_until_the_version_is_named(world: CrashingHarness) -> None:
     world.open("run", lengths(60))
     world.step(3)

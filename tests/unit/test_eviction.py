@@ -37,7 +37,7 @@ def in_order(shelf: EvictionQueue) -> list[str]:
 
 
 def length(sample: Sample) -> int:
-    return sample.pages.length if sample.pages else 0
+    return sample.kv.pages.length if sample.kv.pages else 0
 
 
 def test_the_short_give_way_before_the_long() -> None:
@@ -57,7 +57,7 @@ def test_what_must_finish_gives_way_last() -> None:
     shelf = shelf_of(samples, mandatory.__contains__)
     assert shelf.first() is samples[2]
     mandatory.clear()
-    shelf.bounds_changed()
+    shelf.reset_mandatory()
     assert in_order(shelf) == ["g0.0", "g2.0", "g1.0"]
     assert in_order(shelf_of(samples, lambda s: s is samples[0])) == ["g2.0", "g1.0", "g0.0"]
 
@@ -70,7 +70,7 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
     """Design rule 5: a byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
     *there, newcomer = stored(10, 20, 30)
     shelf = shelf_of(there)
-    gone = select_victims(shelf, newcomer, mandatory=False, gain=length, short=30 + 30 - cap)
+    gone = select_victims(shelf, newcomer, mandatory=False, freed=length, short=30 + 30 - cap)
     assert gone == evicted if gone is None else names(gone) == evicted
     assert in_order(shelf) == [n for n in ("g0.0", "g1.0") if n not in (evicted or [])]
 
@@ -78,18 +78,18 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
 def test_a_newcomer_never_pushes_out_what_is_worth_more_or_must_finish() -> None:
     """Design section 7, S4: it falls back to its tokens itself."""
     long, short, newcomer = stored(30, 10, 20)
-    assert select_victims(shelf_of([long]), newcomer, mandatory=False, gain=length, short=1) is None
+    assert select_victims(shelf_of([long]), newcomer, mandatory=False, freed=length, short=1) is None
     must = shelf_of([short], lambda s: s is short)
-    assert select_victims(must, newcomer, mandatory=False, gain=length, short=1) is None
-    assert select_victims(must, newcomer, mandatory=True, gain=length, short=1) == [short]
-    assert select_victims(shelf_of([short]), newcomer, mandatory=False, gain=length, short=1) == [short]
+    assert select_victims(must, newcomer, mandatory=False, freed=length, short=1) is None
+    assert select_victims(must, newcomer, mandatory=True, freed=length, short=1) == [short]
+    assert select_victims(shelf_of([short]), newcomer, mandatory=False, freed=length, short=1) == [short]
 
 
 def test_a_sample_that_comes_again_as_long_as_before() -> None:
     """Suspended, resumed and suspended in one step: other pages, the same worth."""
     samples = stored(5, 4)
     shelf = shelf_of(samples)
-    samples[0].pages = Pages(5, 0, [0] * 5, None, None)
+    samples[0].kv.pages = Pages(5, 0, [0] * 5, None, None)
     shelf.push(samples[0])
     assert in_order(shelf) == ["g1.0", "g0.0"]
 
@@ -100,7 +100,7 @@ def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool
     samples = stored(*(size for size, _, _ in items))
     gone = {s for s, (_, left, _) in zip(samples, items, strict=True) if left}
     must = {s for s, (_, _, must) in zip(samples, items, strict=True) if must}
-    shelf = EvictionQueue(lambda pages: pages not in {s.pages for s in gone}, must.__contains__)
+    shelf = EvictionQueue(lambda pages: pages not in {s.kv.pages for s in gone}, must.__contains__)
     for sample in samples * 3:
         shelf.push(sample)
         shelf.first()
@@ -112,4 +112,4 @@ def test_a_sample_that_came_back_gives_way_once() -> None:
     """S10: put on the shelf twice, and its tokens are set free once."""
     short, middle, long = stored(10, 20, 40)
     shelf = shelf_of([short, middle, short])
-    assert select_victims(shelf, long, mandatory=False, gain=length, short=15) == [short, middle]
+    assert select_victims(shelf, long, mandatory=False, freed=length, short=15) == [short, middle]

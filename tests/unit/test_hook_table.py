@@ -1,29 +1,46 @@
-"""The table of hooks: every row leads somewhere and says why it is there."""
+"""The hook table: every row names an existing handler, existing targets, a reason and when it can be removed."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_april.adapter import preflight
+from sglang_april.adapter import preflight, versions
 from sglang_april.adapter.hook import Hook
-from sglang_april.adapter.v0_5_17.hook_table import TARGETS
+from sglang_april.adapter.v0_5_17.hook_table import HOOKS
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = "sglang_april.adapter.v0_5_17"
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.path}-{target.kind}")
-def test_the_handler_exists(target: Hook) -> None:
-    assert preflight.describe(target.handler.replace(":", "."), ROOT)["kind"] in ("def", "async def")
+@pytest.mark.parametrize("row", HOOKS, ids=lambda row: row.handler)
+def test_row_is_complete(row: Hook) -> None:
+    handler = f"{PACKAGE}.{row.handler}".replace(":", ".")
+    assert preflight.describe(handler, ROOT)["kind"] in ("def", "async def")
+    assert row.paths
+    assert row.why
+    assert row.remove_when
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.path}-{target.kind}")
-def test_the_row_is_explained(target: Hook) -> None:
-    assert target.why
-    assert target.remove_when
-    module = preflight.locate(target.path, preflight.sglang_root())[0]
-    assert module.removeprefix("sglang/srt/") in target.upstream
+@pytest.mark.parametrize("path", [path for row in HOOKS for path in row.paths])
+def test_upstream_link_points_to_the_hooked_function(path: str) -> None:
+    manifest = versions.reviewed_manifest("0.5.17")
+    file, line = versions.upstream_link(manifest, path).removeprefix(manifest["source"]).split("#L")
+    source = (versions.sglang_root() / file).read_text().splitlines()
+    assert re.match(rf"\s*(async )?def {path.rpartition('.')[2]}\(", source[int(line) - 1])
+
+
+def test_only_the_selection_of_versions_leads_to_a_version_package() -> None:
+    """No module outside `adapter/v*/` imports one, so that another release needs a folder and a manifest only."""
+    for file in (ROOT / "sglang_april").rglob("*.py"):
+        if file.is_relative_to(ROOT / PACKAGE.replace(".", "/")):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            assert not any("v0_5_17" in name for name in names), file
 
 
 CONSTANTS = {
@@ -34,11 +51,11 @@ CONSTANTS = {
 """A manifest holds functions and classes."""
 
 ELSEWHERE = {"sglang.srt.utils.kill_process_tree": "sglang.srt.utils.common.kill_process_tree"}
-"""Names that are imported from another module than their own."""
+"""Names imported from a module other than the one that defines them."""
 
 
 def imported_names() -> Iterator[str]:
-    """What the adapter imports from SGLang."""
+    """Dotted names that the adapter imports from SGLang."""
     for file in (ROOT / "sglang_april" / "adapter").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
@@ -48,7 +65,9 @@ def imported_names() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", sorted(set(imported_names()) - CONSTANTS))
-def test_what_the_adapter_imports_is_reviewed(name: str) -> None:
-    """The name itself, or something in it that we hook or call."""
+def test_imported_names_are_reviewed(name: str) -> None:
+    """The name itself, or a member of it that is hooked or called, is in the manifest."""
     place = ELSEWHERE.get(name, name)
-    assert any(path == place or path.startswith(f"{place}.") for path in preflight.symbols_in_use())
+    assert any(
+        path == place or path.startswith(f"{place}.") for path in preflight.symbols_in_use(versions.hook_table())
+    )

@@ -15,7 +15,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.disk_tier import DiskTier, Key
 from sglang_april.kv.host_tier import HostArena
-from sglang_april.kv.page_format import FORMS, PageFormat, QuantisedPages, RawPages
+from sglang_april.kv.page_format import PAGE_FORMATS, PageFormat, QuantizedPages, RawPages
 from sglang_april.kv.page_store import HostPages, PageStore
 
 PAGE, SLOTS, TOKENS = 4, 64, 21
@@ -29,8 +29,8 @@ class Rank:
         generator = torch.Generator().manual_seed(0)
         shape = (SLOTS, 2, 128)
         self.buffers = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
-        self.form = QuantisedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
-        copier = CpuCopier(self.form, piece_bytes=1)
+        self.form = QuantizedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
+        copier = CpuCopier(self.form, chunk_bytes=1)
         self.arena = HostArena(32, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
         self.ends: dict[int, str] = {}
@@ -57,9 +57,9 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
     if way == "disk":
-        rank.store.put_on_disk(1, 7, slots, KEY, 0)
+        rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
-        rank.store.put(1, 7, slots, None)
+        rank.store.copy_to_host(1, 7, slots, None)
     assert rank.outcome(1) == ""
     if way == "spilled":
         rank.store.spill(2, 7, KEY, len(slots), 0)
@@ -67,12 +67,12 @@ def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_pages_come_back_with_the_stated_error(rank: Rank, way: str) -> None:
+def test_round_trip_error_is_within_documented_bound(rank: Rank, way: str) -> None:
     """At most half a code step, max|x| / 254 of a token's head, and bfloat16's own rounding; 0.7 % of the RMS."""
     slots, elsewhere = torch.randperm(SLOTS // 2)[:TOKENS], torch.arange(SLOTS // 2, SLOTS)
     wanted, others = rank.rows(slots), rank.rows(elsewhere[TOKENS:])
     store(rank, way, slots)
-    rank.store.get(3, 7, elsewhere[:TOKENS])
+    rank.store.load(3, 7, elsewhere[:TOKENS])
     assert rank.outcome(3) == ""
     error = rank.rows(elsewhere[:TOKENS]) - wanted
     largest = wanted.abs().amax(-1, keepdim=True)
@@ -81,13 +81,13 @@ def test_pages_come_back_with_the_stated_error(rank: Rank, way: str) -> None:
     assert torch.equal(rank.rows(elsewhere[TOKENS:]), others)
 
 
-def test_what_was_lossy_once_is_not_lossier_the_next_time(rank: Rank) -> None:
-    """A prompt that goes out and comes back at every round does not wear away."""
+def test_repeated_round_trips_do_not_accumulate_error(rank: Rank) -> None:
+    """KV that is stored and loaded in every round does not degrade further."""
     slots = torch.arange(TOKENS)
     seen = []
     for order in range(1, 9, 2):
-        rank.store.put(order, order, slots, None)
-        rank.store.get(order + 1, order, slots)
+        rank.store.copy_to_host(order, order, slots, None)
+        rank.store.load(order + 1, order, slots)
         assert (rank.outcome(order), rank.outcome(order + 1)) == ("", "")
         seen.append(rank.rows(slots))
     wear = float((seen[-1] - seen[0]).abs().max() / seen[0].abs().max())
@@ -95,7 +95,7 @@ def test_what_was_lossy_once_is_not_lossier_the_next_time(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
+def test_damage_is_detected(rank: Rank, where: str, tmp_path: Path) -> None:
     store(rank, where, torch.arange(TOKENS))
     if where == "disk":
         (path,) = tmp_path.glob("*.kv")
@@ -105,22 +105,22 @@ def test_damage_is_found(rank: Rank, where: str, tmp_path: Path) -> None:
     else:
         held = rank.store._held[7]
         assert isinstance(held, HostPages)
-        rank.arena.pages(held.runs[0])[0, 3] ^= 1
-    rank.store.get(3, 7, torch.arange(TOKENS))
+        rank.arena.pages(held.ranges[0])[0, 3] ^= 1
+    rank.store.load(3, 7, torch.arange(TOKENS))
     assert "damaged" in rank.outcome(3)
 
 
-def test_it_is_about_half_the_bytes_and_refused_where_it_cannot_be(rank: Rank) -> None:
-    forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in FORMS.items()}
+def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None:
+    forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in PAGE_FORMATS.items()}
     assert isinstance(forms["full"], RawPages)
     assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
     with pytest.raises(ValueError, match="int8 pages need one dtype"):
-        QuantisedPages(fp8, PAGE)
+        QuantizedPages(fp8, PAGE)
 
 
-def test_budgets_count_the_smaller_pages_and_files_are_never_mixed(rank: Rank) -> None:
-    """What the adapter makes of the flag: more tokens for the same gigabytes; a file says which form it has."""
+def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> None:
+    """With the flag, the same gigabytes hold more tokens, and the file header names the page format."""
     from sglang_april.adapter.v0_5_17.build_store import _layout, caps, page_form
 
     pool = SimpleNamespace(k_buffer=rank.buffers[:2], v_buffer=rank.buffers[2:])

@@ -73,7 +73,7 @@ def test_the_first_error_is_told_once(scheduler: Scheduler, monkeypatch: pytest.
     monkeypatch.setattr(Controller, "progress", fails)
     step(scheduler)
     step(scheduler)
-    hooks_scheduler.results(None, scheduler, SimpleNamespace(), None)
+    hooks_scheduler.count_finishes(None, scheduler, SimpleNamespace(), None)
     assert len(scheduler.went_on) == 2
     assert scheduler.broken == [REASON]
     assert scheduler.april.context.closed() == REASON
@@ -83,14 +83,14 @@ def test_what_is_asked_later_is_refused_at_once(scheduler: Scheduler, monkeypatc
     monkeypatch.setattr(Controller, "before_step", fails)
     step(scheduler)
     given, params = given_as({"p": (3, 1, 4)})
-    scheduler.april.command(messages.OpenRound(1, "r", "run", given, params, 1, "group", "keep", 5))
+    scheduler.april.command(messages.OpenRound(1, messages.RoundSpec("r", "run", 1, "group", "keep", 5), given, params))
     assert scheduler.said[-1] == messages.Answer(1, 503, "", REASON)
 
 
 CALLS: dict[str, Callable[[Scheduler], Any]] = {
-    "queued": lambda s: hooks_scheduler.queue_request(s.stock, s, SimpleNamespace(kv=None, april=None)),
-    "aborted": lambda s: hooks_scheduler.given_up(s.stock, None, AbortReq(rid="april.0.0")),
-    "thaw": lambda s: hooks_control.unpause(None, s, None),
+    "queued": lambda s: hooks_scheduler.renew_cache_key(s.stock, s, SimpleNamespace(kv=None, april=None)),
+    "aborted": lambda s: hooks_scheduler.intercept_queue_abort(s.stock, None, AbortReq(rid="april.0.0")),
+    "thaw": lambda s: hooks_control.thaw(None, s, None),
     "freeze": lambda s: hooks_control.pause(s.stock, s, None),
     "evacuate": lambda s: hooks_control.flush(s.stock, s),
     "interrupt": change_weights,

@@ -1,4 +1,4 @@
-"""The journal on its own (S8): what is written comes back, and nothing else does."""
+"""The journal on its own: what is written comes back, and nothing else does."""
 
 import os
 import sqlite3
@@ -16,14 +16,14 @@ from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal, JournalError, probe
 from sglang_april.recovery.journal_snapshot import Chunk
 from tests.unit.crashing_harness import PromptJournal
-from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, sample, spec, written
+from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, request, sample, written
 
 
 def test_tokens_come_back_in_one_piece(tmp_path: Path) -> None:
     more = msgspec.structs.replace(chunk(7, start=2), proximal=(3, [(0, ids(1))]))
     path = written(
         tmp_path / "j",
-        accept(0, spec("a", "p", "q")),
+        accept(0, request("a", "p", "q")),
         schema.admitted(0, 1, 12, 4),
         schema.tokens(0, 1, 0, chunk(5, 6)),
         schema.tokens(0, 1, 2, more),
@@ -47,7 +47,7 @@ def test_a_finished_sample_appends_only_what_is_new(tmp_path: Path) -> None:
     )
     path = written(
         tmp_path / "j",
-        accept(0, spec("a", "p")),
+        accept(0, request("a", "p")),
         schema.tokens(0, 0, 0, msgspec.structs.replace(chunk(5, 6), logprobs=whole.logprobs[:8])),
         schema.finished(0, 2, 9, tail),
     )
@@ -57,7 +57,7 @@ def test_a_finished_sample_appends_only_what_is_new(tmp_path: Path) -> None:
 
 def test_what_is_delivered_leaves_with_its_reply(tmp_path: Path) -> None:
     path = written(
-        tmp_path / "j", accept(0, spec("a", "p", "q")), *finish_both(0, "p"), schema.ended(ended("a", "p"), keep=2)
+        tmp_path / "j", accept(0, request("a", "p", "q")), *finish_both(0, "p"), schema.ended(ended("a", "p"), keep=2)
     )
     saved = read(path)
     assert [g.prompt.id for g in saved.groups] == ["q"]
@@ -71,7 +71,11 @@ def test_only_the_last_replies_and_the_unacknowledged_are_kept(tmp_path: Path) -
     records = []
     for gid, (name, held) in enumerate([("a", False), ("b", True), ("c", False)]):
         p = f"p{gid}"
-        records += [accept(gid, spec(name, p, held=held)), *finish_both(gid, p), schema.ended(ended(name, p), keep=1)]
+        records += [
+            accept(gid, request(name, p, held=held)),
+            *finish_both(gid, p),
+            schema.ended(ended(name, p), keep=1),
+        ]
     saved = read(written(tmp_path / "j", *records))
     assert [r.spec.round_id for r in saved.replies] == ["b", "c"]
     assert saved.gone == ["a"]
@@ -83,7 +87,7 @@ def test_only_the_last_replies_and_the_unacknowledged_are_kept(tmp_path: Path) -
 
 
 def test_dropped_groups_do_not_come_back(tmp_path: Path) -> None:
-    records = [accept(0, spec("a", "p", "q")), schema.tokens(0, 0, 0, chunk(5)), schema.dropped([0])]
+    records = [accept(0, request("a", "p", "q")), schema.tokens(0, 0, 0, chunk(5)), schema.dropped([0])]
     saved = read(written(tmp_path / "j", *records))
     assert [g.prompt.id for g in saved.groups] == ["q"]
     assert ("run", "p", 1) in saved.ids, "a dropped id still counts its incarnations"
@@ -93,11 +97,11 @@ def test_a_group_that_is_dropped_after_a_part_of_it_was_delivered(tmp_path: Path
     part = RoundEnded("a", "run", 0, "quota", [Delivery("p", 0, [1], False)], {}, {})
     delivered = schema.finished(0, 0, 3, sample("p", 1, 5))
     path = written(
-        tmp_path / "j", accept(0, spec("a", "p")), delivered, schema.ended(part, keep=1), schema.dropped([0])
+        tmp_path / "j", accept(0, request("a", "p")), delivered, schema.ended(part, keep=1), schema.dropped([0])
     )
     saved = read(path)
     assert (saved.groups, [s.index for s in saved.replies[0].samples]) == ([], [1])
-    after = [accept(1, spec("b")), schema.ended(ended("b"), keep=1)]
+    after = [accept(1, request("b")), schema.ended(ended("b"), keep=1)]
     read(written(path, *after))
     assert query(path, "SELECT count(*) FROM groups") == (0,)
 
@@ -106,7 +110,7 @@ def test_the_ids_of_the_oldest_rounds_are_forgotten(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(schema, "REMEMBERED", 3)
     records = []
     for i in range(8):
-        records += [accept(i, spec(f"r{i}")), schema.ended(ended(f"r{i}"), keep=1)]
+        records += [accept(i, request(f"r{i}")), schema.ended(ended(f"r{i}"), keep=1)]
     saved = read(written(tmp_path / "j", *records))
     assert ([r.spec.round_id for r in saved.replies], saved.gone) == (["r7"], ["r5", "r6"])
 
@@ -130,7 +134,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> N
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     query(path, "UPDATE meta SET value=99 WHERE key='schema'")
-    with pytest.raises(JournalError, match="schema 99, and this version writes 1"):
+    with pytest.raises(JournalError, match="schema 99, and this version writes 2"):
         probe(path)
 
 
@@ -191,7 +195,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
             again.set()
 
     journal.start(hear)
-    assert journal.put([accept(0, spec("a", "p")), schema.tokens(0, 0, 0, full)]) == 1
+    assert journal.put([accept(0, request("a", "p")), schema.tokens(0, 0, 0, full)]) == 1
     assert journal.put([schema.version(3)]) == 2
     assert again.wait(60)
     journal.close()
@@ -207,6 +211,6 @@ def test_a_step_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     def fails(db: sqlite3.Connection) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    assert "disk I/O error" in journal._transaction([accept(0, spec("a", "p")), fails])
+    assert "disk I/O error" in journal._transaction([accept(0, request("a", "p")), fails])
     journal.close()
     assert read(tmp_path / "j").groups == []

@@ -1,4 +1,4 @@
-"""A damaged journal (S8): what is wrong in it never comes back, and costs no more than itself."""
+"""A damaged journal: what is wrong in it never comes back, and costs no more than itself."""
 
 import random
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import JournalError
-from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, sample, spec, written
+from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, request, sample, written
 
 
 def flipped(path: Path, table: str, where: str) -> None:
@@ -19,7 +19,7 @@ def flipped(path: Path, table: str, where: str) -> None:
 
 def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_path: Path) -> None:
     pieces = [schema.tokens(0, 0, start, chunk(10 + start, start=start)) for start in range(4)]
-    path = written(tmp_path / "j", accept(0, spec("a", "p")), *pieces)
+    path = written(tmp_path / "j", accept(0, request("a", "p")), *pieces)
     flipped(path, "chunks", "start=2")
     saved = read(path)
     kept = saved.groups[0].samples[0].chunk
@@ -33,7 +33,11 @@ def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_pat
 
 @pytest.mark.parametrize("where", ["chunks", "finished"])
 def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
-    records = [accept(0, spec("a", "p")), schema.tokens(0, 0, 0, chunk(5)), schema.finished(0, 1, 4, sample("p", 0, 6))]
+    records = [
+        accept(0, request("a", "p")),
+        schema.tokens(0, 0, 0, chunk(5)),
+        schema.finished(0, 1, 4, sample("p", 0, 6)),
+    ]
     path = written(tmp_path / "j", *records)
     flipped(path, where, "idx=0")
     saved = read(path)
@@ -45,14 +49,14 @@ def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
 
 
 def test_a_damaged_reply_is_gone_and_says_so(tmp_path: Path) -> None:
-    path = written(tmp_path / "j", accept(0, spec("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p"), 2))
+    path = written(tmp_path / "j", accept(0, request("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p"), 2))
     flipped(path, "finished", "idx=1")
     saved = read(path)
     assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
 
 
 def test_a_damaged_round_or_prompt_costs_itself_alone(tmp_path: Path) -> None:
-    path = written(tmp_path / "j", accept(0, spec("a", "p", "q")))
+    path = written(tmp_path / "j", accept(0, request("a", "p", "q")))
     query(path, "UPDATE rounds SET spec=x'00112233'")
     query(path, "UPDATE groups SET prompt=x'00112233' WHERE id='p'")
     saved = read(path)
@@ -65,7 +69,7 @@ def test_no_damage_makes_a_wrong_token(tmp_path: Path) -> None:
     records = [schema.version(3)]
     for gid in range(6):
         name = f"p{gid}"
-        records += [accept(gid, spec(f"r{gid}", name))]
+        records += [accept(gid, request(f"r{gid}", name))]
         records += [schema.tokens(gid, 0, s, chunk(*range(s, s + 10), start=s)) for s in (0, 10, 20)]
         records += finish_both(gid, name)[1:] if gid % 2 else []
         records += [*finish_both(gid, name), schema.ended(ended(f"r{gid}", name), keep=2)] if gid < 3 else []
@@ -84,7 +88,7 @@ def _read_damaged(path: Path, whole: bytes, rng: random.Random) -> str:
     except JournalError:
         return "refused"
     for group in saved.groups:
-        assert [group.prompt] == spec("", f"p{group.gid}").prompts
+        assert [group.prompt] == request("", f"p{group.gid}").prompts
         for known in group.samples:
             if known.chunk is not None:
                 got = np.frombuffer(known.chunk.output_ids, "<i4").tolist()

@@ -1,4 +1,4 @@
-"""`count: accepted`, `judge` and `extend` (S3), on the fake engine and through the routes."""
+"""`count: accepted`, `judge` and `extend`, on the fake engine and through the routes."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.unit.scripted_engine import prompt, service
 
 
 def test_the_quota_counts_what_is_accepted(world: Build) -> None:
-    """S3: generation goes on until then; rejected groups are delivered too, marked, and the rest is carried."""
+    """Generation goes on until then; rejected groups are delivered too, marked, and the rest is carried."""
     w = world()
     w.open("run", lengths(1, 2, 3, 30), quota=2, count="accepted")
     w.step(8)
@@ -34,7 +34,7 @@ def test_the_quota_counts_what_is_accepted(world: Build) -> None:
 
 
 def test_accepted_beyond_the_quota_and_unjudged_groups_are_surplus(world: Build) -> None:
-    """S3: accepted surplus counts at once in the next round that counts accepted ones."""
+    """Accepted surplus counts at once in the next round that counts accepted ones."""
     w = world()
     w.open("run", lengths(1, 1, 1, 30), quota=1, count="accepted")
     w.step(5)
@@ -55,7 +55,7 @@ def test_surplus_return_delivers_unjudged_groups_too(world: Build) -> None:
 
 
 def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(world: Build) -> None:
-    """S3: finished but unjudged ones at the end are surplus."""
+    """Finished but unjudged ones at the end are surplus."""
     w = world()
     w.open("run", lengths(1, 1, 1, 30), quota=2, count="accepted")
     w.step(5)
@@ -69,7 +69,7 @@ def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(world: 
 
 @pytest.mark.parametrize("quota", [None, 5])
 def test_a_round_waits_for_the_last_verdict(world: Build, quota: int | None) -> None:
-    """S3: `exhausted` when everything has finished and been judged."""
+    """`exhausted` when everything has finished and been judged."""
     w = world()
     w.open("run", lengths(1, 2), quota=quota, count="accepted")
     w.step(10)
@@ -81,7 +81,7 @@ def test_a_round_waits_for_the_last_verdict(world: Build, quota: int | None) -> 
 
 
 def test_judging_is_idempotent_and_all_or_nothing(world: Build) -> None:
-    """S3: a contradiction is 409, an unknown id 404, an unfinished group 409; nothing of such a message is taken."""
+    """A contradiction is 409, an unknown id 404, an unfinished group 409; nothing of such a message is taken."""
     w = world()
     w.open("run", lengths(1, 1, 30), quota=2, count="accepted")
     w.step(5)
@@ -97,9 +97,9 @@ def test_judging_is_idempotent_and_all_or_nothing(world: Build) -> None:
 
 
 def test_samples_of_accepted_groups_count_in_units_of_samples(world: Build) -> None:
-    """S3: verdicts are on whole groups; the quota cuts between their samples."""
+    """Verdicts are on whole groups; the quota cuts between their samples."""
     w = world()
-    w.open("run", {"p": (3, 3, 3), "q": (3, 2, 3), "r": (3, 1, -40)}, quota=4, unit="sample", count="accepted")
+    w.open("run", {"p": (3, 3, 3), "q": (3, 2, 3), "r": (3, 1, -40)}, quota=4, quota_unit="sample", count="accepted")
     w.step(15)
     w.judge("run", {"p": True})
     w.step(2)
@@ -110,7 +110,7 @@ def test_samples_of_accepted_groups_count_in_units_of_samples(world: Build) -> N
 
 
 def test_strict_on_policy_starts_another_group_for_each_rejected_one(world: Build) -> None:
-    """S3, S4: what the quota still needs does not count rejected groups; unjudged ones are not carried with tokens."""
+    """What the quota still needs does not count rejected groups; unjudged ones are not carried with tokens."""
     w = world()
     w.open("run", lengths(1, 2, 3, 4), quota=2, max_staleness=0, count="accepted")
     w.step(8)
@@ -123,7 +123,7 @@ def test_strict_on_policy_starts_another_group_for_each_rejected_one(world: Buil
 
 
 def test_a_verdict_is_forgotten_with_its_group(world: Build) -> None:
-    """S2, S5: a dropped prompt id may come back and is judged anew."""
+    """A dropped prompt id may come back and is judged anew."""
     w = world()
     w.open("run", lengths(1, 30), quota=2, count="accepted")
     w.step(4)
@@ -135,7 +135,7 @@ def test_a_verdict_is_forgotten_with_its_group(world: Build) -> None:
 
 
 def test_extend_raises_the_quota_and_brings_prompts(world: Build) -> None:
-    """S3; the round that would have ended goes on, in the same batch."""
+    """The round that would have ended continues, in the same batch."""
     w = world()
     w.open("run", lengths(4, 30), quota=1)
     w.step(2)
@@ -144,7 +144,7 @@ def test_extend_raises_the_quota_and_brings_prompts(world: Build) -> None:
 
 
 def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_the_end(world: Build) -> None:
-    """S3, S5: 409, and nothing changes."""
+    """409, and nothing changes."""
     w = world()
     w.open("run", lengths(30), quota=None)
     assert w.extend("run", 1, {}) == 409
@@ -156,7 +156,7 @@ def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_t
 
 
 def test_a_quota_has_an_upper_end() -> None:
-    """S3: 1 … 2³¹−1."""
+    """1 … 2³¹−1."""
     w = ControllerHarness()
     w.open("run", lengths(30), quota=2**31 - 2)
     assert w.extend("run", 1, {}) == 200
@@ -173,14 +173,14 @@ async def previews(response: asyncio.Task[httpx.Response]) -> tuple[list[dict[st
 
 
 def test_previews_verdicts_and_the_reply() -> None:
-    """S3: a finished group is streamed before it counts; the summary names those that were delivered, with verdicts."""
+    """A finished group is streamed before it counts; the summary names those that were delivered, with verdicts."""
 
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
             asked = [prompt(id=i) for i in "abc"]
             task = await open_round(client, engine, round_id="r", count="accepted", stream=True, prompts=asked)
-            assert engine.opened.count == "accepted"
+            assert engine.opened.spec.count == "accepted"
             engine.finish(engine.opened, ("a", 0), ("b", 0), ("c", 0))
             verdicts = {"accept": ["a"], "reject": ["b"]}
             answer = (await client.post("/april/rounds/r/judge", json=verdicts)).json()
@@ -200,7 +200,7 @@ def test_previews_verdicts_and_the_reply() -> None:
 
 
 def test_the_same_verdict_again_is_fine_even_after_the_end_and_another_is_not() -> None:
-    """S3: judging is idempotent; a caller that lost the answer asks again."""
+    """Judging is idempotent; a caller that lost the answer asks again."""
 
     async def scenario() -> None:
         april, engine = service()
@@ -220,7 +220,7 @@ def test_the_same_verdict_again_is_fine_even_after_the_end_and_another_is_not() 
 
 
 def test_extend_has_the_defaults_of_its_round() -> None:
-    """S3, S5: the round's sampling parameters and seed, and ids that the vault knows from then on."""
+    """The round's sampling parameters and seed, and ids that the vault knows from then on."""
 
     async def scenario() -> None:
         april, engine = service()

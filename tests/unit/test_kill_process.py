@@ -1,4 +1,4 @@
-"""A thousand kills -9 of a process that drives ledger, journal and page store without a model (S8, design rule 1)."""
+"""A thousand kills -9 of a process that drives ledger, journal and page store without a model."""
 
 import random
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.unit.crash_client import CrashClient
-from tests.unit.crash_loop import one_life
+from tests.unit.crash_loop import one_epoch
 
 KILLS = 1000
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,18 +24,18 @@ def kills(tmp_path: Path) -> None:
     """Moments are counted in words of the dying process, never in time."""
     client, rng = CrashClient(), random.Random(7)
     words = whole = halves = 0
-    for life in range(KILLS):
-        words += one_life(tmp_path, client, life, rng.randint(2, 40))
+    for epoch in range(KILLS):
+        words += one_epoch(tmp_path, client, epoch, rng.randint(2, 40))
         whole += len(list(tmp_path.glob("*.kv")))
         halves += len(list(tmp_path.glob("*.part")))
-    one_life(tmp_path, client, KILLS, None)
+    one_epoch(tmp_path, client, KILLS, None)
     assert client.restored == KILLS + 1
     assert not list(client.undelivered())
     assert not client.open
     print(f"{KILLS} kills, {words} words, {len(client.replies)} replies, {len(client.delivered)} samples delivered")
     regained = len((tmp_path / "regained").read_text().splitlines())
     print(f"{whole} files of pages outlived a process, {halves} were killed half written, {regained} were resumed from")
-    # A life is paced by what it says and hears, so that these do not depend on how fast the machine or its disk is.
+    # An epoch is paced by its messages, so these counts do not depend on the speed of the machine or its disk.
     assert len(client.replies) > KILLS
     assert len(client.delivered) > 2 * KILLS
     assert regained

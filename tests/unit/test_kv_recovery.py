@@ -1,4 +1,4 @@
-"""Restarts with a disk tier: KV comes back of just the tokens that the journal has, on all ranks or on none (S8)."""
+"""Restarts with a disk tier: KV comes back of just the tokens that the journal has, on all ranks or on none."""
 
 import random
 from pathlib import Path
@@ -48,12 +48,12 @@ def rest(world: CrashingHarness) -> dict[str, Any]:
 
 
 def test_partials_resume_on_the_kv_of_the_server_before(world: CrashingHarness) -> None:
-    """Nothing is prefilled again, and with the same policy nothing shows in the spans (S6)."""
+    """Nothing is prefilled again, and with the same policy nothing shows in the spans."""
     suspended_to_disk(world, 30, 40)
     world.crash()
     assert tiers(world, "run") == {"p1": "disk", "p2": "disk"}
     assert world.controller.tiers.used["disk"] == sum(
-        s.pages.copy.cost for s in world.ledger.runs["run"].suspended if s.pages and s.pages.copy
+        s.kv.pages.copy.cost for s in world.ledger.runs["run"].suspended if s.kv.pages and s.kv.pages.copy
     )
     stats = rest(world)
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["reprefilled_tokens"]) == (2, 0, 0)
@@ -64,7 +64,7 @@ def test_partials_resume_on_the_kv_of_the_server_before(world: CrashingHarness) 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_kv_of_an_older_policy_is_what_it_was(world: CrashingHarness, kv: str) -> None:
-    """S6: `kept` under the version that is named later, whichever it is; `recompute` prefills it again."""
+    """`kept` under whichever version is named later; `recompute` prefills it again."""
     suspended_to_disk(world, 30)
     world.push_begin()
     world.push_end(3)
@@ -79,7 +79,7 @@ def test_kv_of_an_older_policy_is_what_it_was(world: CrashingHarness, kv: str) -
 
 
 def test_a_bound_of_staleness_reaches_over_the_restart(world: CrashingHarness) -> None:
-    """S4: what is too old must finish in its first round, on its kept KV."""
+    """What is too old must finish in its first round, on its kept KV."""
     suspended_to_disk(world, 30)
     world.push_begin()
     world.push_end(2)
@@ -148,7 +148,7 @@ def test_a_smaller_budget_keeps_the_longest(world: CrashingHarness) -> None:
     world.open("run", {"end": (3, 1, -2), "long": (9, 1, -30), "short": (3, 1, -30)}, quota=1, tier="disk")
     world.reply()
     world.step(2)
-    pages = world.sample("run", "long").pages
+    pages = world.sample("run", "long").kv.pages
     assert pages is not None
     world.disk_cap = pages.length
     world.crash()

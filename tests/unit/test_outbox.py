@@ -1,4 +1,4 @@
-"""Who waits for the journal, and who does not (S8); and a disk that is full for a while."""
+"""Who waits for the journal, and who does not; and a disk that is full for a while."""
 
 import threading
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def test_a_full_disk_holds_promises_and_nothing_else(tmp_path: Path) -> None:
     controller.context.recorder = recorder
     prompt = messages.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
     params = [msgspec.msgpack.encode(-30)]
-    controller.command(messages.OpenRound(1, "r", "run", [prompt], params, 1, "group", "keep", 5))
+    controller.command(messages.OpenRound(1, messages.RoundSpec("r", "run", 1, "group", "keep", 5), [prompt], params))
     heard.wait(lambda events: any(isinstance(e, messages.JournalFault) for e in events))
     for _ in range(60):
         engine.step()

@@ -1,4 +1,4 @@
-"""One rank's page store on a small CPU pool: what goes out comes back, or its order fails; never a wrong byte."""
+"""One rank's page store on a small CPU pool: a round trip restores every byte, or its order fails."""
 
 import errno
 import os
@@ -27,45 +27,45 @@ def rank(tmp_path: Path) -> Iterator[RankStore]:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 37])
 @pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_pages_come_back_into_other_slots(rank: RankStore, way: str, length: int) -> None:
-    """Design section 7: partial last pages; other rows of the pool stay as they were."""
+def test_round_trip_into_other_slots(rank: RankStore, way: str, length: int) -> None:
+    """Last pages may be partial; other rows of the pool do not change."""
     slots, target = slots_of(length), ELSEWHERE[:length]
     wanted, others = rank.rows(slots), rank.rows(ELSEWHERE[length:])
     if way == "disk":
-        rank.store.put_on_disk(1, 7, slots, KEY, 3)
+        rank.store.copy_to_disk(1, 7, slots, KEY, 3)
     else:
-        rank.store.put(1, 7, slots, None)
+        rank.store.copy_to_host(1, 7, slots, None)
     if way == "spilled":
         rank.store.spill(2, 7, KEY, length, 3)
         assert rank.outcome(2) == ""
         assert rank.arena.free_pages == 64
-    rank.store.get(3, 7, target)
+    rank.store.load(3, 7, target)
     assert (rank.outcome(1), rank.outcome(3)) == ("", "")
     assert torch.equal(rank.rows(target), wanted)
     assert torch.equal(rank.rows(ELSEWHERE[length:]), others)
 
 
 @pytest.mark.parametrize("spill", [False, True])
-def test_a_prompt_is_stored_once_for_its_group(rank: RankStore, spill: bool) -> None:
-    """Two members on one prefix of 8 tokens: 2 + 1 + 1 pages; each comes back whole, from the disk too."""
+def test_group_members_share_one_stored_prompt(rank: RankStore, spill: bool) -> None:
+    """Two members share a prefix of 8 tokens: 2 + 1 + 1 pages. Each is restored in full, also from disk."""
     prompt = slots_of(8)
     members = [torch.cat([prompt, torch.tensor([100 + 10 * i, 101 + 10 * i])]) for i in range(2)]
     wanted = [rank.rows(m) for m in members]
     for i, member in enumerate(members):
-        rank.store.put(i, 10 + i, member, (5, 8))
+        rank.store.copy_to_host(i, 10 + i, member, (5, 8))
         assert rank.outcome(i) == ""
     assert rank.arena.free_pages == 64 - 4
     if spill:
         rank.store.spill(2, 10, KEY, 10, 0)
         rank.store.discard(11)
         rank.store.discard(5)
-        rank.store.get(3, 10, ELSEWHERE[:10])
+        rank.store.load(3, 10, ELSEWHERE[:10])
         assert rank.outcome(3) == ""
         assert torch.equal(rank.rows(ELSEWHERE[:10]), wanted[0])
         assert rank.arena.free_pages == 64
         return
     for i, member in enumerate(members):
-        rank.store.get(3 + i, 10 + i, ELSEWHERE[: len(member)])
+        rank.store.load(3 + i, 10 + i, ELSEWHERE[: len(member)])
         assert rank.outcome(3 + i) == ""
         assert torch.equal(rank.rows(ELSEWHERE[: len(member)]), wanted[i])
 
@@ -83,32 +83,32 @@ def flip_a_bit(rank: RankStore, where: str, folder: Path) -> None:
     else:
         pages = held(rank, 7)
         assert isinstance(pages, HostPages)
-        rank.arena.pages(pages.runs[0])[0, 3] ^= 4
+        rank.arena.pages(pages.ranges[0])[0, 3] ^= 4
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_flipped_bit_is_found_and_nothing_of_its_page_is_used(rank: RankStore, where: str, tmp_path: Path) -> None:
-    """The order fails, and so does a check of everything, which names the copy; other copies are untouched."""
+def test_damaged_page_fails_the_load_and_is_not_used(rank: RankStore, where: str, tmp_path: Path) -> None:
+    """The load fails, `verify` names the copy, and other copies are unaffected."""
     slots = slots_of(9)
     if where == "disk":
-        rank.store.put_on_disk(1, 7, slots, KEY, 0)
+        rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
-        rank.store.put(1, 7, slots, None)
-    rank.store.put(2, 8, slots, None)
+        rank.store.copy_to_host(1, 7, slots, None)
+    rank.store.copy_to_host(2, 8, slots, None)
     rank.store.verify(3)
     assert [rank.outcome(i) for i in (1, 2, 3)] == ["", "", ""]
     flip_a_bit(rank, where, tmp_path)
-    rank.store.get(4, 7, ELSEWHERE[:9])
+    rank.store.load(4, 7, ELSEWHERE[:9])
     assert "damaged" in rank.outcome(4)
     rank.store.verify(5)
     assert rank.outcome(5).endswith("copies 7 are damaged")
-    rank.store.get(6, 8, ELSEWHERE[:9])
+    rank.store.load(6, 8, ELSEWHERE[:9])
     assert rank.outcome(6) == ""
     assert torch.equal(rank.rows(ELSEWHERE[:9]), rank.rows(slots))
 
 
 class Faulty:
-    """`os.write` that fails, or writes less than it was given, from the second call on."""
+    """`os.write` that fails or writes only part of its data from the second call on."""
 
     def __init__(self, fault: int | str) -> None:
         self.fault, self.calls = fault, 0
@@ -122,38 +122,38 @@ class Faulty:
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("way", ["disk", "spilled"])
-def test_a_file_that_cannot_be_written_costs_the_copy_and_nothing_else(tmp_path: Path, fault: int, way: str) -> None:
-    """No half file is left, the room on the host is free again, and the store goes on."""
+def test_failed_write_loses_only_that_copy(tmp_path: Path, fault: int, way: str) -> None:
+    """No partial file is left, the host pages are free again, and the store keeps working."""
     rank = RankStore(tmp_path, write=Faulty(fault))
     slots = slots_of(9)
     if way == "disk":
-        rank.store.put_on_disk(1, 7, slots, KEY, 0)
+        rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
-        rank.store.put(0, 7, slots, None)
+        rank.store.copy_to_host(0, 7, slots, None)
         rank.store.spill(1, 7, KEY, 9, 0)
     assert os.strerror(fault) in rank.outcome(1)
-    rank.store.get(2, 7, ELSEWHERE[:9])
+    rank.store.load(2, 7, ELSEWHERE[:9])
     assert "never stored" in rank.outcome(2)
     assert [p.name for p in tmp_path.iterdir()] == ["lock.r0"]
     assert rank.arena.free_pages == 64
-    rank.store.put(3, 8, slots, None)
+    rank.store.copy_to_host(3, 8, slots, None)
     assert rank.outcome(3) == ""
     rank.close()
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("no reason")])
 @pytest.mark.parametrize("way", ["disk", "spilled"])
-def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error: Exception, way: str) -> None:
-    """Pages that are free twice would hold two copies; half a file would stay until the next start."""
+def test_failed_write_frees_host_pages_once(tmp_path: Path, error: Exception, way: str) -> None:
+    """Pages freed twice would hold two copies; a partial file would stay until the next start."""
 
     def refuse(fd: int, data: memoryview) -> int:
         raise error
 
     rank = RankStore(tmp_path, write=refuse)
     if way == "disk":
-        rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
+        rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 0)
     else:
-        rank.store.put(0, 7, slots_of(9), None)
+        rank.store.copy_to_host(0, 7, slots_of(9), None)
         rank.store.spill(1, 7, KEY, 9, 0)
     assert str(error) in rank.outcome(1)
     rank.store.discard(7)
@@ -164,27 +164,27 @@ def test_whatever_stops_a_file_its_room_is_given_back_once(tmp_path: Path, error
     rank.close()
 
 
-def test_short_writes_are_written_on(tmp_path: Path) -> None:
+def test_short_writes_are_continued(tmp_path: Path) -> None:
     rank = RankStore(tmp_path, write=Faulty("short"))
-    rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
-    rank.store.get(2, 7, ELSEWHERE[:9])
+    rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 0)
+    rank.store.load(2, 7, ELSEWHERE[:9])
     assert (rank.outcome(1), rank.outcome(2)) == ("", "")
     assert torch.equal(rank.rows(ELSEWHERE[:9]), rank.rows(slots_of(9)))
     rank.close()
 
 
-def test_a_directory_that_went_away(rank: RankStore, tmp_path: Path) -> None:
+def test_missing_directory_fails_the_order(rank: RankStore, tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         path.unlink()
     tmp_path.rmdir()
-    rank.store.put_on_disk(1, 7, slots_of(9), KEY, 0)
+    rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 0)
     assert "No such file" in rank.outcome(1)
     tmp_path.mkdir()
-    rank.store.put_on_disk(2, 7, slots_of(9), KEY, 0)
+    rank.store.copy_to_disk(2, 7, slots_of(9), KEY, 0)
     assert rank.outcome(2) == ""
 
 
-def test_a_directory_serves_one_server(rank: RankStore, tmp_path: Path) -> None:
+def test_directory_is_locked_by_one_server(rank: RankStore, tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="in use by another server"):
         DiskTier(tmp_path, 0, "layout", PAGE, 8)
     with pytest.raises(DiskError, match="cannot be used"):
@@ -192,20 +192,20 @@ def test_a_directory_serves_one_server(rank: RankStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
-def test_a_restart_finds_the_kv_that_is_wanted_or_says_why_not(tmp_path: Path, fault: str) -> None:
-    """S8: sound and just of these tokens; what is not taken over is gone, as are files that nobody asks for."""
+def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str) -> None:
+    """A file is used only if it is intact and holds the journal's tokens; others are removed (`verified-pages`)."""
     first = RankStore(tmp_path)
     wanted = first.rows(slots_of(9))
-    first.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
-    first.store.put_on_disk(2, 8, slots_of(9), Key("run", "other", 0, 0), 3)
+    first.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
+    first.store.copy_to_disk(2, 8, slots_of(9), Key("run", "other", 0, 0), 3)
     assert (first.outcome(1), first.outcome(2)) == ("", "")
-    first.disk.begin("life", [KEY, Key("run", "other", 0, 0)])
+    first.disk.begin("epoch", [KEY, Key("run", "other", 0, 0)])
     first.close()
     again = RankStore(tmp_path)
     disk = again.disk
     (tmp_path / "x.r0.part").write_bytes(b"half")
     spoil(disk, fault)
-    search = KvSearch(disk, "life")
+    search = KvSearch(disk, "epoch")
     (outcome,) = search.look([(KEY, Found(9 + (fault == "older"), 3 - (fault == "version")))])
     assert outcome == {"none": "", "missing": None, "older": None, "version": None}.get(fault, outcome)
     assert outcome != "" or fault == "none"
@@ -213,8 +213,8 @@ def test_a_restart_finds_the_kv_that_is_wanted_or_says_why_not(tmp_path: Path, f
     disk.begin("next", [KEY] if outcome == "" else [])
     assert sorted(p.suffix for p in tmp_path.iterdir()) == ([".kv", ".r0"] if fault == "none" else [".r0"])
     if outcome == "":
-        again.store.adopt(20, KEY, 9)
-        again.store.get(1, 20, ELSEWHERE[:9])
+        again.store.register_file(20, KEY, 9)
+        again.store.load(1, 20, ELSEWHERE[:9])
         assert again.outcome(1) == ""
         assert torch.equal(again.rows(ELSEWHERE[:9]), wanted)
     again.close()
@@ -234,26 +234,26 @@ def spoil(disk: DiskTier, fault: str) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("life", ["", "another", "lif", "life and more"])
-def test_files_of_another_life_are_not_looked_at(rank: RankStore, life: str) -> None:
-    """Without a journal there is no life, and of another's history nothing is known."""
+@pytest.mark.parametrize("epoch", ["", "another", "epo", "epoch and more"])
+def test_files_of_another_epoch_are_ignored(rank: RankStore, epoch: str) -> None:
+    """Without a journal there is no epoch, and the files of another history prove nothing."""
     rank.disk.begin("a much longer name than the next")
-    rank.disk.begin(life)
-    rank.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
+    rank.disk.begin(epoch)
+    rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
     assert rank.outcome(1) == ""
-    assert rank.disk.life == life
-    assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [None]
+    assert rank.disk.epoch == epoch
+    assert KvSearch(rank.disk, "epoch").look([(KEY, Found(9, 3))]) == [None]
     assert KvSearch(rank.disk, "").look([(KEY, Found(9, 3))]) == [None]
-    rank.disk.begin("life", [KEY])
-    assert KvSearch(rank.disk, "life").look([(KEY, Found(9, 3))]) == [""]
+    rank.disk.begin("epoch", [KEY])
+    assert KvSearch(rank.disk, "epoch").look([(KEY, Found(9, 3))]) == [""]
 
 
-def test_a_stale_file_that_stays_ends_the_start(
+def test_undeletable_stale_file_stops_the_start(
     rank: RankStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be of the next life by its name; the life before keeps its own."""
+    """Otherwise the file would belong to the next epoch; the previous epoch stays recorded."""
     rank.disk.begin("before")
-    rank.store.put_on_disk(1, 7, slots_of(9), KEY, 3)
+    rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
     assert rank.outcome(1) == ""
 
     def refuse(path: Path, **_: Any) -> None:
@@ -262,46 +262,46 @@ def test_a_stale_file_that_stays_ends_the_start(
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(DiskError, match=f"{tmp_path} cannot be used: Operation not permitted"):
         rank.disk.begin("next")
-    assert rank.disk.life == "before"
+    assert rank.disk.epoch == "before"
 
 
-def test_an_arena_gives_every_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs do not cross slabs, neighbours are joined again, and a machine without memory changes nothing."""
+def test_arena_allocates_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges do not cross slabs, adjacent free ranges merge, and a failed allocation changes nothing."""
     monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
     arena = HostArena(35, 8, pinned=False)
     rng, taken = random.Random(0), []
     for _ in range(300):
         if taken and rng.random() < 0.5:
-            arena.give(taken.pop(rng.randrange(len(taken))))
+            arena.free(taken.pop(rng.randrange(len(taken))))
         elif (pages := rng.randint(1, 12)) <= arena.free_pages:
-            taken.append(arena.take(pages))
+            taken.append(arena.allocate(pages))
             assert sum(run.size for run in taken[-1]) == pages
         else:
             with pytest.raises(MemoryError):
-                arena.take(pages)
+                arena.allocate(pages)
         numbers = [n for runs in taken for run in runs for n in range(run.start, run.start + run.size)]
         assert len(numbers) == len(set(numbers)) == 35 - arena.free_pages
         assert all(run.start // 10 == (run.start + run.size - 1) // 10 for runs in taken for run in runs)
     for runs in taken:
-        arena.give(runs)
+        arena.free(runs)
     assert arena._free == [PageRange(0, 10), PageRange(10, 10), PageRange(20, 10), PageRange(30, 5)]
     assert {number: len(slab) for number, slab in arena._slabs.items()} == {0: 10, 1: 10, 2: 10, 3: 5}
 
     fresh = HostArena(10, 8, pinned=False)
     monkeypatch.setattr(torch, "empty", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("no memory")))
     with pytest.raises(MemoryError, match="cannot grow"):
-        fresh.take(3)
+        fresh.allocate(3)
     assert fresh.free_pages == 10
 
 
 @pytest.mark.parametrize(("pages", "rows"), [(3, [3]), (10, [10]), (11, [10, 1]), (25, [10, 10, 5])])
-def test_an_arena_takes_no_more_memory_than_its_pages(
+def test_arena_allocates_no_more_memory_than_its_pages(
     monkeypatch: pytest.MonkeyPatch, pages: int, rows: list[int]
 ) -> None:
-    """A slab holds 10 here; every page is memory of its own."""
+    """A slab holds 10 pages here; no two pages overlap."""
     monkeypatch.setattr("sglang_april.kv.host_tier.SLAB_BYTES", 4 * 8 * 10)
     arena = HostArena(pages, 8, pinned=False)
-    runs = arena.take(pages)
+    runs = arena.allocate(pages)
     assert [len(arena._slabs[number]) for number in sorted(arena._slabs)] == rows
     for run in runs:
         arena.pages(run).copy_(torch.arange(run.start, run.start + run.size)[:, None].expand(-1, 8))

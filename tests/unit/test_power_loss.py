@@ -1,4 +1,4 @@
-"""Loss of power (S8): with `full` what was promised is there, with `normal` the journal is at least of one piece."""
+"""Loss of power: with `full` what was promised is there, with `normal` the journal is at least of one piece."""
 
 import ctypes
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_april.api.messages import OpenRound, Prompt, Span
+from sglang_april.api.messages import Prompt, RoundSpec, Span
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal, JournalError
 from sglang_april.recovery.journal_snapshot import Chunk
@@ -28,7 +28,7 @@ def batch(number: int) -> list[schema.Op]:
     records = [schema.tokens(0, 0, start, chunk), schema.version(number)]
     if number == 1:
         prompt = Prompt("p", b"\1\0\0\0", 1, 0, 0)
-        spec = OpenRound(0, "round", "run", [prompt], [b""], 1, "group", "keep", None)
+        spec = RoundSpec("round", "run", 1, "group", "keep", None)
         records.insert(0, schema.accepted(spec, 1, [(0, 0, prompt, b"")]))
     return records
 

@@ -7,7 +7,7 @@ from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 
 
 def tiers(w: ControllerHarness, run: str) -> dict[str, str]:
-    return {s.group.id: s.pages.tier if s.pages else "none" for s in w.ledger.runs[run].suspended}
+    return {s.group.id: s.kv.pages.tier if s.kv.pages else "none" for s in w.ledger.runs[run].suspended}
 
 
 def leave_partials(w: ControllerHarness, sizes: dict[str, int], run: str = "idle") -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.prompts import Prompts
+from sglang_april.scheduler.prompts import PromptSharing
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.controller_harness import Build, ControllerHarness, lengths
@@ -13,8 +13,8 @@ from tests.unit.ledger_driver import LedgerDriver, names
 
 
 @pytest.fixture
-def prompts() -> Prompts:
-    return Prompts(Context(FakeEngine(shares=True), VersionClock(), 0))
+def prompts() -> PromptSharing:
+    return PromptSharing(Context(FakeEngine(shares=True), VersionClock(), 0))
 
 
 def prefills(w: ControllerHarness) -> list[int]:
@@ -31,51 +31,51 @@ def prefills(w: ControllerHarness) -> list[int]:
     return seen
 
 
-def led(prompts: Prompts) -> tuple[LedgerDriver, Sample, Sample]:
+def led(prompts: PromptSharing) -> tuple[LedgerDriver, Sample, Sample]:
     """A group whose first member is being prefilled: that one, and another."""
     hand = LedgerDriver()
     (group,) = hand.groups(3)
     leader, other, _ = group.samples.values()
-    prompts.starts(leader)
+    prompts.prefill_queued(leader)
     hand.start(leader)
     return hand, leader, other
 
 
-def test_one_of_each_group_is_prefilled(prompts: Prompts) -> None:
+def test_one_of_each_group_is_prefilled(prompts: PromptSharing) -> None:
     """For eight free slots: groups whose members fill them, and whoever nobody follows."""
     hand = LedgerDriver()
     hand.groups(4, 1, 2, 4, 4)
-    assert names(list(prompts.starters(hand.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
-    assert names(list(prompts.starters(hand.round(concurrency=4), 8))) == ["g0.0"]
+    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
+    assert names(list(prompts.select_for_prefill(hand.round(concurrency=4), 8))) == ["g0.0"]
 
 
-def test_leaders_of_a_whole_batch_share_a_prefill(prompts: Prompts) -> None:
+def test_leaders_of_a_whole_batch_share_a_prefill(prompts: PromptSharing) -> None:
     """Five slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
     hand = LedgerDriver()
     hand.start(*(g.samples[0] for g in hand.groups(*[1] * 24)))
     hand.groups(*[8] * 9)
-    assert names(list(prompts.starters(hand.round(), 5))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
-    assert names(list(prompts.starters(hand.round(), 2))) == ["g24.0", "g25.0"]
+    assert names(list(prompts.select_for_prefill(hand.round(), 5))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
+    assert names(list(prompts.select_for_prefill(hand.round(), 2))) == ["g24.0", "g25.0"]
 
 
-def test_nobody_follows_before_the_prompt_is_there(prompts: Prompts) -> None:
+def test_nobody_follows_before_the_prompt_is_there(prompts: PromptSharing) -> None:
     hand, leader, other = led(prompts)
-    assert prompts.waits(other)
-    assert not prompts.follows(other)
-    assert names(list(prompts.starters(hand.round(), 8))) == []
+    assert prompts.awaits_leader(other)
+    assert not prompts.can_follow(other)
+    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == []
     prompts.prefilled(leader)
     hand.grow(leader)
-    assert prompts.follows(other)
-    assert not prompts.waits(other)
-    assert not prompts.follows(leader), "it has a token"
-    assert names(list(prompts.starters(hand.round(), 8))) == []
+    assert prompts.can_follow(other)
+    assert not prompts.awaits_leader(other)
+    assert not prompts.can_follow(leader), "it has a token"
+    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == []
 
 
-def test_another_leads_when_the_leader_leaves_without_a_token(prompts: Prompts) -> None:
+def test_another_leads_when_the_leader_leaves_without_a_token(prompts: PromptSharing) -> None:
     hand, leader, other = led(prompts)
     hand.ledger.suspend(leader)
-    assert not prompts.waits(other)
-    assert names(list(prompts.starters(hand.round(), 8))) == ["g0.0"]
+    assert not prompts.awaits_leader(other)
+    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == ["g0.0"]
 
 
 def test_followers_need_no_prefill(world: Build) -> None:

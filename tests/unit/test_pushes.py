@@ -135,9 +135,9 @@ def test_a_flush_moves_pages_to_the_host_as_far_as_its_cap_goes(world: Build) ->
     w = world(host_cap=12)
     w.open("run", {f"p{i}": (3 + i, 1, -20) for i in range(4)} | {"q": (3, 1, -1)}, quota=1)
     w.reply()
-    held = {f"p{i}": w.sample("run", f"p{i}").pages.length for i in range(4)}
+    held = {f"p{i}": w.sample("run", f"p{i}").kv.pages.length for i in range(4)}
     assert w.do(FakeEngine.flush)
-    kept = {name for name in held if w.sample("run", name).pages is not None}
+    kept = {name for name in held if w.sample("run", name).kv.pages is not None}
     room, expected = 12, set()
     for name in sorted(held, key=held.__getitem__, reverse=True):
         if held[name] <= room:
@@ -172,7 +172,7 @@ def test_released_memory_closes_admission_also_across_a_push(world: Build) -> No
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
     assert w.do(FakeEngine.release_memory)
-    assert w.sample("run", "p1").pages.tier == "host"
+    assert w.sample("run", "p1").kv.pages.tier == "host"
     assert w.open("run", {}).status == 503
     assert (w.push_begin(), w.push_end()) == (200, 200)
     answer = w.open("run", {})

@@ -1,10 +1,9 @@
-"""When a round ends and what it delivers, as pure functions of the ledger and the version (S3, S4)."""
+"""When a round ends and what it delivers, as pure functions of the ledger and the version."""
 
 import pytest
 
 from sglang_april.api.messages import Delivery
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.staleness import is_over, is_stale, staleness
 from tests.unit.ledger_driver import LedgerDriver
 
 
@@ -30,15 +29,15 @@ def delivered(
     ],
 )
 def test_units_that_count(quota: int | None, unit: str, reason: str | None) -> None:
-    """S3: whole groups, or finished samples; here one group of two is whole and one of two half finished."""
+    """Whole groups, or finished samples; here one group of two is whole and one of two half finished."""
     hand = LedgerDriver()
     whole, half = hand.groups(2, 2)
     hand.finish(*whole.samples.values(), half.samples[0])
-    assert hand.round(quota=quota, unit=unit).ends_now() == reason
+    assert hand.round(quota=quota, quota_unit=unit).ends_now() == reason
 
 
 def test_the_round_is_exhausted_when_all_has_finished() -> None:
-    """S3: also with a quota beyond what there is; with exactly as much as the quota, the quota is the reason."""
+    """Also with a quota beyond what there is; with exactly as much as the quota, the quota is the reason."""
     hand = LedgerDriver()
     groups = hand.groups(1, 1)
     assert hand.round(quota=None).ends_now() is None
@@ -47,18 +46,18 @@ def test_the_round_is_exhausted_when_all_has_finished() -> None:
 
 
 def test_an_empty_round_is_exhausted() -> None:
-    """S3: empty prompts and an empty carry."""
+    """Empty prompts and an empty carry."""
     assert LedgerDriver().round(quota=5).ends_now() == "exhausted"
 
 
 @pytest.mark.parametrize("unit", ["group", "sample"])
 def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> None:
-    """S4: all its members, unstarted ones too."""
+    """All its members, unstarted ones too."""
     hand = LedgerDriver()
     done, stale = hand.groups(1, 2)
     hand.begin(stale.samples[0], version=0)
     hand.finish(done.samples[0], version=3)
-    rnd = hand.round(version=3, max_staleness=3, unit=unit)
+    rnd = hand.round(version=3, max_staleness=3, quota_unit=unit)
     assert (rnd.mandatory, rnd.ends_now()) == ({stale}, None)
     hand.finish(stale.samples[0])
     assert rnd.ends_now() is None
@@ -67,7 +66,7 @@ def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> 
 
 
 def test_a_dropped_mandatory_group_holds_nothing() -> None:
-    """S2, S4."""
+    """`stop` overrides the staleness bound."""
     hand = LedgerDriver()
     done, stale = hand.groups(1, 1)
     hand.begin(stale.samples[0])
@@ -78,7 +77,7 @@ def test_a_dropped_mandatory_group_holds_nothing() -> None:
 
 
 def test_strict_on_policy_waits_for_every_group_with_tokens() -> None:
-    """S4, `max_staleness: 0`: none is carried with tokens; groups without any do not count."""
+    """`max_staleness: 0`: none is carried with tokens; groups without any do not count."""
     hand = LedgerDriver()
     done, begun, _ = hand.groups(1, 1, 1)
     rnd = hand.round(max_staleness=0)
@@ -91,13 +90,13 @@ def test_strict_on_policy_waits_for_every_group_with_tokens() -> None:
 
 
 def test_strict_on_policy_waits_for_its_cohort_too() -> None:
-    """S3, S4: a group of an older round whose members with tokens have been delivered already."""
+    """A group of an older round whose members with tokens have been delivered already."""
     hand = LedgerDriver()
     old, new = hand.groups(2, 1)
     hand.finish(old.samples[0])
     old.first_round = 0
     hand.ledger.deliver(old, [0])
-    rnd = hand.round(unit="sample", max_staleness=0, quota_mode="cohort")
+    rnd = hand.round(quota_unit="sample", max_staleness=0, quota_mode="cohort")
     rnd.mark_cohort()
     hand.finish(new.samples[0])
     assert rnd.ends_now() is None
@@ -113,18 +112,18 @@ def test_strict_on_policy_waits_for_its_cohort_too() -> None:
     [(2, 3, False, False), (4, 3, False, False), (5, 3, True, False), (6, 3, True, True), (9, None, False, False)],
 )
 def test_the_bound_is_met_by_the_oldest_token(version: int, bound: int | None, stale: bool, over: bool) -> None:
-    """S4: current version minus that of the oldest undelivered token, here 2."""
+    """Current version minus that of the oldest undelivered token, here 2."""
     hand = LedgerDriver()
     (group,) = hand.groups(3)
-    assert not is_stale(group, 99, 0)
+    assert not group.is_stale(99, 0)
     hand.begin(group.samples[0], version=4)
     hand.finish(group.samples[1], version=2)
-    assert staleness(group, version) == version - 2
-    assert (is_stale(group, version, bound), is_over(group, version, bound)) == (stale, over)
+    assert group.staleness(version) == version - 2
+    assert (group.is_stale(version, bound), group.is_over(version, bound)) == (stale, over)
 
 
 def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:
-    """S4: marked at the start and after every push, never taken back."""
+    """Marked at the start and after every push, never taken back."""
     hand = LedgerDriver()
     old, young = hand.groups(1, 1)
     hand.begin(old.samples[0], version=0)
@@ -137,7 +136,7 @@ def test_a_push_inside_the_round_adds_to_what_must_finish() -> None:
 
 @pytest.mark.parametrize(("quota", "left"), [(None, None), (4, 2), (2, 0), (1, 0)])
 def test_how_many_more_groups_may_start_under_strict_on_policy(quota: int | None, left: int | None) -> None:
-    """S4: what the quota still needs; two groups have begun here, more than a quota of one."""
+    """What the quota still needs; two groups have begun here, more than a quota of one."""
     hand = LedgerDriver()
     begun, done, *_ = hand.groups(1, 1, 1, 1)
     hand.begin(begun.samples[0])
@@ -148,18 +147,18 @@ def test_how_many_more_groups_may_start_under_strict_on_policy(quota: int | None
 
 @pytest.mark.parametrize(("quota", "left"), [(1, 0), (3, 0), (4, 1)])
 def test_strict_on_policy_counts_samples_of_begun_groups(quota: int, left: int) -> None:
-    """S4, unit sample: one group more at a time, as long as those that have begun cannot meet the quota."""
+    """Unit `sample`: one group more at a time, as long as those that have begun cannot meet the quota."""
     hand = LedgerDriver()
     begun, _ = hand.groups(3, 3)
     hand.begin(begun.samples[0])
-    assert hand.round(quota=quota, unit="sample", max_staleness=0).starts_left() == left
+    assert hand.round(quota=quota, quota_unit="sample", max_staleness=0).starts_left() == left
 
 
 # --- deliver
 
 
 def test_the_quota_exactly_in_finish_then_admission_order() -> None:
-    """S3: carried ones first, then the finish step, then admission, whatever the order of arrival."""
+    """Carried ones first, then the finish step, then admission, whatever the order of arrival."""
     hand = LedgerDriver()
     a, b, c, d = hand.groups(1, 1, 1, 1)
     hand.start(d.samples[0], b.samples[0], a.samples[0], c.samples[0])
@@ -171,7 +170,7 @@ def test_the_quota_exactly_in_finish_then_admission_order() -> None:
 
 
 def test_surplus_return_delivers_all_that_is_whole() -> None:
-    """S3."""
+    """`quota-exact`."""
     hand = LedgerDriver()
     groups = hand.groups(1, 1, 1)
     hand.finish(*(g.samples[0] for g in groups))
@@ -179,7 +178,7 @@ def test_surplus_return_delivers_all_that_is_whole() -> None:
 
 
 def test_mandatory_groups_lead_and_go_beyond_the_quota() -> None:
-    """S3, S4."""
+    """`quota-exact` and `staleness-bound`."""
     hand = LedgerDriver()
     fresh, old, older = hand.groups(1, 1, 1)
     hand.begin(old.samples[0], older.samples[0], version=0)
@@ -191,7 +190,7 @@ def test_mandatory_groups_lead_and_go_beyond_the_quota() -> None:
 
 
 def test_what_is_over_the_bound_is_counted() -> None:
-    """S4: `stats.over_bound`."""
+    """`stats.over_bound` counts them."""
     hand = LedgerDriver()
     at, over = hand.groups(1, 1)
     hand.finish(at.samples[0], version=2)
@@ -202,31 +201,31 @@ def test_what_is_over_the_bound_is_counted() -> None:
 
 
 def test_samples_of_unfinished_groups_in_units_of_samples() -> None:
-    """S3: finished samples at once, gathered by group, `complete` when nothing of it is left."""
+    """Finished samples at once, gathered by group, `complete` when nothing of it is left."""
     hand = LedgerDriver()
     a, b = hand.groups(3, 1)
     hand.finish(a.samples[2])
     hand.finish(b.samples[0])
     hand.finish(a.samples[0])
-    parts = hand.round(quota=3, unit="sample").deliver(hand.ledger, "quota", None, 0)
+    parts = hand.round(quota=3, quota_unit="sample").deliver(hand.ledger, "quota", None, 0)
     assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [0, 2], False), ("g1", [0], True)]
     hand.finish(a.samples[1])
-    parts = hand.round(unit="sample").deliver(hand.ledger, "quota", None, 0)
+    parts = hand.round(quota_unit="sample").deliver(hand.ledger, "quota", None, 0)
     assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [1], True)]
 
 
 def test_a_quota_of_samples_may_cut_a_whole_group() -> None:
-    """S3: what is left of it is surplus and comes under the same id."""
+    """What is left of it is surplus and comes under the same id."""
     hand = LedgerDriver()
     (group,) = hand.groups(3)
     hand.finish(*group.samples.values())
-    assert delivered(hand, hand.round(quota=2, unit="sample")) == [("g0", [0, 1])]
+    assert delivered(hand, hand.round(quota=2, quota_unit="sample")) == [("g0", [0, 1])]
     assert (hand.run.whole, hand.run.finished) == (1, 1)
-    assert delivered(hand, hand.round(quota=2, unit="sample"), "exhausted") == [("g0", [2])]
+    assert delivered(hand, hand.round(quota=2, quota_unit="sample"), "exhausted") == [("g0", [2])]
 
 
 def test_a_stop_delivers_all_finished_or_those_that_are_named() -> None:
-    """S3: never an unfinished one; a quota does not limit it."""
+    """Never an unfinished one; a quota does not limit it."""
     hand = LedgerDriver()
     a, b, c, d = hand.groups(1, 1, 2, 1)
     hand.finish(a.samples[0], b.samples[0], c.samples[0], d.samples[0])

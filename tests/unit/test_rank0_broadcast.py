@@ -1,4 +1,4 @@
-"""S9: what ranks observe reaches the scheduler's own inbox once all have said it, and failed if one did."""
+"""What ranks observe reaches the scheduler's own inbox once all have said it, and failed if one did."""
 
 from types import SimpleNamespace
 from typing import Any

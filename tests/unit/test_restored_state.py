@@ -1,11 +1,10 @@
-"""The HTTP process after a restart (S8): one server's life told to the next, and a journal that cannot be written."""
+"""The HTTP process after a restart: one server's life told to the next, and a journal that cannot be written."""
 
 import asyncio
 import threading
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from sglang_april.api import messages
@@ -30,15 +29,15 @@ async def life(april: AprilService, engine: ScriptedEngine, *rounds: str, **body
     return lived
 
 
-def kept(engine: ScriptedEngine, opened: messages.OpenRound) -> tuple[Any, ...]:
+def kept(engine: ScriptedEngine, opened: messages.OpenRound) -> messages.KeptReply:
     """A reply as the journal has it."""
     name = opened.prompts[0].id
     ended = messages.RoundEnded(
-        opened.round_id, opened.run, 0, "quota", [messages.Delivery(name, 0, [0], True)], {}, {}
+        opened.spec.round_id, opened.spec.run, 0, "quota", [messages.Delivery(name, 0, [0], True)], {}, {}
     )
     ended.carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
     ended.stats = {"tokens_after_quota": 0, "warnings": []}
-    return opened, ended, opened.prompts, [engine.sample(opened, name, 0, "ab", True)]
+    return messages.KeptReply(opened.spec, ended, opened.prompts, [engine.sample(opened, name, 0, "ab", True)])
 
 
 def restored(**fields: Any) -> messages.Restored:
@@ -94,8 +93,7 @@ def test_a_round_that_was_open_is_open_again_for_the_same_body() -> None:
     async def scenario() -> None:
         _, opened = await before()
         april, engine = with_journal()
-        spec = msgspec.structs.replace(opened, prompts=[], params=[])
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec]))
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec]))
         async with client_of(april) as client:
             assert (await client.get("/april/rounds/open")).status_code == 202
             other = await client.post("/april/rollout", json={**BODY, "quota": 7})
@@ -118,12 +116,11 @@ def test_a_reopened_round_that_ends_at_once_does_not_push_out_newer_replies() ->
     async def scenario() -> None:
         lived, opened = await before("one", "two")
         april, engine = with_journal(replies=2)
-        spec = msgspec.structs.replace(opened, prompts=[], params=[])
         replies = [kept(engine, lived[name][0]) for name in ("one", "two")]
         late = engine.sample(opened, "late", 0, "now", True)
         gate, decode = threading.Event(), engine.decode
         engine.decode = lambda ids, *args: (gate.wait(10) if len(ids) == 2 else None, decode(ids, *args))[1]
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec], replies=replies, finished=[late]))
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], replies=replies, finished=[late]))
         engine.end(opened, ("late", [0]))
         await april.rounds.find("open").events[0].done[0].text
         await asyncio.sleep(0.05)
@@ -143,9 +140,8 @@ def test_what_had_finished_is_streamed_again() -> None:
     async def scenario() -> None:
         _, opened = await before()
         april, engine = with_journal()
-        spec = msgspec.structs.replace(opened, prompts=[], params=[])
         late = engine.sample(opened, "late", 0, "ab", True)
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec], finished=[late]))
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], finished=[late]))
         (part,) = april.rounds.find("open").events
         assert (part.prompt.id, [d.sample.index for d in part.done]) == ("late", [0])
 
@@ -158,8 +154,7 @@ def test_nothing_holds_the_weights_until_their_version_is_named() -> None:
     async def scenario() -> None:
         _, opened = await before()
         april, engine = with_journal()
-        spec = msgspec.structs.replace(opened, prompts=[], params=[])
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[spec], unnamed=True))
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], unnamed=True))
         await april.restart.ready()
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked()
@@ -205,7 +200,7 @@ def test_the_journal_hears_of_an_ack(journal: str | None) -> None:
         if journal:
             engine.tell(restored())
         await life(april, engine, "one", keep_until_ack=True)
-        assert engine.opened.keep_until_ack
+        assert engine.opened.spec.keep_until_ack
         async with client_of(april) as client:
             reply: httpx.Response = await client.post("/april/rounds/one/ack")
             assert reply.json() == {"round_id": "one", "acknowledged": True}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_april.api.errors import RequestError
+from sglang_april.api.messages import RoundSpec
 from sglang_april.http.reply import Reply
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
 from sglang_april.http.weight_lock import WeightLock
@@ -23,9 +24,13 @@ def scenario(test: Scenario) -> Callable[[], None]:
     return run
 
 
+def record(name: str, run: str, fingerprint: str = "body", keep: bool = False) -> RoundRecord:
+    return RoundRecord(RoundSpec(name, run, 1, "group", "auto", None, keep_until_ack=keep, fingerprint=fingerprint))
+
+
 def ended(rounds: RoundRegistry, name: str, run: str = "run", keep: bool = False, nbytes: int = 10) -> RoundRecord:
     """A round that has been opened, ended and answered."""
-    round_, new = rounds.admit(RoundRecord(name, run, "body", "group", keep))
+    round_, new = rounds.admit(record(name, run, keep=keep))
     assert new
     rounds.opened(round_)
     rounds.ended(round_)
@@ -49,7 +54,7 @@ async def test_the_last_replies_of_each_run_are_kept_and_older_ids_are_gone() ->
     assert rounds.find("b2").id == "b2"
     assert status(lambda: rounds.find("a1")) == 410
     assert status(lambda: rounds.find("c0")) == 404
-    assert status(lambda: rounds.admit(RoundRecord("a1", "a", "body", "group"))) == 410
+    assert status(lambda: rounds.admit(record("a1", "a", "body"))) == 410
     assert (rounds.kept, rounds.kept_bytes) == (4, 40)
 
 
@@ -69,11 +74,11 @@ async def test_unacknowledged_replies_beyond_the_memory_stop_new_rounds_and_lose
     rounds = RoundRegistry(2, 25)
     for i in range(3):
         ended(rounds, f"r{i}", keep=True)
-    assert status(lambda: rounds.admit(RoundRecord("r3", "run", "body", "group"))) == 503
+    assert status(lambda: rounds.admit(record("r3", "run", "body"))) == 503
     assert all(rounds.find(f"r{i}") for i in range(3))
-    assert not rounds.admit(RoundRecord("r1", "run", "body", "group"))[1]
+    assert not rounds.admit(record("r1", "run", "body"))[1]
     rounds.acknowledge("r0")
-    assert rounds.admit(RoundRecord("r3", "run", "body", "group"))[1]
+    assert rounds.admit(record("r3", "run", "body"))[1]
 
 
 @scenario
@@ -90,7 +95,7 @@ async def test_replies_of_many_runs_stay_within_the_memory() -> None:
 @scenario
 async def test_acknowledging_too_early_or_the_unknown() -> None:
     rounds = RoundRegistry(2, 100)
-    rounds.admit(RoundRecord("open", "run", "body", "group"))
+    rounds.admit(record("open", "run", "body"))
     assert status(lambda: rounds.acknowledge("open")) == 409
     assert status(lambda: rounds.acknowledge("none")) == 404
 
@@ -98,15 +103,15 @@ async def test_acknowledging_too_early_or_the_unknown() -> None:
 @scenario
 async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
     rounds = RoundRegistry(2, 100)
-    first, _ = rounds.admit(RoundRecord("x", "run", "body", "group"))
-    again, new = rounds.admit(RoundRecord("x", "run", "body", "group"))
+    first, _ = rounds.admit(record("x", "run", "body"))
+    again, new = rounds.admit(record("x", "run", "body"))
     assert again is first
     assert not new
-    assert status(lambda: rounds.admit(RoundRecord("x", "run", "other", "group"))) == 409
-    assert status(lambda: rounds.admit(RoundRecord("y", "run", "body", "group"))) == 409
+    assert status(lambda: rounds.admit(record("x", "run", "other"))) == 409
+    assert status(lambda: rounds.admit(record("y", "run", "body"))) == 409
     rounds.refuse(first, RequestError(503, "push", "open"))
     assert status(lambda: rounds.find("x")) == 404
-    assert rounds.admit(RoundRecord("y", "run", "body", "group"))[1]
+    assert rounds.admit(record("y", "run", "body"))[1]
 
 
 @scenario

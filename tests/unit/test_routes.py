@@ -21,15 +21,15 @@ def test_a_round_from_request_to_reply() -> None:
         async with client_of(april) as client:
             body = {"prompts": [prompt(id="a", n=2, metadata={"answer": 4}), prompt(id="b", text="hi", input_ids=None)]}
             waiting = await open_round(client, engine, **body, sampling_params={"temperature": 0.5})
-            opened = engine.opened
-            assert (opened.run, opened.quota, opened.unit, opened.kv) == ("default", 1, "group", "auto")
+            opened, spec = engine.opened, engine.opened.spec
+            assert (spec.run, spec.quota, spec.quota_unit, spec.kv) == ("default", 1, "group", "auto")
             assert opened.prompts[1].input_ids == np.array([104, 105], "<i4").tobytes()
             assert len(opened.params) == 1
             engine.finish(opened, ("a", 0), whole=False)
             engine.finish(opened, ("a", 1), ids="xyz")
             engine.end(opened, ("a", [0, 1]), stats={"t_quota_met": 0.0, "warnings": []})
             reply = (await waiting).json()
-        assert reply["round_id"] == opened.round_id
+        assert reply["round_id"] == opened.spec.round_id
         assert (reply["end_reason"], reply["policy_version"]) == ("quota", 0)
         (group,) = reply["finished"]
         assert group["metadata"] == {"answer": 4}

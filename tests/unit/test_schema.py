@@ -10,7 +10,7 @@ import pytest
 from sglang_april.api.errors import RequestError
 from sglang_april.api.requests import RolloutBody, decode_rollout
 from sglang_april.config import AprilConfig
-from sglang_april.http.prepare import open_round
+from sglang_april.http.prepare import open_round, round_spec
 from sglang_april.http.validation import check_rollout
 from tests.unit.scripted_engine import ScriptedEngine
 
@@ -21,8 +21,8 @@ def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
     """Decode, check and prepare, as the service does; the command to the scheduler."""
     data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
     rollout = decode_rollout(data, packed)
-    check_rollout(rollout, packed)
-    return open_round(1, "r", rollout, AprilConfig(quota=8), ScriptedEngine(**facts))[0]
+    config, digest = AprilConfig(quota=8), check_rollout(rollout, packed)
+    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**facts))[0]
 
 
 def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> RequestError:
@@ -107,13 +107,12 @@ def test_a_wrong_field_of_the_round_is_named(name: str, value: Any) -> None:
     assert refuse({name: value}).field.startswith(name)
 
 
-def test_how_a_round_ends_reaches_the_scheduler() -> None:
-    """S3, S4: and what stands there by default."""
+def test_end_conditions_and_their_defaults_reach_the_scheduler() -> None:
     given = {"count": "accepted", "after_quota": "continue", "ahead": 3, "quota_mode": "cohort", "cohort_rounds": 2}
     plain = {"count": "finished", "after_quota": "suspend", "ahead": 1, "quota_mode": "first", "cohort_rounds": 1}
     for body, expected in ((given, given), ({}, plain)):
         command = accept(body)
-        assert {name: getattr(command, name) for name in expected} == expected
+        assert {name: getattr(command.spec, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("name", "value"), cases(PROMPT))
@@ -302,11 +301,11 @@ def test_defaults_of_the_round_stand_under_those_of_the_prompt() -> None:
 
 
 def test_launch_flags_stand_in_for_absent_fields_but_not_for_null() -> None:
-    assert accept({}).quota == 8
-    assert accept({"quota": None}).quota is None
-    assert accept({}).max_staleness == 5
-    assert accept({"max_staleness": None}).max_staleness is None
-    assert accept({"kv": "auto"}).kv == "auto"
+    assert accept({}).spec.quota == 8
+    assert accept({"quota": None}).spec.quota is None
+    assert accept({}).spec.max_staleness == 5
+    assert accept({"max_staleness": None}).spec.max_staleness is None
+    assert accept({"kv": "auto"}).spec.kv == "auto"
 
 
 def test_raw_ids_equal_a_list() -> None:

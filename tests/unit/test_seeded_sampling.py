@@ -17,7 +17,7 @@ from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur
 
 Sampler = Callable[..., torch.Tensor]
 BOTH = pytest.mark.parametrize("seeded_sample", [reference.seeded_sample, seeded_sampling.seeded_sample])
-"""The oracle, and what runs on a CPU: compiled."""
+"""The reference, and the compiled CPU implementation."""
 SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 0x1234_5678_9ABC_DEF0]
 POSITIONS = [0, 1, 17, 2**16, 131_071, 2**31 - 1, 5]
 
@@ -74,7 +74,7 @@ def test_draw(seeded_sample: Sampler) -> None:
 
 
 @BOTH
-def test_a_row_s_draw_does_not_depend_on_the_others(seeded_sample: Sampler) -> None:
+def test_draw_is_independent_of_other_rows(seeded_sample: Sampler) -> None:
     torch.manual_seed(0)
     probs, seeds, positions = torch.rand(7, 64), torch.tensor(SEEDS), torch.tensor(POSITIONS)
     whole = seeded_sample(probs, seeds, positions)
@@ -84,7 +84,7 @@ def test_a_row_s_draw_does_not_depend_on_the_others(seeded_sample: Sampler) -> N
 
 
 @pytest.mark.parametrize(("columns", "sharpness"), [(1, 1), (50, 0), (512, 1), (512, 6), (5000, 3)])
-def test_the_compiled_draws_are_the_reference_s(columns: int, sharpness: int) -> None:
+def test_compiled_draws_match_reference(columns: int, sharpness: int) -> None:
     torch.manual_seed(columns + sharpness)
     for _ in range(20):
         probs = (torch.randn(64, columns) * sharpness).softmax(dim=-1)
@@ -95,7 +95,7 @@ def test_the_compiled_draws_are_the_reference_s(columns: int, sharpness: int) ->
         assert torch.equal(seeded_sampling.seeded_sample(*given, keep), reference.seeded_sample(*given, keep))
 
 
-def test_what_cannot_be_kept_on_disk_is_compiled_all_the_same() -> None:
+def test_compiles_without_a_writable_cache_directory() -> None:
     said: dict[str, Any] = {}
     exec("def fill(out, value): out[:] = value", said)
     answer = np.zeros(3, np.float32)
@@ -112,8 +112,8 @@ def cuts() -> tuple[torch.Tensor, ...]:
     return (torch.randn(len(rows), 200) * 2).softmax(dim=-1), top_ks, top_ps, min_ps
 
 
-def test_cuts_are_those_of_sglang(cuts: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """S5: rows of ours keep the columns that SGLang's own sampler would draw from."""
+def test_masks_match_sglang(cuts: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeded rows keep the columns that SGLang's own sampler would draw from."""
     seen: list[torch.Tensor] = []
     draw = torch.multinomial
 
@@ -131,7 +131,7 @@ def test_cuts_are_those_of_sglang(cuts: tuple[torch.Tensor, ...], monkeypatch: p
 
 
 @BOTH
-def test_draws_stay_within_the_cuts(cuts: tuple[torch.Tensor, ...], seeded_sample: Sampler) -> None:
+def test_draws_stay_within_the_mask(cuts: tuple[torch.Tensor, ...], seeded_sample: Sampler) -> None:
     probs, *bounds = cuts
     keep = keep_mask(probs, *bounds)
     for seed in range(50):
@@ -140,7 +140,7 @@ def test_draws_stay_within_the_cuts(cuts: tuple[torch.Tensor, ...], seeded_sampl
 
 
 @BOTH
-def test_cut_rows_keep_their_proportions(seeded_sample: Sampler) -> None:
+def test_masked_rows_keep_their_proportions(seeded_sample: Sampler) -> None:
     """Chi-square over the 4 columns that are left, 3 degrees of freedom: below 16.3 in 999 of 1,000 cases."""
     count = 20_000
     probs = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.05])

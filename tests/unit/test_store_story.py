@@ -25,8 +25,8 @@ class Story(RuleBasedStateMachine):
         for path in self.folder.iterdir():
             path.unlink()
         self.rank = RankStore(self.folder, pages=20)
-        self.rank.disk.begin("life 0")
-        self.lives = 0
+        self.rank.disk.begin("epoch 0")
+        self.epochs = 0
         self.known: dict[int, tuple[torch.Tensor, bool]] = {}
         """KV by name, and whether it is on disk."""
         self.orders = 0
@@ -46,9 +46,9 @@ class Story(RuleBasedStateMachine):
         slots, order = slots_of(length, seed), self._order()
         self.rank.fill(slots)
         if disk:
-            self.rank.store.put_on_disk(order, name, slots, self._key(name), 1)
+            self.rank.store.copy_to_disk(order, name, slots, self._key(name), 1)
         else:
-            self.rank.store.put(order, name, slots, None)
+            self.rank.store.copy_to_host(order, name, slots, None)
         fits = disk or -(-length // PAGE) <= self.free
         assert (self.rank.outcome(order) == "") == fits
         if fits:
@@ -69,7 +69,7 @@ class Story(RuleBasedStateMachine):
     def get(self, name: int) -> None:
         order = self._order()
         kv = self.known.get(name, (None, True))[0]
-        self.rank.store.get(order, name, ELSEWHERE[: len(kv) if kv is not None else 1])
+        self.rank.store.load(order, name, ELSEWHERE[: len(kv) if kv is not None else 1])
         assert (self.rank.outcome(order) == "") == (kv is not None)
         if kv is not None:
             assert torch.equal(self.rank.rows(ELSEWHERE[: len(kv)]), kv)
@@ -83,8 +83,8 @@ class Story(RuleBasedStateMachine):
 
     @rule(keep=st.sets(names), spoilt=st.sets(names, max_size=2), older=st.sets(names, max_size=2), lost=st.booleans())
     def crash_and_reopen(self, keep: set[int], spoilt: set[int], older: set[int], lost: bool) -> None:
-        """`older`: the journal has another length; `lost`: it went through a life without this directory."""
-        self.lives += lost
+        """`older`: the journal has another length; `lost`: it went through an epoch without this directory."""
+        self.epochs += lost
         self.rank.close()
         self.rank = RankStore(self.folder, pages=20)
         self.free = 20
@@ -96,15 +96,15 @@ class Story(RuleBasedStateMachine):
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
-        said = KvSearch(disk, f"life {self.lives}").look(wanted)
+        said = KvSearch(disk, f"epoch {self.epochs}").look(wanted)
         good = [not lost and name in there and name not in spoilt | older for name in range(6)]
         assert [outcome == "" for outcome in said] == good
         assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]
-        self.lives += 1
-        disk.begin(f"life {self.lives}", [self._key(name) for name in keep if good[name]])
+        self.epochs += 1
+        disk.begin(f"epoch {self.epochs}", [self._key(name) for name in keep if good[name]])
         self.known = {name: (kv, True) for name, kv in there.items() if name in keep and good[name]}
         for name, (kv, _) in self.known.items():
-            self.rank.store.adopt(name, self._key(name), len(kv))
+            self.rank.store.register_file(name, self._key(name), len(kv))
 
     @invariant()
     def room_and_files_are_what_they_should_be(self) -> None:

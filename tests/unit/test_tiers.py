@@ -24,7 +24,7 @@ class Orders:
         self.said: list[tuple[Any, ...]] = []
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        copy = sample.pages.copy  # type: ignore[union-attr]
+        copy = sample.kv.pages.copy  # type: ignore[union-attr]
         prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix else None  # type: ignore[union-attr]
         self.said.append(("out", order, copy.tier, prefix))  # type: ignore[union-attr]
 
@@ -32,7 +32,7 @@ class Orders:
         self.said.append(("spill", order))
 
     def load(self, sample: Sample, order: int) -> bool:
-        sample.pages.slots = [0] * sample.pages.length  # type: ignore[union-attr]
+        sample.kv.pages.slots = [0] * sample.kv.pages.length  # type: ignore[union-attr]
         self.said.append(("load", order))
         return True
 
@@ -47,7 +47,7 @@ class Orders:
         pages.protected = 0
 
     def release(self, sample: Sample) -> None:
-        sample.pages = None
+        sample.kv.pages = None
 
 
 class Group:
@@ -69,17 +69,19 @@ class Group:
     def suspend(self, sample: Sample, length: int, *, in_tree: bool = True) -> None:
         self.hand.ledger.suspend(sample)
         node = self.node if in_tree else None
-        sample.pages = Pages(length, 40 if in_tree else 0, [0] * length, node, "")
-        self.tiers.arrived([sample])
+        sample.kv.pages = Pages(length, 40 if in_tree else 0, [0] * length, node, "")
+        self.tiers.add_suspended([sample])
 
     def complete(self) -> None:
-        self.tiers.moved(messages.Moved([said[1] for said in self.engine.said if said[0] in ("out", "load", "spill")]))
+        self.tiers.orders_ended(
+            messages.Moved([said[1] for said in self.engine.said if said[0] in ("out", "load", "spill")])
+        )
 
     def resume(self, sample: Sample) -> None:
         assert self.tiers.load(sample)
         self.complete()
-        self.tiers.resumed(sample)
-        sample.pages = None
+        self.tiers.prepare_resume(sample)
+        sample.kv.pages = None
         self.hand.ledger.admit(sample)
 
 
@@ -101,7 +103,7 @@ def test_a_prompt_is_stored_once_over_all_rounds_and_goes_with_its_last_user() -
     for sample in (g.samples[0], *g.samples[2:]):
         g.tiers.release(sample)
     assert ("discard", number) not in g.engine.said
-    g.tiers.left(g.samples[1])
+    g.tiers.drop_prefix(g.samples[1])
     assert g.engine.said[-1] == ("discard", number)
     assert g.tiers.used == {"host": 0, "disk": 0}
 
@@ -110,7 +112,7 @@ def test_a_leader_and_its_followers_share_a_prefix() -> None:
     """The leader stands on all 48 tokens of its prompt, a follower on 47: 32 of them, in whole pages, are both's."""
     g = Group(prompt_tokens=48)
     for sample, protected in zip(g.samples, (47, 48, 47, 48), strict=True):
-        sample.pages.protected = protected  # type: ignore[union-attr]
+        sample.kv.pages.protected = protected  # type: ignore[union-attr]
         g.tiers.demote(sample)
     assert {said[3] for said in g.engine.said} == {(g.engine.said[0][3][0], 32)}
 
@@ -120,7 +122,7 @@ def test_a_prompt_computed_again_is_another_prefix() -> None:
     g = Group()
     g.tiers.demote(g.samples[0])
     g.node = object()
-    g.samples[1].pages.node = g.node  # type: ignore[union-attr]
+    g.samples[1].kv.pages.node = g.node  # type: ignore[union-attr]
     g.tiers.demote(g.samples[1])
     assert g.engine.said[0][3] != g.engine.said[1][3]
     assert g.tiers.used["host"] == 2 * (32 + 32)
@@ -142,7 +144,7 @@ def test_a_full_host_spills_to_the_disk_and_a_full_disk_gives_up() -> None:
     for sample in g.samples:
         g.tiers.demote(sample)
         g.complete()
-    assert [s.pages.tier if s.pages else "none" for s in g.samples] == ["none", "none", "disk", "host"]
+    assert [s.kv.pages.tier if s.kv.pages else "none" for s in g.samples] == ["none", "none", "disk", "host"]
     assert g.tiers.used == {"host": 64, "disk": 64}
     for sample in g.samples:
         g.tiers.release(sample)
@@ -153,7 +155,7 @@ def test_slots_are_held_until_all_ranks_have_said_so() -> None:
     """S9: neither the order nor this rank's own copy frees them."""
     g = Group()
     g.tiers.demote(g.samples[0])
-    pages = g.samples[0].pages
+    pages = g.samples[0].kv.pages
     assert pages is not None
     assert pages.slots is not None
     assert (pages.tier, pages.ready) == ("host", True)

@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from april_kernels.kv_pages import int8
-from april_kernels.kv_pages.int8 import Int8Pages
+from april_kernels.kv_pages import int8_layout
+from april_kernels.kv_pages.int8_layout import Int8Layout
 from april_kernels.kv_pages.layout import vector_words
 from april_kernels.kv_pages.triton_impl import bounded_programs, on_device, warp_size
 
-_LEVELS = tl.constexpr(int8.LEVELS)
-_SMALLEST = tl.constexpr(int8.SMALLEST)
+_LEVELS = tl.constexpr(int8_layout.LEVELS)
+_SMALLEST = tl.constexpr(int8_layout.SMALLEST)
 _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _TILE = 4096
 """Elements of a tile: 16 per thread of 4 warps of 64 (32 of 32), so that a store of codes is 16 bytes wide."""
@@ -23,7 +23,7 @@ _TILE = 4096
     do_not_specialize_on_alignment=("slots_ptr", "scales_ptr"),
 )
 def int8_kernel(
-    rows_ptr,  # int64 [planes, 4], `int8.Group.rows`
+    rows_ptr,  # int64 [planes, 4], `HeadGroup.rows`
     slots_ptr,  # int64 [tokens]; negative, or beyond the pool: padding
     codes_ptr,  # int8, the first page's codes
     scales_ptr,  # float32, the first page's scales
@@ -81,20 +81,20 @@ def int8_kernel(
             tl.store(in_pool, x.to(ELEMENT), mask=live[:, None] & (d < DIM), cache_modifier=".cs")
 
 
-def quantise(layout: Int8Pages, slots: torch.Tensor, page_tokens: int, pages: torch.Tensor) -> None:
-    """Fill the codes and the scales of `pages`; padding gets zeros."""
+def quantize(layout: Int8Layout, slots: torch.Tensor, page_tokens: int, pages: torch.Tensor) -> None:
+    """Write the codes and scales of `pages`; padding becomes zero."""
     _launch(layout, slots, page_tokens, pages, is_pack=True)
 
 
-def restore(layout: Int8Pages, slots: torch.Tensor, page_tokens: int, pages: torch.Tensor) -> None:
-    """Write the rows of live slots, rounded to the pool's dtype."""
+def dequantize(layout: Int8Layout, slots: torch.Tensor, page_tokens: int, pages: torch.Tensor) -> None:
+    """Write the rows of the slots that are not padding, rounded to the pool's dtype."""
     _launch(layout, slots, page_tokens, pages, is_pack=False)
 
 
-def _launch(layout: Int8Pages, slots: torch.Tensor, page_tokens: int, pages: torch.Tensor, *, is_pack: bool) -> None:
+def _launch(layout: Int8Layout, slots: torch.Tensor, page_tokens: int, pages: torch.Tensor, *, is_pack: bool) -> None:
     if vector_words(pages) != 4:
         raise ValueError("int8 pages must be 16-byte aligned, in address and stride")
-    codes, scales = int8.sections(layout, pages, page_tokens)
+    codes, scales = int8_layout.sections(layout, pages, page_tokens)
     for group in layout.groups:
         block_rows, block_dim, warps = tile_shape(page_tokens * group.heads, group.dim, warp_size())
         work = pages.shape[0] * len(group.members) * triton.cdiv(page_tokens * group.heads, block_rows)

@@ -1,4 +1,4 @@
-"""Pages in plain torch: the CPU path, and the oracle of the Triton kernels.
+"""Pages in plain torch: the CPU path, and the reference for the Triton kernels.
 
 Bytes are moved in the widest element that alignment allows, up to 16 bytes (complex128, which torch copies without
 touching its bits): one gather per plane, written in place.

@@ -4,7 +4,7 @@
 
 Bytes are moved as int32 words in a `[chunks, words of a chunk]` tile, one 16-byte chunk per thread and access. Three
 things keep accesses that wide (checked on the compiled code of every target, tests/kernels/test_compile.py): every
-address is a number of chunks times the chunk, never a number of words; the alignment hint stands on the pointer, after
+address is a number of chunks times the chunk, never a number of words; the alignment hint is on the pointer, after
 the cast from the table's integer; and a tile has at least a chunk per thread.
 
 Slots and pages number in the millions and rows in kilobytes, so products are taken in int64. Loads skip L1 (`.cg`) and
@@ -31,7 +31,7 @@ _MIN_TILE_WORDS = 256
 _PROGRAMS_PER_SM = 8
 
 _NOT_SPECIALIZED = ("n_slots", "n_tokens", "n_pages", "n_planes", "page_stride", "page_chunks")
-"""Vary from call to call: specialising on their values would compile again in the middle of a round."""
+"""Vary from call to call: specializing on their values would compile again in the middle of a round."""
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def move_pages_kernel(
         inside = chunk < PAGE_TOKENS * row
         token = page * PAGE_TOKENS + chunk // row
         slot = tl.load(slots_ptr + token, mask=inside & (token < n_tokens), other=-1)
-        # A slot beyond the pool cannot be reported without a synchronisation; at least nothing out there is touched.
+        # A slot beyond the pool cannot be reported without a synchronisation; but nothing outside the pool is accessed.
         live = (slot >= 0) & (slot < n_slots)
         in_pool = base + ((slot * slot_stride + chunk % row) * VEC)[:, None] + lane
         in_page = pages_ptr + ((page.to(tl.int64) * page_stride + first + chunk) * VEC)[:, None] + lane

@@ -1,4 +1,4 @@
-"""Seeded sampling in plain torch: the CPU path, and the oracle for any faster one.
+"""Seeded sampling in plain torch: the CPU path, and the reference for faster implementations.
 
 The hash is MurmurHash3 (x86, 32 bit) over four 32-bit blocks: seed low, seed high, position, column, as in SGLang's
 deterministic sampler (`sglang/kernels/ops/sampling/murmur_hash.py`), so the noise of a token is independent of slot,

@@ -1,4 +1,4 @@
-"""S10: every pool token and every request slot has exactly one owner, at every step boundary."""
+"""Every pool token and every request slot has exactly one owner, at every step boundary."""
 
 from collections.abc import Iterable, Iterator
 

@@ -13,7 +13,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import copier_for
 from sglang_april.kv.disk_tier import DiskError, DiskTier, Key
 from sglang_april.kv.host_tier import HostArena
-from sglang_april.kv.page_format import FORMS, PageFormat
+from sglang_april.kv.page_format import PAGE_FORMATS, PageFormat
 from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 
@@ -32,7 +32,7 @@ class Caps(NamedTuple):
 def page_form(s: Scheduler, config: AprilConfig) -> PageFormat:
     """Ends the start with one sentence if the pool's layout or dtype cannot be stored in pages like that."""
     try:
-        return FORMS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
+        return PAGE_FORMATS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
     except ValueError as error:
         raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
 

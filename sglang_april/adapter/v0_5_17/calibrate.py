@@ -1,4 +1,5 @@
-"""What `kv: auto` decides by, measured once while the server starts: prefills of the model, copies of the store (S9).
+"""What `kv: auto` decides by, measured once while the server starts: prefills of the model, copies of the store
+(`rank-determinism`).
 
 Every rank measures alongside the others, before its first step, with the pool still empty, so that nothing waits and
 nothing of anybody's is touched; a collective of the start, not of a step, finds the slowest. The outcome takes the way
@@ -17,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
 from sglang_april.api.messages import Rates
-from sglang_april.kv.cost_model import fit, slowest
+from sglang_april.kv.cost_model import fit_prefill, slowest_rank
 from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.kv.page_store import PageStore
 
@@ -47,12 +48,12 @@ def measure(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], rank_byte
     if s.ps.tp_size > 1:
         torch.distributed.all_gather_object(ranks, found, group=s.tp_cpu_group)
     known = [rank for rank in ranks if rank is not None]
-    return slowest(known) if len(known) == len(ranks) else None
+    return slowest_rank(known) if len(known) == len(ranks) else None
 
 
 def _rates(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], size: int) -> Rates:
     times = [_prefills(s) for _ in range(REPEATS)]
-    token_s, square_s = fit([(tokens, min(t[tokens] for t in times)) for tokens in times[0]])
+    token_s, square_s = fit_prefill([(tokens, min(t[tokens] for t in times)) for tokens in times[0]])
     copied: dict[CopyTier, tuple[float, float]] = {}
     for tier, cap in caps.items():
         tokens = min(cap, s.max_total_num_tokens, COPIED_BYTES // max(1, size))
@@ -60,7 +61,7 @@ def _rates(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], size: int)
             continue
         slots = torch.randperm(tokens, device=s.token_to_kv_pool_allocator.device) + 1
         try:
-            trials = [store.trial(tier, slots) for _ in range(REPEATS)]
+            trials = [store.benchmark_copy(tier, slots) for _ in range(REPEATS)]
         except (OSError, MemoryError) as error:
             log.warning("april: the %s tier could not be measured: %s", tier, error)
         else:

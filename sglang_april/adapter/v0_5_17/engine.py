@@ -59,8 +59,8 @@ class SchedulerEngine(Capacity):
         sample = req.april
         if sample is not None:
             sample.request = req
-            if sample.recall is not None:
-                recall(req, sample, sample.recall)
+            if sample.journal.snapshot is not None:
+                recall(req, sample, sample.journal.snapshot)
 
     def send(self, event: Event) -> None:
         self._s.ipc_channels.send_to_tokenizer.send_output(AprilOutput(payload=encode(event)))
@@ -94,8 +94,9 @@ class SchedulerEngine(Capacity):
             s.handle_generate_request(build_request(sample))
             return
         req: Req = sample.request
-        if proximal and is_eligible(req) and (sample.proximal is None or sample.proximal.version < self.version):
-            sample.proximal = Proximal(self.version)
+        collected = sample.recompute.proximal
+        if proximal and is_eligible(req) and (collected is None or collected.version < self.version):
+            sample.recompute.proximal = Proximal(self.version)
         s._add_request_to_queue(req)
 
     def shares_prompt(self, group: Group) -> bool:
@@ -105,17 +106,17 @@ class SchedulerEngine(Capacity):
         req = make_request(self._s, self.samples, sample)
         if req is None:
             return False
-        sample.pages = self.prompts.find(req)
-        if sample.pages is None:
+        sample.kv.pages = self.prompts.find(req)
+        if sample.kv.pages is None:
             self.forget(sample)
-        return sample.pages is not None
+        return sample.kv.pages is not None
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]
-        pages = [x.pages for x in samples if x.pages is not None]
-        batch = self.pages.put_back(reqs, pages, [x.kv_version < self.version for x in samples])
+        pages = [x.kv.pages for x in samples if x.kv.pages is not None]
+        batch = self.pages.put_back(reqs, pages, [x.kv.version < self.version for x in samples])
         for sample in samples:
-            sample.pages = None
+            sample.kv.pages = None
         self._s.running_batch = _merged(self._s.running_batch, batch)
 
     def detach(self, samples: Sequence[Sample]) -> None:
@@ -128,13 +129,13 @@ class SchedulerEngine(Capacity):
         batch = s.running_batch
         taken = [r for r in batch.reqs if r in mine and not r.finished()]
         for req in taken:
-            mine[req].pages = self.pages.take(req)
+            mine[req].kv.pages = self.pages.take(req)
         if taken:
             gone = set(taken)
             batch.filter_batch(keep_indices=[i for i, r in enumerate(batch.reqs) if r not in gone and not r.finished()])
         batch.batch_is_full = False
         for req, sample in mine.items():
-            if not req.output_ids or sample.recall is not None:
+            if not req.output_ids or sample.journal.snapshot is not None:
                 self.forget(sample)
 
     def _drop_chunked(self, req: Req) -> None:
@@ -162,44 +163,44 @@ class SchedulerEngine(Capacity):
 
     # --- after a restart
 
-    def regain(self, sample: Sample) -> None:
-        pages = sample.pages
+    def recover_kv(self, sample: Sample) -> None:
+        pages = sample.kv.pages
         assert pages is not None
         assert pages.copy is not None
-        self.store.adopt(pages.copy.number, key_of(sample), pages.length)
+        self.store.register_file(pages.copy.number, key_of(sample), pages.length)
 
-    def revive(self, sample: Sample) -> bool:
+    def rebuild_request(self, sample: Sample) -> bool:
         return revive(self._s, self.samples, sample)
 
     # --- pages
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        pages = sample.pages
+        pages = sample.kv.pages
         assert pages is not None
         copy = pages.copy
         assert copy is not None
         self.pages.after_forward()
         if copy.tier == "disk":
-            self.store.put_on_disk(order, copy.number, pages.slots, key_of(sample), sample.kv_version)
+            self.store.copy_to_disk(order, copy.number, pages.slots, key_of(sample), sample.kv.version)
         else:
             prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix is not None else None
-            self.store.put(order, copy.number, pages.slots, prefix)
+            self.store.copy_to_host(order, copy.number, pages.slots, prefix)
 
     def load(self, sample: Sample, order: int) -> bool:
-        pages = sample.pages
+        pages = sample.kv.pages
         assert pages is not None
         assert pages.copy is not None
         if not self.pages.give_slots(pages):
             return False
         self.pages.after_forward()
-        self.store.get(order, pages.copy.number, pages.slots)
+        self.store.load(order, pages.copy.number, pages.slots)
         return True
 
     def spill(self, sample: Sample, order: int) -> None:
-        pages = sample.pages
+        pages = sample.kv.pages
         assert pages is not None
         assert pages.copy is not None
-        self.store.spill(order, pages.copy.number, key_of(sample), pages.length, sample.kv_version)
+        self.store.spill(order, pages.copy.number, key_of(sample), pages.length, sample.kv.version)
 
     def verify(self, order: int, stored: Sequence[Pages]) -> None:
         try:
@@ -220,9 +221,9 @@ class SchedulerEngine(Capacity):
         self.store.discard(number)
 
     def release(self, sample: Sample) -> None:
-        if sample.pages is not None:
-            self.pages.free(sample.pages, sample.request)
-            sample.pages = None
+        if sample.kv.pages is not None:
+            self.pages.free(sample.kv.pages, sample.request)
+            sample.kv.pages = None
             self._made_room()
 
     def _made_room(self) -> None:

@@ -1,202 +1,289 @@
-"""The table of everything in SGLang that we hook or call (applied and verified by hooking.py).
+"""What the adapter hooks in SGLang 0.5.17.
 
-A row says what is hooked, by what, why, where the upstream code is and when the row can go. `DEPENDS_ON` lists what we
-call without hooking it. Both are compared with the reviewed manifest before the start (preflight.py).
+`hooking.py` applies and verifies HOOKS. `preflight.py` compares every symbol that is hooked or depended on with the
+reviewed manifest before the server starts. `python -m sglang_april.adapter.preflight --list` prints the rows with links
+to the upstream source.
 """
 
-from sglang_april.adapter.hook import SOURCE, Hook
-from sglang_april.adapter.v0_5_17.hook_table_scheduler import SCHEDULER_TARGETS
+from sglang_april.adapter.hook import Hook
+from sglang_april.adapter.v0_5_17.dependencies import DEPENDS_ON
 
-__all__ = ["DEPENDS_ON", "SOURCE", "TARGETS", "Hook"]
+__all__ = ["DEPENDS_ON", "HOOKS"]
 
-_ARGS = "sglang_april.adapter.v0_5_17.hooks_args:"
-_HTTP = "sglang_april.adapter.v0_5_17.hooks_http:"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_COMPONENTS = "sglang.srt.managers.scheduler_components."
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
+_WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker."
+_ARGS = "sglang.srt.server_args.ServerArgs."
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
+_WEIGHTS = _COMPONENTS + "weight_updater.SchedulerWeightUpdaterManager."
+_TRANSPORTS = ("disk", "distributed", "tensor", "ipc")
 
-_START_TARGETS: tuple[Hook, ...] = (
+HOOKS: tuple[Hook, ...] = (
+    # The start: flags and refusals.
     Hook(
-        "sglang.srt.server_args.ServerArgs.add_cli_args",
         "after",
-        _ARGS + "add_flags",
-        "SGLang's parser must accept and explain the --april-* flags",
-        SOURCE + "server_args.py#L8214",
+        "hooks_args:add_flags",
+        (_ARGS + "add_cli_args",),
+        "SGLang's parser accepts and documents the --april-* flags",
         "plugins can declare flags",
     ),
     Hook(
-        "sglang.srt.server_args.ServerArgs.from_cli_args",
         "before",
-        _ARGS + "publish_flags",
-        "flags that were not in this process's argv (a config file, a list given in code) must reach the children too",
-        SOURCE + "server_args.py#L8463",
+        "hooks_args:publish_flags",
+        (_ARGS + "from_cli_args",),
+        "flags that are not in this process's argv (config file, list built in code) reach child processes",
         "plugins can declare flags",
     ),
     Hook(
-        "sglang.srt.server_args.ServerArgs.__post_init__",
         "before",
-        _ARGS + "refuse_requested",
-        "a flag that we cannot serve ends the start before any work is done for it",
-        SOURCE + "server_args.py#L3435",
+        "hooks_args:refuse_requested",
+        (_ARGS + "__post_init__",),
+        "an unsupported flag ends the start before any work is done",
         "the refusal list is empty",
     ),
     Hook(
-        "sglang.srt.server_args.ServerArgs.check_server_args",
         "before",
-        _ARGS + "refuse_resolved",
-        "arguments built in code before plugins were loaded, and what SGLang chose by itself, are judged too",
-        SOURCE + "server_args.py#L8699",
+        "hooks_args:refuse_resolved",
+        (_ARGS + "check_server_args",),
+        "also checks arguments built in code before plugins were loaded, and SGLang's own choices",
         "the refusal list is empty",
     ),
     Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
         "after",
-        _ARGS + "report_hooks",
-        "each scheduler tells the server process which hooks it runs with",
-        SOURCE + "managers/scheduler.py#L1607",
+        "hooks_args:report_hooks",
+        (_SCHEDULER + "get_init_info",),
+        "each scheduler reports its verified hooks to the server process",
         "SGLang's plugin loader fails closed",
     ),
     Hook(
-        "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
         "after",
-        _ARGS + "require_reports",
-        "a server whose schedulers run without our hooks must not start",
-        SOURCE + "entrypoints/engine.py#L1688",
+        "hooks_args:require_reports",
+        ("sglang.srt.entrypoints.engine._wait_for_scheduler_ready",),
+        "a server whose schedulers run without the hooks must not start",
         "SGLang's plugin loader fails closed",
     ),
-)
-
-_HTTP_TARGETS: tuple[Hook, ...] = (
+    # The HTTP process.
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_request_dispatcher",
         "after",
-        _HTTP + "attach_service",
-        "our messages, our service and the routes under /april join the HTTP process",
-        SOURCE + "managers/tokenizer_manager.py#L721",
+        "hooks_http:attach_service",
+        (_TOKENIZER + "init_request_dispatcher",),
+        "adds the /april routes, the service and its message types to the HTTP process",
         "plugins can add routes and message types",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation",
         "around",
-        _HTTP + "freeze_first",
-        "a pause must freeze our rounds; stock would abort them, or wait for their lock for ever",
-        SOURCE + "managers/tokenizer_manager.py#L1974",
+        "hooks_http:freeze_before_pause",
+        (_TOKENIZER + "pause_generation",),
+        "a pause freezes open rounds; SGLang would abort them, or wait for their lock forever",
         "a pause is announced to the scheduler in every mode",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.continue_generation",
         "around",
-        _HTTP + "thaw_after",
-        "rounds go on when the pause is over",
-        SOURCE + "managers/tokenizer_manager.py#L1989",
+        "hooks_http:thaw_after_continue",
+        (_TOKENIZER + "continue_generation",),
+        "rounds continue when the pause ends",
         "a pause is announced to the scheduler in every mode",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation",
         "around",
-        _HTTP + "release_when_idle",
-        "the scheduler asserts idleness and would die; the caller gets a 400 instead",
-        SOURCE + "managers/tokenizer_control_mixin.py#L784",
+        "hooks_http:release_when_idle",
+        (_CONTROL + "release_memory_occupation",),
+        "answers 400 where the scheduler would fail its idleness assertion and exit",
         "upstream refuses instead of asserting",
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation",
         "around",
-        _HTTP + "resume_what_is_released",
-        "resuming what is not released is a KeyError that ends the scheduler",
-        SOURCE + "managers/tokenizer_control_mixin.py#L792",
+        "hooks_http:resume_if_released",
+        (_CONTROL + "resume_memory_occupation",),
+        "answers 400 where resuming memory that is not released would raise KeyError in the scheduler",
         "upstream refuses instead of raising",
     ),
+    # The scheduler loop.
+    Hook(
+        "after",
+        "hooks_scheduler:attach",
+        (_SCHEDULER + "init_request_dispatcher",),
+        "adds the controller and its message type to the scheduler",
+        "plugins can add message types",
+    ),
+    Hook(
+        "after",
+        "hooks_scheduler:adopt_request",
+        ("sglang.srt.managers.schedule_batch.Req.__init__",),
+        "the policy version becomes part of every request's cache key",
+        "requests carry a weight version in their key",
+    ),
+    Hook(
+        "around",
+        "hooks_scheduler:next_batch",
+        (_SCHEDULER + "get_next_batch_to_run",),
+        "at the step boundary rounds end, partials yield memory and free slots are filled",
+        "upstream has a batch quota",
+    ),
+    Hook(
+        "around",
+        "hooks_scheduler:resume_or_prefill",
+        (_SCHEDULER + "get_new_batch_prefill",),
+        "samples with stored KV join the batch where a prefill could be launched",
+        "upstream has a batch quota",
+    ),
+    Hook(
+        "around",
+        "hooks_scheduler:sleep_on_idle",
+        (_SCHEDULER + "maybe_sleep_on_idle",),
+        "an idle loop must not sleep while a sample can start",
+        "upstream has a batch quota",
+    ),
+    Hook(
+        "after",
+        "hooks_scheduler:count_finishes",
+        (_SCHEDULER + "process_batch_result",),
+        "finished samples are counted as soon as a step's results are known",
+        "upstream has a batch quota",
+    ),
+    Hook(
+        "around",
+        "hooks_scheduler:divert_outputs",
+        (_COMPONENTS + "output_streamer.SchedulerOutputStreamer.stream_output",),
+        "outputs of samples go to the HTTP process in their own message, not to the detokenizer",
+        "requests can name their reply channel",
+    ),
+    Hook(
+        "after",
+        "hooks_scheduler:add_held_tokens",
+        (_COMPONENTS + "pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens",),
+        "SGLang's leak check counts the pages of partials",
+        "upstream keeps partials",
+    ),
+    Hook(
+        "around",
+        "hooks_scheduler:renew_cache_key",
+        (_SCHEDULER + "_add_request_to_queue",),
+        "a retracted request gets the current policy version in its cache key",
+        "requests carry a weight version in their key",
+    ),
+    Hook(
+        "around",
+        "hooks_scheduler:intercept_queue_abort",
+        (_COMPONENTS + "output_sender.SenderWrapper.send_output",),
+        "aborts that bypass process_batch_result must not lose a sample",
+        "aborts go through process_batch_result",
+    ),
+    # Interruptions of a round.
+    Hook(
+        "around",
+        "hooks_control:abort",
+        (_SCHEDULER + "abort_request",),
+        "an abort of everything stops rounds; an abort by rid never affects samples",
+        "aborts match rids exactly",
+    ),
+    Hook(
+        "around",
+        "hooks_control:weight_call",
+        tuple(_WEIGHTS + "update_weights_from_" + transport for transport in _TRANSPORTS),
+        "the version moves once per push, while samples are out of the engine",
+        "upstream pauses its own requests around a push",
+    ),
+    Hook(
+        "around",
+        "hooks_control:load_weights",
+        tuple(_WORKER + "update_weights_from_" + transport for transport in _TRANSPORTS),
+        "weights that fail to load on one rank fail on all ranks, and the server keeps running",
+        "upstream combines the outcome over the ranks",
+    ),
+    Hook(
+        "around",
+        "hooks_control:flush_request",
+        (_COMPONENTS + "flush_wrapper.SchedulerFlushWrapper.handle",),
+        "samples do not hold up a flush",
+        "upstream keeps partials",
+    ),
+    Hook(
+        "around",
+        "hooks_control:flush",
+        (_SCHEDULER + "flush_cache",),
+        "pages are evacuated before the pools are cleared",
+        "upstream keeps partials through a flush",
+    ),
+    Hook(
+        "around",
+        "hooks_control:pause",
+        (_SCHEDULER + "pause_generation",),
+        "a pause freezes open rounds",
+        "upstream has a batch quota",
+    ),
+    Hook(
+        "after",
+        "hooks_control:thaw",
+        (_SCHEDULER + "continue_generation",),
+        "the end of a pause thaws them",
+        "upstream has a batch quota",
+    ),
+    Hook(
+        "around",
+        "hooks_control:release_memory",
+        (_WEIGHTS + "release_memory_occupation",),
+        "pages are evacuated before the KV pool is unmapped",
+        "upstream keeps partials through a release",
+    ),
+    # Sampling and logprobs.
+    Hook(
+        "after",
+        "hooks_sampling:sampling_info",
+        (_SAMPLING + "from_schedule_batch",),
+        "sets per-row seeds, and restores penalties of resumed samples",
+        "upstream replays penalties",
+    ),
+    Hook(
+        "after",
+        "hooks_sampling:sampling_filter",
+        (_SAMPLING + "filter_batch",),
+        "seeded rows keep their seeds when batches change",
+        "upstream seeds single rows with every backend",
+    ),
+    Hook(
+        "after",
+        "hooks_sampling:sampling_merge",
+        (_SAMPLING + "merge_batch",),
+        "seeded rows keep their seeds when batches change",
+        "upstream seeds single rows with every backend",
+    ),
+    Hook(
+        "after",
+        "hooks_sampling:sampling_copy",
+        (_SAMPLING + "copy_for_forward",),
+        "seeded rows keep their seeds when batches change",
+        "upstream seeds single rows with every backend",
+    ),
+    Hook(
+        "around",
+        "hooks_sampling:sample",
+        ("sglang.srt.layers.sampler.Sampler._sample_from_probs",),
+        "seeded rows are sampled with their own seeds, other rows by SGLang",
+        "upstream seeds single rows with every backend",
+    ),
+    Hook(
+        "around",
+        "hooks_sampling:sync_tokens",
+        ("sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp",),
+        "skips the token collective when there is only one rank",
+        "upstream skips the collective of one rank",
+    ),
+    Hook(
+        "around",
+        "proximal:with_proximal",
+        ("sglang.srt.layers.logits_processor.LogitsProcessor.forward",),
+        "a recompute returns the new policy's logprobs of the old tokens",
+        "upstream returns temperature-scaled input logprobs of output tokens",
+    ),
+    Hook(
+        "after",
+        "proximal:prefix_limit",
+        ("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",),
+        "old tokens whose logprobs are requested are computed even if the radix tree holds their KV",
+        "upstream returns temperature-scaled input logprobs of output tokens",
+    ),
 )
-
-TARGETS: tuple[Hook, ...] = (*_START_TARGETS, *_HTTP_TARGETS, *SCHEDULER_TARGETS)
-
-DEPENDS_ON: tuple[str, ...] = (
-    "sglang.srt.plugins.load_plugins",
-    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks",
-    "sglang.srt.plugins.hook_registry.HookRegistry.register",
-    "sglang.srt.plugins.hook_registry.HookType",
-    "sglang.srt.plugins.hook_registry._propagate_patch",
-    "sglang.srt.plugins.hook_registry._wrap_fn",
-    "sglang.srt.server_args.ServerArgs.get_model_config",
-    "sglang.srt.configs.hybrid_arch.mambaish_config",
-    "sglang.srt.server_args.prepare_server_args",
-    "sglang.launch_server.run_server",
-    "sglang.srt.utils.common.kill_process_tree",
-    # The HTTP process.
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-    "sglang.srt.utils.aio_rwlock.RWLock",
-    "sglang.srt.utils.auth.AuthLevel",
-    "sglang.srt.utils.auth.auth_level",
-    "sglang.utils.TypeBasedDispatcher",
-    # Messages.
-    "sglang.srt.managers.io_struct.BaseReq",
-    "sglang.srt.managers.io_struct.hook_custom_types",
-    "sglang.srt.managers.io_struct.sock_send",
-    "sglang.srt.managers.io_struct.AbortReq",
-    "sglang.srt.managers.io_struct.FlushCacheReqOutput",
-    "sglang.srt.managers.io_struct.TokenizedGenerateReqInput",
-    "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput",
-    "sglang.srt.managers.io_struct.UpdateWeightsFromDistributedReqOutput",
-    "sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqOutput",
-    "sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqOutput",
-    "sglang.srt.utils.network.get_local_ip_auto",
-    # The scheduler's loop, its queues and batches.
-    "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
-    "sglang.srt.managers.scheduler.Scheduler.get_num_allocatable_reqs",
-    "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
-    "sglang.srt.managers.overlap_utils.FutureMap.stash",
-    "sglang.srt.managers.overlap_utils.RelayPayload",
-    "sglang.srt.managers.schedule_batch.NextBatchPlan",
-    "sglang.srt.managers.schedule_batch.Req.finished",
-    "sglang.srt.managers.schedule_batch.Req.output_ids_through_stop",
-    "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
-    "sglang.srt.managers.schedule_batch.Req.seqlen",
-    "sglang.srt.managers.schedule_batch.Req.set_extend_range",
-    "sglang.srt.managers.schedule_batch.ReqKvInfo",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.init_new",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
-    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
-    "sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
-    "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-    "sglang.srt.managers.schedule_policy.PrefillAdder.rem_total_tokens",
-    # KV memory.
-    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc",
-    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.free",
-    "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc",
-    "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.free",
-    "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
-    "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
-    "sglang.srt.mem_cache.common.evict_from_tree_cache",
-    "sglang.srt.mem_cache.common.release_kv_cache",
-    "sglang.srt.mem_cache.memory_pool.KVCache",
-    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.write",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.dec_lock_ref",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.inc_lock_ref",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix",
-    "sglang.srt.mem_cache.radix_cache.RadixKey",
-    # Forwards and sampling.
-    "sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch",
-    "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
-    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-    "sglang.srt.model_executor.model_runner.ModelRunner.forward",
-    "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer._cumulate_output_tokens",
-    "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer._cumulate_output_tokens",
-    "sglang.srt.sampling.penaltylib.orchestrator._BatchedPenalizer.is_prepared",
-    "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer._cumulate_output_tokens",
-    "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer._cumulate_output_tokens",
-    "sglang.srt.sampling.sampling_params.SamplingParams",
-    # The CPU platform stands in for these (sglang_april/cpu).
-    "sglang.srt.layers.sampler.sampling_from_probs_torch",
-    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
-)
+"""Every function that is hooked."""

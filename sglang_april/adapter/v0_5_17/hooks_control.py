@@ -1,4 +1,4 @@
-"""Hooks in the scheduler process around what interrupts a round (S2): aborts, pushes, flushes, pauses, releases."""
+"""Scheduler hooks around interruptions: aborts, pushes, flushes, pauses, releases (`suspend-before-interrupt`)."""
 
 import logging
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def _refused_update(recv_req: Any, message: str) -> Any:
 
 
 def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[bool, str]:
-    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before the stock body acts on it (S1).
+    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before the stock body acts on it.
 
     Stock lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
     on the ranks that succeeded, and reports rank 0's outcome.
@@ -132,7 +132,7 @@ def _freeze(controller: Controller) -> None:
     controller.pushes.freeze()
 
 
-def unpause(_result: Any, s: Scheduler, _recv_req: Any) -> None:
+def thaw(_result: Any, s: Scheduler, _recv_req: Any) -> None:
     """AFTER Scheduler.continue_generation."""
     _thaw(s.april)
 

@@ -15,14 +15,14 @@ def attach_service(_result: Any, manager: Any) -> None:
     frontend.attach(manager)
 
 
-async def freeze_first(original: Original, manager: Any, obj: Any) -> Any:
+async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
     """AROUND `pause_generation`: stock would abort or wait for our rounds; so they freeze and step aside before it."""
     async with manager.april.pausing:
         await manager.april.freeze()
         return await original(manager, obj)
 
 
-async def thaw_after(original: Original, manager: Any, obj: Any) -> Any:
+async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any:
     """AROUND `continue_generation`."""
     async with manager.april.pausing:
         result = await original(manager, obj)
@@ -31,7 +31,8 @@ async def thaw_after(original: Original, manager: Any, obj: Any) -> Any:
 
 
 async def release_when_idle(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `release_memory_occupation`: in the scheduler it asserts idleness, and would end the server (S2).
+    """AROUND `release_memory_occupation`: in the scheduler it asserts idleness, and would end the server
+    (`evacuate-before-clear`).
 
     Raises ValueError, which SGLang's route turns into a 400. The writer lock keeps requests out that arrive meanwhile.
     """
@@ -43,7 +44,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     return result
 
 
-async def resume_what_is_released(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
+async def resume_if_released(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
     """AROUND `resume_memory_occupation`: resuming a tag twice is a KeyError in the scheduler, which ends the server."""
     released = manager.april.released
     wrong = sorted(_tags(obj) - released)

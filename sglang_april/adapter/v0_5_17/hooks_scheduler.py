@@ -141,13 +141,15 @@ def _before_step(controller: Controller, s: Scheduler) -> None:
     if Process.step_times is not None:
         Process.step_times.boundary(controller.context)
     if CHECK:
-        held = (x.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.pages is not None)
+        held = (
+            x.kv.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.kv.pages is not None
+        )
         check_accounting(s, held)
     controller.context.flushing = s.flush_wrapper._pending is not None
     controller.before_step()
 
 
-def new_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:
+def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:
     """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of a prefill."""
     s.running_batch = running_batch
     if _resume(s.april):
@@ -171,7 +173,7 @@ def _has_work(controller: Controller) -> bool:
     return not controller.context.broken and controller.has_work()
 
 
-def results(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
+def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result: step 3, count."""
     _progress(s.april, batch)
 
@@ -189,7 +191,7 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
             yield sample, len(req.output_ids), lengths[i] if lengths else 0, req.finished_reason is not None
 
 
-def keep_from_detokenizer(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
+def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: our samples go to the HTTP process by our own message."""
     rest = [r for r in reqs if r.april is None]
     for req in reqs:
@@ -198,19 +200,19 @@ def keep_from_detokenizer(orig: Callable[..., Any], streamer: Any, reqs: list[Re
     return orig(streamer, rest, *args, **kwargs) if rest else None
 
 
-def held_tokens(result: int, _observer: Any) -> int:
+def add_held_tokens(result: int, _observer: Any) -> int:
     """AFTER SchedulerPoolStatsObserver.session_held_tokens: pages of partials are part of SGLang's own leak check."""
     controller, engine = Process.controller, Process.engine
     if controller is None or engine is None:
         return result
     runs = controller.context.ledger.runs.values()
-    return result + sum(engine.held_tokens(s.pages) for r in runs for s in r.suspended if s.pages is not None)
+    return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
 
 
 # --- requests that SGLang gives up or takes back
 
 
-def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
+def renew_cache_key(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
     """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
     if Process.controller is not None and Process.engine is not None:
         _queued(Process.controller, Process.engine, req, is_retracted)
@@ -219,7 +221,7 @@ def queue_request(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted
 
 @guarded
 def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
-    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head (S6).
+    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head.
 
     What a request of a higher priority preempts is retracted too, but not said to be.
     """
@@ -227,14 +229,14 @@ def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retrac
         engine._renew(req)
         if req.april is not None:
             req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
-            if req.april.recall is not None:
+            if req.april.journal.snapshot is not None:
                 advance_grammar(req)
-                req.april.recall = None
-    if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recomputing)):
+                req.april.journal.snapshot = None
+    if req.april is not None and (is_retracted or (req.is_retracted and not req.april.recompute.in_progress)):
         controller.retracted(req.april)
 
 
-def given_up(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
+def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
     """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank.
 
     With a journal its writer sends too, and a socket is one thread's at a time.

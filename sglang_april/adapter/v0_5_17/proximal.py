@@ -1,4 +1,5 @@
-"""Step 9 of 9 (resume): the new policy's logprobs of old tokens, from the prefill that a recompute does anyway (S7).
+"""Step 9 of 9 (resume): the new policy's logprobs of old tokens, from the prefill that a recompute does anyway
+(`proximal-logprobs`).
 
 The trainer's proximal policy without an extra forward, for one lm_head over the old tokens, in row chunks. Values are
 log-softmax of (logits + logit bias) / temperature; samples with penalties, a grammar or `min_new_tokens` have none,
@@ -34,14 +35,17 @@ def is_penalised(params: SamplingParams) -> bool:
 
 def recomputed_rows(batch: ScheduleBatch) -> list[Sample | None] | None:
     """Per row of a prefill batch: the sample whose proximal logprobs are wanted; None if there is no such row."""
-    rows = [r.april if r.april is not None and r.april.recomputing and r.april.proximal else None for r in batch.reqs]
+    rows = [
+        r.april if r.april is not None and r.april.recompute.in_progress and r.april.recompute.proximal else None
+        for r in batch.reqs
+    ]
     return rows if any(rows) else None
 
 
 def prefix_limit(limit: int, req: Req, _input_len: int) -> int:
     """AFTER Req._compute_max_prefix_len: old tokens in a shared prefix would have no states to take logprobs from."""
     sample = req.april
-    if sample is not None and sample.recomputing and sample.proximal:
+    if sample is not None and sample.recompute.in_progress and sample.recompute.proximal:
         return min(limit, len(req.origin_input_ids) - 1)
     return limit
 
@@ -76,14 +80,20 @@ def _old_tokens(
     """(sample, its collector, index of the first output token, states that predict output tokens, those tokens)."""
     row_start = 0
     for sample, prefix, length in zip(wanted, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=False):
-        if sample is not None and sample.proximal is not None:
+        if sample is not None and sample.recompute.proximal is not None:
             req = sample.request
             prompt, total = len(req.origin_input_ids), req.seqlen
             begin, end = max(prefix, prompt - 1), min(prefix + length, total - 1)
             if begin < end:
                 states = hidden_states[row_start + begin - prefix : row_start + end - prefix]
                 tokens: array[int] = req.output_ids[begin + 1 - prompt : end + 1 - prompt]
-                yield sample, sample.proximal, begin + 1 - prompt, states, torch.tensor(tokens, device=states.device)
+                yield (
+                    sample,
+                    sample.recompute.proximal,
+                    begin + 1 - prompt,
+                    states,
+                    torch.tensor(tokens, device=states.device),
+                )
         row_start += length
 
 
@@ -104,11 +114,11 @@ def collected(sample: Sample, length: int, behaviour: list[float]) -> tuple[list
 
     Tokens drawn under that very version repeat their behaviour value; tokens of later versions have none.
     """
-    if sample.proximal is None:
+    if sample.recompute.proximal is None:
         return None
-    version = sample.proximal.version
+    version = sample.recompute.proximal.version
     values: list[float | None] = [None] * length
-    for first, part in sample.proximal.parts:
+    for first, part in sample.recompute.proximal.parts:
         values[first : first + len(part)] = part.tolist()
     for span in sample.closed_spans():
         if span.version == version:

@@ -1,4 +1,4 @@
-"""S9: what only one rank can see becomes a message that rank 0 broadcasts, and takes effect on all ranks alike.
+"""What only one rank can see becomes a message that rank 0 broadcasts, and takes effect on all ranks alike.
 
 Rank 0's scheduler reads one more socket with its own: what is sent there is pulled, and broadcast over the TP group,
 with the HTTP process's messages, and wakes a scheduler that sleeps when idle. Ranks report to a thread of rank 0,

@@ -17,7 +17,7 @@ NO_INPUT_LOGPROBS = -1
 
 
 def versioned_key(base: str | None, version: int) -> str:
-    """Cache key of a request: KV of one policy version is never a prefix under another (S6)."""
+    """Cache key of a request: KV of one policy version is never a prefix under another (`no-mixed-version-prefix`)."""
     return f"{base or ''}|v{version}"
 
 

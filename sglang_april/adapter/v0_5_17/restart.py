@@ -1,4 +1,5 @@
-"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds (S1, S8).
+"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds
+(`restart-loses-nothing`).
 
 And the KV that the disk tier has of it; what else is in the tier's directory is removed.
 """
@@ -54,7 +55,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         controller.context.engine.send(restored_event(saved, unnamed=unnamed))
         recorder = controller.context.recorder = Recorder(controller.context.engine, journal, config.replies)
         recorder.version(version)
-        recorder.life(saved.next_life)
+        recorder.epoch(saved.next_epoch)
         recorder.commit()
         _log(config, saved, version)
 
@@ -63,10 +64,10 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTie
     if disk is None:
         controller.restore(saved)
         return
-    search, began = KvSearch(disk, saved.life), time.monotonic()
+    search, began = KvSearch(disk, saved.epoch), time.monotonic()
     controller.restore(saved, lambda wanted: _look(s, search, wanted))
-    back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.pages is not None]
-    removed = disk.begin(saved.next_life, map(key_of, back))
+    back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
+    removed = disk.begin(saved.next_epoch, map(key_of, back))
     log.info(
         "april: KV of %d partials is back from the disk: %d bytes verified in %.1f s, %d other files removed",
         len(back),

@@ -20,8 +20,8 @@ def chunk_of(sample: Sample, start: int) -> Chunk:
     """Output tokens from `start` on of a sample that is not finished."""
     req: Req = sample.request
     logprobs = req.logprob.output_token_logprobs_val or []
-    proximal = sample.proximal
-    if proximal is not None and proximal.version == sample.recorded_proximal:
+    proximal = sample.recompute.proximal
+    if proximal is not None and proximal.version == sample.journal.proximal_version:
         proximal = None
     return Chunk(
         np.asarray(req.output_ids[start : sample.length], dtype="<i4").tobytes(),
@@ -55,18 +55,18 @@ def recall(req: Req, sample: Sample, chunk: Chunk) -> None:
     if chunk.proximal is not None:
         version, parts = chunk.proximal
         values = [(first, torch.from_numpy(np.frombuffer(raw, "<f4").copy())) for first, raw in parts]
-        sample.proximal, sample.recorded_proximal = Proximal(version, values), version
+        sample.recompute.proximal, sample.journal.proximal_version = Proximal(version, values), version
 
 
 def revive(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
     """A request for a sample whose copy was found; False, and nothing has changed, if it is refused."""
-    pages, tokens = sample.pages, sample.recall
+    pages, tokens = sample.kv.pages, sample.journal.snapshot
     assert pages is not None
     req = make_request(s, ours, sample)
     if req is None:
-        sample.recall = tokens
+        sample.journal.snapshot = tokens
         return False
-    pages.extra_key = versioned_key(req.april_base_key, sample.kv_version)
+    pages.extra_key = versioned_key(req.april_base_key, sample.kv.version)
     return True
 
 

@@ -1,4 +1,4 @@
-"""S9: how long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
+"""How long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
 
 import time
 
@@ -24,7 +24,7 @@ class StepTimes:
     def boundary(self, context: Context) -> None:
         """Top of a scheduling step."""
         before, self._began = self._began, time.perf_counter()
-        if not context.tunes():
+        if not context.needs_tuning():
             self._tuner.pause()
             return
         if not self._rows:

@@ -1,4 +1,4 @@
-"""What `kv: auto` measures of the store: real copies, of which nothing remains."""
+"""`PageStore.benchmark_copy`: real copies that leave nothing behind."""
 
 import errno
 import os
@@ -12,12 +12,12 @@ from tests.unit.test_page_store import Faulty, slots_of
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_trial_leaves_nothing_behind(tmp_path: Path, tier: CopyTier) -> None:
-    """The arena, the directory and the pool are as before; both ways took time."""
+def test_benchmark_copy_leaves_nothing_behind(tmp_path: Path, tier: CopyTier) -> None:
+    """Arena, directory and pool are unchanged; both directions took time."""
     rank = RankStore(tmp_path)
     slots = slots_of(9)
     before, free = rank.rows(slots), rank.arena.free_pages
-    out, back = rank.store.trial(tier, slots)
+    out, back = rank.store.benchmark_copy(tier, slots)
     assert out > 0
     assert back > 0
     assert (rank.rows(slots) == before).all()
@@ -27,12 +27,12 @@ def test_a_trial_leaves_nothing_behind(tmp_path: Path, tier: CopyTier) -> None:
     rank.close()
 
 
-def test_a_tier_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
-    """A rate of copies that failed would make keeping look free."""
+def test_failing_tier_raises_its_error(tmp_path: Path) -> None:
+    """A rate derived from failed copies would make keeping look free."""
     rank = RankStore(tmp_path, pages=1, write=Faulty(errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        rank.store.trial("disk", slots_of(9))
+        rank.store.benchmark_copy("disk", slots_of(9))
     with pytest.raises(MemoryError):
-        rank.store.trial("host", slots_of(9))
+        rank.store.benchmark_copy("host", slots_of(9))
     assert rank.arena.free_pages == 1
     rank.close()

@@ -1,0 +1,119 @@
+"""Commands from the HTTP process to the scheduler. Rank 0 broadcasts them: every rank decodes the same bytes."""
+
+import msgspec
+
+from sglang_april.api.types import Prompt, RoundSpec
+
+
+class OpenRound(msgspec.Struct, tag=True):
+    """A validated and tokenised rollout request."""
+
+    seq: int
+    spec: RoundSpec
+    prompts: list[Prompt]
+    params: list[bytes]
+    """Distinct sampling parameters, each a msgpack-encoded `SamplingParams`, normalised and verified."""
+
+
+class StopRound(msgspec.Struct, tag=True):
+    """End an open round now with what has finished, or with the groups named in `deliver`."""
+
+    seq: int
+    round_id: str
+    deliver: list[str] | None = None
+
+
+class JudgeRound(msgspec.Struct, tag=True):
+    """`count: accepted`: the caller's verdicts on finished groups, by prompt id."""
+
+    seq: int
+    round_id: str
+    accept: list[str]
+    reject: list[str]
+
+
+class ExtendRound(msgspec.Struct, tag=True):
+    """A larger quota and more prompts for an open round."""
+
+    seq: int
+    round_id: str
+    quota_add: int
+    prompts: list[Prompt]
+    params: list[bytes]
+    """As `OpenRound.params`; the prompts above index into this list."""
+
+
+class Drop(msgspec.Struct, tag=True):
+    """Delete undelivered groups of a run, all of them if `ids` is None (`only-drop-deletes`)."""
+
+    seq: int
+    run: str
+    ids: list[str] | None = None
+
+
+class Acknowledge(msgspec.Struct, tag=True):
+    """The caller has stored the reply of a round. Only the journal uses it."""
+
+    seq: int
+    round_id: str
+    run: str
+
+
+class PushBegin(msgspec.Struct, tag=True):
+    """A weight push begins; every sample is suspended."""
+
+    seq: int
+    version: int | None = None
+
+
+class PushEnd(msgspec.Struct, tag=True):
+    """A weight push is complete; the policy version moves."""
+
+    seq: int
+    version: int | None = None
+
+
+class Freeze(msgspec.Struct, tag=True):
+    """A pause of any kind: no sample takes a step until `Thaw`."""
+
+    seq: int
+
+
+class Thaw(msgspec.Struct, tag=True):
+    """The pause is over."""
+
+    seq: int
+
+
+class GetState(msgspec.Struct, tag=True):
+    """`GET /april/state`."""
+
+    seq: int
+    check: bool = False
+    """Verify every stored page on every rank. The answer is that outcome alone, sent when it is known."""
+
+
+class GetPartials(msgspec.Struct, tag=True):
+    """`GET /april/partials`."""
+
+    seq: int
+    run: str | None = None
+
+
+Command = (
+    OpenRound
+    | StopRound
+    | JudgeRound
+    | ExtendRound
+    | Drop
+    | Acknowledge
+    | PushBegin
+    | PushEnd
+    | Freeze
+    | Thaw
+    | GetState
+    | GetPartials
+)
+
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge
+"""Commands with a durable effect: with a journal they are answered once it is written (`journal-before-reply`)."""

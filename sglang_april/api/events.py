@@ -1,0 +1,87 @@
+"""Answers and events from the scheduler to the HTTP process."""
+
+from typing import Any
+
+import msgspec
+
+from sglang_april.api.types import Delivery, EndReason, FinishedSample, Prompt, RoundSpec
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The answer to the command with the same `seq`. `status` is an HTTP status; if it is not 200, nothing changed."""
+
+    seq: int
+    status: int = 200
+    field: str = ""
+    reason: str = ""
+    data: dict[str, Any] = {}
+
+
+class Finished(msgspec.Struct, tag=True):
+    """The samples that finished in one step."""
+
+    samples: list[FinishedSample]
+
+
+class RoundEnded(msgspec.Struct, tag=True):
+    """A round has ended; its reply contains these groups, in this order."""
+
+    round_id: str
+    run: str
+    policy_version: int
+    end_reason: EndReason
+    deliver: list[Delivery]
+    carried: dict[str, Any]
+    stats: dict[str, Any]
+    carried_lengths: bytes = b""
+    """int32: output tokens so far of each unfinished sample that has any."""
+
+
+class KeptReply(msgspec.Struct, array_like=True):
+    """A kept reply with all of its content, as the journal stores it."""
+
+    spec: RoundSpec
+    ended: RoundEnded
+    prompts: list[Prompt]
+    """One per entry of `ended.deliver`."""
+    samples: list[FinishedSample]
+
+
+class Restored(msgspec.Struct, tag=True):
+    """What a restarted server reads from its journal for the HTTP process; sent before any other event."""
+
+    groups: list[tuple[str, Prompt]]
+    """(run, prompt) of every undelivered group."""
+    verdicts: list[tuple[str, str, bool]]
+    """(run, prompt id, accepted) of the judged ones."""
+    finished: list[FinishedSample]
+    """In the order in which they finished."""
+    rounds: list[RoundSpec]
+    """Rounds that are open again."""
+    replies: list[KeptReply]
+    gone: list[str]
+    """Ids of rounds whose replies are no longer kept."""
+    unnamed: bool
+    """No round is admitted until the policy version is named (`no-step-on-unknown-weights`)."""
+    warnings: list[str]
+
+
+class Named(msgspec.Struct, tag=True):
+    """After a restart, the policy version has been named: reopened rounds may run."""
+
+    version: int
+
+
+class JournalFault(msgspec.Struct, tag=True):
+    """Why the journal cannot be written; an empty reason means that it can be written again."""
+
+    reason: str
+
+
+class Broken(msgspec.Struct, tag=True):
+    """An exception of the plugin (`contained-faults`): no further round is served, and open rounds get no reply."""
+
+    reason: str
+
+
+Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault | Broken

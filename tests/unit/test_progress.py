@@ -1,0 +1,120 @@
+"""Every admitted sample eventually runs: runs, loads, waiting prefills and stock requests never starve one another.
+
+`test_any_load_makes_progress` plays random loads on tiny pools. Without a claim of `Reservations` the loads of
+`test_a_load_starves_without_the_claim` never end.
+"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_april.scheduler.reservations import Reservations
+from tests.unit.controller_harness import ControllerHarness
+
+STEPS = 600
+FOREIGN_STEPS = 300
+"""Stock requests keep arriving for so many steps."""
+
+
+def store_partials(w: ControllerHarness, rng: random.Random, run: str) -> None:
+    """Up to three partials of the run, on the device or in a lower tier."""
+    prompts = {f"{run}{i}": (rng.randint(3, w.engine.pool // 2), 1, -rng.randint(5, 12)) for i in range(3)}
+    kept = dict(list(prompts.items())[: rng.randint(1, 3)])
+    w.open(run, kept, quota=None, tier=rng.choice(("host", "host", "device", "auto")))
+    w.step(rng.randint(3, 10))
+    w.stop(run)
+
+
+def queue_prompts(w: ControllerHarness, rng: random.Random, run: str) -> None:
+    """A round for the partials and up to two new groups."""
+    sizes = [(rng.randint(3, w.engine.pool // 2), rng.choice((1, 1, 3)), -rng.randint(2, 8)) for _ in range(2)]
+    w.open(run, {f"{run}-new{i}": size for i, size in enumerate(sizes[: rng.randint(0, 2)])}, quota=None)
+
+
+def steps_to_finish(seed: int) -> int | None:
+    """Steps until all rounds of a random load have ended; None if some round never ends."""
+    rng = random.Random(seed)
+    pool = rng.choice((40, 50, 60, 80))
+    w = ControllerHarness(
+        every=10,
+        slots=rng.choice((1, 1, 2, 3, 4)),
+        pool=pool,
+        chunk=rng.choice((16, 64)),
+        overlap=rng.random() < 0.5,
+        copy_delay=rng.choice((0, 1, 2, 4)),
+        shares=rng.random() < 0.3,
+        host_cap=1000,
+    )
+    runs = ("a", "b", "c")[: rng.choice((1, 2, 2, 3))]
+    for run in runs:
+        store_partials(w, rng, run)
+    for run in runs:
+        queue_prompts(w, rng, run)
+    foreign, size = rng.choice((0, 1, 1, 3)), (rng.randint(3, pool // 2), rng.randint(1, 6))
+    for step in range(STEPS):
+        if not w.rounds:
+            return step
+        while step < FOREIGN_STEPS and w.engine.foreign_waiting() < foreign:
+            w.do(lambda e, step=step: e.add_stranger(f"s{step}", 7, *size))
+        w.step()
+    return None
+
+
+def test_any_load_makes_progress() -> None:
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @given(seed=st.integers(0, 2**30))
+    def loads(seed: int) -> None:
+        assert steps_to_finish(seed) is not None
+
+    loads()
+
+
+def steps_of_a_prefill_beside_joins(_seed: int) -> int | None:
+    """A stock request waits for a prefill while members of four groups join the batch on their prompts' KV."""
+    w = ControllerHarness(slots=24, pool=4000, chunk=64, shares=True)
+    for length in (3, 4, 5, 7):
+        w.open(f"run-{length}", {"p": (5, 100, -length)}, quota=1)
+    w.step(30)
+    stranger = w.do(lambda e: e.add_stranger("s", 7, 4, 3))
+    for step in range(30):
+        if stranger.reason is not None:
+            return step
+        w.step()
+    return None
+
+
+CLAIMS: list[tuple[str, Callable[[int], int | None], int]] = [
+    ("reserve_loading", steps_to_finish, 2),
+    ("reserve_loading", steps_to_finish, 19),
+    ("hold_turn", steps_to_finish, 5),
+    ("hold_turn", steps_to_finish, 6),
+    ("owe_prefill", steps_of_a_prefill_beside_joins, 0),
+]
+
+
+@pytest.mark.parametrize(("claim", "load", "seed"), CLAIMS)
+def test_a_load_starves_without_the_claim(
+    monkeypatch: pytest.MonkeyPatch, claim: str, load: Callable[[int], int | None], seed: int
+) -> None:
+    """Each claim is needed: the same load ends with it, and never ends without it."""
+    assert load(seed) is not None
+    monkeypatch.setattr(Reservations, claim, lambda *_: None)
+    assert load(seed) is None
+
+
+@pytest.mark.parametrize(
+    ("free", "foreign", "slots"), [(4, 0, 4), (4, 1, 3), (4, 3, 2), (5, 9, 3), (0, 3, 0), (-1, 2, -1)]
+)
+def test_free_slots_are_shared_with_stock_requests(free: int, foreign: int, slots: int) -> None:
+    assert Reservations().rollout_slots(free, foreign) == slots
+
+
+def test_a_single_free_slot_alternates() -> None:
+    reservations = Reservations()
+    assert [(reservations.rollout_slots(1, 2), reservations.stock_turn) for _ in range(4)] == [
+        (1, False),
+        (0, True),
+    ] * 2

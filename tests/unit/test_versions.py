@@ -1,0 +1,73 @@
+"""A second SGLang release: its manifest selects another adapter package, whose hooks are applied and verified."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_april.adapter import hooking, preflight, versions
+from tests.unit.fake_adapter import engine, hook_table
+
+PACKAGE = "tests.unit.fake_adapter"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """SGLang 9.9.9 is "installed": the repository stands for its source tree, `fake_adapter/engine.py` for its code."""
+    monkeypatch.setattr(versions, "FINGERPRINTS", tmp_path)
+    monkeypatch.setattr(versions, "sglang_version", lambda: "9.9.9")
+    monkeypatch.setattr(versions, "sglang_root", lambda: ROOT)
+    manifest = preflight.build_manifest("9.9.9", PACKAGE, ROOT, preflight.symbols_in_use(hook_table))
+    (tmp_path / "9.9.9.json").write_text(json.dumps(manifest))
+    return "9.9.9"
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SGLang's registry of hooks, and ours, empty before and as they were after."""
+    monkeypatch.setattr(hooking, "_applied", [])
+    monkeypatch.setattr(hooking, "_verified", [])
+    monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.apply_hooks)
+    saved = {name: value.copy() for name, value in vars(HookRegistry).items() if isinstance(value, dict | set | list)}
+    original = engine.Engine.step
+    for name in saved:
+        getattr(HookRegistry, name).clear()
+    yield
+    engine.Engine.step = original  # type: ignore[method-assign]
+    for name, value in saved.items():
+        monkeypatch.setattr(HookRegistry, name, value)
+
+
+def test_manifest_selects_the_adapter_package(release: str) -> None:
+    assert versions.supported_versions() == [release]
+    assert versions.adapter_package() == PACKAGE
+    assert versions.hook_table().HOOKS is hook_table.HOOKS
+    preflight.check()
+
+
+def test_links_point_to_the_release(release: str) -> None:
+    link = versions.upstream_link(versions.reviewed_manifest(release), hook_table.HOOKS[0].paths[0])
+    assert link.startswith(
+        "https://github.com/sgl-project/sglang/blob/v9.9.9/python/tests/unit/fake_adapter/engine.py#L"
+    )
+
+
+def test_hooks_of_the_release_are_applied_and_verified(release: str, registry: None) -> None:
+    assert engine.Engine().step(1) == 2
+    hooking.apply()
+    HookRegistry.apply_hooks()
+    assert engine.Engine().step(1) == 20
+    assert hooking.hook_report()["hooks"] == [f"{PACKAGE}.engine.Engine.step [around]"]
+
+
+def test_missing_hook_ends_the_process(release: str, registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard: SGLang skips a hook that it cannot apply, and the verification ends the process."""
+    hooking.apply()
+    monkeypatch.setitem(sys.modules, f"{PACKAGE}.engine", ModuleType("empty"))
+    with pytest.raises(SystemExit, match=r"engine\.Engine\.step"):
+        HookRegistry.apply_hooks()
