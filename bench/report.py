@@ -1,11 +1,12 @@
-"""Tables and plots from rows only: one HTML page, and the tables that README copies.
+"""Tables and plots from rows only: one HTML page, and the tables of README.md and docs/benchmarks.md.
 
     python -m bench.report                    # out/bench/report.html from bench/results/*.json
-    python -m bench.report --readme           # writes README's tables between their markers
-    python -m bench.report --readme --check   # fails when README says anything else than the rows
+    python -m bench.report --readme           # fills the tables of both pages between their markers
+    python -m bench.report --readme --check   # fails if a page differs from the rows
 
-A marker in README is ``<!-- bench:PRESET DISTRIBUTION -->``, its end ``<!-- /bench -->``; between them stands the main
-table of that distribution. Each table is that of the newest run which has it, and rows of two runs are never compared.
+A marker is ``<!-- bench:PRESET DISTRIBUTION -->`` for a table of five columns, or ``<!-- bench:PRESET DISTRIBUTION full
+-->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table is that of the newest run that has it,
+and rows of two runs are never compared.
 """
 
 import argparse
@@ -22,14 +23,15 @@ from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
 from bench.plots import plot, plot_over_sampling
 from bench.record import Row
-from bench.tables import ablations_of, aims, by_variant, details_of, newest, table_of
+from bench.tables import ablations_of, aims, by_variant, details_of, headline_table, newest, table_of
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
-MARKER = re.compile(r"(<!-- bench:(\S+) (\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md")
+MARKER = re.compile(r"(<!-- bench:(\S+) (\S+)( full)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """A table for README."""
+    """A Markdown table."""
     head, *body = lines
     rule = ["---"] + ["---:"] * (len(head) - 1)
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body)) + "\n"
@@ -53,15 +55,17 @@ def _flat(table: dict[str, list[Row]]) -> list[Row]:
 
 
 def readme(text: str, rows: list[Row]) -> str:
-    """README with the tables that the rows give; markers without rows lose their table."""
+    """A page with the tables computed from the rows; markers without rows lose their table."""
 
     def fill(found: re.Match[str]) -> str:
         run = newest(rows, found[2])
         table = by_variant(run, found[3])
         if not table:
-            return f"{found[1]}No rows yet.\n{found[4]}"
+            return f"{found[1]}No rows yet.\n{found[5]}"
+        if not found[4]:
+            return f"{found[1]}{said(_flat(table))}.\n\n{markdown(headline_table(table))}{found[5]}"
         body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}\n"
-        return f"{found[1]}{body}The aims, each by the newest run that has its table:\n\n{aims(run)}{found[4]}"
+        return f"{found[1]}{body}The aims, each from the newest run that has its table:\n\n{aims(run)}{found[5]}"
 
     return MARKER.sub(fill, text)
 
@@ -163,22 +167,27 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of rows (%(default)s)")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page (%(default)s)")
-    parser.add_argument("--readme", nargs="?", type=Path, const=record.ROOT / "README.md", help="fill README's tables")
+    parser.add_argument("--readme", action="store_true", help="fill the tables of README.md and docs/benchmarks.md")
+    parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="with --readme: fill these pages instead")
     parser.add_argument("--check", action="store_true", help="with --readme: change nothing, fail on a difference")
     args = parser.parse_args(given)
     rows = all_rows(args.results)
-    if args.readme is None:
+    if not args.readme:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page(rows))
         print(args.out)
         return 0
-    old = args.readme.read_text()
+    return max([_fill(path, rows, check=args.check) for path in args.pages])
+
+
+def _fill(path: Path, rows: list[Row], *, check: bool) -> int:
+    old = path.read_text()
     new = readme(old, rows)
-    if args.check:
+    if check:
         if old != new:
-            print(f"{args.readme} differs from the rows: python -m bench.report --readme", file=sys.stderr)
+            print(f"{path} differs from the rows: python -m bench.report --readme", file=sys.stderr)
         return int(old != new)
-    args.readme.write_text(new)
+    path.write_text(new)
     return 0
 
 

@@ -241,6 +241,32 @@ def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
     return lines
 
 
+HEADLINE: dict[str, str] = {
+    "synchronous": "wait for all",
+    "outside": "APRIL as a client: abort, resend",
+    "pause-in-place": "SGLang pause, in place",
+    "async": "asynchronous client",
+    "april-recompute": "**batch quota**, KV recomputed",
+    "april-auto": "**batch quota**, KV by cost",
+    "april-keep": "**batch quota**, KV kept",
+}
+"""README's variants, and what they are called there."""
+
+
+def headline_table(table: dict[str, list[Row]]) -> list[list[str]]:
+    """Header and one line per variant of README's table: five columns."""
+    lines = [["rollouts", "× wait for all", "× client-side APRIL", "tokens/s delivered", "re-prefilled per token"]]
+    for name, title in HEADLINE.items():
+        if rows := table.get(name):
+            ratios = (headline(rows, base) for base in (table.get("synchronous", []), better_outside(table)))
+            speed, prefills = (
+                median(row["delivered_tokens_per_s"] for row in rows),
+                COLUMNS["re-prefilled, a token"](rows),
+            )
+            lines.append([title, *map(_ratio, ratios), f"{speed:,.0f}", prefills])
+    return lines
+
+
 def _ratio(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.2f}"
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer_bridge.prompt import TrainingPrompt
-    from trainer_bridge.rewards import RewardSample
+    from trainer_bridge.rewards import RewardSample, TrainingPrompt
 
 PAD, BOS, EOS, SORT = 0, 1, 2, 3
 FIRST_NUMBER = 4

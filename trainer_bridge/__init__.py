@@ -1,1 +1,1 @@
-"""The bridge from rollout replies to a trainer, and from the trainer's weights back to the engines."""
+"""An RL training loop around sglang-april: rollouts and rewards, Megatron-core as trainer, weight pushes."""

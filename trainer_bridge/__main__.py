@@ -1,13 +1,13 @@
-"""`april-train` and `python -m trainer_bridge`: the command line is `cli.py`.
+"""Entry point of `april-train` and `python -m trainer_bridge`; the command itself is in `cli.py`.
 
-Nothing is imported at the top: the processes that compute rewards import this module again, and need no torch.
+There are no imports at the top, because reward processes import this module again and must not import torch.
 """
 
 import sys
 
 
 def main() -> int:
-    """The command line; its exit status."""
+    """Run the command; returns its exit status."""
     from trainer_bridge.cli import main as run
 
     return run()

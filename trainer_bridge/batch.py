@@ -1,7 +1,7 @@
-"""Step 7 of 9 (train): what passes from samples to model and loss.
+"""Micro-batches: the flat tensors that model and loss read.
 
-A micro-batch is flat: sequences stand one behind the other, and everything about response tokens is an array of T
-elements, the responses of all sequences in order. So the loss knows nothing of padding, and the model chooses it.
+The sequences of a micro-batch are concatenated, and everything about response tokens is an array of T elements, the
+responses of all sequences in order. There is no padding.
 """
 
 from dataclasses import dataclass, replace
@@ -17,40 +17,40 @@ KEPT = PROVENANCE.index("kept")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """What the model reads."""
+    """The inputs of the model."""
 
     ids: Tensor
-    """int64 [N]: prompt and response of each sequence, one sequence behind the other."""
+    """int64 [N]: prompt and response of each sequence, concatenated."""
     lengths: Tensor
     """int64 [n]: tokens of each sequence, prompt and response; they sum to N."""
     responses: Tensor
     """int64 [n]: response tokens of each sequence, its last ones; they sum to T."""
     temperature: Tensor
-    """float32 [n]: what the engine divided logits by; 1 for greedy samples (S7)."""
+    """float32 [n]: what the engine divided logits by; 1 for greedy samples (`behaviour-logprobs`)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        return _moved(self, device)
+        """A copy on a device."""
+        return _on_device(self, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """What the loss needs of the T response tokens, beside their logprobs under the current policy."""
+    """The inputs of the loss for the T response tokens, apart from their logprobs under the current policy."""
 
     behaviour: Tensor
     """float32 [T]: logprob under which the token was drawn, μ."""
     proximal: Tensor
-    """float32 [T]: logprob under the proximal policy, π_old; not read where it is the behaviour's or log-linear."""
+    """float32 [T]: logprob under the proximal policy, π_old; unused with `proximal: behaviour` and `loglinear`."""
     advantages: Tensor
-    """float32 [T]: of the token, or its sample's repeated."""
+    """float32 [T]: advantage of the token, or of its sample."""
     weights: Tensor
-    """float32 [T]: share of the token in the step's loss, 0 where masked; over all micro-batches of a step they sum to
+    """float32 [T]: weight of the token in the step's loss, 0 where masked. Over all micro-batches of a step they sum to
     about 1 (`losses.token_weights`)."""
     sequence: Tensor
-    """int64 [T]: which sequence of the micro-batch, from 0."""
+    """int64 [T]: index of the token's sequence in the micro-batch."""
     age: Tensor
     """int64 [T]: the trainer's policy version − the version that drew the token."""
     kv: Tensor
@@ -59,22 +59,22 @@ class Tokens:
     """Sequences in the micro-batch, n."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        return _moved(self, device)
+        """A copy on a device."""
+        return _on_device(self, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """As many sequences as go through the model at once."""
+    """The sequences of one forward and backward pass."""
 
     sequences: Sequences
     tokens: Tokens
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """A copy on a device."""
         return replace(self, sequences=self.sequences.to(device), tokens=self.tokens.to(device))
 
 
-def _moved(fields: Any, device: torch.device) -> Any:
+def _on_device(fields: Any, device: torch.device) -> Any:
     tensors = {name: getattr(fields, name) for name in fields.__slots__}
     return replace(fields, **{k: v.to(device, non_blocking=True) for k, v in tensors.items() if isinstance(v, Tensor)})

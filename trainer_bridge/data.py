@@ -1,4 +1,4 @@
-"""Prompt data: JSONL, parquet or a dataset folder, in epochs, with a position that a checkpoint can hold."""
+"""Prompt data from JSONL, parquet or a dataset folder, in epochs, with a resumable position."""
 
 import json
 import random
@@ -7,43 +7,43 @@ from pathlib import Path
 from typing import Any
 
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.prompt import TrainingPrompt
+from trainer_bridge.rewards import TrainingPrompt
 
 
 class PromptData:
-    """Rows in epochs; `position` counts the prompts taken so far and is all that a checkpoint needs."""
+    """Prompts in epochs. `position` counts the prompts taken so far; it is the only state of a checkpoint."""
 
     def __init__(self, rows: list[Mapping[str, Any]], config: Config, *, shuffle: bool | None = None) -> None:
         if not rows:
-            raise ConfigError("prompt_data: holds no rows")
+            raise ConfigError("prompt_data: contains no rows")
         self._rows, self._config = rows, config
         self._shuffle = config.rollout_shuffle if shuffle is None else shuffle
         self._order: tuple[int, list[int]] = (-1, [])
         self.position = 0
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows in an epoch."""
         return len(self._rows)
 
     def take(self, count: int) -> list[TrainingPrompt]:
-        """The next prompts."""
-        taken = [self._at(self.position + i) for i in range(count)]
+        """The next `count` prompts."""
+        prompts = [self._at(self.position + i) for i in range(count)]
         self.position += count
-        return taken
+        return prompts
 
     def find(self, prompt_id: str) -> TrainingPrompt:
-        """The prompt that once had this id."""
+        """The prompt with this id."""
         epoch, row = prompt_id.removeprefix("e").split("-")
         return self._prompt(int(epoch), int(row))
 
     def _at(self, position: int) -> TrainingPrompt:
-        epoch, place = divmod(position, len(self._rows))
+        epoch, index = divmod(position, len(self._rows))
         if self._order[0] != epoch:
             order = list(range(len(self._rows)))
             if self._shuffle:
                 random.Random(f"{self._config.seed}-{epoch}").shuffle(order)  # noqa: S311 - not a secret
             self._order = (epoch, order)
-        return self._prompt(epoch, self._order[1][place])
+        return self._prompt(epoch, self._order[1][index])
 
     def _prompt(self, epoch: int, row: int) -> TrainingPrompt:
         fields, config = self._rows[row], self._config
@@ -56,7 +56,10 @@ class PromptData:
 
 
 def read_rows(path: str | Path) -> list[Mapping[str, Any]]:
-    """All rows of a `.jsonl` or `.parquet` file, of a folder of such files, or of a dataset that was saved to disk."""
+    """All rows of a `.jsonl` or `.parquet` file, a folder of such files, or a dataset saved with `save_to_disk`.
+
+    Raises: ConfigError: with the path, and the line of a malformed row.
+    """
     path = Path(path)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet"))
@@ -76,22 +79,22 @@ def read_rows(path: str | Path) -> list[Mapping[str, Any]]:
             raise ConfigError(f"prompt_data: {path} cannot be read: {error}") from error
     if path.suffix == ".jsonl":
         with path.open("rb") as lines:
-            return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    raise ConfigError(f"prompt_data: {path} is neither .jsonl nor .parquet nor a folder of them")
+            return [_parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    raise ConfigError(f"prompt_data: {path} is not a .jsonl or .parquet file, nor a folder of such files")
 
 
-def _row(line: bytes, place: str) -> Mapping[str, Any]:
+def _parse_row(line: bytes, location: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"prompt_data: {place}: {error}") from error
+        raise ConfigError(f"prompt_data: {location}: {error}") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"prompt_data: {place}: must be an object, with columns by name")
+        raise ConfigError(f"prompt_data: {location}: must be an object")
     return row
 
 
 def _column(fields: Mapping[str, Any], key: str, row: int) -> Any:
-    """A column by name, or by dotted path into one (`reward_model.ground_truth`)."""
+    """A column by name or dotted path (`reward_model.ground_truth`)."""
     value: Any = fields
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:

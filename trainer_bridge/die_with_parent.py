@@ -1,4 +1,4 @@
-"""`python -m trainer_bridge.die_with_parent PARENT COMMAND…` becomes COMMAND and is killed when PARENT dies."""
+"""`python -m trainer_bridge.die_with_parent PARENT COMMAND…` executes COMMAND, which is killed when PARENT dies."""
 
 import ctypes
 import os
@@ -6,11 +6,11 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""Linux: the signal that comes when the parent dies; it is kept over `exec`."""
+"""prctl option of Linux: the signal to send when the parent dies. It is preserved across `exec`."""
 
 
 def main(argv: list[str]) -> None:
-    """Nothing comes back from here."""
+    """Replace this process by the command; does not return."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(argv[0]):
         sys.exit("the parent has died")

@@ -1,4 +1,4 @@
-"""Evaluation: a run of its own at the engine (`<run>/eval`), all groups, one version, its own sampling parameters."""
+"""Evaluation on held-out prompts, as a run of its own at the engine (`<run>/eval`)."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +13,7 @@ from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 
 
-def round_of(run: str, step: int) -> str:
+def evaluation_round_id(run: str, step: int) -> str:
     """The id of the evaluation after a step."""
     return f"{run}.eval-{step}"
 
@@ -21,11 +21,11 @@ def round_of(run: str, step: int) -> str:
 def evaluate(
     client: AprilClient | EnginePool, run: str, step: int, data: PromptData, rewards: Rewards, config: Config
 ) -> dict[str, float]:
-    """Mean reward over all held-out prompts, its standard error over prompts, and lengths.
+    """Mean reward over all held-out prompts, its standard error over prompts, and response lengths.
 
-    Samples without a reward are left out and counted. The reply is kept until it is acknowledged: a trainer that goes
-    back to a checkpoint asks for all evaluations since then again. Between rounds of training nothing of theirs changes
-    by it: noise depends on prompt ids alone (S5).
+    Samples without a reward are excluded and counted. The reply is kept until it is acknowledged, because a trainer
+    that restarts from a checkpoint repeats all evaluations since then. Evaluations do not affect training samples:
+    their noise depends on prompt ids only (`seed-independence`).
     """
     data.position = 0
     prompts = {prompt.id: prompt for prompt in data.take(len(data))}
@@ -40,11 +40,11 @@ def evaluate(
         params["stop"] = config.rollout_stop
     if config.rollout_stop_token_ids:
         params["stop_token_ids"] = config.rollout_stop_token_ids
-    waiting: list[Future[list[Score]]] = []
+    scores: list[Future[list[Score]]] = []
     lengths: list[int] = []
     for event in client.stream(
         run=f"{run}/eval",
-        round_id=round_of(run, step),
+        round_id=evaluation_round_id(run, step),
         prompts=[prompt.body(config.n_samples_per_eval_prompt) for prompt in prompts.values()],
         sampling_params=params,
         quota=None,
@@ -52,13 +52,13 @@ def evaluate(
         keep_until_ack=True,
     ):
         if isinstance(event, RolloutGroup):
-            told = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]
-            waiting.append(rewards.submit(told, prompts[event.id]))
+            samples = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]
+            scores.append(rewards.submit(samples, prompts[event.id]))
             lengths += [len(sample.output_ids) for sample in event.samples]
-    return _figures([future.result() for future in waiting], lengths)
+    return _metrics([future.result() for future in scores], lengths)
 
 
-def _figures(scores: list[list[Score]], lengths: list[int]) -> dict[str, float]:
+def _metrics(scores: list[list[Score]], lengths: list[int]) -> dict[str, float]:
     rewards = [[score.reward for score in group if score.reward is not None] for group in scores]
     means = np.array([np.mean(group) for group in rewards if group])
     return {

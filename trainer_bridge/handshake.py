@@ -1,4 +1,4 @@
-"""Before a run: is this the engine that the trainer can push to? One sentence says why not."""
+"""Checks, before a run, that an engine fits the trainer: plugin, version and model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,50 +11,55 @@ from trainer_bridge.megatron.shapes import ARCHITECTURES, ModelShape
 
 
 class HandshakeError(RuntimeError):
-    """An engine that this trainer must not be connected to."""
+    """An engine that does not fit the trainer."""
 
 
-class NoEngineError(HandshakeError):
-    """Nobody answers there."""
+class EngineUnreachableError(HandshakeError):
+    """No engine answers at the URL."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What a trainer has to know of an engine it was let in by."""
+class EngineInfo:
+    """What the trainer uses of an engine's state."""
 
     url: str
     tp_size: int
     policy_version: int
     sglang: str
-    """SGLang's version."""
+    """Version of SGLang."""
 
 
-def shake_hands(url: str, shape: ModelShape, api_key: str | None = None) -> EngineFacts:
-    """Ask an engine what it is. Raises `HandshakeError`: unreachable, not patched, another version, another model."""
+def shake_hands(url: str, shape: ModelShape, api_key: str | None = None) -> EngineInfo:
+    """Read an engine's state and check it.
+
+    Raises: EngineUnreachableError; HandshakeError: no plugin, another version of it, or another model.
+    """
     try:
         with AprilClient(url, api_key) as client:
             state = client.state()
     except httpx.TransportError as error:
-        raise NoEngineError(f"no engine answers at {url}: {error}") from error
+        raise EngineUnreachableError(f"no engine answers at {url}: {error}") from error
     except AprilError as error:
         raise HandshakeError(f"{url}: {error.reason}") from error
     return check_engine(url, state, shape)
 
 
-def check_engine(url: str, state: dict[str, Any], shape: ModelShape) -> EngineFacts:
-    """The same from the contents of `GET /april/state`."""
+def check_engine(url: str, state: dict[str, Any], shape: ModelShape) -> EngineInfo:
+    """Check the contents of `GET /april/state`. Raises: HandshakeError."""
     hooks, model = state["http"]["hooks"], state["http"].get("model") or {}
     if not hooks:
         raise HandshakeError(f"the engine at {url} runs without sglang-april's hooks")
     if hooks["april"] != __version__:
         raise HandshakeError(f"the engine at {url} has sglang-april {hooks['april']}, the trainer {__version__}")
-    for name, ours in _expected(shape).items():
-        if model.get(name) != ours:
-            raise HandshakeError(f"the engine at {url} has {name} {model.get(name)}, the trainer's model has {ours}")
-    return EngineFacts(url, model["tp_size"], state["policy_version"], hooks["sglang"])
+    for name, expected in _expected_model(shape).items():
+        if model.get(name) != expected:
+            raise HandshakeError(
+                f"the engine at {url} has {name} {model.get(name)}, the trainer's model has {expected}"
+            )
+    return EngineInfo(url, model["tp_size"], state["policy_version"], hooks["sglang"])
 
 
-def _expected(shape: ModelShape) -> dict[str, Any]:
+def _expected_model(shape: ModelShape) -> dict[str, Any]:
     return {
         "architecture": ARCHITECTURES[shape.family],
         "vocab_size": shape.vocab,

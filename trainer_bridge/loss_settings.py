@@ -1,16 +1,20 @@
-"""Step 7 of 9 (train): which loss, as a trainer's configuration names it."""
+"""The settings of the policy loss. Field names as users write them are the encoded names."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
 
 Algorithm = Literal["grpo", "dapo", "gspo", "reinforce", "ppo"]
 Mean = Literal["response", "token"]
 Correction = Literal["none", "tis", "icepop", "seq_mask", "mask_stale", "decoupled"]
-"""What they do: `corrections.py`."""
+"""Off-policy corrections, explained in `corrections.py`."""
 Proximal = Literal["behaviour", "trainer", "engine", "loglinear"]
+"""Sources of π_old, explained in `corrections.py`."""
+NonNegative = Annotated[float, Meta(ge=0)]
 
 GROUP_BASELINE: frozenset[Algorithm] = frozenset({"grpo", "dapo", "gspo"})
-"""They score a group together, so they need whole groups."""
+"""Algorithms whose advantage is relative to the group, so that they need whole groups."""
 
 _CLIP: dict[Algorithm, tuple[float, float]] = {
     "grpo": (0.2, 0.2),
@@ -28,30 +32,38 @@ _MEAN: dict[Algorithm, Mean] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """Which loss, checked when made: `ValueError` with one sentence."""
+class LossSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The policy loss and its off-policy correction. Raises `ValueError` for settings that contradict each other."""
 
-    algorithm: Algorithm = "grpo"
-    eps_clip: float | None = None
-    """Lower clip range; the algorithm's own by default."""
-    eps_clip_high: float | None = None
-    """Upper clip range; `eps_clip` where that is given, else the algorithm's own."""
-    mean: Mean | None = None
-    """Over what the loss is a mean; the algorithm's own by default."""
+    algorithm: Algorithm = msgspec.field(default="grpo", name="advantage_estimator")
+    eps_clip: NonNegative | None = None
+    """Lower clip range; None: the algorithm's default."""
+    eps_clip_high: NonNegative | None = None
+    """Upper clip range; None: `eps_clip` if that is set, else the algorithm's default."""
+    mean: Mean | None = msgspec.field(default=None, name="loss_mean")
+    """Whether the loss is averaged per response and then over responses, or over all tokens; None: the algorithm's
+    default."""
     correction: Correction = "none"
+    """How tokens drawn by an older policy are weighted (`corrections.py`)."""
     proximal: Proximal = "behaviour"
-    tis_clip: float = 2.0
-    tis_clip_low: float = 0.0
-    icepop_low: float = 0.5
-    icepop_high: float = 5.0
-    seq_mask_low: float = 0.999
-    seq_mask_high: float = 1.002
+    """Where the logprobs of the proximal policy come from; `engine` uses the engine's recompute where available."""
+    tis_clip: NonNegative = 2.0
+    """Upper bound of the importance weight."""
+    tis_clip_low: NonNegative = 0.0
+    """Lower bound of the importance weight."""
+    icepop_low: NonNegative = 0.5
+    """IcePop masks tokens whose importance weight is below this."""
+    icepop_high: NonNegative = 5.0
+    """IcePop masks tokens whose importance weight is above this."""
+    seq_mask_low: NonNegative = 0.999
+    """`seq_mask` masks responses whose geometric mean weight is below this."""
+    seq_mask_high: NonNegative = 1.002
+    """`seq_mask` masks responses whose geometric mean weight is above this."""
 
     def __post_init__(self) -> None:
-        for name, kinds in (("algorithm", Algorithm), ("correction", Correction), ("proximal", Proximal)):
-            if getattr(self, name) not in get_args(kinds):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, not {getattr(self, name)!r}")
+        for name, choices in (("algorithm", Algorithm), ("correction", Correction), ("proximal", Proximal)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}")
         if self.mean is not None and self.mean not in get_args(Mean):
             raise ValueError(f"mean must be one of {', '.join(get_args(Mean))}, not {self.mean!r}")
         if self.proximal == "behaviour" and self.correction not in ("none", "mask_stale"):
@@ -79,10 +91,10 @@ class LossSettings:
 
     @property
     def mean_over(self) -> Mean:
-        """Over what the loss is a mean."""
+        """`mean`, or the algorithm's default."""
         return self.mean or _MEAN[self.algorithm]
 
     def check_quota_unit(self, quota_unit: str) -> None:
-        """Refuse losses with a group baseline when a round delivers parts of groups."""
+        """Raises: ValueError: the algorithm needs whole groups, and rounds deliver single samples."""
         if quota_unit == "sample" and self.algorithm in GROUP_BASELINE:
             raise ValueError(f"{self.algorithm} scores a group together, so quota_unit: sample is refused; use group")

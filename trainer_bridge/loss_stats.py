@@ -1,6 +1,6 @@
-"""Step 7 of 9 (train): what a step's tokens were like: how stale, how clipped, how masked; and when to worry.
+"""Statistics of the tokens of a step, with warnings: ratios, clipping, masking and staleness.
 
-Kept as sums, so that micro-batches and ranks add up whatever their order.
+They are kept as sums, so that the result is independent of the order of micro-batches and ranks.
 """
 
 import math
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trainer_bridge.batch import KEPT, PROVENANCE, Tokens
 from trainer_bridge.corrections import LOG_LIMIT
-from trainer_bridge.losses import Terms
+from trainer_bridge.losses import LossTerms
 
 Row = dict[str, float]
 
-SANE: dict[str, tuple[float, float]] = {
+EXPECTED_RANGES: dict[str, tuple[float, float]] = {
     "ratio_mean": (0.8, 1.25),
     "weight_mean": (0.5, 2.0),
     "clip_share": (0.0, 0.3),
@@ -24,9 +24,9 @@ SANE: dict[str, tuple[float, float]] = {
     "advantage_age_correlation": (-0.3, 0.3),
     "on_policy_gap": (0.0, 0.05),
 }
-"""Bounds beyond which a step's row comes with a warning."""
-FEW_SEQUENCES = 64
-"""A correlation over fewer responses is chance."""
+"""A value outside its range causes a warning."""
+MIN_CORRELATION_SEQUENCES = 64
+"""A correlation over fewer responses is not significant."""
 
 
 def _zeros() -> dict[str, float]:
@@ -39,16 +39,16 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class LossStats:
-    """Sums over the tokens of a step that are in its loss."""
+    """Sums over the tokens in the loss of a step."""
 
     sums: dict[str, float] = field(default_factory=_zeros)
     peaks: dict[str, float] = field(default_factory=dict)
-    """Largest values."""
+    """Maxima."""
     by_age: Counter[int] = field(default_factory=Counter)
     by_kv: Counter[str] = field(default_factory=Counter)
 
-    def add(self, tokens: Tokens, terms: Terms) -> None:
-        """Count one micro-batch."""
+    def add(self, tokens: Tokens, terms: LossTerms) -> None:
+        """Add a micro-batch."""
         used = terms.used
         if not used.any():
             return
@@ -100,7 +100,7 @@ class LossStats:
         self.peaks[name] = max(self.peaks.get(name, 0.0), float(value))
 
     def merge(self, other: "LossStats") -> None:
-        """Add what another rank counted."""
+        """Add the statistics of another rank."""
         for name, value in other.sums.items():
             self.sums[name] += value
         for name, value in other.peaks.items():
@@ -109,7 +109,7 @@ class LossStats:
         self.by_kv.update(other.by_kv)
 
     def row(self) -> Row:
-        """The step in figures; empty without tokens."""
+        """The statistics by name; empty if there are no tokens."""
         s, count = self.sums, self.sums["tokens"]
         if not count:
             return {}
@@ -135,18 +135,18 @@ class LossStats:
         }
 
     def _correlation(self) -> float:
-        """Pearson's, over responses; 0 where one of the two does not vary."""
+        """Pearson correlation over responses; 0 if one of the variables is constant."""
         s, n = self.sums, self.sums["n"]
         spread = (s["xx"] - s["x"] ** 2 / n) * (s["yy"] - s["y"] ** 2 / n)
         return (s["xy"] - s["x"] * s["y"] / n) / math.sqrt(spread) if spread > 1e-12 else 0.0
 
     def warnings(self) -> list[str]:
-        """One sentence for each figure outside its bounds."""
+        """One sentence for each value outside its range."""
         row = self.row()
-        said = []
-        for name, (low, high) in SANE.items():
-            if not row or (name == "advantage_age_correlation" and self.sums["n"] < FEW_SEQUENCES):
+        warnings = []
+        for name, (low, high) in EXPECTED_RANGES.items():
+            if not row or (name == "advantage_age_correlation" and self.sums["n"] < MIN_CORRELATION_SEQUENCES):
                 continue
             if not low <= row[name] <= high:
-                said.append(f"{name} is {row[name]:.3g}, outside {low:g} to {high:g}")
-        return said
+                warnings.append(f"{name} is {row[name]:.3g}, outside {low:g} to {high:g}")
+        return warnings

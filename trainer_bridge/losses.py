@@ -1,12 +1,12 @@
-"""Step 7 of 9 (train): policy losses over flat response tokens, pure torch.
+"""Policy losses over flat response tokens, in plain torch.
 
-μ is the behaviour policy that drew a token, π_old the proximal policy (the one that the step starts from), π the
-current one; r = π/π_old is clipped, w = π_old/μ corrects for staleness (`corrections.py`) and carries no gradient.
+μ is the behaviour policy that drew a token, π_old the proximal policy at the start of the step, and π the current
+policy. The ratio r = π/π_old is clipped; w = π_old/μ corrects for staleness (`corrections.py`) and has no gradient.
 
 - `grpo`: −min(r·A, clip(r, 1−ε, 1+ε)·A), mean over each response, then over responses. arXiv 2402.03300, eq. 3, no KL.
-- `dapo`: the same with ε_low ≠ ε_high, mean over all tokens. arXiv 2503.14476, eq. 8.
+- `dapo`: as grpo with ε_low ≠ ε_high, mean over all tokens. arXiv 2503.14476, eq. 8.
 - `gspo`: as grpo with r = exp(mean over the response of log π/π_old). arXiv 2507.18071, eq. 5 to 7.
-- `ppo`: as grpo with an advantage per token that the caller gives, mean over all tokens. arXiv 1707.06347, eq. 7.
+- `ppo`: as grpo, with given advantages per token, mean over all tokens. arXiv 1707.06347, eq. 7.
 - `reinforce`: −A·log π, mean over all tokens. Williams 1992.
 """
 
@@ -23,67 +23,67 @@ from trainer_bridge.loss_settings import LossSettings, Mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Terms:
-    """What a loss was made of, without gradient, [T] each; meaningless where `used` is false."""
+class LossTerms:
+    """The intermediate values of a loss, without gradient, [T] each. Undefined where `used` is false."""
 
     used: Tensor
-    """bool: not masked before."""
+    """bool: the token is in the loss."""
     log_ratio: Tensor
-    """log π/π_old of the token itself (also with GSPO)."""
+    """log π/π_old of the token, also for GSPO."""
     log_weight: Tensor
-    """log w = log π_old/μ, before the correction bounds it."""
+    """log w = log π_old/μ, before the correction."""
     gap: Tensor
     """log π − log μ."""
     weight: Tensor
-    """What the correction multiplied the token's loss by; 0: masked by it."""
+    """Factor of the correction on the token's loss; 0: masked."""
     clipped: Tensor
-    """bool: the clip holds, so that the token has no gradient."""
+    """bool: the clip is active, so the token has no gradient."""
 
 
-def policy_loss(logprobs: Tensor, tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Terms]:
-    """The loss of one micro-batch, a scalar; the step's loss is the sum over all its micro-batches.
+def policy_loss(logprobs: Tensor, tokens: Tokens, settings: LossSettings) -> tuple[Tensor, LossTerms]:
+    """The loss of one micro-batch, a scalar. The loss of a step is the sum over its micro-batches.
 
     `logprobs`: float32 [T], log π of the response tokens with gradient. Tokens of weight 0 contribute neither value nor
-    gradient, whatever stands in their other fields, NaN included.
+    gradient, even if their other fields are NaN.
     """
     used = tokens.weights > 0
-    now = logprobs.detach()
-    old = _proximal(now, tokens, settings)
+    detached = logprobs.detach()
+    old = _proximal(detached, tokens, settings)
     log_ratio = torch.where(used, logprobs - old, 0.0)
     log_weight = torch.where(used, old - tokens.behaviour, 0.0)
     weight = correct(settings, log_weight, used, tokens)
     advantages = torch.where(used, tokens.advantages, 0.0)
     if settings.algorithm == "reinforce":
-        each = -advantages * torch.where(used, logprobs, 0.0)
+        token_losses = -advantages * torch.where(used, logprobs, 0.0)
         clipped = torch.zeros_like(used)
     else:
         surrogate = sequence_mean(log_ratio, used, tokens) if settings.algorithm == "gspo" else log_ratio
-        each, clipped = _clipped(bounded_exp(surrogate), advantages, settings.clip_range)
-    loss = (each * weight * torch.where(used, tokens.weights, 0.0)).sum()
-    gap = torch.where(used, now - tokens.behaviour, 0.0)
-    return loss, Terms(used, log_ratio.detach(), log_weight, gap, weight, clipped & used)
+        token_losses, clipped = _clipped(bounded_exp(surrogate), advantages, settings.clip_range)
+    loss = (token_losses * weight * torch.where(used, tokens.weights, 0.0)).sum()
+    gap = torch.where(used, detached - tokens.behaviour, 0.0)
+    return loss, LossTerms(used, log_ratio.detach(), log_weight, gap, weight, clipped & used)
 
 
-def _proximal(now: Tensor, tokens: Tokens, settings: LossSettings) -> Tensor:
+def _proximal(logprobs: Tensor, tokens: Tokens, settings: LossSettings) -> Tensor:
     if settings.proximal == "behaviour":
         return tokens.behaviour
     if settings.proximal == "loglinear":
-        return loglinear_proximal(now, tokens.behaviour, tokens.age)
+        return loglinear_proximal(logprobs, tokens.behaviour, tokens.age)
     return tokens.proximal
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """−min(r·A, clip(r)·A), and where the clip took the gradient."""
+    """−min(r·A, clip(r)·A), and where the clip removes the gradient."""
     low, high = clip_range
-    free, held = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(free, held), (held < free).detach()
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(unclipped, clipped), (clipped < unclipped).detach()
 
 
 def token_weights(masks: Sequence[np.ndarray], mean: Mean) -> list[np.ndarray]:
-    """Each token's share in a step's loss, float32, from the loss masks (bool) of all responses of the step.
+    """The weight of each token in a step's loss, float32, from the loss masks (bool) of all responses of the step.
 
     `token`: 1 / (unmasked tokens of the step). `response`: 1 / (unmasked tokens of the response × responses that have
-    any). Made once for the whole step, over all its micro-batches and ranks, so that how it is cut changes nothing.
+    any). Computed once for the whole step, so that the loss is independent of micro-batches and ranks.
     """
     lengths = np.array([np.count_nonzero(mask) for mask in masks])
     if not lengths.sum():
@@ -92,14 +92,14 @@ def token_weights(masks: Sequence[np.ndarray], mean: Mean) -> list[np.ndarray]:
         scale = np.full(len(masks), 1.0 / lengths.sum())
     else:
         scale = 1.0 / (np.maximum(lengths, 1) * np.count_nonzero(lengths))
-    return [mask.astype(np.float32) * np.float32(each) for mask, each in zip(masks, scale, strict=True)]
+    return [mask.astype(np.float32) * np.float32(factor) for mask, factor in zip(masks, scale, strict=True)]
 
 
 def group_advantages(rewards: np.ndarray, *, normalise: bool = True) -> np.ndarray:
     """A = (r − mean) / (std + 1e-6) within a group, float64 [n] (arXiv 2402.03300, 4.1.2; std of the sample, n − 1).
 
-    NaN is a sample without a reward: left out of mean and std, and given 0 (the caller masks it). `normalise: false`
-    leaves the division out (arXiv 2503.20783). All zeros when fewer than two samples have a reward.
+    NaN marks a sample without a reward: it is excluded from mean and std, and its advantage is 0 (the caller masks it).
+    `normalise=False` omits the division (arXiv 2503.20783). All zeros if fewer than two samples have a reward.
     """
     scored = ~np.isnan(rewards)
     if np.count_nonzero(scored) < 2:
@@ -108,11 +108,11 @@ def group_advantages(rewards: np.ndarray, *, normalise: bool = True) -> np.ndarr
     return centred / (rewards[scored].std(ddof=1) + 1e-6) if normalise else centred
 
 
-def overlong_penalty(length: int, longest: int, cache: int) -> float:
-    """DAPO's soft punishment, added to the reward (arXiv 2503.14476, eq. 13).
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft overlong penalty, added to the reward (arXiv 2503.14476, eq. 13).
 
-    0 up to `longest − cache` tokens, then falling to −1 at `longest`, and −1 beyond.
+    0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`.
     """
-    if cache <= 0:
-        return 0.0 if length <= longest else -1.0
-    return float(np.clip((longest - cache - length) / cache, -1.0, 0.0))
+    if buffer <= 0:
+        return 0.0 if length <= max_length else -1.0
+    return float(np.clip((max_length - buffer - length) / buffer, -1.0, 0.0))

@@ -1,32 +1,42 @@
-"""The row of one step: what was delivered, how stale it was, what the loss made of it, where the time went."""
+"""The metrics of one step: what was delivered, how stale it was, loss statistics, and the engine's statistics."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trainer_bridge.batch import KEPT
 from trainer_bridge.checkpoints import LoopState
-from trainer_bridge.rollout import ScoredRollout
+from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.samples import PackedMicroBatch, TrainingSample
 from trainer_bridge.trainer import StepReport
 
 DECILES = 10
 
 
-def step_row(
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedStep:
+    """One optimiser step: its samples, how they were packed, and the trainer's report."""
+
+    samples: list[TrainingSample]
+    packed: list[PackedMicroBatch]
+    report: StepReport
+
+
+def step_metrics(
     state: LoopState,
     version: int,
     rounds: Sequence[ScoredRollout],
-    made: Sequence[TrainingSample],
-    reports: Sequence[StepReport],
-    cuts: Sequence[tuple[list[TrainingSample], PackedMicroBatch]],
+    samples: Sequence[TrainingSample],
+    trained: Sequence[TrainedStep],
 ) -> dict[str, Any]:
-    """All figures of a step but its time split; `version` is the trainer's at the step. JSON values only."""
-    lengths = np.array([len(response.output_ids) for response in made])
-    rewards = np.array([response.reward for response in made if response.reward is not None])
+    """All metrics of a step except its durations, as JSON values. `version`: the trainer's policy version."""
+    lengths = np.array([len(sample.output_ids) for sample in samples])
+    rewards = np.array([sample.reward for sample in samples if sample.reward is not None])
+    reports = [step.report for step in trained]
     tokens = int(lengths.sum())
     generate_s = sum(rollout.generate_s for rollout in rounds)
     row: dict[str, Any] = {
@@ -37,9 +47,9 @@ def step_row(
         "samples_so_far": state.samples,
         "seconds_so_far": state.seconds,
         "groups": sum(len(rollout.groups) for rollout in rounds),
-        "samples": len(made),
-        "masked": sum(response.masked for response in made),
-        "truncated": sum(response.finish == "length" for response in made),
+        "samples": len(samples),
+        "masked": sum(sample.masked for sample in samples),
+        "truncated": sum(sample.finish == "length" for sample in samples),
         **{name: sum(getattr(r, name) for r in rounds) for name in ("rejected", "unscored", "replaced")},
         "problems": [problem for rollout in rounds for problem in rollout.problems][:3],
         "reward": float(rewards.mean()) if rewards.size else None,
@@ -48,10 +58,10 @@ def step_row(
         "generate_s": generate_s,
         "delivered_tokens_per_s": tokens / generate_s if generate_s else 0.0,
         "lengths": lengths.tolist(),
-        "delivered": [[response.prompt_id, response.index] for response in made],
-        **_staleness(made, version),
-        **_engine(rounds),
-        "deciles": _deciles(cuts, reports, version),
+        "delivered": [[sample.prompt_id, sample.index] for sample in samples],
+        **_staleness_metrics(samples, version),
+        **_engine_metrics(rounds),
+        "deciles": _length_deciles(trained, version),
     }
     if reports:
         row |= {"loss": float(np.mean([r.loss for r in reports])), "lr": reports[-1].lr}
@@ -61,22 +71,22 @@ def step_row(
     return row
 
 
-def _staleness(made: Sequence[TrainingSample], version: int) -> dict[str, Any]:
-    """Tokens by age, the shares of S7, and how many versions a sample was drawn over.
+def _staleness_metrics(samples: Sequence[TrainingSample], version: int) -> dict[str, Any]:
+    """Tokens by age, off-policy and hybrid share, and the share of samples drawn over several versions.
 
-    `kv_drift`: mean |log π − log μ| of tokens that this policy drew on kept KV, π by a plain forward of the trainer;
-    None where there are none, or the loss needs no such forward (`proximal: behaviour`).
+    `kv_drift`: mean |log π − log μ| of tokens that this policy drew on kept KV, where π is a forward of the trainer;
+    None if there are none, or the loss needs no such forward (`proximal: behaviour`).
     """
     by_age: Counter[int] = Counter()
     hybrid = tokens = over_three = 0
     drift: list[np.ndarray] = []
-    for response in made:
-        age = response.age(version)
+    for sample in samples:
+        age = sample.age(version)
         by_age.update(age.tolist())
-        mixed = (age == 0) & (response.kv == KEPT)
-        hybrid += int(mixed.sum())
-        if len(response.proximal):
-            drift.append(np.abs(response.proximal[mixed] - response.behaviour[mixed]))
+        is_hybrid = (age == 0) & (sample.kv == KEPT)
+        hybrid += int(is_hybrid.sum())
+        if len(sample.proximal):
+            drift.append(np.abs(sample.proximal[is_hybrid] - sample.behaviour[is_hybrid]))
         tokens += len(age)
         over_three += len(np.unique(age)) >= 3
     old = tokens - by_age[0]
@@ -85,13 +95,13 @@ def _staleness(made: Sequence[TrainingSample], version: int) -> dict[str, Any]:
         "off_policy_share": old / tokens if tokens else 0.0,
         "hybrid_share": hybrid / tokens if tokens else 0.0,
         "kv_drift": float(np.concatenate(drift).mean()) if hybrid and drift else None,
-        "over_three_versions": over_three / len(made) if made else 0.0,
+        "over_three_versions": over_three / len(samples) if samples else 0.0,
         "staleness": max(by_age, default=0),
     }
 
 
-def _engine(rounds: Sequence[ScoredRollout]) -> dict[str, Any]:
-    """What the engine says of the rounds (S8, `stats`)."""
+def _engine_metrics(rounds: Sequence[ScoredRollout]) -> dict[str, Any]:
+    """The `stats` of the rounds, as the engine reports them, added up."""
     stats = [rollout.summary.stats for rollout in rounds]
     duration = sum(s["duration_s"] for s in stats)
     timeline, start = [], 0.0
@@ -108,31 +118,29 @@ def _engine(rounds: Sequence[ScoredRollout]) -> dict[str, Any]:
     }
 
 
-def _deciles(
-    cuts: Sequence[tuple[list[TrainingSample], PackedMicroBatch]], reports: Sequence[StepReport], version: int
-) -> list[dict[str, float]]:
-    """Per decile of length: does anything silently take the gradient from long answers?"""
-    told = [figures for report in reports for figures in report.sequences]
+def _length_deciles(trained: Sequence[TrainedStep], version: int) -> list[dict[str, float]]:
+    """Statistics per decile of response length, which show whether long responses lose their gradient."""
     rows = []
-    for (part, cut), figures in zip(cuts, told, strict=True):
-        for at, member in enumerate(cut.members):
-            response = part[member]
-            used = max(int(figures.tokens[at]), 1)
-            rows.append(
-                (
-                    len(response.output_ids),
-                    float(response.age(version).mean()),
-                    int(figures.clipped[at]) / used,
-                    int(figures.masked[at]) / used,
-                    float(figures.pull[at]),
-                    response.reward if response.reward is not None else math.nan,
+    for step in trained:
+        for micro_batch, stats in zip(step.packed, step.report.sequences, strict=True):
+            for position, member in enumerate(micro_batch.members):
+                sample = step.samples[member]
+                used = max(int(stats.tokens[position]), 1)
+                rows.append(
+                    (
+                        len(sample.output_ids),
+                        float(sample.age(version).mean()),
+                        int(stats.clipped[position]) / used,
+                        int(stats.masked[position]) / used,
+                        float(stats.pull[position]),
+                        sample.reward if sample.reward is not None else math.nan,
+                    )
                 )
-            )
     rows.sort(key=lambda row: row[0])
     names = ("length", "staleness", "clip_share", "mask_share", "pull", "reward")
-    made = []
-    for part_of in np.array_split(np.array(rows, dtype=float).reshape(-1, len(names)), DECILES):
-        if len(part_of):
-            mean = dict(zip(names, part_of.mean(0).tolist(), strict=True))
-            made.append({**mean, "pull": float(part_of[:, names.index("pull")].sum())})
-    return made
+    deciles = []
+    for decile in np.array_split(np.array(rows, dtype=float).reshape(-1, len(names)), DECILES):
+        if len(decile):
+            mean = dict(zip(names, decile.mean(0).tolist(), strict=True))
+            deciles.append({**mean, "pull": float(decile[:, names.index("pull")].sum())})
+    return deciles

@@ -1,4 +1,4 @@
-"""What one sees of a run: a line per step, a JSONL row per step, TensorBoard events, the evaluations."""
+"""Progress output of a run: a console line and a JSONL row per step, TensorBoard events, evaluations."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ CHARTS = (
 
 
 class RunProgress:
-    """Rows of `steps.jsonl` and `evaluations.jsonl` in a run's folder. Steps done again replace their rows."""
+    """Writes `steps.jsonl` and `evaluations.jsonl` in a run's folder. A repeated step replaces its row."""
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,19 +33,19 @@ class RunProgress:
         self._console = console or Console()
         self._events = SummaryWriter(str(folder / "events"))
         self.evaluated_steps: set[int] = set()
-        """Steps whose evaluation is written."""
+        """Steps whose evaluation has been written."""
 
     def resume(self, step: int) -> None:
-        """Rows after this step are of work that was lost with its checkpoint; they will be written again."""
+        """Delete the rows after this step, which is repeated from its checkpoint."""
         for path in (self._steps, self._evaluations):
             kept = [row for row in read_rows(path) if row["step"] <= step]
             path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self.evaluated_steps = {row["step"] for row in read_rows(self._evaluations)}
         if step:
-            self._console.print(f"going on after step {step}")
+            self._console.print(f"resuming after step {step}")
 
     def step(self, row: dict[str, Any]) -> None:
-        """One step is done."""
+        """Write the row of a step."""
         _append(self._steps, row)
         for name in CHARTS:
             if row.get(name) is not None:
@@ -54,47 +54,47 @@ class RunProgress:
             self._events.add_scalar(f"seconds/{name}", seconds, row["step"])
         if row["lengths"]:
             self._events.add_scalar("length/mean", sum(row["lengths"]) / len(row["lengths"]), row["step"])
-        self._console.print(line(row), highlight=False, soft_wrap=True)
+        self._console.print(step_line(row), highlight=False, soft_wrap=True)
         for warning in row.get("warnings", []):
             self.warn(warning)
         for problem in row["problems"][:1]:
             self.warn(f"no reward: {problem}")
 
-    def evaluated(self, state: LoopState, figures: dict[str, float]) -> None:
-        """An evaluation after this step."""
-        row = {"step": state.step, "samples_so_far": state.samples, "seconds_so_far": state.seconds, **figures}
+    def evaluated(self, state: LoopState, metrics: dict[str, float]) -> None:
+        """Write the metrics of the evaluation after this step."""
+        row = {"step": state.step, "samples_so_far": state.samples, "seconds_so_far": state.seconds, **metrics}
         _append(self._evaluations, row)
         self.evaluated_steps.add(state.step)
-        self._events.add_scalar("eval/reward", figures["reward"], state.step)
+        self._events.add_scalar("eval/reward", metrics["reward"], state.step)
         self._console.print(
-            f"step {state.step:4d}  held-out reward {figures['reward']:.4f} ± {figures['reward_se']:.4f} "
-            f"({figures['prompts']:g} prompts)",
+            f"step {state.step:4d}  held-out reward {metrics['reward']:.4f} ± {metrics['reward_se']:.4f} "
+            f"({metrics['prompts']:g} prompts)",
             highlight=False,
         )
 
     def warn(self, text: str) -> None:
-        """Something that somebody should look at."""
+        """Print a warning."""
         self._console.print(f"[yellow]  {text}")
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Flush the TensorBoard events."""
         self._events.close()
 
 
-def line(row: dict[str, Any]) -> str:
-    """A step in one line."""
+def step_line(row: dict[str, Any]) -> str:
+    """The console line of a step."""
     lengths = sorted(row["lengths"]) or [0]
     reward = "  none" if row["reward"] is None else f"{row['reward']:6.3f}"
-    spent = " ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds"].items() if seconds >= 0.05)
+    seconds = " ".join(f"{name} {duration:.1f}" for name, duration in row["seconds"].items() if duration >= 0.05)
     return (
         f"step {row['step']:4d}  reward {reward}  length {lengths[len(lengths) // 2]}/{lengths[-1]}  "
         f"{row['delivered_tokens_per_s']:7,.0f} tok/s  stale {row['off_policy_share']:4.0%} (≤ {row['staleness']})  "
-        f"batch {row['mean_running']:.0f}  s: {spent}"
+        f"batch {row['mean_running']:.0f}  s: {seconds}"
     )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file; a last line that a kill cut off is left out."""
+    """Rows of a JSONL file, without a last line that is incomplete because the process was killed."""
     if not path.exists():
         return []
     return [json.loads(text) for text in path.read_text().splitlines(keepends=True) if text.endswith("\n")]

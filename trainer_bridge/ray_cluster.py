@@ -1,7 +1,7 @@
-"""Ray, for runs that ask for it (`ray: true`): trainer ranks and servers are its actors.
+"""The Ray cluster of a run with `ray: true`, in which trainer ranks and servers are actors.
 
-Only this module and the two that make actors (`ray_server.py`, `megatron/ray_ranks.py`) import Ray; they are imported
-where it is asked for. No actor outlives the run: Ray ends them with the process that made them.
+Only this module and the two that define actors (`ray_server.py`, `megatron/ray_workers.py`) import Ray, and they are
+imported on demand. No actor outlives the run, because Ray stops actors with the process that created them.
 """
 
 import os
@@ -13,37 +13,37 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainer_bridge.config import ConfigError
 
-PASSED_ON = ("SGLANG_", "OMP_", "PYTHON", "NCCL_", "GLOO_", "TORCH", "HF_", "TRITON_")
-"""Environment variables that begin so reach every actor, also on machines whose Ray was started without them."""
-OBJECTS_BYTES = 100_000_000
-"""Of a Ray that is started here: what passes through it are a step's tokens and figures."""
-PLACED_WITHIN_S = 300.0
-"""Actors run within that, or the cluster has no room for them."""
+FORWARDED_PREFIXES = ("SGLANG_", "OMP_", "PYTHON", "NCCL_", "GLOO_", "TORCH", "HF_", "TRITON_")
+"""Environment variables with these prefixes are passed to every actor, on all machines."""
+OBJECT_STORE_BYTES = 100_000_000
+"""Object store of a Ray that is started here: the tokens and statistics of a step pass through it."""
+PLACEMENT_TIMEOUT_S = 300.0
+"""For actors to start; after that the cluster is considered full."""
 
 
-class NoRoomError(ConfigError):
-    """Ray has not started what was asked for."""
+class ClusterCapacityError(ConfigError):
+    """Ray has not started the requested actors in time."""
 
 
 class RayCluster:
-    """A Ray that runs already (`address`, as `ray.init` takes it), or one of our own, which ends with the run."""
+    """A running Ray (`address`, as for `ray.init`), or one that is started here and shut down with the run."""
 
     def __init__(self, address: str | None = None) -> None:
-        self._ours = not ray.is_initialized()
-        known = address or os.environ.get("RAY_ADDRESS")
-        if self._ours and known:
-            ray.init(known)
-        elif self._ours:
-            ray.init("local", include_dashboard=False, object_store_memory=OBJECTS_BYTES, logging_level="WARNING")
+        self._started_here = not ray.is_initialized()
+        address = address or os.environ.get("RAY_ADDRESS")
+        if self._started_here and address:
+            ray.init(address)
+        elif self._started_here:
+            ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, logging_level="WARNING")
         self.has_gpus = ray.cluster_resources().get("GPU", 0) > 0
 
-    def actor(self, kind: type, *args: Any, gpus: int, node: str | None = None) -> Any:
-        """A new actor of a class; `gpus` are asked for where the cluster has any; `node`: there and nowhere else."""
+    def create_actor(self, kind: type, *args: Any, gpus: int, node: str | None = None) -> Any:
+        """A new actor. `gpus` are requested if the cluster has any; `node`: the only node that may run it."""
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus if self.has_gpus else 0,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": passed_on()},
+            "runtime_env": {"env_vars": forwarded_environment()},
         }
         if node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -51,22 +51,22 @@ class RayCluster:
 
     @staticmethod
     def wait_for(actors: Sequence[Any], what: str) -> None:
-        """Until all of them run. Raises `NoRoomError`: Ray itself would wait for ever."""
+        """Wait until all actors run. Raises: ClusterCapacityError: on timeout; Ray itself would wait forever."""
         running, missing = ray.wait(
-            [actor.__ray_ready__.remote() for actor in actors], num_returns=len(actors), timeout=PLACED_WITHIN_S
+            [actor.__ray_ready__.remote() for actor in actors], num_returns=len(actors), timeout=PLACEMENT_TIMEOUT_S
         )
         if missing:
-            raise NoRoomError(
-                f"ray: has started {len(running)} of {len(actors)} actors ({what}) within {PLACED_WITHIN_S:g} s; "
-                f"it has {ray.cluster_resources().get('GPU', 0):g} GPUs"
+            raise ClusterCapacityError(
+                f"ray: started only {len(running)} of {len(actors)} actors ({what}) within {PLACEMENT_TIMEOUT_S:g} s; "
+                f"the cluster has {ray.cluster_resources().get('GPU', 0):g} GPUs"
             )
 
     def close(self) -> None:
-        """End a Ray of our own, with all its processes."""
-        if self._ours:
+        """Shut down a Ray that was started here."""
+        if self._started_here:
             ray.shutdown()
 
 
-def passed_on() -> dict[str, str]:
-    """The variables of this process that actors get."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+def forwarded_environment() -> dict[str, str]:
+    """The environment variables of this process that actors get."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}

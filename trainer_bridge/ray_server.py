@@ -1,4 +1,4 @@
-"""A server of the run in a Ray actor: the actor holds its process, and neither lives without the other."""
+"""Servers of a run in Ray actors. The actor owns the server process; if one dies, so does the other."""
 
 import contextlib
 import os
@@ -9,49 +9,51 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from trainer_bridge.ray_cluster import NoRoomError, RayCluster, passed_on
+from trainer_bridge.ray_cluster import ClusterCapacityError, RayCluster, forwarded_environment
 from trainer_bridge.server_process import EngineGoneError, LocalServerProcess
 
 
 class ServerActor:
-    """Beside the server's process; what is left of one that an earlier actor held on this machine is ended first."""
+    """Runs the server process. First stops what is left of a server that an earlier actor ran on this machine."""
 
-    def __init__(self, record: Path, given: Sequence[str]) -> None:
-        if "OMP_NUM_THREADS" not in given:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own choice for its workers, not the user's for a server
+    def __init__(self, record: Path, forwarded: Sequence[str]) -> None:
+        """`forwarded`: names of the environment variables that the user set."""
+        if "OMP_NUM_THREADS" not in forwarded:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it for its workers; it does not fit a server
         LocalServerProcess(record).end()
-        self._own = LocalServerProcess(record, tied=True)
+        self._server = LocalServerProcess(record, die_with_parent=True)
 
-    def place(self) -> tuple[str, str]:
-        """The node it is on, and a URL there."""
-        return ray.get_runtime_context().get_node_id(), self._own.new_url(ray.util.get_node_ip_address())
+    def location(self) -> tuple[str, str]:
+        """The id of this node, and an unused URL on it."""
+        return ray.get_runtime_context().get_node_id(), self._server.new_url(ray.util.get_node_ip_address())
 
     def alive(self) -> bool:
         """As `LocalServerProcess.alive`."""
-        return self._own.alive
+        return self._server.alive
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
         """As `LocalServerProcess.start`."""
-        self._own.start(command, url, log)
+        self._server.start(command, url, log)
 
     def end(self) -> None:
         """As `LocalServerProcess.end`."""
-        self._own.end()
+        self._server.end()
 
 
 class RayServer:
-    """A `ServerProcess` on whatever machine Ray chose; it stays there, as its journal and its URL do."""
+    """A `ServerProcess` on the node that Ray chose. It stays on that node, because its journal and URL do."""
 
     url: str | None = None
-    """No server outlives its trainer here: what the next one goes on from is the journal."""
+    """Always None: under Ray no server outlives its trainer. The next trainer resumes from the journal."""
 
     def __init__(self, record: Path, cluster: RayCluster, gpus: int) -> None:
         self._record, self._cluster, self._gpus = record, cluster, gpus
-        self._actor = self._make(None)
-        self._node, self._url = ray.get(self._actor.place.remote())
+        self.actor = self._create_actor(None)
+        self._node, self._url = ray.get(self.actor.location.remote())
 
-    def _make(self, node: str | None) -> Any:
-        actor = self._cluster.actor(ServerActor, self._record, sorted(passed_on()), gpus=self._gpus, node=node)
+    def _create_actor(self, node: str | None) -> Any:
+        forwarded = sorted(forwarded_environment())
+        actor = self._cluster.create_actor(ServerActor, self._record, forwarded, gpus=self._gpus, node=node)
         self._cluster.wait_for([actor], "a server")
         return actor
 
@@ -61,25 +63,25 @@ class RayServer:
 
     @property
     def alive(self) -> bool:
-        """As `ServerProcess.alive`; a server whose actor has died is dead."""
+        """As `ServerProcess.alive`; False if the actor has died."""
         try:
-            return bool(ray.get(self._actor.alive.remote()))
+            return bool(ray.get(self.actor.alive.remote()))
         except RayActorError:
             return False
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
         """As `ServerProcess.start`, in a new actor if the last one has died."""
         try:
-            ray.get(self._actor.start.remote(command, url, log))
+            ray.get(self.actor.start.remote(command, url, log))
         except RayActorError:
             try:
-                self._actor = self._make(self._node)
-                ray.get(self._actor.start.remote(command, url, log))
-            except (RayError, NoRoomError) as error:
-                raise EngineGoneError(f"Ray starts no server at {url} any more: {error}") from error
+                self.actor = self._create_actor(self._node)
+                ray.get(self.actor.start.remote(command, url, log))
+            except (RayError, ClusterCapacityError) as error:
+                raise EngineGoneError(f"Ray cannot restart the server at {url}: {error}") from error
 
     def end(self) -> None:
         """As `ServerProcess.end`."""
         with contextlib.suppress(RayActorError):
-            ray.get(self._actor.end.remote())
-        ray.kill(self._actor)
+            ray.get(self.actor.end.remote())
+        ray.kill(self.actor)

@@ -1,4 +1,4 @@
-"""`python -m trainer_bridge report RUN_DIR`: one HTML page of a run, made from its rows alone."""
+"""`april-train report RUN_DIR`: an HTML page with plots of a run, from `steps.jsonl` and `evaluations.jsonl`."""
 
 import base64
 import html
@@ -26,13 +26,13 @@ STYLE = (
 
 
 def write_report(folder: Path, page: Path) -> Path:
-    """Writes the page; raises FileNotFoundError where no step has been done."""
+    """Write the page. Raises: FileNotFoundError: the run has no completed step."""
     steps, held_out = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
     if not steps:
-        raise FileNotFoundError(f"{folder} holds no steps.jsonl with a step in it")
+        raise FileNotFoundError(f"{folder} contains no steps.jsonl with a completed step")
     parts = [f"<h1>{html.escape(folder.name)}</h1>", _summary(steps, held_out)]
     for title, draw in PLOTS.items():
-        parts.append(f"<h2>{html.escape(title)}</h2>{_picture(draw, steps, held_out)}")
+        parts.append(f"<h2>{html.escape(title)}</h2>{_plot(draw, steps, held_out)}")
     parts += ["<h2>Warnings</h2>", _warnings(steps)]
     text = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(folder.name)}</title>'
     page.write_text(f"{text}<style>{STYLE}</style>{''.join(parts)}</html>\n")
@@ -63,11 +63,15 @@ def _summary(steps: Rows, held_out: Rows) -> str:
 
 
 def _warnings(steps: Rows) -> str:
-    said = [f"step {row['step']}: {text}" for row in steps for text in [*row.get("warnings", []), *row["problems"]]]
-    return "<p>none</p>" if not said else "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in said) + "</ul>"
+    warnings = [f"step {row['step']}: {text}" for row in steps for text in [*row.get("warnings", []), *row["problems"]]]
+    return (
+        "<p>none</p>"
+        if not warnings
+        else "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in warnings) + "</ul>"
+    )
 
 
-def _picture(draw: Callable[[Any, Rows, Rows], None], steps: Rows, held_out: Rows) -> str:
+def _plot(draw: Callable[[Any, Rows, Rows], None], steps: Rows, held_out: Rows) -> str:
     figure = plt.figure(figsize=(10, 3.2))
     try:
         draw(figure, steps, held_out)
@@ -140,7 +144,7 @@ def _running(figure: Any, steps: Rows, _: Rows) -> None:
         axes.step(clock + points[:, 0], points[:, 1], where="post", color=BLUE, linewidth=0.7)
         clock += row["generate_s"]
         axes.axvline(clock, color="black", linewidth=0.4, alpha=0.4)
-    axes.set(xlabel="seconds of rollout; vertical lines: round ends", ylabel="samples running")
+    axes.set(xlabel="seconds of rollout; vertical lines: ends of rounds", ylabel="samples running")
 
 
 def _deciles(figure: Any, steps: Rows, _: Rows) -> None:
@@ -172,8 +176,8 @@ PLOTS: dict[str, Callable[[Any, Rows, Rows], None]] = {
     "Reward": _reward,
     "Response lengths": _lengths,
     "Staleness": _staleness,
-    "Tokens by version": _by_version,
-    "Where the time went": _time,
+    "Tokens by age": _by_version,
+    "Time by phase": _time,
     "Running batch": _running,
-    "By length: does anything take the gradient from long answers?": _deciles,
+    "By response length": _deciles,
 }

@@ -1,8 +1,10 @@
-"""Step 7 (train), first part: rewards, computed in processes of their own while others still generate.
+"""Rewards, computed in worker processes while other samples are still generated.
 
-A reward is a function of a `RewardSample` and a `TrainingPrompt`. Each call has a time-out; a worker that exceeds it is
-killed and replaced. A call that fails or times out is tried once more, and then its samples have no reward: they are
-masked and left out of the baseline, never scored 0.
+A reward is a function of a `RewardSample` and a `TrainingPrompt`. Each call has a timeout; a worker that exceeds it is
+killed and replaced. A call that fails or times out is repeated once. If that fails too, its samples have no reward:
+they are masked and excluded from the baseline, not scored 0.
+
+The worker processes import this module, so it must not import anything heavy.
 """
 
 import importlib
@@ -13,7 +15,7 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,16 +24,36 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer_bridge.prompt import TrainingPrompt
+ATTEMPTS = 2
+START_TIMEOUT_S = 300.0
+"""For a worker to import the reward function."""
 
-TRIES = 2
-START_S = 300.0
-"""A worker that has not imported its function by then is broken, not slow."""
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrompt:
+    """A prompt, with the data that its reward needs."""
+
+    id: str
+    """`e<epoch>-<row>`: in the next epoch the same row is another prompt, with other sampling noise."""
+    content: Any
+    """Text, messages or token ids."""
+    label: Any
+    metadata: Any
+
+    def body(self, n: int) -> dict[str, Any]:
+        """The prompt as a rollout request has it, with `n` samples."""
+        if isinstance(self.content, str):
+            field = "text"
+        elif self.content and isinstance(self.content[0], Mapping):
+            field = "messages"
+        else:
+            field = "input_ids"
+        return {"id": self.id, field: self.content, "n": n}
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """What a reward is told of a sample."""
+    """A sample as its reward sees it."""
 
     text: str | None
     output_ids: list[int]
@@ -41,18 +63,18 @@ class RewardSample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A sample's reward, or why it has none."""
+    """The reward of a sample, or why it has none."""
 
     reward: float | None
     problem: str = ""
 
 
 class RewardError(Exception):
-    """What a worker says of a call that went wrong."""
+    """A failed call of a reward function."""
 
 
 def math_answer(sample: RewardSample, prompt: TrainingPrompt) -> float:
-    """1.0 where the last answer in the text equals the label, judged by math-verify; else 0.0."""
+    """1.0 if math-verify finds the last answer in the text equal to the label, else 0.0."""
     from math_verify import parse, verify
 
     gold = str(prompt.label)
@@ -60,9 +82,9 @@ def math_answer(sample: RewardSample, prompt: TrainingPrompt) -> float:
     return float(verify(parse(gold), parse(sample.text or "")))
 
 
-def load_function(place: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names."""
-    module, _, name = place.rpartition(":")
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at `module:function` or `file.py:function`."""
+    module, _, name = path.rpartition(":")
     if module.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(module).stem, module)
         if spec is None or spec.loader is None:
@@ -76,13 +98,13 @@ def load_function(place: str) -> Callable[..., Any]:
     return function
 
 
-def _serve(connection: Connection, place: str) -> None:
-    """A worker: calls the function for each message, answers (True, value) or (False, what went wrong)."""
+def _serve(connection: Connection, path: str) -> None:
+    """Main function of a worker: calls the reward for each message and answers (True, value) or (False, error)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        function = load_function(place)
-    except Exception as error:  # noqa: BLE001 - told to the trainer, which ends the run
-        connection.send((False, f"{place}: {error!r}"))
+        function = load_function(path)
+    except Exception as error:  # noqa: BLE001 - sent to the trainer, which ends the run
+        connection.send((False, f"{path}: {error!r}"))
         return
     connection.send((True, None))
     while True:
@@ -97,25 +119,28 @@ def _serve(connection: Connection, place: str) -> None:
 
 
 class RewardWorker:
-    """One process; started again after a time-out or its death."""
+    """A worker process, which is restarted after a timeout or a crash."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Start and wait until the function is imported; raises RewardError if it cannot be."""
+        """Start the process and wait for the import of the function. Raises: RewardError: the import fails."""
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._place), daemon=True)
+        parent_end, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, self._path), daemon=True)
         self._process.start()
-        theirs.close()
-        self._connection = ours
-        self._answer(START_S)
+        child_end.close()
+        self._connection = parent_end
+        self._receive(START_TIMEOUT_S)
 
     def call(self, arguments: tuple[Any, ...], timeout: float) -> Any:
-        """The function's value; RewardError if it raised, took longer than `timeout` seconds, or the process died."""
+        """The value of the function.
+
+        Raises: RewardError: it raised, it took longer than `timeout` seconds, or the process died.
+        """
         if self._connection is None:
             self.start()
         assert self._connection is not None
@@ -123,28 +148,28 @@ class RewardWorker:
             self._connection.send(arguments)
         except OSError as error:
             self.stop()
-            raise RewardError("the reward's process died") from error
-        return self._answer(timeout)
+            raise RewardError("the reward process died") from error
+        return self._receive(timeout)
 
-    def _answer(self, timeout: float) -> Any:
+    def _receive(self, timeout: float) -> Any:
         assert self._connection is not None
         if not self._connection.poll(timeout):
             self.stop()
             raise RewardError(f"no reward after {timeout:g} s")
         try:
-            good, value = self._connection.recv()
+            succeeded, value = self._connection.recv()
         except (EOFError, OSError) as error:
             self.stop()
-            raise RewardError("the reward's process died") from error
-        except Exception as error:  # a value of a class that only the worker can import, say
+            raise RewardError("the reward process died") from error
+        except Exception as error:  # such as a value whose class only the worker can import
             self.stop()
-            raise RewardError(f"the reward's answer cannot be read: {error!r}") from error
-        if not good:
+            raise RewardError(f"the value of the reward cannot be read: {error!r}") from error
+        if not succeeded:
             raise RewardError(value)
         return value
 
     def stop(self) -> None:
-        """Kill the process; the next call starts another."""
+        """Kill the process; the next call starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -154,53 +179,52 @@ class RewardWorker:
 
 
 class Rewards:
-    """The pool. `submit` returns at once; a future holds one Score per sample, in order, and never raises."""
+    """A pool of reward workers."""
 
-    def __init__(self, place: str, workers: int, timeout: float, *, of_groups: bool = False) -> None:
-        self._timeout, self._of_groups = timeout, of_groups
-        self._workers = [RewardWorker(place) for _ in range(workers)]
+    def __init__(self, path: str, workers: int, timeout: float, *, per_group: bool = False) -> None:
+        self._timeout, self._per_group = timeout, per_group
+        self._workers = [RewardWorker(path) for _ in range(workers)]
         self._free: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="reward")
         list(self._threads.map(RewardWorker.start, self._workers))
         for worker in self._workers:
             self._free.put(worker)
         self.seconds = 0.0
-        """Spent in calls so far, over all workers."""
+        """Total duration of all calls, over all workers."""
 
     def submit(self, samples: Sequence[RewardSample], prompt: TrainingPrompt) -> "Future[list[Score]]":
-        """The scores of a group's samples."""
-        if self._of_groups:
-            return self._threads.submit(self._group, list(samples), prompt)
-        parts = [self._threads.submit(self._one, sample, prompt) for sample in samples]
-        return _gather(parts)
+        """One score per sample, in order. Returns at once; the future raises only if the pool is closed."""
+        if self._per_group:
+            return self._threads.submit(self._score_group, list(samples), prompt)
+        return _gather([self._threads.submit(self._score_sample, sample, prompt) for sample in samples])
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             worker.stop()
 
-    def _one(self, sample: RewardSample, prompt: TrainingPrompt) -> Score:
-        return self._tried((sample, prompt), lambda value: [_number(value)])[0]
+    def _score_sample(self, sample: RewardSample, prompt: TrainingPrompt) -> Score:
+        return self._call((sample, prompt), lambda value: [_finite(value)])[0]
 
-    def _group(self, samples: list[RewardSample], prompt: TrainingPrompt) -> list[Score]:
-        def read(value: Any) -> list[float]:
-            numbers = [_number(one) for one in value]
-            if len(numbers) != len(samples):
-                raise RewardError(f"{len(numbers)} rewards for {len(samples)} samples")
-            return numbers
+    def _score_group(self, samples: list[RewardSample], prompt: TrainingPrompt) -> list[Score]:
+        def parse(value: Any) -> list[float]:
+            rewards = [_finite(reward) for reward in value]
+            if len(rewards) != len(samples):
+                raise RewardError(f"{len(rewards)} rewards for {len(samples)} samples")
+            return rewards
 
-        scores = self._tried((samples, prompt), read)
+        scores = self._call((samples, prompt), parse)
         return scores if len(scores) == len(samples) else scores * len(samples)
 
-    def _tried(self, arguments: tuple[Any, ...], read: Callable[[Any], list[float]]) -> list[Score]:
-        """The call's rewards; after the last failure one Score without any."""
+    def _call(self, arguments: tuple[Any, ...], parse: Callable[[Any], list[float]]) -> list[Score]:
+        """The rewards of a call; after the last failed attempt one Score without a reward."""
         worker, started, problem = self._free.get(), time.monotonic(), ""
         try:
-            for _ in range(TRIES):
+            for _ in range(ATTEMPTS):
                 try:
-                    return [Score(reward) for reward in read(worker.call(arguments, self._timeout))]
-                except Exception as error:  # noqa: BLE001 - a user's value may raise anything; who waits must hear of it
+                    return [Score(reward) for reward in parse(worker.call(arguments, self._timeout))]
+                except Exception as error:  # noqa: BLE001 - converting a user's value may raise anything
                     problem = str(error) if isinstance(error, RewardError) else repr(error)
             return [Score(None, problem)]
         finally:
@@ -208,31 +232,31 @@ class Rewards:
             self._free.put(worker)
 
 
-def _number(value: Any) -> float:
+def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"the reward is {number}")
     return number
 
 
-def _gather(parts: "list[Future[Score]]") -> "Future[list[Score]]":
-    """One future for all, done when the last is; no thread waits for it."""
-    whole: Future[list[Score]] = Future()
-    left = queue.SimpleQueue[None]()
-    for _ in parts[1:]:
-        left.put(None)
+def _gather(futures: "list[Future[Score]]") -> "Future[list[Score]]":
+    """One future for all results. It is completed by the last one's callback, so that no thread waits for it."""
+    gathered: Future[list[Score]] = Future()
+    remaining = queue.SimpleQueue[None]()
+    for _ in futures[1:]:
+        remaining.put(None)
 
     def done(_: "Future[Score]") -> None:
         try:
-            left.get_nowait()
+            remaining.get_nowait()
         except queue.Empty:
             try:
-                whole.set_result([part.result() for part in parts])
-            except CancelledError as error:  # the pool was closed; a callback's exception would be heard by nobody
-                whole.set_exception(error)
+                gathered.set_result([future.result() for future in futures])
+            except CancelledError as error:  # the pool was closed; an exception in a callback would be lost
+                gathered.set_exception(error)
 
-    if not parts:
-        whole.set_result([])
-    for part in parts:
-        part.add_done_callback(done)
-    return whole
+    if not futures:
+        gathered.set_result([])
+    for future in futures:
+        future.add_done_callback(done)
+    return gathered

@@ -1,4 +1,4 @@
-"""The engine of a run: a server that was given, or one that is started here and ended with the run."""
+"""The engines of a run: external servers, or servers that the run starts and stops."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ import httpx
 from sglang_april.client import AprilClient
 from trainer_bridge.config import Config
 from trainer_bridge.engine_pool import EnginePool
-from trainer_bridge.push.pusher import on_all
+from trainer_bridge.push.push_target import call_all
 from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess, ServerProcess
 from trainer_bridge.validate import RunError
 
@@ -23,17 +23,16 @@ if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import RayCluster
 
 POLL_S = 0.5
-ANSWER_S = 600.0
-"""The memory calls answer within that, or the engine hangs."""
+MEMORY_CALL_TIMEOUT_S = 600.0
 NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
-"""What a server says that has released none of these tags."""
+"""A server's reason for refusing to resume tags, none of which is released."""
 
 
 class RolloutEngine:
-    """Where rounds and weights go: its URL, the client, and the memory calls of the colocated cycle.
+    """One server: its URL, its client, and the memory calls of colocated runs.
 
-    A server of our own keeps a journal in the run's folder, so that its death costs no sample. It outlives a trainer
-    that is killed: the next one finds it by its record, with all that it carries.
+    A server of the run keeps a journal in the run's folder, so that its death loses no sample. It outlives a trainer
+    that is killed: the next trainer finds it by its record, with everything that it carries.
     """
 
     def __init__(
@@ -44,73 +43,77 @@ class RolloutEngine:
         url: str | None = None,
         cluster: "RayCluster | None" = None,
     ) -> None:
-        """`url`: of a server that was given; `number`: of one that is started here (or by Ray), among several."""
+        """`url`: URL of an external server; `number`: index of a server that is started, among several."""
         name = f"server-{number}" if number else "server"
         self._config, self._number, self._log = config, number, folder / f"{name}.log"
         self._journal = folder / f"{name}.journal"
-        self._own: ServerProcess | None = None
+        self.process: ServerProcess | None = None
+        """None for an external server."""
         if url is None:
-            self._own = _own_server(folder / f"{name}.json", config, cluster)
-            url = self._own.url or self._own.new_url()
+            self.process = _server_process(folder / f"{name}.json", config, cluster)
+            url = self.process.url or self.process.new_url()
         self.url = url
         self.client = AprilClient(self.url, config.api_key)
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S, headers=headers)
+        self._http = httpx.Client(base_url=self.url, timeout=MEMORY_CALL_TIMEOUT_S, headers=headers)
 
-    def ready(self) -> None:
-        """Wait until the server serves; start it if that is ours to do and it does not run.
+    def wait_until_ready(self) -> None:
+        """Wait until the server is healthy, after starting it if it is a server of the run and not running.
 
-        Raises `EngineLostError` where a server of ours has ended, `EngineGoneError` where none serves in time.
+        Raises: EngineLostError: a server of the run has exited; EngineGoneError: no server is healthy in time.
         """
-        own, limit = self._own, self._config.server_start_timeout
-        if own is not None and not own.alive:
-            own.start(self._command(), self.url, self._log)
-        deadline = time.monotonic() + limit
+        process, timeout = self.process, self._config.server_start_timeout
+        if process is not None and not process.alive:
+            process.start(self._command(), self.url, self._log)
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            if own is not None and not own.alive:
-                raise EngineLostError(f"the server has ended; its log: {self._log}")
+            if process is not None and not process.alive:
+                raise EngineLostError(f"the server has exited; its log: {self._log}")
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     return
             time.sleep(POLL_S)
-        raise EngineGoneError(f"the server at {self.url} does not serve within {limit:g} s (server_start_timeout)")
+        raise EngineGoneError(f"no server at {self.url} became ready within {timeout:g} s (server_start_timeout)")
 
     def release(self) -> None:
-        """The engine gives up its weights and KV pool; partials are evacuated first (S2)."""
+        """Release weights and KV pool; the server evacuates partials first (`evacuate-before-clear`)."""
         self._post("/release_memory_occupation", {})
 
     def resume(self, *tags: str) -> None:
-        """It takes back its `weights`, or its `kv_cache` and `cuda_graph`.
+        """Allocate `weights`, or `kv_cache` and `cuda_graph`, again.
 
-        A server that was started again since the release has them all: its refusal for that reason is no failure.
+        A server that has been restarted since the release has them all; its refusal for that reason is ignored.
         """
-        done = NOT_RELEASED.format(", ".join(sorted(tags)))
-        self._post("/resume_memory_occupation", {"tags": tags}, unless=done)
+        ignored_refusal = NOT_RELEASED.format(", ".join(sorted(tags)))
+        self._post("/resume_memory_occupation", {"tags": tags}, ignored_refusal)
 
     def close(self) -> None:
-        """End what was started here."""
+        """Close the connections, and stop a server of the run."""
         self.client.close()
         self._http.close()
-        if self._own is not None:
-            self._own.end()
+        if self.process is not None:
+            self.process.end()
 
-    def _post(self, route: str, body: dict[str, Any], unless: str | None = None) -> None:
-        """`unless`: the refusal that counts as success."""
+    def _post(self, route: str, body: dict[str, Any], ignored_refusal: str | None = None) -> None:
         answer = self._http.post(route, json=body)
-        if not answer.is_success and _refusal(answer) != unless:
+        if not answer.is_success and _refusal(answer) != ignored_refusal:
             raise RunError(f"POST {route}: {answer.status_code} {answer.text[:300]}")
 
     def _command(self) -> list[str]:
         config = self._config
-        at = urlsplit(self.url)
+        address = urlsplit(self.url)
         command = [sys.executable, "-m", "sglang_april.launch_server", f"--model-path={config.hf_checkpoint}"]
-        command += [f"--host={at.hostname}", f"--port={at.port}", f"--april-quota={config.rollout_batch_size}"]
+        command += [
+            f"--host={address.hostname}",
+            f"--port={address.port}",
+            f"--april-quota={config.rollout_batch_size}",
+        ]
         command += config.server_flags
         if config.server_journal and not any(flag.startswith("--april-journal") for flag in config.server_flags):
             command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")
-        if self._number and not config.ray:  # Ray shows each actor its own GPUs
+        if self._number and not config.ray:  # Ray sets the visible GPUs of each actor
             command.append(f"--base-gpu-id={self._number * config.server_gpus}")
         return command
 
@@ -125,29 +128,29 @@ class RolloutEngines:
         self.client: AprilClient | EnginePool = clients[0] if len(clients) == 1 else EnginePool(clients)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="engines")
 
-    def ready(self) -> None:
-        """As `RolloutEngine.ready`, of all at once."""
-        self._on_all(RolloutEngine.ready)
+    def wait_until_ready(self) -> None:
+        """As `RolloutEngine.wait_until_ready`, concurrently."""
+        self._call_all(RolloutEngine.wait_until_ready)
 
     def release(self) -> None:
         """As `RolloutEngine.release`."""
-        self._on_all(RolloutEngine.release)
+        self._call_all(RolloutEngine.release)
 
     def resume(self, *tags: str) -> None:
         """As `RolloutEngine.resume`."""
-        self._on_all(lambda engine: engine.resume(*tags))
+        self._call_all(lambda engine: engine.resume(*tags))
 
     def close(self) -> None:
-        """End what was started here."""
-        self._on_all(RolloutEngine.close)
+        """As `RolloutEngine.close`."""
+        self._call_all(RolloutEngine.close)
         self._threads.shutdown()
 
-    def _on_all(self, call: Callable[[RolloutEngine], None]) -> None:
-        on_all(self._threads, [partial(call, engine) for engine in self.each])
+    def _call_all(self, call: Callable[[RolloutEngine], None]) -> None:
+        call_all(self._threads, [partial(call, engine) for engine in self.each])
 
 
 def _refusal(answer: httpx.Response) -> str:
-    """The reason that a memory call was refused for; empty for any other failure."""
+    """The reason in a 400 reply; empty for any other reply."""
     if answer.status_code != httpx.codes.BAD_REQUEST:
         return ""
     try:
@@ -156,7 +159,7 @@ def _refusal(answer: httpx.Response) -> str:
         return ""
 
 
-def _own_server(record: Path, config: Config, cluster: "RayCluster | None") -> ServerProcess:
+def _server_process(record: Path, config: Config, cluster: "RayCluster | None") -> ServerProcess:
     if cluster is None:
         return LocalServerProcess(record)
     from trainer_bridge.ray_server import RayServer

@@ -1,8 +1,8 @@
-"""Step 7 (train), second part: groups of a reply with their scores become micro-batches.
+"""Delivered groups and their scores become training samples, and these become micro-batches.
 
-The prompt is not in the loss; every response token carries the logprob under which it was drawn, the version and the KV
-that drew it. A group's baseline uses all its scored members whatever their versions. A sample without a reward is
-masked: it stays in the count (`TrainingSample.masked`) and out of the loss.
+Prompts are not in the loss. Every response token has the logprob under which it was drawn, and the policy version and
+KV provenance that drew it. A group's baseline uses all its scored samples whatever their versions. A sample without a
+reward is masked: it is counted (`TrainingSample.masked`), but not in the loss.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,31 +17,32 @@ from trainer_bridge.config import Config
 from trainer_bridge.corrections import engine_proximal
 from trainer_bridge.losses import group_advantages, overlong_penalty, token_weights
 from trainer_bridge.rewards import Score
+from trainer_bridge.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredGroup:
-    """A delivered group and what its samples were given, in their order."""
+    """A delivered group and the scores of its samples, in the same order."""
 
     group: RolloutGroup
     scores: list[Score]
 
     @property
     def scored(self) -> int:
-        """Samples that have a reward."""
+        """Number of samples with a reward."""
         return sum(score.reward is not None for score in self.scores)
 
 
 @dataclass(slots=True, eq=False)
 class TrainingSample:
-    """One sample as the trainer sees it; arrays have one element per output token, T of them."""
+    """A sample as the trainer uses it. Arrays have one element per output token, T of them."""
 
     prompt_id: str
     index: int
     prompt_ids: np.ndarray
     """int32 [prompt_len]."""
     output_ids: np.ndarray
-    """int32 [T], the stop or EOS token included."""
+    """int32 [T], including the stop or EOS token."""
     behaviour: np.ndarray
     """float32 [T]: logprob under which each token was drawn."""
     version: np.ndarray
@@ -52,18 +53,18 @@ class TrainingSample:
     """float32 [T]: the engine's proximal logprobs, NaN where absent."""
     recomputed_version: int | None
     reward: float | None
-    """As the reward function gave it; None: masked."""
+    """The value of the reward function; None: masked."""
     advantage: float
     finish: str
     proximal: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """float32 [T]: filled before a step where the loss reads it."""
+    """float32 [T]: logprobs under the proximal policy; set before the step if the loss reads them (`fill_proximal`)."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def masked(self) -> bool:
-        """Whether no token of it is in the loss."""
+        """Whether the sample is excluded from the loss."""
         return self.reward is None
 
     def age(self, version: int) -> np.ndarray:
@@ -71,35 +72,35 @@ class TrainingSample:
         return version - self.version
 
 
-def responses(groups: Sequence[ScoredGroup], config: Config) -> list[TrainingSample]:
-    """All samples of all groups, in the order of delivery, with advantages."""
-    made = []
+def training_samples(groups: Sequence[ScoredGroup], config: Config) -> list[TrainingSample]:
+    """All samples of all groups, in delivery order, with advantages."""
+    samples = []
     for scored in groups:
-        rewards = np.array([_shaped(s, score, config) for s, score in _pairs(scored)])
-        if config.advantage_estimator in ("ppo", "reinforce"):
+        rewards = np.array([_shaped_reward(s, score, config) for s, score in _pairs(scored)])
+        if config.loss.algorithm in ("ppo", "reinforce"):
             advantages = np.nan_to_num(rewards)
         else:
             advantages = group_advantages(rewards, normalise=config.normalize_advantages)
         for (sample, score), advantage in zip(_pairs(scored), advantages, strict=True):
-            made.append(_response(scored.group, sample, score, float(advantage)))
-    return made
+            samples.append(_training_sample(scored.group, sample, score, float(advantage)))
+    return samples
 
 
 def _pairs(scored: ScoredGroup) -> Iterable[tuple[RolloutSample, Score]]:
     return zip(scored.group.samples, scored.scores, strict=True)
 
 
-def _shaped(sample: RolloutSample, score: Score, config: Config) -> float:
-    """The reward, with DAPO's punishment of overlong answers where asked for; NaN where there is none."""
+def _shaped_reward(sample: RolloutSample, score: Score, config: Config) -> float:
+    """The reward with DAPO's overlong penalty if configured; NaN if the sample has no reward."""
     if score.reward is None:
         return float("nan")
     if not config.overlong_buffer_len:
         return score.reward
-    longest = config.rollout_max_response_len
-    return score.reward + overlong_penalty(len(sample.output_ids), longest, config.overlong_buffer_len)
+    max_length = config.rollout_max_response_len
+    return score.reward + overlong_penalty(len(sample.output_ids), max_length, config.overlong_buffer_len)
 
 
-def _response(group: RolloutGroup, sample: RolloutSample, score: Score, advantage: float) -> TrainingSample:
+def _training_sample(group: RolloutGroup, sample: RolloutSample, score: Score, advantage: float) -> TrainingSample:
     count = len(sample.output_ids)
     version, kv = np.full(count, -1, np.int64), np.zeros(count, np.int8)
     for span in sample.spans:
@@ -123,28 +124,44 @@ def _response(group: RolloutGroup, sample: RolloutSample, score: Score, advantag
     )
 
 
-def known_proximal(response: TrainingSample, version: int) -> np.ndarray:
-    """π_old as far as the engine knows it, float32 [T]; NaN where the trainer's forward must tell."""
-    return engine_proximal(
-        response.behaviour,
-        response.recomputed,
-        response.recomputed_version,
-        response.age(version),
-        response.kv,
-        version,
-    )
+def fill_proximal(samples: Sequence[TrainingSample], version: int, config: Config, trainer: Trainer) -> None:
+    """Set `proximal` of all samples: from the engine where it has the logprobs, else by a forward of the trainer."""
+    from_engine = config.loss.proximal == "engine"
+    unknown = []
+    for sample in samples:
+        if from_engine:
+            sample.proximal = engine_proximal(
+                sample.behaviour,
+                sample.recomputed,
+                sample.recomputed_version,
+                sample.age(version),
+                sample.kv,
+                version,
+            )
+        if not from_engine or np.isnan(sample.proximal).any():
+            unknown.append(sample)
+    packed = pack_micro_batches(unknown, version, config)
+    forward = trainer.logprobs([micro_batch.batch.sequences for micro_batch in packed])
+    for micro_batch, logprobs in zip(packed, forward, strict=True):
+        flat, start = logprobs.numpy(), 0
+        for sample in (unknown[i] for i in micro_batch.members):
+            computed = flat[start : start + len(sample.output_ids)]
+            start += len(computed)
+            if from_engine:
+                computed = np.where(np.isnan(sample.proximal), computed, sample.proximal)
+            sample.proximal = computed.astype(np.float32)
 
 
-def updates(made: Sequence[TrainingSample], samples: int | None) -> list[list[TrainingSample]]:
-    """The responses of each optimiser step: `samples` at a time in the order of delivery, masked ones left out.
+def split_updates(samples: Sequence[TrainingSample], batch_size: int | None) -> list[list[TrainingSample]]:
+    """The samples of each optimiser step: `batch_size` at a time in delivery order, without masked ones.
 
-    A rest smaller than half a batch joins the last one.
+    A remainder smaller than half a batch is added to the last one. None: one step over all samples.
     """
-    used = [response for response in made if not response.masked and len(response.output_ids)]
-    if samples is None or len(used) <= samples:
+    used = [sample for sample in samples if not sample.masked and len(sample.output_ids)]
+    if batch_size is None or len(used) <= batch_size:
         return [used] if used else []
-    starts = list(range(0, len(used), samples))
-    if len(used) - starts[-1] < samples / 2:
+    starts = list(range(0, len(used), batch_size))
+    if len(used) - starts[-1] < batch_size / 2:
         starts.pop()
     ends = [*starts[1:], len(used)]
     return [used[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -152,66 +169,66 @@ def updates(made: Sequence[TrainingSample], samples: int | None) -> list[list[Tr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMicroBatch:
-    """A micro-batch, and which of the step's responses stand in it, in its order."""
+    """A micro-batch and the indices of its samples in the update, in its order."""
 
     batch: MicroBatch
     members: list[int]
 
 
-def micro_batches(made: Sequence[TrainingSample], version: int, config: Config) -> list[PackedMicroBatch]:
-    """The micro-batches of one optimiser step, the longest first, so that sharing them out evenly is easy.
+def pack_micro_batches(samples: Sequence[TrainingSample], version: int, config: Config) -> list[PackedMicroBatch]:
+    """The micro-batches of one optimiser step, longest samples first, which balances the data-parallel ranks.
 
-    Nothing is padded (`megatron/model.py`), so their lengths sum to at most `max_tokens_per_gpu`; a response that is
-    longer stands by itself. Every response is in exactly one micro-batch.
+    There is no padding (`megatron/model.py`), so the lengths in a micro-batch sum to at most `max_tokens_per_gpu`. A
+    longer sample gets a micro-batch of its own. Every sample is in exactly one micro-batch.
     """
-    weights = token_weights([np.ones(len(r.output_ids), bool) for r in made], config.loss.mean_over)
-    order = sorted(range(len(made)), key=lambda i: -len(made[i]))
-    rows: list[list[int]] = []
+    weights = token_weights([np.ones(len(sample.output_ids), bool) for sample in samples], config.loss.mean_over)
+    longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
+    packs: list[list[int]] = []
     total = 0
-    for i in order:
-        total += len(made[i])
-        if rows and total <= config.max_tokens_per_gpu:
-            rows[-1].append(i)
+    for i in longest_first:
+        total += len(samples[i])
+        if packs and total <= config.max_tokens_per_gpu:
+            packs[-1].append(i)
         else:
-            rows.append([i])
-            total = len(made[i])
+            packs.append([i])
+            total = len(samples[i])
     return [
         PackedMicroBatch(
             _micro_batch(
-                [made[i] for i in members], [weights[i] for i in members], version, config.rollout_temperature
+                [samples[i] for i in members], [weights[i] for i in members], version, config.rollout_temperature
             ),
             members,
         )
-        for members in rows
+        for members in packs
     ]
 
 
 def _micro_batch(
-    made: Sequence[TrainingSample], weights: Sequence[np.ndarray], version: int, temperature: float
+    samples: Sequence[TrainingSample], weights: Sequence[np.ndarray], version: int, temperature: float
 ) -> MicroBatch:
-    ids = np.concatenate([part for r in made for part in (r.prompt_ids, r.output_ids)]).astype(np.int64)
-    counts = np.array([len(r.output_ids) for r in made])
-    proximal = [r.proximal if len(r.proximal) else np.full(len(r.output_ids), np.nan, np.float32) for r in made]
+    ids = np.concatenate([part for s in samples for part in (s.prompt_ids, s.output_ids)]).astype(np.int64)
+    counts = np.array([len(s.output_ids) for s in samples])
+    proximal = [s.proximal if len(s.proximal) else np.full(len(s.output_ids), np.nan, np.float32) for s in samples]
     return MicroBatch(
         Sequences(
             ids=torch.from_numpy(ids),
-            lengths=torch.tensor([len(r) for r in made]),
+            lengths=torch.tensor([len(s) for s in samples]),
             responses=torch.from_numpy(counts),
-            temperature=torch.full((len(made),), temperature),
+            temperature=torch.full((len(samples),), temperature),
         ),
         Tokens(
-            behaviour=_flat(r.behaviour for r in made),
+            behaviour=_flat(s.behaviour for s in samples),
             proximal=_flat(proximal),
-            advantages=_flat(np.full(len(r.output_ids), r.advantage, np.float32) for r in made),
+            advantages=_flat(np.full(len(s.output_ids), s.advantage, np.float32) for s in samples),
             weights=_flat(weights),
-            sequence=torch.from_numpy(np.repeat(np.arange(len(made)), counts)),
-            age=torch.from_numpy(np.concatenate([r.age(version) for r in made])),
-            kv=torch.from_numpy(np.concatenate([r.kv for r in made])),
-            count=len(made),
+            sequence=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
+            age=torch.from_numpy(np.concatenate([s.age(version) for s in samples])),
+            kv=torch.from_numpy(np.concatenate([s.kv for s in samples])),
+            count=len(samples),
         ),
     )
 
 
 def _flat(parts: Iterable[np.ndarray]) -> torch.Tensor:
-    """float32 [T] of all, in a memory of its own: a reply's arrays are read-only."""
+    """float32 [T]: a copy of all parts; the arrays of a reply are read-only."""
     return torch.from_numpy(np.concatenate([part.astype(np.float32) for part in parts]))

@@ -1,9 +1,10 @@
-"""A server process that belongs to a run: it outlives a trainer that is killed, and the next trainer finds it again."""
+"""Server processes that belong to a run. They outlive a trainer that is killed, and the next trainer finds them."""
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,76 +13,77 @@ from typing import Protocol
 
 import psutil
 
-from trainer_bridge.ports import free_port
-
-GRACE_S = 10.0
-"""Between the request to end and the kill."""
+TERMINATION_TIMEOUT_S = 10.0
+"""Between SIGTERM and SIGKILL."""
 
 
 class EngineLostError(RuntimeError):
-    """The server does not answer; looking for it again may help. The message says what is known."""
+    """The server does not answer; reconnecting may help."""
 
 
 class EngineGoneError(RuntimeError):
-    """The server does not come back: the run ends, and can go on later from its last checkpoint."""
+    """The server cannot be recovered. The run ends, and can be resumed from its last checkpoint."""
 
 
 class ServerProcess(Protocol):
-    """A server that the run starts and ends: a process of this machine, or one in a Ray actor (`ray_server.py`)."""
+    """A server that the run starts and stops: a local process, or one in a Ray actor (`ray_server.py`)."""
 
     @property
     def url(self) -> str | None:
-        """Of a server that an earlier trainer of this run started and that still runs."""
+        """URL of a running server that an earlier trainer of this run started."""
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
 
     def new_url(self) -> str:
-        """Where one may be started."""
+        """An unused URL for a server."""
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
-        """Start it there, once nothing is left of the last one, which may hold memory and journal."""
+        """Start the server, after killing what is left of the last one, which may hold memory and the journal."""
 
     def end(self) -> None:
-        """End it and all that it started."""
+        """Stop the server and its children."""
 
 
 class LocalServerProcess:
-    """The process of `record`: its number, when it began (numbers are used again), and its URL.
+    """A process of this machine, recorded in a file by pid, creation time (pids are reused) and URL."""
 
-    `tied`: it is killed when this process dies.
-    """
-
-    def __init__(self, record: Path, *, tied: bool = False) -> None:
-        self._record, self._tied = record, tied
+    def __init__(self, record: Path, *, die_with_parent: bool = False) -> None:
+        """`die_with_parent`: the server is killed when this process dies."""
+        self._record, self._die_with_parent = record, die_with_parent
         self._process: psutil.Process | None = None
         self.url: str | None = None
-        """Of a server that an earlier trainer of this run started and that still runs."""
+        """URL of a running server that an earlier trainer of this run started."""
         if record.exists():
-            known = json.loads(record.read_text())
+            recorded = json.loads(record.read_text())
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(known["pid"])
-                if process.create_time() == known["began"] and process.status() != psutil.STATUS_ZOMBIE:
-                    self._process, self.url = process, known["url"]
+                process = psutil.Process(recorded["pid"])
+                if process.create_time() == recorded["began"] and process.status() != psutil.STATUS_ZOMBIE:
+                    self._process, self.url = process, recorded["url"]
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; a child that has ended is buried by this."""
+        """Whether the process is running. Reaps a child that has exited."""
         process = self._process
         if isinstance(process, psutil.Popen):
             return process.poll() is None
         return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, which is also the id of its process group."""
+        return None if self._process is None else int(self._process.pid)
 
     def new_url(self, host: str = "127.0.0.1") -> str:
         """As `ServerProcess.new_url`."""
         return f"http://{host}:{free_port(host)}"
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
-        """In a process group of its own, once nothing is left of the last one, which may hold memory and journal."""
+        """As `ServerProcess.start`; the server gets a process group of its own."""
         self._kill_group()
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        if self._tied:
+        if self._die_with_parent:
             command = [sys.executable, "-m", "trainer_bridge.die_with_parent", str(os.getpid()), *command]
         with log.open("ab") as out:
             process = psutil.Popen(
@@ -93,18 +95,18 @@ class LocalServerProcess:
         part.replace(self._record)
 
     def end(self) -> None:
-        """End it and all that it started."""
+        """As `ServerProcess.end`."""
         if self._process is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.terminate()
         with contextlib.suppress(psutil.TimeoutExpired):
-            self._process.wait(GRACE_S)
+            self._process.wait(TERMINATION_TIMEOUT_S)
         self._kill_group()
         self._record.unlink(missing_ok=True)
 
     def _kill_group(self) -> None:
-        """What is left of its process group. The number stays taken for as long as anything is."""
+        """Kill the remaining processes of the group. Its id is not reused while any of them exists."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -112,3 +114,10 @@ class LocalServerProcess:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.wait()
         self._process = None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """An unused TCP port of this machine at that address."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Steps 7 and 8 of 9 (train, push): what the loop sees of a trainer, however many processes it is."""
+"""The interface between the training loop and a trainer of any number of processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.loss_stats import LossStats
 
-PushWay = Literal["distributed", "tensor", "disk"]
+TransportName = Literal["distributed", "tensor", "disk"]
 Part = Literal["weights", "optimizer"]
-"""Of a trainer's memory; gradients go with the optimiser."""
+"""A part of the trainer's memory; `optimizer` includes the gradients."""
 PARTS: tuple[Part, ...] = ("weights", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Model and optimiser; names as slime's users know them."""
+    """Model and optimiser. Raises `ValueError` for settings that contradict each other."""
 
     hf_checkpoint: Path
-    """Folder of a Hugging Face model: shape and first weights."""
+    """Hugging Face folder with the model's shape and initial weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     tensor_model_parallel_size: int = 1
     world_size: int = 1
-    """Trainer processes; a multiple of `tensor_model_parallel_size`."""
+    """Number of ranks, a multiple of `tensor_model_parallel_size`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where there is a device."""
+    """`auto`: CUDA if available."""
     lr: float = 1e-6
     lr_warmup_iters: int = 0
     """Steps over which the learning rate rises linearly to `lr`."""
@@ -37,10 +37,10 @@ class TrainerSettings:
     adam_beta2: float = 0.98
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
-    """Largest gradient norm; 0: no clip."""
+    """Gradient norm limit; 0: no clipping."""
     seed: int = 0
     offload: Literal["auto"] | bool = "auto"
-    """Whether `Trainer.offload` moves anything; `auto`: on a GPU."""
+    """Whether `Trainer.offload` moves memory; `auto`: on GPUs."""
 
     def __post_init__(self) -> None:
         if self.tensor_model_parallel_size < 1 or self.world_size % self.tensor_model_parallel_size:
@@ -48,17 +48,17 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SequenceFigures:
-    """What one step did with each response of a micro-batch, [n] each, on the CPU."""
+class SequenceStats:
+    """Statistics of one step per response of a micro-batch, [n] each, on the CPU."""
 
     tokens: Tensor
     """int64: tokens in the loss."""
     clipped: Tensor
-    """int64: of them, without gradient because the clip holds."""
+    """int64: tokens in the loss whose gradient is zero because of the clip."""
     masked: Tensor
-    """int64: of them, masked by the correction."""
+    """int64: tokens in the loss that the correction masks."""
     pull: Tensor
-    """float32: Σ |weight × correction × advantage| over tokens that are neither: how hard it pulls at the gradient."""
+    """float32: Σ |weight × correction × advantage| over the other tokens: the response's share in the gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,12 +67,12 @@ class StepReport:
 
     loss: float
     grad_norm: float
-    """Before clipping; NaN where the step was left out."""
+    """Before clipping; NaN if the step was skipped."""
     applied: bool
-    """False: the gradient was not finite, and weights and optimiser are as before."""
+    """False: the gradient was not finite, and weights and optimiser are unchanged."""
     lr: float
     stats: LossStats
-    sequences: list[SequenceFigures]
+    sequences: list[SequenceStats]
     """One per micro-batch, in the order given."""
     seconds: float
 
@@ -82,47 +82,49 @@ class PushReport:
     """One push to all engines."""
 
     version: int
-    """The engines' policy version now."""
+    """Policy version of the engines after the push."""
     bytes: int
-    """Of weights, once."""
+    """Size of the weights."""
     calls: int
-    """Weight calls to each engine."""
+    """Weight calls per engine."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By part: `begin`, `weights`, `end`."""
+    """Duration by phase: `begin`, `weights`, `end`."""
 
 
 class Trainer(Protocol):
-    """A policy that learns. Calls come one at a time and return when all ranks have done them."""
+    """A trainer of one policy. Calls are made one at a time and return when all ranks are done."""
 
     def logprobs(self, sequences: Sequence[Sequences]) -> list[Tensor]:
-        """log π of the response tokens of each micro-batch, float32 [T] on the CPU, at its temperature (S7)."""
+        """log π of the response tokens of each micro-batch at its temperature, float32 [T] on the CPU."""
 
     def step(self, batches: Sequence[MicroBatch], loss: LossSettings) -> StepReport:
-        """One optimiser step over all these micro-batches, shared out over the data-parallel ranks."""
+        """One optimiser step over all these micro-batches, distributed over the data-parallel ranks."""
 
-    def connect(self, engines: Sequence[str], way: PushWay = "distributed", api_key: str | None = None) -> None:
-        """Engines (URLs) that pushes go to, after the handshake (`handshake.py`); replaces earlier ones."""
+    def connect(
+        self, urls: Sequence[str], transport: TransportName = "distributed", api_key: str | None = None
+    ) -> None:
+        """Set the engines that pushes go to, replacing earlier ones. Raises: HandshakeError."""
 
     def push(self, version: int | None = None) -> PushReport:
-        """The weights to all engines, between `/april/push/begin` and `/end` (S1).
+        """Push the weights to all engines, as one push on each (`one-version-per-push`).
 
-        Raises `PushFailed`: the engines then refuse rounds with the reason until a push succeeds.
+        Raises: PushFailed: the engines refuse rounds, with the reason, until a push succeeds.
         """
 
     def offload(self, *parts: Part) -> None:
-        """Free the device memory of these parts: an engine on the same GPU wants it. They wait on the host."""
+        """Move these parts to the host and free their device memory for an engine on the same GPU."""
 
     def onload(self, *parts: Part) -> None:
-        """Bring these parts back. Calls that need one that is away do so by themselves."""
+        """Move these parts back to the device. Calls that need an offloaded part do this themselves."""
 
     def save(self, folder: Path) -> None:
-        """Weights, optimiser and random state into a folder, one file a rank; durable when it returns."""
+        """Write weights, optimiser and random state, one file per rank; durable on return."""
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, with the same `world_size` and `tensor_model_parallel_size`."""
+        """Read what `save` wrote with the same `world_size` and `tensor_model_parallel_size`."""
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder, with the tokenizer of `hf_checkpoint`."""
+        """Write the policy as a Hugging Face folder, with the tokenizer of `hf_checkpoint`."""
 
     def close(self) -> None:
-        """End the trainer's processes and groups."""
+        """Stop the trainer's processes and process groups."""

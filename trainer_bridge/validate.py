@@ -1,4 +1,4 @@
-"""What does not fit together in a configuration, and what of it can be checked without an engine."""
+"""Validation of a configuration, as far as it needs no engine, and checks of a running run."""
 
 import importlib.metadata
 import importlib.util
@@ -10,7 +10,7 @@ from typing import Any
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
 
-NEUTRAL = {
+NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -19,68 +19,74 @@ NEUTRAL = {
     "top_k": -1,
     "min_new_tokens": 0,
 }
-MODIFIES = (*NEUTRAL, "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
-"""Sampling parameters that draw from another distribution than softmax(logits / temperature)."""
-RATIO_LIMIT = 1e-4
-"""How far the first ratio may be from 1 in float32."""
+MODIFYING_SAMPLING = (*NEUTRAL_SAMPLING, "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
+"""Sampling parameters under which tokens are not drawn from softmax(logits / temperature)."""
+RATIO_TOLERANCE = 1e-4
+"""Tolerance of the first ratio around 1 in float32."""
 
 
 class RunError(RuntimeError):
-    """Why a run ends before its last step, in one sentence; it may go on from its last checkpoint."""
+    """A run ends before its last step, for this reason; it can be resumed from its last checkpoint."""
 
 
 def modified_sampling(config: Config) -> list[str]:
-    """The parameters of a training round that make the trainer's ratios approximate."""
+    """The sampling parameters of a training round that make the trainer's ratios approximate."""
     params = config.rollout_params
-    return [name for name in MODIFIES if name in params and params[name] not in (None, NEUTRAL.get(name, ...))]
+    return [
+        name
+        for name in MODIFYING_SAMPLING
+        if name in params and params[name] not in (None, NEUTRAL_SAMPLING.get(name, ...))
+    ]
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for what cannot be run as asked, naming the field."""
+    """Raises: ConfigError: fields contradict each other or are not supported; the message names the field."""
     modified = modified_sampling(config)
     if modified and not config.allow_modified_sampling:
         raise ConfigError(
-            f"{', '.join(modified)}: tokens would be drawn from another distribution than their logprobs are of; "
-            "allow_modified_sampling: true trains all the same"
+            f"{', '.join(modified)}: the logprobs would not be those of the distribution that tokens are drawn from; "
+            "allow_modified_sampling: true permits it"
         )
     try:
         config.loss.check_quota_unit(config.quota_unit)
-        config.trainer  # noqa: B018 - made to be checked
+        config.trainer  # noqa: B018 - its constructor validates
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.advantage_estimator in GROUP_BASELINE and config.n_samples_per_prompt < 2:
+    if config.loss.algorithm in GROUP_BASELINE and config.n_samples_per_prompt < 2:
         raise ConfigError("n_samples_per_prompt: a group's baseline needs at least two samples")
-    if config.pool < config.rollout_batch_size:
+    if config.pool_size < config.rollout_batch_size:
         raise ConfigError("over_sampling_batch_size: must not be smaller than rollout_batch_size")
     if config.dynamic_sampling and config.quota_unit == "sample":
-        raise ConfigError("dynamic_sampling: judges groups; quota_unit must be group")
+        raise ConfigError("dynamic_sampling: needs quota_unit: group, because it judges groups")
     if config.kl_loss_coef > 0:
-        raise ConfigError("kl_loss_coef: a reference model is not built; only 0 is accepted")
+        raise ConfigError("kl_loss_coef: only 0 is supported; there is no reference model")
     if config.eval_interval is not None and config.eval_prompt_data is None:
         raise ConfigError("eval_interval: needs eval_prompt_data")
     if config.overlong_buffer_len >= config.rollout_max_response_len:
         raise ConfigError("overlong_buffer_len: must be smaller than rollout_max_response_len")
     if config.offload_trainer is True and not config.colocate:
-        raise ConfigError("offload_trainer: makes room for an engine on the same GPU; it needs colocate: true")
-    _check_strict(config)
+        raise ConfigError("offload_trainer: frees memory for an engine on the same GPU; it needs colocate: true")
+    _check_strict_on_policy(config)
     _check_ray(config)
     if max(len(config.servers), config.engines) > 1:
-        _check_fleet(config)
+        _check_engines(config)
 
 
-def _check_fleet(config: Config) -> None:
-    """What one quota over several engines cannot do."""
+def _check_engines(config: Config) -> None:
+    """Raises: ConfigError: a setting is not supported with several engines."""
     if config.server is not None and config.engines > 1:
-        raise ConfigError("engines: says how many servers are started; with server none is")
+        raise ConfigError("engines: is the number of servers to start; with server none is started")
     if len(set(config.servers)) < len(config.servers):
-        raise ConfigError("server: the same one twice")
+        raise ConfigError("server: contains the same URL twice")
     for name, needed in (("quota_unit", "group"), ("after_quota", "suspend"), ("quota_mode", "first")):
         if getattr(config, name) != needed:
-            raise ConfigError(f"{name}: must be {needed} with several engines: the quota is counted outside of them")
-    if config.staleness_bound == 0 and config.pool > config.rollout_batch_size:
+            raise ConfigError(
+                f"{name}: must be {needed} with several engines, because the quota is counted over all of them"
+            )
+    if config.staleness_bound == 0 and config.pool_size > config.rollout_batch_size:
         raise ConfigError(
             "over_sampling_batch_size: must be rollout_batch_size with several engines and a staleness bound of 0: "
-            "they begin all that they are handed, and nothing may be left over"
+            "each engine starts all prompts that it gets, and none may be carried over"
         )
 
 
@@ -99,71 +105,71 @@ def _check_ray(config: Config) -> None:
         )
 
 
-def _check_strict(config: Config) -> None:
+def _check_strict_on_policy(config: Config) -> None:
     if not config.strict_on_policy:
         return
     if config.after_quota == "continue":
-        raise ConfigError("after_quota: generating ahead is off-policy; strict_on_policy needs suspend")
-    whole = config.rollout_batch_size * config.n_samples_per_prompt
-    if config.quota_unit == "group" and config.global_batch_size not in (None, whole):
+        raise ConfigError("after_quota: strict_on_policy needs suspend, because samples generated ahead are off-policy")
+    round_samples = config.rollout_batch_size * config.n_samples_per_prompt
+    if config.quota_unit == "group" and config.global_batch_size not in (None, round_samples):
         raise ConfigError("global_batch_size: strict_on_policy takes one optimiser step per round")
 
 
 def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:
-    """Figures of a round's optimiser steps under `strict_on_policy`; raises RunError for what is not.
+    """Check the loss statistics of a round's optimiser steps under `strict_on_policy`.
 
-    `exact`: in float32 the trainer's logprobs are the engine's, and the first ratio is 1; with fewer bits rounding
-    parts them.
+    `exact`: also check the first ratio. In float32 the logprobs of trainer and engine agree, so it is 1; in bfloat16
+    rounding makes them differ. Raises: RunError.
     """
     for row in steps:
         if row and (row["off_policy_share"] or row["hybrid_share"]):
             raise RunError(f"strict_on_policy: {row['off_policy_share']:.2%} of the tokens are off-policy")
     if exact and steps and steps[0]:
-        furthest = max(abs(steps[0][name] - 1) for name in ("ratio_max", "ratio_min"))
-        if not furthest < RATIO_LIMIT:
+        deviation = max(abs(steps[0][name] - 1) for name in ("ratio_max", "ratio_min"))
+        if not deviation < RATIO_TOLERANCE:
             raise RunError(
-                f"strict_on_policy: the first ratio is up to {furthest:.2g} from 1: engine and trainer differ about "
-                "the tokens' logprobs; are both in float32?"
+                f"strict_on_policy: the first ratio is up to {deviation:.2g} from 1: the logprobs of engine "
+                "and trainer differ; are both in float32?"
             )
 
 
 def dry_run(config: Config) -> list[str]:
-    """`check`, and then what can be looked at without an engine: one line for each thing seen or not there.
+    """`check`, and one line for each model, data file and reward that the configuration names.
 
-    Data, models and rewards that are not on this machine are named, not refused: a recipe is checked where it is
-    written, not where it is run.
+    Missing ones are reported, not refused: a recipe may be checked on another machine than the one that runs it.
     """
     check(config)
-    lines = [f"hf_checkpoint: {_model(Path(config.hf_checkpoint))}"]
+    lines = [f"hf_checkpoint: {_describe_model(Path(config.hf_checkpoint))}"]
     for name in ("prompt_data", "eval_prompt_data"):
         path = getattr(config, name)
         if path is not None:
             lines.append(f"{name}: {'found' if Path(path).exists() else 'not on this machine'} ({path})")
-    place = (config.group_reward or config.reward).rpartition(":")[0]
-    if not place:
+    function = config.group_reward or config.reward
+    module = function.rpartition(":")[0]
+    if not module:
         raise ConfigError("reward: must be module:function or file.py:function")
-    found = Path(place).exists() if place.endswith(".py") else _importable(place)
-    lines.append(f"reward: {'found' if found else 'not on this machine'} ({config.group_reward or config.reward})")
+    found = Path(module).exists() if module.endswith(".py") else _is_importable(module)
+    lines.append(f"reward: {'found' if found else 'not on this machine'} ({function})")
     samples = config.rollout_batch_size * (config.n_samples_per_prompt if config.quota_unit == "group" else 1)
     lines.append(f"a round delivers {samples} samples, {config.global_batch_size or samples} per optimiser step")
     return lines
 
 
 def check_model(config: Config) -> None:
-    """Raises ConfigError where there is no model to start from."""
+    """Raises: ConfigError: `hf_checkpoint` is not a model folder."""
     folder = Path(config.hf_checkpoint)
     if not (folder / "config.json").exists():
-        raise ConfigError(f"hf_checkpoint: {folder} holds no config.json; it must be a Hugging Face folder")
+        raise ConfigError(f"hf_checkpoint: {folder} contains no config.json; it must be a Hugging Face folder")
 
 
-def _model(path: Path) -> str:
+def _describe_model(path: Path) -> str:
     if not (path / "config.json").exists():
         return f"not on this machine ({path})"
     fields = json.loads((path / "config.json").read_text())
     return f"{fields.get('model_type')}, {fields.get('num_hidden_layers')} layers ({path})"
 
 
-def _importable(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

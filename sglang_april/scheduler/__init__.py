@@ -1,1 +1,1 @@
-"""Steps 2 to 4 and 9: what the scheduler process decides, on every rank alike."""
+"""The scheduler side: decisions that every TP rank makes alike."""

@@ -1,6 +1,6 @@
-"""Step 8 of 9 (push): the policy version, an integer that moves once per push and never back (S1).
+"""The policy version: an integer that rises once per push and never falls (`one-version-per-push`).
 
-Pure: no clock, no engine. `VersionClock` is replicated on every rank and fed with the same messages.
+Pure: no clock, no engine. `VersionClock` is replicated on every rank and receives the same messages.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ class VersionClock:
     version: int = 0
     open: bool = False
     failed: str = ""
-    """Why the weights are not to be trusted; empty when they are."""
+    """Why the weights may be half updated; empty if they are not."""
     unnamed: bool = False
-    """After a restart with a journal: the weights loaded at start may be of any version until one is named."""
+    """True after a restart with a journal until the version of the weights loaded at start is named."""
     _target: int | None = None
     _moved_at: int = -1
-    """Forward count at the last move made by a weight call outside begin/end."""
+    """Forward count when a weight call outside begin/end last moved the version."""
 
     @property
     def closed(self) -> str:
@@ -32,12 +32,20 @@ class VersionClock:
         return ""
 
     def begin(self, version: int | None) -> None:
-        """Open a push, or start an open one over."""
+        """Open a push, or restart an open one.
+
+        Raises:
+            RequestError: 409, the version is not greater than the current one.
+        """
         self._check(version)
         self.open, self.failed, self._target = True, "", version
 
     def end(self, version: int | None) -> int:
-        """Close the push; the version moves once. Returns the new version."""
+        """Close the push and move the version once; returns the new version.
+
+        Raises:
+            RequestError: 409, no push is open, one of its weight calls failed, or the version is not greater.
+        """
         if not self.open:
             raise RequestError(409, "push", "no push is open: POST /april/push/begin opens one")
         if self.failed:
@@ -49,12 +57,14 @@ class VersionClock:
         return self.version
 
     def weight_call(self, ok: bool, message: str, forward_count: int, *, whole: bool) -> bool:
-        """A stock weight call has ended; returns whether the version moved.
+        """One of SGLang's weight calls has ended; returns whether the version moved.
 
         Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
-        forward belong to the same push. `whole` says that the call carries the complete policy (from disk), so that
-        it heals an earlier failure and names the version after a restart; a single bucket can do neither, for nobody
-        knows which is the last.
+        forward belong to the same push. A bucket outside begin/end heals no earlier failure and names no version after
+        a restart, because the last bucket of a push cannot be recognised.
+
+        Args:
+            whole: the call carries the complete policy (from disk), so it can do both.
         """
         if not ok:
             self.failed = message or "a weight call failed"

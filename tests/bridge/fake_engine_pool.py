@@ -1,4 +1,4 @@
-"""Engines in memory with the verdicts, stops and carry of S3, each finishing groups on the thread that follows it."""
+"""Fake engines with verdicts, stops and carry. Each finishes groups on the thread that reads its stream."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -13,16 +13,16 @@ from sglang_april.client.types import RolloutGroup, RolloutSample, RolloutSummar
 
 
 @dataclass(eq=False)
-class RoundShare:
-    """An engine's part of a round."""
+class EngineRound:
+    """A round at one engine."""
 
     body: dict[str, Any]
-    shown: list[str] = field(default_factory=list)
+    streamed: list[str] = field(default_factory=list)
     ended: RolloutSummary | None = None
 
 
 class FakeEngine:
-    """Groups finish in the order of their arrival, as many as `may_finish` allows."""
+    """Finishes groups in order of arrival, up to `may_finish` of them."""
 
     def __init__(self) -> None:
         self.waiting: list[str] = []
@@ -30,34 +30,34 @@ class FakeEngine:
         self.verdicts: dict[str, bool] = {}
         self.delivered: list[str] = []
         self.mandatory: set[str] = set()
-        self.rounds: dict[str, RoundShare] = {}
+        self.rounds: dict[str, EngineRound] = {}
         self.bodies: list[dict[str, Any]] = []
         self.may_finish = 10**6
         self.dies_after: int | None = None
-        self.turn = threading.Condition()
+        self.changed = threading.Condition()
 
-    # The calls of a client
+    # The interface of a client
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
-        with self.turn:
+        with self.changed:
             self.bodies.append(body)
-            part = self.rounds.get(body["round_id"])
-            if part is None:
+            engine_round = self.rounds.get(body["round_id"])
+            if engine_round is None:
                 taken = {*self.waiting, *self.finished}
                 assert not taken & {prompt["id"] for prompt in body["prompts"]}, "409: still undelivered"
                 self.waiting += [prompt["id"] for prompt in body["prompts"]]
-                part = self.rounds[body["round_id"]] = RoundShare(body)
-                part.shown += [name for name in self.finished if name not in self.verdicts]
-            assert part.body == body, "409: the same id with another body"
-        return self._events(part)
+                engine_round = self.rounds[body["round_id"]] = EngineRound(body)
+                engine_round.streamed += [name for name in self.finished if name not in self.verdicts]
+            assert engine_round.body == body, "409: the same id with another body"
+        return self._events(engine_round)
 
     def state(self) -> dict[str, Any]:
-        with self.turn:
-            left = [name for name in self.mandatory if name in self.waiting]
+        with self.changed:
+            mandatory = [name for name in self.mandatory if name in self.waiting]
             rows = [
-                {"round_id": name, "counted": sum(self.verdicts.values()), "mandatory": left}
-                for name, part in self.rounds.items()
-                if part.ended is None
+                {"round_id": name, "counted": sum(self.verdicts.values()), "mandatory": mandatory}
+                for name, engine_round in self.rounds.items()
+                if engine_round.ended is None
             ]
             return {"rounds": rows}
 
@@ -69,65 +69,67 @@ class FakeEngine:
         return None if ended is None else SimpleNamespace(finished=groups)
 
     def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, int]:
-        with self.turn:
+        with self.changed:
             if self.rounds[round_id].ended is not None:
                 raise AprilError(409, "round_id", "has ended")
             assert {*accept, *reject} <= set(self.finished), "409: has not finished"
             self.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
-            self.turn.notify_all()
+            self.changed.notify_all()
             return {"accepted": sum(self.verdicts.values())}
 
     def extend(self, round_id: str, quota_add: int, prompts: list[dict[str, Any]]) -> None:
-        with self.turn:
+        with self.changed:
             if self.rounds[round_id].ended is not None:
                 raise AprilError(409, "round_id", "has ended")
             assert quota_add == 0
             if {prompt["id"] for prompt in prompts} & {*self.waiting, *self.finished}:
                 raise AprilError(409, "prompts[0].id", "is still undelivered")
             self.waiting += [prompt["id"] for prompt in prompts]
-            self.turn.notify_all()
+            self.changed.notify_all()
 
     def stop(self, round_id: str) -> None:
-        with self.turn:
+        with self.changed:
             if self.rounds[round_id].ended is None:
                 self._end(self.rounds[round_id], "stopped")
 
-    # What goes on inside
+    # Simulation
 
-    def _events(self, part: RoundShare) -> Iterator[RolloutGroup | RolloutSummary]:
-        said = 0
+    def _events(self, engine_round: EngineRound) -> Iterator[RolloutGroup | RolloutSummary]:
+        sent = 0
         while True:
-            with self.turn:
-                while said == len(part.shown) and part.ended is None and not self._dead(said):
-                    self._go_on(part)
-                if self._dead(said):
+            with self.changed:
+                while sent == len(engine_round.streamed) and engine_round.ended is None and not self._is_dead(sent):
+                    self._advance(engine_round)
+                if self._is_dead(sent):
                     raise ConnectionError("the engine died")
-                event = group(part.shown[said]) if said < len(part.shown) else part.ended
-            said += 1
+                event = group(engine_round.streamed[sent]) if sent < len(engine_round.streamed) else engine_round.ended
+            sent += 1
             assert event is not None
             yield event
             if isinstance(event, RolloutSummary):
                 return
 
-    def _dead(self, said: int) -> bool:
-        return self.dies_after is not None and said >= self.dies_after
+    def _is_dead(self, sent: int) -> bool:
+        return self.dies_after is not None and sent >= self.dies_after
 
-    def _go_on(self, part: RoundShare) -> None:
-        """One group finishes; or the round is exhausted; or it waits for a verdict, a stop or another prompt."""
+    def _advance(self, engine_round: EngineRound) -> None:
+        """Finish a group or exhaust the round; else wait for a verdict, a stop or another prompt."""
         if self.waiting and self.may_finish:
             self.may_finish -= 1
             name = self.waiting.pop(0)
             self.finished.append(name)
-            part.shown.append(name)
-        elif not self.waiting and (part.body["count"] == "finished" or set(self.finished) <= set(self.verdicts)):
-            self._end(part, "exhausted")
+            engine_round.streamed.append(name)
+        elif not self.waiting and (
+            engine_round.body["count"] == "finished" or set(self.finished) <= set(self.verdicts)
+        ):
+            self._end(engine_round, "exhausted")
         else:
-            self.turn.wait()
+            self.changed.wait()
 
-    def _end(self, part: RoundShare, reason: Any) -> None:
-        judged = part.body["count"] == "accepted"
+    def _end(self, engine_round: EngineRound, reason: Any) -> None:
+        judged = engine_round.body["count"] == "accepted"
         names = [name for name in self.finished if not judged or name in self.verdicts]
-        part.shown += [name for name in names if name not in part.shown]
+        engine_round.streamed += [name for name in names if name not in engine_round.streamed]
         rows = [
             {"id": name, "incarnation": 0, "indices": [0, 1], "complete": True, "accepted": self.verdicts.get(name)}
             for name in names
@@ -137,9 +139,11 @@ class FakeEngine:
         self.delivered += names
         stats = {"duration_s": 1.0, "mean_running": 2.0, "over_bound": 1, "timeline": [[0.0, 2], [0.5, 1]]}
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}
-        left = {"groups": len(self.waiting) + len(self.finished)}
-        part.ended = RolloutSummary(part.body["round_id"], part.body["run"], 1, reason, rows, left, stats)
-        self.turn.notify_all()
+        carried = {"groups": len(self.waiting) + len(self.finished)}
+        engine_round.ended = RolloutSummary(
+            engine_round.body["round_id"], engine_round.body["run"], 1, reason, rows, carried, stats
+        )
+        self.changed.notify_all()
 
 
 def group(name: str) -> RolloutGroup:

@@ -1,4 +1,4 @@
-"""What the trainer says of the reference's sequences, on every rank: run in processes of its own by test_parity."""
+"""The trainer's results for the reference sequences, computed by several ranks; run by test_parity."""
 
 import multiprocessing
 from pathlib import Path
@@ -8,11 +8,11 @@ import torch
 
 from tests.bridge.reference import sequences
 
-Answers = dict[str, dict[str, Any]]
+Results = dict[str, dict[str, Any]]
 
 
-def ask(folders: dict[str, Path], rank: int, world_size: int, init_method: str | None) -> Answers:
-    """By family: logits, logprobs, gradients by Hugging Face names, and weights as they would be pushed."""
+def compute(folders: dict[str, Path], rank: int, world_size: int, init_method: str | None) -> Results:
+    """By family: logits, logprobs, gradients by Hugging Face names, and the weights that would be pushed."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import finalize_model_grads
 
@@ -21,7 +21,7 @@ def ask(folders: dict[str, Path], rank: int, world_size: int, init_method: str |
     from trainer_bridge.trainer import TrainerSettings
 
     torch.set_num_threads(1)
-    answers: Answers = {}
+    results: Results = {}
     for i, (family, folder) in enumerate(folders.items()):
         settings = TrainerSettings(
             hf_checkpoint=folder, dtype="float32", world_size=world_size, tensor_model_parallel_size=world_size
@@ -38,26 +38,28 @@ def ask(folders: dict[str, Path], rank: int, world_size: int, init_method: str |
             for parameter in policy.model.parameters():
                 parameter.copy_(parameter.main_grad)
             gradients = {name: x.clone() for name, x in policy.hf_tensors()}
-        answers[family] = {
+        results[family] = {
             "logits": logits.numpy(),
             "logprobs": logprobs.detach().numpy(),
             "gradients": {name: x.numpy() for name, x in gradients.items()},
             "weights": {name: x.numpy() for name, x in weights.items()},
         }
         policy.close()
-    return answers
+    return results
 
 
-def _one(queue: Any, *args: Any) -> None:
-    queue.put(ask(*args))
+def _compute_on_rank(queue: Any, *args: Any) -> None:
+    queue.put(compute(*args))
 
 
-def ask_ranks(folders: dict[str, Path], world_size: int, meeting: Path) -> Answers:
-    """The answers of the rank that is done first; tensor-parallel ranks say the same."""
+def compute_on_ranks(folders: dict[str, Path], world_size: int, rendezvous: Path) -> Results:
+    """The results of the rank that finishes first; they are the same on all tensor-parallel ranks."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     ranks = [
-        context.Process(target=_one, args=(queue, folders, rank, world_size, f"file://{meeting}"), daemon=True)
+        context.Process(
+            target=_compute_on_rank, args=(queue, folders, rank, world_size, f"file://{rendezvous}"), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in ranks:

@@ -1,4 +1,4 @@
-"""Receivers of a push without a server: SGLang's weight calls, answered by a process of their own over a pipe."""
+"""Push targets without a server: SGLang's weight calls, handled by a process over a pipe."""
 
 import multiprocessing
 from datetime import timedelta
@@ -10,15 +10,15 @@ from trainer_bridge.push.push_target import WeightCallError
 
 
 class Receiver:
-    """What `Distributed` needs of a `PushEngine`."""
+    """What `DistributedTransport` uses of a `PushTarget`."""
 
     def __init__(self, name: str) -> None:
-        self.url, self.facts = "http://127.0.0.1:1", SimpleNamespace(tp_size=1)
-        self._pipe, theirs = multiprocessing.Pipe()
+        self.url, self.info = "http://127.0.0.1:1", SimpleNamespace(tp_size=1)
+        self._pipe, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=serve, args=(theirs, name), daemon=True)
+        self._process = context.Process(target=serve, args=(child_end, name), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def weight_call(self, path: str, body: dict[str, Any]) -> None:
         self._pipe.send((path, body))
@@ -26,7 +26,7 @@ class Receiver:
             raise WeightCallError(error)
 
     def refuse(self, refuses: bool) -> None:
-        """Whether it refuses to join and to receive, before it comes to the broadcast."""
+        """Whether it refuses to join and to receive; it refuses before the broadcast."""
         self.weight_call("/refuse", {"refuses": refuses})
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class Receiver:
 
 
 def serve(pipe: Connection, name: str) -> None:
-    """As SGLang's model runner does it: join, receive each bucket by one broadcast, leave."""
+    """Join, receive each bucket by one broadcast, and leave, as SGLang's model runner does."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -76,5 +76,5 @@ def serve(pipe: Connection, name: str) -> None:
             pipe.send("")
         except EOFError:
             return
-        except Exception as error:  # noqa: BLE001 - told to the caller
+        except Exception as error:  # noqa: BLE001 - sent to the caller
             pipe.send(f"{name}: {error!r}")

@@ -1,4 +1,4 @@
-"""What Hugging Face's own models say of the sequences that tests give to the trainer."""
+"""Sequences for tests of the trainer, and the results of Hugging Face's models for them."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ def sequences(seed: int = 0) -> Sequences:
 
 
 def micro_batches(count: int = 4) -> list[MicroBatch]:
-    """`count` micro-batches of one step, with advantages and behaviour logprobs of no meaning; one token is masked."""
+    """`count` micro-batches of one step, with random advantages and behaviour logprobs; one token is masked."""
     total = sum(RESPONSES)
     masks = [np.ones(n, bool) for n in RESPONSES * count]
     masks[0][3] = False
     weights = np.concatenate(token_weights(masks, "token")).reshape(count, total)
-    made = []
+    batches = []
     for i in range(count):
         generator = torch.Generator().manual_seed(100 + i)
         behaviour = -6.2 + 0.1 * torch.randn(total, generator=generator)
@@ -38,8 +38,8 @@ def micro_batches(count: int = 4) -> list[MicroBatch]:
             kv=torch.zeros(total, dtype=torch.int8),
             count=len(RESPONSES),
         )
-        made.append(MicroBatch(sequences(i), tokens))
-    return made
+        batches.append(MicroBatch(sequences(i), tokens))
+    return batches
 
 
 def hf_model(folder: Path) -> Any:

@@ -1,12 +1,11 @@
-"""Rewards for tests: what users write, good and bad. Imported in the reward's processes."""
+"""Reward functions for tests, correct and faulty ones. Imported by reward processes."""
 
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from trainer_bridge.prompt import TrainingPrompt
-from trainer_bridge.rewards import RewardSample
+from trainer_bridge.rewards import RewardSample, TrainingPrompt
 
 
 def length(sample: RewardSample, prompt: TrainingPrompt) -> float:
@@ -19,7 +18,7 @@ def even_ids(sample: RewardSample, prompt: TrainingPrompt) -> float:
 
 
 def constant_for_some(sample: RewardSample, prompt: TrainingPrompt) -> float:
-    """No variance in two groups of five: DAPO rejects them."""
+    """Two groups of five have equal rewards, so DAPO rejects them."""
     return 1.0 if int(prompt.label) % 5 < 2 else even_ids(sample, prompt)
 
 
@@ -30,7 +29,7 @@ def odd_index_fails(sample: RewardSample, prompt: TrainingPrompt) -> float:
 
 
 def fails_for_some(sample: RewardSample, prompt: TrainingPrompt) -> float:
-    """Every sample of one group in three has no reward."""
+    """One group of three has no rewards."""
     if int(prompt.label) % 3 == 0:
         raise ValueError("unreadable")
     return even_ids(sample, prompt)
@@ -49,10 +48,10 @@ def dies(sample: RewardSample, prompt: TrainingPrompt) -> float:
 
 
 def second_try(sample: RewardSample, prompt: TrainingPrompt) -> float:
-    """Fails the first time that it is asked; `metadata` is a file that remembers."""
-    asked = Path(prompt.metadata)
-    if not asked.exists():
-        asked.touch()
+    """Fails in the first call; `metadata` is the path of a file that records it."""
+    called = Path(prompt.metadata)
+    if not called.exists():
+        called.touch()
         raise RuntimeError("not yet")
     return 3.0
 
@@ -66,10 +65,10 @@ def beyond_a_float(sample: RewardSample, prompt: TrainingPrompt) -> Any:
 
 
 class Local(float):
-    """A number of a class that the trainer's process cannot import."""
+    """A number whose class the trainer process cannot import."""
 
 
-def of_a_class_of_its_own(sample: RewardSample, prompt: TrainingPrompt) -> Any:
+def of_a_local_class(sample: RewardSample, prompt: TrainingPrompt) -> Any:
     return Local(1.0) if sample.index == 1 else 1.0
 
 

@@ -1,27 +1,30 @@
-"""Configuration: YAML and flags, slime's spellings, what is refused and with which words."""
+"""Configuration from YAML and flags, slime's spellings, and validation messages."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from trainer_bridge.args import load, parser
+from trainer_bridge.args import config_fields, config_parser, load
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.validate import check, check_on_policy, dry_run, modified_sampling
 
-NEEDED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
+REQUIRED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
 
 
 def config(**fields: Any) -> Config:
-    return load(None, {**NEEDED, **fields})
+    return load(None, {**REQUIRED, **fields})
 
 
-def from_flags(*words: str) -> Config:
-    return load(None, vars(parser().parse_args(["--hf-checkpoint", "model", "--prompt-data", "data.jsonl", *words])))
+def from_flags(*flags: str) -> Config:
+    return load(
+        None, vars(config_parser().parse_args(["--hf-checkpoint", "model", "--prompt-data", "data.jsonl", *flags]))
+    )
 
 
-def test_slimes_flags_are_taken_as_spelt() -> None:
+def test_flags_of_slime_are_accepted() -> None:
     made = from_flags(
         *("--partial-rollout", "--rollout-batch-size", "32", "--over-sampling-batch-size", "64"),
         *("--n-samples-per-prompt", "8", "--rollout-max-response-len", "16384", "--rollout-temperature", "0.8"),
@@ -38,31 +41,31 @@ def test_slimes_flags_are_taken_as_spelt() -> None:
         *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
         *("--num-rollout", "3000", "--lr", "1e-6", "--tensor-model-parallel-size", "1", "--eval-interval", "20"),
     )
-    assert (made.partial_rollout, made.rollout_batch_size, made.pool, made.lr) == (True, 32, 64, 1e-6)
+    assert (made.partial_rollout, made.rollout_batch_size, made.pool_size, made.lr) == (True, 32, 64, 1e-6)
     assert made.loss.clip_range == (0.2, 0.28)
 
 
-def test_underscores_none_lists_and_no() -> None:
+def test_flags_with_underscores_none_lists_and_negation() -> None:
     made = from_flags("--label_key", "none", "--no-partial-rollout", "--rollout-stop-token-ids", "2", "7")
     assert (made.label_key, made.partial_rollout, made.rollout_stop_token_ids) == (None, False, [2, 7])
     assert made.staleness_bound == 0
 
 
-def test_lists_may_be_given_at_once_or_one_by_one_also_of_what_begins_with_dashes() -> None:
+def test_list_flags_accept_several_values_or_repetition() -> None:
     made = from_flags("--server-flags=--tp-size=2", "--server-flags=--mem-fraction-static=0.7")
     assert made.server_flags == ["--tp-size=2", "--mem-fraction-static=0.7"]
     made = from_flags("--rollout-stop-token-ids", "2", "7", "--rollout-stop-token-ids", "9", "--rollout-stop", "a", "b")
     assert (made.rollout_stop_token_ids, made.rollout_stop) == ([2, 7, 9], ["a", "b"])
 
 
-def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
+def test_flag_overrides_the_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("hf_checkpoint: m\nprompt_data: d\nlr: 1.0e-5\nrollout_batch_size: 8\n")
     made = load(tmp_path / "c.yaml", {"lr": "2e-5"})
     assert (made.lr, made.rollout_batch_size) == (2e-5, 8)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("hf_checkpoint: m\nprompt_data: d\nrollout_batchsize: 8", "rollout_batchsize"),
         ("hf_checkpoint: m", "prompt_data"),
@@ -73,14 +76,14 @@ def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
         ("a: [", "c.yaml"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_refused_with_the_field(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path / "c.yaml", {})
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"quota_unit": "sample"}, "quota_unit"),
         ({"n_samples_per_prompt": 1}, "n_samples_per_prompt"),
@@ -98,42 +101,54 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> 
         ({"overlong_buffer_len": 1024}, "overlong_buffer_len"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_contradicting_fields_are_refused_with_the_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check(config(**fields))
 
 
-def test_modified_sampling_is_named_and_may_be_allowed() -> None:
+def test_modified_sampling_is_listed_and_can_be_allowed() -> None:
     made = config(rollout_top_p=0.9, sampling_params={"min_p": 0.0}, allow_modified_sampling=True)
     check(made)
     assert modified_sampling(made) == ["top_p"]
 
 
-def test_what_one_reads_is_what_one_may_write(tmp_path: Path) -> None:
+def test_configuration_round_trips_through_yaml(tmp_path: Path) -> None:
     made = config(rollout_stop=["\n"], label_key=None)
     (tmp_path / "c.yaml").write_text(made.as_yaml())
     assert load(tmp_path / "c.yaml", {}) == made
 
 
-def test_the_key_is_not_printed() -> None:
+def test_yaml_and_help_list_loss_settings_between_the_other_fields() -> None:
+    names = list(yaml.safe_load(config(advantage_estimator="dapo").as_yaml()))
+    assert names == list(config_fields())
+    assert names[names.index("reward_timeout") + 1] == "advantage_estimator"
+    assert names[names.index("seq_mask_high") + 1] == "kl_loss_coef"
+
+
+def test_loss_settings_cannot_be_nested() -> None:
+    with pytest.raises(ConfigError, match="unknown field loss"):
+        config(loss={"advantage_estimator": "dapo"})
+
+
+def test_api_key_is_redacted() -> None:
     assert "hush" not in config(api_key="hush").as_yaml()
 
 
-def test_dry_run_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_reports_missing_files(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--hf-checkpoint", "nowhere", "--prompt-data", "nothing.jsonl", "--dry-run"]
     assert main(flags) == 0
-    told = capsys.readouterr().out
-    assert "prompt_data: not on this machine" in told
-    assert "over_sampling_batch_size: null" in told
-    assert "trainer_bridge.rewards:math_answer" in told
+    output = capsys.readouterr().out
+    assert "prompt_data: not on this machine" in output
+    assert "over_sampling_batch_size: null" in output
+    assert "trainer_bridge.rewards:math_answer" in output
 
 
-def test_a_refused_run_ends_with_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_configuration_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hf-checkpoint", "m", "--prompt-data", "d", "--quota-unit", "sample"]) == 2
     assert "quota_unit: sample" in capsys.readouterr().err
 
 
-def test_a_reward_must_name_a_function() -> None:
+def test_reward_must_name_a_function() -> None:
     with pytest.raises(ConfigError, match="reward"):
         dry_run(config(reward="mine"))
 
@@ -142,7 +157,7 @@ ON_POLICY = {"off_policy_share": 0.0, "hybrid_share": 0.0, "ratio_max": 1.00003,
 
 
 @pytest.mark.parametrize(
-    ("fields", "exact", "said"),
+    ("fields", "exact", "message"),
     [
         ({}, True, None),
         ({"off_policy_share": 0.25}, False, r"25\.00% of the tokens are off-policy"),
@@ -153,11 +168,11 @@ ON_POLICY = {"off_policy_share": 0.0, "hybrid_share": 0.0, "ratio_max": 1.00003,
         ({"ratio_max": 1.01}, False, None),
     ],
 )
-def test_strict_on_policy_is_looked_after(fields: dict[str, float], exact: bool, said: str | None) -> None:
+def test_strict_on_policy_is_checked(fields: dict[str, float], exact: bool, message: str | None) -> None:
     rows = [{**ON_POLICY, **fields}, ON_POLICY]
     check_on_policy([{}], exact=exact)
-    if said is None:
+    if message is None:
         check_on_policy(rows, exact=exact)
     else:
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             check_on_policy(rows, exact=exact)

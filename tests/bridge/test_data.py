@@ -18,7 +18,7 @@ def config(**fields: Any) -> Config:
     return Config(hf_checkpoint="m", prompt_data="d", **fields)
 
 
-def test_jsonl_parquet_folder_and_dataset_say_the_same(tmp_path: Path) -> None:
+def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
     from datasets import Dataset
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in ROWS))
@@ -32,34 +32,34 @@ def test_jsonl_parquet_folder_and_dataset_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "a.csv"])
-def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+def test_unreadable_path_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(ConfigError, match=name):
         read_rows(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (b'{"input": "q",}', r"b\.jsonl, line 3: .*property name"),
         (b"\xff\xfe\xff", r"b\.jsonl, line 3: "),
         (b"17", r"b\.jsonl, line 3: must be an object"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: bytes, said: str) -> None:
+def test_malformed_line_is_reported_with_file_and_number(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"input": "q"}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"input": "q"}\n\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_rows(tmp_path)
 
 
-def test_a_bad_parquet_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_text("no parquet")
+def test_corrupt_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("not parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet cannot be read"):
         read_rows(tmp_path / "a.parquet")
 
 
-def test_epochs_have_their_own_order_and_ids() -> None:
+def test_each_epoch_has_its_own_order_and_ids() -> None:
     data = PromptData(ROWS, config(rollout_shuffle=True, seed=3))
     taken = data.take(15)
     for epoch in range(3):
@@ -71,16 +71,16 @@ def test_epochs_have_their_own_order_and_ids() -> None:
     assert len({p.id for p in taken}) == 15
 
 
-def test_a_position_is_all_that_a_checkpoint_needs() -> None:
+def test_position_restores_the_data() -> None:
     first = PromptData(ROWS, config(rollout_shuffle=True))
-    whole = first.take(12)
+    prompts = first.take(12)
     again = PromptData(ROWS, config(rollout_shuffle=True))
     again.position = 7
-    assert again.take(5) == whole[7:]
-    assert [again.find(p.id) for p in whole] == whole
+    assert again.take(5) == prompts[7:]
+    assert [again.find(p.id) for p in prompts] == prompts
 
 
-def test_columns_may_be_nested_and_missing_ones_are_named() -> None:
+def test_nested_columns_are_read_and_missing_ones_are_named() -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": 4}}]
     data = PromptData(rows, config(input_key="prompt", label_key="reward_model.ground_truth"))
     prompt = data.take(1)[0]
@@ -89,7 +89,7 @@ def test_columns_may_be_nested_and_missing_ones_are_named() -> None:
         PromptData(rows, config(input_key="question")).take(1)
 
 
-def test_text_ids_and_chat() -> None:
+def test_prompts_are_text_ids_or_messages() -> None:
     rows = [{"input": "2 + 2 =", "label": 4}, {"input": [5, 6, 7], "label": 1}]
     plain = PromptData(rows, config()).take(2)
     assert [set(p.body(1)) for p in plain] == [{"id", "text", "n"}, {"id", "input_ids", "n"}]
@@ -97,6 +97,6 @@ def test_text_ids_and_chat() -> None:
     assert chat.body(1)["messages"] == [{"role": "user", "content": "2 + 2 ="}]
 
 
-def test_no_rows_are_refused() -> None:
+def test_empty_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="no rows"):
         PromptData([], config())

@@ -1,4 +1,4 @@
-"""A distributed push in which one engine refuses a bucket: the others are let go, and the next push reaches all."""
+"""A distributed push in which one engine refuses a bucket: the others are unblocked, and the next push succeeds."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,41 +7,41 @@ import pytest
 import torch
 
 from tests.bridge.receivers import Receiver
-from trainer_bridge.push.bucket import WeightBucket
 from trainer_bridge.push.distributed import DistributedTransport
 from trainer_bridge.push.push_target import WeightCallError
+from trainer_bridge.push.transport import WeightBucket
 
-# What is not let go is waited for five minutes.
+# An engine that stays blocked would be waited for five minutes.
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
 def receivers() -> Iterator[list[Receiver]]:
     """Three, so that gloo's tree is one deep: the third gets its data from the first."""
-    made = [Receiver(name) for name in ("first", "second", "third")]
-    yield made
-    for receiver in made:
+    receivers = [Receiver(name) for name in ("first", "second", "third")]
+    yield receivers
+    for receiver in receivers:
         receiver.close()
 
 
-def test_whoever_waits_for_an_engine_that_refuses_is_let_go(receivers: list[Receiver]) -> None:
+def test_engines_waiting_in_the_broadcast_are_unblocked_when_one_refuses(receivers: list[Receiver]) -> None:
     engines: Any = receivers
-    way = DistributedTransport(engines, torch.device("cpu"))
+    transport = DistributedTransport(engines, torch.device("cpu"))
     bucket = WeightBucket.of([("w", torch.ones(100_000))])
-    way.open()
-    way.send(bucket)
+    transport.open()
+    transport.send(bucket)
     receivers[0].refuse(True)
     with pytest.raises(WeightCallError, match="first refuses"):
-        way.send(bucket)
-    receivers[0].refuse(False)  # every receiver answers again, so none of them waits any longer
+        transport.send(bucket)
+    receivers[0].refuse(False)  # every receiver answers again, so none of them is still blocked
     for receiver in receivers[1:]:
         receiver.refuse(False)
-    way.open()
-    way.send(bucket)
-    way.close()
+    transport.open()
+    transport.send(bucket)
+    transport.close()
 
 
-def test_an_engine_that_refuses_to_join_is_heard_at_once(receivers: list[Receiver]) -> None:
+def test_engine_that_refuses_to_join_fails_the_push_at_once(receivers: list[Receiver]) -> None:
     engines: Any = receivers[:1]
     receivers[0].refuse(True)
     with pytest.raises(WeightCallError, match="first refuses"):

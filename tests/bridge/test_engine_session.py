@@ -1,4 +1,4 @@
-"""Engine and trainer of one mind: when weights are pushed, under which version, and when not."""
+"""When the engine session pushes weights, and under which version."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ UNNAMED = "the journal is at policy version 3: name the version by --april-versi
 
 
 class FakeServer:
-    """A policy version, the runs it knows, and whether it wants weights."""
+    """Engine and trainer in one: a policy version, the runs and rounds at the engine, and the pushes to it."""
 
     url = "http://engine"
 
@@ -26,7 +26,7 @@ class FakeServer:
         self.version, self.runs, self.rounds, self.closed, self.push_open = 0, set[str](), set[str](), "", False
         self.pushes: list[int | None] = []
         self.failing = 0
-        self.started = 0
+        self.connections = 0
 
     @property
     def client(self) -> "FakeServer":
@@ -36,8 +36,8 @@ class FakeServer:
     def each(self) -> list["FakeServer"]:
         return [self]
 
-    def ready(self) -> None:
-        self.started += 1
+    def wait_until_ready(self) -> None:
+        self.connections += 1
 
     def state(self) -> dict[str, Any]:
         runs = {name: {} for name in self.runs}
@@ -62,166 +62,166 @@ class FakeServer:
         return SimpleNamespace(version=self.version)
 
 
-def link(server: FakeServer, folder: Path, step: int = 0) -> tuple[EngineSession, Any]:
+def make_session(server: FakeServer, folder: Path, step: int = 0) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
-    rollouts: Any = SimpleNamespace(held=set())
+    rollouts: Any = SimpleNamespace(engines_with_carry=set())
     fake: Any = server
-    made = EngineSession(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
-    made.step = step
-    return made, rollouts
+    session = EngineSession(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
+    session.step = step
+    return session, rollouts
 
 
-def find(made: EngineSession) -> None:
-    made.call(made.align, lambda _: None, at_once=False)
+def connect(session: EngineSession) -> None:
+    session.call(session.sync_weights, lambda _: None, reconnect_first=True)
 
 
-def test_a_new_run_pushes_once_and_then_once_a_step(tmp_path: Path) -> None:
+def test_new_run_pushes_once_and_then_once_per_step(tmp_path: Path) -> None:
     server = FakeServer()
     server.version = 6
-    made, rollouts = link(server, tmp_path)
-    find(made)
-    assert (server.pushes, made.version) == ([None], 7)
-    rollouts.held = {0}
-    made.step = 1
-    made.align()
-    made.align()
+    session, rollouts = make_session(server, tmp_path)
+    connect(session)
+    assert (server.pushes, session.version) == ([None], 7)
+    rollouts.engines_with_carry = {0}
+    session.step = 1
+    session.sync_weights()
+    session.sync_weights()
     assert (server.pushes, server.version) == ([None, 8], 8)
 
 
-def test_a_trainer_that_went_back_leaves_its_engine_alone(tmp_path: Path) -> None:
+def test_trainer_restarted_from_a_checkpoint_does_not_push_to_an_engine_that_is_ahead(tmp_path: Path) -> None:
     server = FakeServer()
-    made, rollouts = link(server, tmp_path)
-    find(made)
+    session, rollouts = make_session(server, tmp_path)
+    connect(session)
     server.version, server.runs = 4, {"r"}
-    again, rollouts = link(server, tmp_path, step=1)
-    find(again)
-    assert rollouts.held
+    again, rollouts = make_session(server, tmp_path, step=1)
+    connect(again)
+    assert rollouts.engines_with_carry
     assert (server.pushes, again.version) == ([None], 2)
     for step in (2, 3):
         again.step = step
-        again.align()
+        again.sync_weights()
     assert server.pushes == [None]
     again.step = 4
-    again.align()
+    again.sync_weights()
     assert server.pushes == [None, 5]
 
 
-def test_a_new_engine_gets_this_steps_weights_under_their_version(tmp_path: Path) -> None:
-    made, _ = link(FakeServer(), tmp_path)
-    find(made)
+def test_new_engine_gets_the_weights_of_the_step_under_their_version(tmp_path: Path) -> None:
+    session, _ = make_session(FakeServer(), tmp_path)
+    connect(session)
     server = FakeServer()
-    again, rollouts = link(server, tmp_path, step=5)
-    find(again)
-    assert not rollouts.held
+    again, rollouts = make_session(server, tmp_path, step=5)
+    connect(again)
+    assert not rollouts.engines_with_carry
     assert (server.pushes, again.version) == ([6], 6)
 
 
-def test_another_engine_that_is_further_counts_on_from_its_own_version(tmp_path: Path) -> None:
-    made, _ = link(FakeServer(), tmp_path)
-    find(made)
+def test_foreign_engine_with_a_higher_version_continues_from_its_own_version(tmp_path: Path) -> None:
+    session, _ = make_session(FakeServer(), tmp_path)
+    connect(session)
     server = FakeServer()
     server.version = 40
-    again, _ = link(server, tmp_path, step=5)
-    find(again)
+    again, _ = make_session(server, tmp_path, step=5)
+    connect(again)
     assert (server.pushes, again.version) == ([None], 41)
 
 
-def test_an_engine_back_from_its_journal_is_named_its_version(tmp_path: Path) -> None:
-    made, _ = link(FakeServer(), tmp_path)
-    find(made)
+def test_engine_restored_from_its_journal_is_pushed_to_under_the_same_version(tmp_path: Path) -> None:
+    session, _ = make_session(FakeServer(), tmp_path)
+    connect(session)
     server = FakeServer()
     server.version, server.runs, server.closed = 3, {"r"}, UNNAMED
-    again, rollouts = link(server, tmp_path, step=2)
-    find(again)
-    assert rollouts.held
+    again, rollouts = make_session(server, tmp_path, step=2)
+    connect(again)
+    assert rollouts.engines_with_carry
     assert (server.pushes, again.version) == ([3], 3)
 
 
-def test_the_reply_of_a_round_shows_that_the_engine_knows_the_run(tmp_path: Path) -> None:
+def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> None:
     server = FakeServer()
     server.rounds = {"r.3"}
-    made, rollouts = link(server, tmp_path, step=2)
-    find(made)
-    assert rollouts.held
+    session, rollouts = make_session(server, tmp_path, step=2)
+    connect(session)
+    assert rollouts.engines_with_carry
 
 
-def test_a_failed_push_is_healed_by_the_next(tmp_path: Path) -> None:
-    server, said = FakeServer(), list[str]()
+def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:
+    server, warnings = FakeServer(), list[str]()
     server.failing = 1
-    made, _ = link(server, tmp_path)
-    made.call(made.align, said.append)
-    assert (server.version, len(said), server.started) == (1, 1, 1)
+    session, _ = make_session(server, tmp_path)
+    session.call(session.sync_weights, warnings.append)
+    assert (server.version, len(warnings), server.connections) == (1, 1, 1)
 
 
-def test_an_engine_that_never_comes_back_ends_the_run(tmp_path: Path) -> None:
-    made, _ = link(FakeServer(), tmp_path)
+def test_engine_that_is_lost_repeatedly_ends_the_run(tmp_path: Path) -> None:
+    session, _ = make_session(FakeServer(), tmp_path)
 
     def lost() -> None:
         raise httpx.ConnectError("refused")
 
     with pytest.raises(EngineGoneError, match="3 times in one call: ConnectError"):
-        made.call(lost, lambda _: None)
+        session.call(lost, lambda _: None)
 
 
-def test_an_engine_that_does_not_come_back_in_time_is_not_looked_for_again(tmp_path: Path) -> None:
+def test_engine_that_does_not_become_ready_is_not_waited_for_again(tmp_path: Path) -> None:
     server = FakeServer()
-    made, _ = link(server, tmp_path)
-    looked: list[int] = []
+    session, _ = make_session(server, tmp_path)
+    waits: list[int] = []
 
     def never() -> None:
-        looked.append(1)
-        raise EngineGoneError("does not serve")
+        waits.append(1)
+        raise EngineGoneError("not ready")
 
-    server.ready = never  # type: ignore[method-assign]
-    with pytest.raises(EngineGoneError, match="does not serve"):
-        find(made)
-    assert looked == [1]
+    server.wait_until_ready = never  # type: ignore[method-assign]
+    with pytest.raises(EngineGoneError, match="not ready"):
+        connect(session)
+    assert waits == [1]
 
 
-def test_a_trainer_killed_in_its_push_asks_for_the_round_again_before_it_pushes(tmp_path: Path) -> None:
-    """The weights at the engine are mixed, its version cannot be named again, and the reply needs neither."""
+def test_trainer_killed_during_a_push_repeats_its_round_before_it_pushes(tmp_path: Path) -> None:
+    """The engine has mixed weights and no usable version, but its kept reply needs neither."""
     server = FakeServer()
-    made, _ = link(server, tmp_path)
-    find(made)
+    session, _ = make_session(server, tmp_path)
+    connect(session)
     server.version, server.runs, server.push_open, server.closed = 3, {"r"}, True, "a push is open"
     server.rounds = {"r.3"}
-    again, _ = link(server, tmp_path, step=2)
-    find(again)
-    assert (server.pushes, again.version) == ([None], 3), "nothing is pushed yet"
+    again, _ = make_session(server, tmp_path, step=2)
+    connect(again)
+    assert (server.pushes, again.version) == ([None], 3), "nothing has been pushed yet"
     again.step = 3
-    again.align()
+    again.sync_weights()
     assert (server.pushes, server.version) == ([None, 4], 4)
 
 
-def test_a_push_that_nobody_ended_is_healed_where_the_next_round_is_not_answered(tmp_path: Path) -> None:
+def test_interrupted_push_is_repeated_if_the_next_round_has_no_reply(tmp_path: Path) -> None:
     server = FakeServer()
-    made, _ = link(server, tmp_path)
-    find(made)
+    session, _ = make_session(server, tmp_path)
+    connect(session)
     server.version, server.runs, server.push_open, server.closed = 3, {"r"}, True, "a push is open"
-    again, _ = link(server, tmp_path, step=2)
-    find(again)
+    again, _ = make_session(server, tmp_path, step=2)
+    connect(again)
     assert (server.pushes, again.version, server.version) == ([None, None], 4, 4)
 
 
-def test_both_killed_the_engine_ahead_and_unnamed_answers_first(tmp_path: Path) -> None:
+def test_restored_engine_that_is_ahead_answers_before_its_version_is_named(tmp_path: Path) -> None:
     server = FakeServer()
-    made, _ = link(server, tmp_path)
-    find(made)
+    session, _ = make_session(server, tmp_path)
+    connect(session)
     server.version, server.runs, server.closed, server.rounds = 3, {"r"}, UNNAMED, {"r.2"}
-    again, _ = link(server, tmp_path, step=1)
-    find(again)
+    again, _ = make_session(server, tmp_path, step=1)
+    connect(again)
     assert (server.pushes, again.version) == ([None], 2)
     again.step = 2
-    again.align()
+    again.sync_weights()
     assert (server.pushes[-1], again.version, server.closed) == (3, 3, "")
 
 
-def test_what_the_engine_refuses_is_no_loss(tmp_path: Path) -> None:
-    made, _ = link(FakeServer(), tmp_path)
+def test_refusal_is_not_treated_as_a_lost_engine(tmp_path: Path) -> None:
+    session, _ = make_session(FakeServer(), tmp_path)
 
     def refused() -> None:
         raise AprilError(400, "prompts", "too long")
 
     with pytest.raises(AprilError):
-        made.call(refused, lambda _: None)
+        session.call(refused, lambda _: None)

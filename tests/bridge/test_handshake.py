@@ -1,4 +1,4 @@
-"""Which engines a trainer lets itself be connected to; each refusal is one sentence that names the reason."""
+"""Which engines a trainer connects to; a refusal is one line that names the engine and the reason."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ import pytest
 
 from examples.tiny_model import config
 from sglang_april import __version__
-from trainer_bridge.handshake import EngineFacts, HandshakeError, check_engine, shake_hands
+from trainer_bridge.handshake import EngineInfo, HandshakeError, check_engine, shake_hands
 from trainer_bridge.megatron.shapes import ModelShape
 
 SHAPE = ModelShape.of(config("qwen3"))
@@ -31,12 +31,12 @@ def state(hooks: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     return {"policy_version": 3, "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}}}
 
 
-def test_the_right_engine_is_let_in() -> None:
-    assert check_engine("http://e", state(), SHAPE) == EngineFacts("http://e", 2, 3, "0.5.17")
+def test_matching_engine_is_accepted() -> None:
+    assert check_engine("http://e", state(), SHAPE) == EngineInfo("http://e", 2, 3, "0.5.17")
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("reported", "reason"),
     [
         (state({}), "without sglang-april's hooks"),
         (state({"april": "0.0.1", "sglang": "0.5.17"}), "has sglang-april 0.0.1, the trainer"),
@@ -47,15 +47,15 @@ def test_the_right_engine_is_let_in() -> None:
         ({"policy_version": 0, "http": {"hooks": {"april": __version__, "sglang": "0"}}}, "architecture None"),
     ],
 )
-def test_any_other_engine_is_refused_with_the_reason(said: dict[str, Any], words: str) -> None:
-    with pytest.raises(HandshakeError, match=words) as refused:
-        check_engine("http://e", said, SHAPE)
+def test_engine_that_does_not_match_is_refused_with_the_reason(reported: dict[str, Any], reason: str) -> None:
+    with pytest.raises(HandshakeError, match=reason) as refused:
+        check_engine("http://e", reported, SHAPE)
     assert "http://e" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 class Stock(BaseHTTPRequestHandler):
-    """SGLang without the plugin knows no /april/state."""
+    """SGLang without the plugin has no /april/state."""
 
     def do_GET(self) -> None:
         body = json.dumps({"detail": "Not Found"}).encode()
@@ -78,11 +78,11 @@ def stock() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_engine_that_is_not_patched_is_refused(stock: str) -> None:
+def test_engine_without_the_plugin_is_refused(stock: str) -> None:
     with pytest.raises(HandshakeError, match="SGLang runs there without sglang-april"):
         shake_hands(stock, SHAPE)
 
 
-def test_where_nobody_answers_the_address_is_named() -> None:
+def test_unreachable_engine_is_named() -> None:
     with pytest.raises(HandshakeError, match=r"no engine answers at http://127\.0\.0\.1:9"):
         shake_hands("http://127.0.0.1:9", SHAPE)

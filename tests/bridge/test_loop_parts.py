@@ -1,4 +1,4 @@
-"""Parts of the loop without engine and trainer: evaluations over a trainer's death, acknowledgements, the end."""
+"""Parts of the loop without engine and trainer: evaluations after a restart, acknowledgements, end of the run."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 from sglang_april.client import AprilError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
-from tests.bridge.test_rollout import STATS, FakeRewards, finished
+from tests.bridge.test_rollout import STATS, FakeRewards, finished_group
 from trainer_bridge.config import Config
 from trainer_bridge.loop import TrainingLoop
 from trainer_bridge.megatron.workers import TrainerFailed
@@ -21,16 +21,16 @@ EVALUATIONS = {"eval_interval": 5, "save_interval": 20}
 
 
 class FakeServer:
-    """Replies by id: of those that need not be kept, the last two of a run (S8)."""
+    """Keeps replies by id: unacknowledged ones, and the last two of a run (`kept-replies`)."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bool] = {}
-        """By id, whether it waits for its acknowledgement."""
+        """By id, whether the reply waits for its acknowledgement."""
         self.gone: set[str] = set()
         self.generated: list[str] = []
-        self.acks_to_death: int | None = None
+        self.acks_until_crash: int | None = None
         self.failures = 0
-        """So many of the next calls at the end of a run find nobody."""
+        """How many of the next calls at the end of the run fail to connect."""
         self.ends: list[str] = []
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
@@ -41,14 +41,14 @@ class FakeServer:
             self.kept[name] = body.get("keep_until_ack", False)
             self.trim()
         for prompt in body["prompts"]:
-            yield finished(prompt)
+            yield finished_group(prompt)
         yield RolloutSummary(name, body["run"], 1, "exhausted", [], {"groups": 0}, STATS)
 
     def ack(self, name: str) -> None:
-        if self.acks_to_death is not None:
-            if not self.acks_to_death:
+        if self.acks_until_crash is not None:
+            if not self.acks_until_crash:
                 raise KeyboardInterrupt
-            self.acks_to_death -= 1
+            self.acks_until_crash -= 1
         self.find(name)
         self.kept[name] = False
         self.trim()
@@ -82,23 +82,23 @@ class FakeServer:
     def end(self, call: str) -> None:
         if self.failures:
             self.failures -= 1
-            raise httpx.ConnectError("nobody there")
+            raise httpx.ConnectError("connection refused")
         self.ends.append(call)
 
 
-class FakeLink:
-    """Calls again what found nobody."""
+class FakeSession:
+    """Repeats calls that fail to connect."""
 
     def __init__(self, *_: Any) -> None:
         self.step = 0
 
-    def align(self) -> None:
+    def sync_weights(self) -> None:
         pass
 
-    def call(self, do: Callable[[], Any], warn: Any, *, at_once: bool = True) -> Any:
+    def call(self, function: Callable[[], Any], warn: Any, *, reconnect_first: bool = False) -> Any:
         while True:
             try:
-                return do()
+                return function()
             except httpx.TransportError:
                 pass
 
@@ -121,32 +121,32 @@ def server() -> FakeServer:
 
 @pytest.fixture
 def loop(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingLoop]]:
-    """A trainer of the run in `tmp_path`; the next one is its successor."""
+    """Creates loops for the same run, each resuming from the checkpoints of the previous one."""
     rewards = SimpleNamespace(submit=FakeRewards().submit, close=lambda: None)
-    monkeypatch.setattr("trainer_bridge.loop._rewards", lambda _: rewards)
+    monkeypatch.setattr("trainer_bridge.loop._start_rewards", lambda _: rewards)
     monkeypatch.setattr(
         "trainer_bridge.loop.RolloutEngines", lambda *_: SimpleNamespace(client=server, close=lambda: None)
     )
-    monkeypatch.setattr("trainer_bridge.loop.EngineSession", FakeLink)
+    monkeypatch.setattr("trainer_bridge.loop.EngineSession", FakeSession)
     data = tmp_path / "data.jsonl"
     data.write_text('{"input": "q", "label": "ok"}\n' * 3)
-    made: list[TrainingLoop] = []
+    loops: list[TrainingLoop] = []
 
     def make(**fields: Any) -> TrainingLoop:
         if "eval_interval" in fields:
             fields["eval_prompt_data"] = str(data)
         base: dict[str, Any] = {"hf_checkpoint": "m", "prompt_data": str(data), "save": str(tmp_path / "run")}
         base |= {"n_samples_per_eval_prompt": 2}
-        made.append(TrainingLoop(Config(**base, **fields), FakeTrainer()))  # type: ignore[arg-type]
-        return made[-1]
+        loops.append(TrainingLoop(Config(**base, **fields), FakeTrainer()))  # type: ignore[arg-type]
+        return loops[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for each in loops:
+        each.close()
 
 
-def go(loop: TrainingLoop, server: FakeServer, last: int) -> None:
-    """From the last checkpoint (or the start) through so many steps, as `TrainingLoop.run`, without training."""
+def run_steps(loop: TrainingLoop, server: FakeServer, last: int) -> None:
+    """Run from the last checkpoint (or the start) to step `last`, like `TrainingLoop.run` but without training."""
     loop._restore()
     loop._evaluate()
     for step in range(loop.state.step + 1, last + 1):
@@ -157,48 +157,46 @@ def go(loop: TrainingLoop, server: FakeServer, last: int) -> None:
         loop._evaluate()
 
 
-def evaluated(folder: Path) -> list[int]:
+def evaluated_steps(folder: Path) -> list[int]:
     return [row["step"] for row in read_rows(folder / "run" / "evaluations.jsonl")]
 
 
-def test_a_trainer_that_was_killed_gets_all_evaluations_since_its_checkpoint_again(
+def test_restarted_trainer_repeats_all_evaluations_since_its_checkpoint(
     loop: Callable[..., TrainingLoop], server: FakeServer, tmp_path: Path
 ) -> None:
-    go(loop(**EVALUATIONS), server, 19)
-    assert evaluated(tmp_path) == [0, 5, 10, 15]
-    go(loop(**EVALUATIONS), server, 25)
-    assert evaluated(tmp_path) == [0, 5, 10, 15, 20, 25]
+    run_steps(loop(**EVALUATIONS), server, 19)
+    assert evaluated_steps(tmp_path) == [0, 5, 10, 15]
+    run_steps(loop(**EVALUATIONS), server, 25)
+    assert evaluated_steps(tmp_path) == [0, 5, 10, 15, 20, 25]
     assert len(server.generated) == len(set(server.generated)) == 25 + 6, "nothing is generated twice"
-    name = server.generated[0].removesuffix(".eval-0")
-    assert server.waiting == [*(f"{name}.{step}" for step in range(21, 26)), f"{name}.eval-25"]
+    run_name = server.generated[0].removesuffix(".eval-0")
+    assert server.waiting == [*(f"{run_name}.{step}" for step in range(21, 26)), f"{run_name}.eval-25"]
 
 
 @pytest.mark.parametrize("acks", range(1, 27))
-def test_a_death_between_two_acknowledgements_leaves_none_out(
+def test_crash_between_two_acknowledgements_loses_none(
     loop: Callable[..., TrainingLoop], server: FakeServer, acks: int
 ) -> None:
-    """Evaluation 0 by itself; with the checkpoint 20 rounds and 3 evaluations; evaluation 20; all in this order."""
-    server.acks_to_death = acks
+    """The order is: evaluation 0; with the checkpoint 20 rounds and 3 evaluations; evaluation 20."""
+    server.acks_until_crash = acks
     if acks < 25:
         with pytest.raises(KeyboardInterrupt):
-            go(loop(**EVALUATIONS), server, 20)
+            run_steps(loop(**EVALUATIONS), server, 20)
     else:
-        go(loop(**EVALUATIONS), server, 20)
-    server.acks_to_death = None
-    go(loop(**EVALUATIONS), server, 20)
+        run_steps(loop(**EVALUATIONS), server, 20)
+    server.acks_until_crash = None
+    run_steps(loop(**EVALUATIONS), server, 20)
     assert server.waiting == []
 
 
-def test_without_evaluations_rounds_alone_are_acknowledged(
-    loop: Callable[..., TrainingLoop], server: FakeServer
-) -> None:
-    go(loop(save_interval=2), server, 5)
+def test_rounds_are_acknowledged_with_their_checkpoint(loop: Callable[..., TrainingLoop], server: FakeServer) -> None:
+    run_steps(loop(save_interval=2), server, 5)
     assert [name.rpartition(".")[2] for name in server.waiting] == ["5"]
     assert len(server.generated) == 5
 
 
 @pytest.mark.parametrize(("on_end", "calls"), [("drop", ["drop None"]), ("drain", ["partials", "drop ['e0-7']"])])
-def test_a_server_that_is_lost_at_the_end_is_asked_again(
+def test_calls_at_the_end_of_the_run_are_repeated_if_the_server_is_lost(
     loop: Callable[..., TrainingLoop], server: FakeServer, on_end: str, calls: list[str]
 ) -> None:
     server.failures = 1
@@ -207,29 +205,29 @@ def test_a_server_that_is_lost_at_the_end_is_asked_again(
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "said"),
+    ("error", "kind", "message"),
     [
         (OSError(28, "No space left on device"), RunError, r"step-000020 cannot be written: .*No space left"),
         (RuntimeError("unexpected pos 704\nframe #0"), RunError, r"step-000020 cannot be written: unexpected pos 704$"),
         (TrainerFailed("trainer rank 1 has died"), TrainerFailed, "rank 1"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_folder(
-    loop: Callable[..., TrainingLoop], server: FakeServer, error: Exception, kind: type[Exception], said: str
+def test_checkpoint_that_cannot_be_written_ends_the_run_and_is_named(
+    loop: Callable[..., TrainingLoop], server: FakeServer, error: Exception, kind: type[Exception], message: str
 ) -> None:
-    made = loop(save_interval=20)
+    training_loop = loop(save_interval=20)
 
-    def full(_: Path) -> None:
+    def raise_error(_: Path) -> None:
         raise error
 
-    made.trainer.save = full  # type: ignore[method-assign]
-    with pytest.raises(kind, match=said):
-        go(made, server, 20)
+    training_loop.trainer.save = raise_error  # type: ignore[method-assign]
+    with pytest.raises(kind, match=message):
+        run_steps(training_loop, server, 20)
 
 
-def test_a_step_whose_groups_are_all_unfit_says_so(loop: Callable[..., TrainingLoop]) -> None:
-    made = loop()
-    brought = SimpleNamespace(groups=[], problems=["no opinion"])
-    made.rollouts.round = lambda *_, **__: brought  # type: ignore[method-assign,assignment,return-value]
+def test_step_without_usable_groups_ends_the_run_with_the_reason(loop: Callable[..., TrainingLoop]) -> None:
+    training_loop = loop()
+    rollout = SimpleNamespace(groups=[], problems=["no opinion"])
+    training_loop.rollouts.round = lambda *_, **__: rollout  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(RunError, match=r"32 groups short after 10 rounds.*no opinion"):
-        made._rounds("r.1", 32)
+        training_loop._rounds("r.1", 32)

@@ -1,4 +1,4 @@
-"""A step's figures against NumPy over the same tokens, added up in any order; and where π_old is known from."""
+"""Loss statistics against NumPy over the same tokens, merged in any order; engine-provided π_old."""
 
 import math
 
@@ -10,7 +10,7 @@ from tests.bridge.test_losses import LENGTHS, case, tensors
 from trainer_bridge.batch import KEPT, PROVENANCE, Tokens
 from trainer_bridge.corrections import engine_proximal
 from trainer_bridge.loss_settings import LossSettings
-from trainer_bridge.loss_stats import FEW_SEQUENCES, LossStats
+from trainer_bridge.loss_stats import MIN_CORRELATION_SEQUENCES, LossStats
 from trainer_bridge.losses import policy_loss
 
 SETTINGS = LossSettings(algorithm="dapo", correction="icepop", proximal="trainer", icepop_low=0.7, icepop_high=1.4)
@@ -24,7 +24,7 @@ def counted(*seeds: int) -> LossStats:
     return stats
 
 
-def test_every_figure_is_what_numpy_says() -> None:
+def test_every_statistic_equals_its_numpy_value() -> None:
     c = case(0)
     used = np.concatenate(c["masks"])
     flat = {
@@ -62,13 +62,13 @@ def test_every_figure_is_what_numpy_says() -> None:
     assert row == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-6)
 
 
-def test_parts_add_up_to_the_whole() -> None:
+def test_merged_statistics_equal_those_of_all_tokens() -> None:
     whole, first, second = counted(1, 2, 3), counted(1), counted(2, 3)
     first.merge(second)
     assert first.row() == pytest.approx(whole.row())
 
 
-def test_a_step_without_tokens_has_no_figures() -> None:
+def test_step_without_tokens_has_no_statistics() -> None:
     now, tokens = tensors(case(0), "token")
     fields = {name: getattr(tokens, name) for name in tokens.__slots__}
     empty = Tokens(**{**fields, "weights": torch.zeros_like(tokens.weights)})
@@ -78,9 +78,9 @@ def test_a_step_without_tokens_has_no_figures() -> None:
     assert stats.warnings() == []
 
 
-def few_words(tokens_of: int, gap: float, advantage: float) -> list[str]:
-    """Warnings of responses of two tokens each, whose log ratio is `gap`; age and advantage rise together."""
-    n = tokens_of
+def warned_names(responses: int, gap: float, advantage: float) -> list[str]:
+    """Names in the warnings for responses of two tokens whose log ratio is `gap`; advantage rises with age."""
+    n = responses
     age = torch.arange(n) % 4
     behaviour = torch.full((2 * n,), -1.0)
     tokens = Tokens(
@@ -98,15 +98,15 @@ def few_words(tokens_of: int, gap: float, advantage: float) -> list[str]:
     return [sentence.split()[0] for sentence in stats.warnings()]
 
 
-def test_warnings_name_what_has_left_its_bounds() -> None:
-    assert few_words(8, 0.0, 1.0) == []
-    assert few_words(8, math.log(1.5), 1.0) == ["ratio_mean", "clip_share", "on_policy_gap"]
-    assert few_words(FEW_SEQUENCES, 0.0, 1.0) == ["advantage_age_correlation"]
-    assert few_words(FEW_SEQUENCES, 0.0, 0.0) == []
+def test_warnings_name_the_values_outside_their_ranges() -> None:
+    assert warned_names(8, 0.0, 1.0) == []
+    assert warned_names(8, math.log(1.5), 1.0) == ["ratio_mean", "clip_share", "on_policy_gap"]
+    assert warned_names(MIN_CORRELATION_SEQUENCES, 0.0, 1.0) == ["advantage_age_correlation"]
+    assert warned_names(MIN_CORRELATION_SEQUENCES, 0.0, 0.0) == []
 
 
-def test_the_engine_knows_proximal_logprobs_of_some_tokens() -> None:
-    """Version 5 trains; tokens of versions 3, 5 and 5, the last on kept KV."""
+def test_engine_provides_proximal_logprobs_of_some_tokens() -> None:
+    """The trainer is at version 5; the tokens are of versions 3, 5 and 5, the last on kept KV."""
     behaviour = np.array([-1.0, -2.0, -3.0], np.float32)
     recomputed = np.array([-1.5, -2.0, np.nan], np.float32)
     age, kv = np.array([2, 0, 0]), np.array([0, 1, KEPT])

@@ -1,8 +1,9 @@
-"""Losses against independent NumPy references, one sequence and one token at a time, with masks and mixed versions."""
+"""Losses against independent references, computed one token at a time, with masks and mixed versions."""
 
 import math
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ Case = dict[str, Any]
 
 
 def case(seed: int, spread: float = 0.4) -> Case:
-    """Six responses: some tokens masked, one response wholly, ages 0 to 3, every provenance."""
+    """Six responses with masked tokens, one of them masked entirely, ages 0 to 3 and every provenance."""
     rng = np.random.default_rng(seed)
     behaviour = [-rng.exponential(1.5, n) for n in LENGTHS]
     proximal = [b + spread * rng.standard_normal(len(b)) for b in behaviour]
@@ -55,7 +56,7 @@ def tensors(c: Case, mean: Mean) -> tuple[torch.Tensor, Tokens]:
     return flat("now").requires_grad_(), tokens
 
 
-# --- the references: plain loops over scalars, written from the papers, sharing nothing with the code
+# --- references: loops over scalars, written from the papers and independent of the code under test
 
 
 def reference_old(c: Case, i: int, t: int, source: Proximal) -> float:
@@ -126,11 +127,10 @@ def test_every_loss_with_every_correction_equals_its_reference(settings: LossSet
 
 
 def frozen_reference(c: Case, s: LossSettings, moved: np.ndarray) -> float:
-    """The reference after a small move of log π, with π_old held where it was: it carries no gradient."""
+    """The reference after a small change of log π, with π_old fixed, because it has no gradient."""
     fixed = {**c, "proximal": [[reference_old(c, i, t, s.proximal) for t in range(n)] for i, n in enumerate(LENGTHS)]}
     fixed["now"] = np.split(np.concatenate(c["now"]) + moved, np.cumsum(LENGTHS)[:-1])
-    names = {name: getattr(s, name) for name in s.__slots__}
-    return reference_loss(fixed, LossSettings(**{**names, "proximal": "trainer"}))
+    return reference_loss(fixed, msgspec.structs.replace(s, proximal="trainer"))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_every_gradient_equals_the_reference_differentiated_numerically(settings
 
 
 @pytest.mark.parametrize("settings", SETTINGS[::3], ids=lambda s: f"{s.algorithm}-{s.correction}-{s.proximal}")
-def test_extreme_ratios_and_rubbish_under_the_mask_leave_value_and_gradient_finite(settings: LossSettings) -> None:
-    """Log ratios of ±10⁴ in float32; masked tokens hold NaN and infinities."""
+def test_loss_and_gradient_are_finite_for_extreme_ratios_and_garbage_in_masked_tokens(settings: LossSettings) -> None:
+    """Log ratios of ±10⁴ in float32; masked tokens contain NaN and infinities."""
     rng = np.random.default_rng(1)
     now, tokens = tensors(case(3, spread=1e4), settings.mean_over)
     now = now.detach().float()
@@ -168,7 +168,7 @@ def test_extreme_ratios_and_rubbish_under_the_mask_leave_value_and_gradient_fini
 
 
 @pytest.mark.parametrize("mean", get_args(Mean))
-def test_how_a_step_is_cut_into_micro_batches_changes_nothing(mean: Mean) -> None:
+def test_loss_is_independent_of_the_split_into_micro_batches(mean: Mean) -> None:
     settings = LossSettings(algorithm="gspo", correction="seq_mask", proximal="trainer", mean=mean, seq_mask_low=0.8)
     now, tokens = tensors(case(5), mean)
     whole, _ = policy_loss(now, tokens, settings)
@@ -181,7 +181,7 @@ def test_how_a_step_is_cut_into_micro_batches_changes_nothing(mean: Mean) -> Non
     assert float(sum(parts).detach()) == pytest.approx(float(whole.detach()), rel=1e-12)
 
 
-def test_the_clip_says_which_tokens_lost_their_gradient() -> None:
+def test_clipped_marks_the_tokens_without_gradient() -> None:
     settings = LossSettings(algorithm="dapo", proximal="trainer")
     now, tokens = tensors(case(2), "token")
     loss, terms = policy_loss(now, tokens, settings)
@@ -190,7 +190,7 @@ def test_the_clip_says_which_tokens_lost_their_gradient() -> None:
     assert terms.clipped.equal(terms.used & (now.grad == 0))
 
 
-def test_weights_sum_to_one_and_skip_wholly_masked_responses() -> None:
+def test_token_weights_sum_to_one_and_skip_fully_masked_responses() -> None:
     masks = [np.array([True, False, True]), np.zeros(4, bool), np.ones(1, bool)]
     by_response, by_token = token_weights(masks, "response"), token_weights(masks, "token")
     np.testing.assert_allclose(np.concatenate(by_response), [0.25, 0, 0.25, 0, 0, 0, 0, 0.5])
@@ -198,7 +198,7 @@ def test_weights_sum_to_one_and_skip_wholly_masked_responses() -> None:
     assert not np.concatenate(token_weights([np.zeros(3, bool)], "response")).any()
 
 
-def test_a_baseline_leaves_out_what_has_no_reward() -> None:
+def test_baseline_excludes_samples_without_a_reward() -> None:
     rewards = np.array([1.0, 0.0, np.nan, 1.0, 0.5])
     scored = np.array([1.0, 0.0, 1.0, 0.5])
     expected = (scored - 0.625) / (np.sqrt(((scored - 0.625) ** 2).sum() / 3) + 1e-6)
@@ -213,8 +213,8 @@ def test_a_baseline_leaves_out_what_has_no_reward() -> None:
 @pytest.mark.parametrize(
     ("length", "penalty"), [(1, 0.0), (12288, 0.0), (14336, -0.5), (16383, -4095 / 4096), (16384, -1.0), (20000, -1.0)]
 )
-def test_overlong_answers_are_punished_softly(length: int, penalty: float) -> None:
-    assert overlong_penalty(length, longest=16384, cache=4096) == pytest.approx(penalty)
+def test_overlong_penalty_rises_linearly(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, max_length=16384, buffer=4096) == pytest.approx(penalty)
 
 
 @pytest.mark.parametrize(
@@ -230,13 +230,13 @@ def test_overlong_answers_are_punished_softly(length: int, penalty: float) -> No
         ({"eps_clip": -0.1}, "eps_clip"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(fields: Case, word: str) -> None:
+def test_invalid_loss_settings_are_refused(fields: Case, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         LossSettings(**fields)
 
 
 @pytest.mark.parametrize("algorithm", get_args(Algorithm))
-def test_a_group_baseline_needs_whole_groups(algorithm: Algorithm) -> None:
+def test_group_baseline_needs_complete_groups(algorithm: Algorithm) -> None:
     settings = LossSettings(algorithm=algorithm)
     settings.check_quota_unit("group")
     if algorithm in ("grpo", "dapo", "gspo"):

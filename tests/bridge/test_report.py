@@ -1,4 +1,4 @@
-"""Rows of a run: steps done again replace theirs, a torn line is left out, and the page shows them all."""
+"""Rows of a run: repeated steps replace their rows, incomplete lines are ignored, and the report shows all rows."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def progress(tmp_path: Path) -> RunProgress:
     return RunProgress(tmp_path, Console(file=(tmp_path / "console").open("w"), width=200))
 
 
-def test_steps_that_are_done_again_replace_their_rows(progress: RunProgress, tmp_path: Path) -> None:
+def test_repeated_steps_replace_their_rows(progress: RunProgress, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         progress.step(row(step))
         progress.evaluated(LoopState(step=step), HELD_OUT)
@@ -64,16 +64,16 @@ def test_steps_that_are_done_again_replace_their_rows(progress: RunProgress, tmp
     assert [(r["step"], r["reward"]) for r in read_rows(tmp_path / "steps.jsonl")][2] == (3, 9.0)
 
 
-def test_a_line_per_step_says_what_happened(progress: RunProgress, tmp_path: Path) -> None:
+def test_console_line_and_events_of_a_step(progress: RunProgress, tmp_path: Path) -> None:
     progress.step(row(2, problems=["the reward died"]))
     progress.close()
-    told = (tmp_path / "console").read_text()
+    output = (tmp_path / "console").read_text()
     for part in ("step    2", "0.200", "8/30", "21 tok/s", "25%", "rollout 2.0", "outside 0.8", "the reward died"):
-        assert part in told
+        assert part in output
     assert any((tmp_path / "events").iterdir())
 
 
-def test_the_page_has_every_plot_and_every_warning(
+def test_report_has_every_plot_and_warning(
     progress: RunProgress, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 3):
@@ -86,13 +86,13 @@ def test_the_page_has_every_plot_and_every_warning(
     assert "0.5000 → 0.5000" in page
 
 
-def test_a_step_with_nothing_in_it_is_drawn_too(progress: RunProgress, tmp_path: Path) -> None:
+def test_report_of_an_empty_step(progress: RunProgress, tmp_path: Path) -> None:
     empty = {"reward": None, "lengths": [], "deciles": [], "timeline": [], "tokens_by_age": {}, "generate_s": 0.0}
     progress.step(row(1, **empty))
     assert main(["report", str(tmp_path)]) == 0
 
 
-def test_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "no steps.jsonl" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""A server of the run's own: started, found again after its trainer's death, buried after its own."""
+"""Servers of a run: started, found again by the next trainer, restarted after a crash."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from trainer_bridge.rollout_engine import NOT_RELEASED, RolloutEngine, RolloutEn
 from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess
 from trainer_bridge.validate import RunError
 
-SERVES = """
+HTTP_SERVER = """
 import http.server, sys
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -27,124 +27,127 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 """
 
 
-def engine(folder: Path, code: str = SERVES, **fields: object) -> RolloutEngine:
-    """An engine whose server is a few lines of Python."""
-    made = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), folder)  # type: ignore[arg-type]
-    made._command = lambda: [sys.executable, "-c", code, made.url.rpartition(":")[2]]  # type: ignore[method-assign]
-    return made
+def engine(folder: Path, code: str = HTTP_SERVER, **fields: object) -> RolloutEngine:
+    """An engine whose server is a short Python script."""
+    rollout_engine = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), folder)  # type: ignore[arg-type]
+    port = rollout_engine.url.rpartition(":")[2]
+    rollout_engine._command = lambda: [sys.executable, "-c", code, port]  # type: ignore[method-assign]
+    return rollout_engine
 
 
 def pid(folder: Path) -> int:
     return int(json.loads((folder / "server.json").read_text())["pid"])
 
 
-def test_a_trainers_successor_takes_over_its_server(tmp_path: Path) -> None:
+def test_next_trainer_takes_over_the_running_server(tmp_path: Path) -> None:
     first = engine(tmp_path)
-    first.ready()
+    first.wait_until_ready()
     server = pid(tmp_path)
-    second = engine(tmp_path)  # the first one was killed, and ended nothing
-    second.ready()
+    second = engine(tmp_path)  # the first trainer was killed and stopped nothing
+    second.wait_until_ready()
     assert (second.url, pid(tmp_path)) == (first.url, server)
     second.close()
-    assert first._own is not None
-    assert not first._own.alive
+    assert first.process is not None
+    assert not first.process.alive
     assert not (tmp_path / "server.json").exists()
 
 
-def test_a_killed_server_is_started_again_at_its_address(tmp_path: Path) -> None:
-    made = engine(tmp_path)
-    made.ready()
+def test_killed_server_is_restarted_at_its_address(tmp_path: Path) -> None:
+    rollout_engine = engine(tmp_path)
+    rollout_engine.wait_until_ready()
     server = pid(tmp_path)
     os.killpg(server, signal.SIGKILL)
-    own = made._own
-    assert own is not None
-    until(lambda: not own.alive, "the end of the server")
-    made.ready()
+    process = rollout_engine.process
+    assert process is not None
+    until(lambda: not process.alive, "the end of the server")
+    rollout_engine.wait_until_ready()
     assert pid(tmp_path) != server
-    made.close()
+    rollout_engine.close()
 
 
-def test_a_number_that_is_used_again_is_no_server_of_ours(tmp_path: Path) -> None:
+def test_reused_pid_is_not_taken_for_the_server(tmp_path: Path) -> None:
     record = {"pid": os.getpid(), "began": 1.0, "url": "http://127.0.0.1:1"}
     (tmp_path / "server.json").write_text(json.dumps(record))
-    own = LocalServerProcess(tmp_path / "server.json")
-    assert own.url is None
-    assert not own.alive
-    own.end()
+    process = LocalServerProcess(tmp_path / "server.json")
+    assert process.url is None
+    assert not process.alive
+    process.end()
 
 
-def test_a_server_that_ends_at_its_start_is_lost_and_its_log_named(tmp_path: Path) -> None:
-    made = engine(tmp_path, "raise SystemExit(3)")
+def test_server_that_exits_at_startup_is_reported_with_its_log(tmp_path: Path) -> None:
+    rollout_engine = engine(tmp_path, "raise SystemExit(3)")
     with pytest.raises(EngineLostError, match=r"server\.log"):
-        made.ready()
-    made.close()
+        rollout_engine.wait_until_ready()
+    rollout_engine.close()
 
 
-def test_a_server_that_was_given_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+def test_external_server_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
     config = Config(hf_checkpoint="m", prompt_data="d", server="http://127.0.0.1:9", server_start_timeout=0.01)
-    made = RolloutEngines(config, tmp_path)
-    with pytest.raises(EngineGoneError, match=r"127\.0\.0\.1:9 does not serve within 0.01 s"):
-        made.ready()
-    made.close()
+    rollout_engine = RolloutEngines(config, tmp_path)
+    with pytest.raises(EngineGoneError, match=r"127\.0\.0\.1:9 became ready within 0.01 s"):
+        rollout_engine.wait_until_ready()
+    rollout_engine.close()
 
 
-def test_a_server_of_ours_keeps_a_journal_unless_told_otherwise(tmp_path: Path) -> None:
-    def flags(**fields: object) -> list[str]:
-        made = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), tmp_path)  # type: ignore[arg-type]
-        return [flag for flag in made._command() if "journal" in flag]
+def test_started_server_has_a_journal_by_default(tmp_path: Path) -> None:
+    def journal_flags(**fields: object) -> list[str]:
+        rollout_engine = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), tmp_path)  # type: ignore[arg-type]
+        return [flag for flag in rollout_engine._command() if "journal" in flag]
 
-    assert flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
-    assert flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
-    assert flags(server_journal=False) == []
+    assert journal_flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
+    assert journal_flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
+    assert journal_flags(server_journal=False) == []
 
 
-def resumed(folder: Path, status: int, answer: str, *tags: str) -> None:
-    made = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x")
+def resume(folder: Path, status: int, answer: str, *tags: str) -> None:
+    rollout_engine = RolloutEngine(
+        Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x"
+    )
     transport = httpx.MockTransport(lambda _: httpx.Response(status, text=answer))
-    made._http = httpx.Client(transport=transport, base_url="http://x")
-    made.resume(*tags)
+    rollout_engine._http = httpx.Client(transport=transport, base_url="http://x")
+    rollout_engine.resume(*tags)
 
 
-def test_a_server_that_was_started_again_since_the_release_has_its_memory(tmp_path: Path) -> None:
-    said = json.dumps({"error": {"message": NOT_RELEASED.format("cuda_graph, kv_cache")}})
-    resumed(tmp_path, 400, said, "kv_cache", "cuda_graph")
+def test_resume_is_a_no_op_for_a_server_restarted_since_the_release(tmp_path: Path) -> None:
+    refusal = json.dumps({"error": {"message": NOT_RELEASED.format("cuda_graph, kv_cache")}})
+    resume(tmp_path, 400, refusal, "kv_cache", "cuda_graph")
     with pytest.raises(RunError, match="cannot be resumed"):
-        resumed(tmp_path, 400, said, "weights")
+        resume(tmp_path, 400, refusal, "weights")
     with pytest.raises(RunError, match="500"):
-        resumed(tmp_path, 500, said, "kv_cache", "cuda_graph")
+        resume(tmp_path, 500, refusal, "kv_cache", "cuda_graph")
 
 
 @pytest.mark.parametrize("answer", ["[]", "no JSON", '{"error": "busy"}', '{"error": {"message": "busy"}}'])
-def test_any_other_refusal_to_resume_ends_the_run(tmp_path: Path, answer: str) -> None:
+def test_other_refusals_to_resume_end_the_run(tmp_path: Path, answer: str) -> None:
     with pytest.raises(RunError, match=r"resume_memory_occupation: 400"):
-        resumed(tmp_path, 400, answer, "weights")
+        resume(tmp_path, 400, answer, "weights")
 
 
-def test_the_refusal_is_the_one_that_servers_speak() -> None:
+def test_refusal_matches_the_message_of_the_server() -> None:
     source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "v0_5_17" / "hooks_http.py"
     assert NOT_RELEASED.format("{', '.join(wrong)}") in source.read_text()
     assert "sorted(_tags(obj) - released)" in source.read_text()
 
 
-def test_a_run_that_is_cut_off_says_why_and_where_it_goes_on(
+def test_failed_run_reports_the_reason_and_where_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class CutOff:
+    class FailingLoop:
         def __init__(self, _: Config) -> None:
             self.store = Checkpoints(tmp_path, 1)
 
         def run(self) -> None:
             self.store.save(LoopState(step=4), lambda _: None)
-            raise EngineGoneError("the server at http://x does not serve within 9 s")
+            raise EngineGoneError("no server at http://x became ready within 9 s")
 
         def close(self) -> None:
             (tmp_path / "closed").touch()
 
-    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", CutOff)
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", FailingLoop)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main(["--hf-checkpoint", "m", "--prompt-data", "d"]) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
-        "april-train: the server at http://x does not serve within 9 s. The same command goes on after step 4."
+    errors = capsys.readouterr().err.splitlines()
+    assert errors == [
+        "april-train: no server at http://x became ready within 9 s. The same command resumes after step 4."
     ]
     assert (tmp_path / "closed").exists()

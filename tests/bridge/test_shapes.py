@@ -1,4 +1,4 @@
-"""Model shapes from Hugging Face configurations of real models, and what is refused."""
+"""Model shapes from Hugging Face configurations of real models, and unsupported ones."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ QWEN3_4B = {
 }
 
 
-def test_a_shape_is_read_as_the_configuration_says() -> None:
+def test_shape_is_read_from_the_configuration() -> None:
     shape = ModelShape.of(QWEN3_4B)
     assert (shape.heads * shape.head_dim, shape.rope_theta, shape.rope_fraction) == (4096, 1e6, 1.0)
     assert shape.qk_norm
@@ -37,7 +37,7 @@ def test_a_shape_is_read_as_the_configuration_says() -> None:
     shape.check_tensor_parallel(8)
 
 
-def test_newer_transformers_keep_the_rotation_in_one_field() -> None:
+def test_rope_parameters_of_newer_transformers_are_read() -> None:
     fields = {k: v for k, v in config("glm4").items() if k not in ("rope_theta", "partial_rotary_factor")}
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
     shape = ModelShape.of(fields)
@@ -51,7 +51,7 @@ def test_head_size_and_key_value_heads_have_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changed", "words"),
+    ("family", "changed", "reason"),
     [
         ("qwen3", {"model_type": "mixtral"}, "mixtral"),
         ("qwen3", {"hidden_act": "gelu"}, "gelu"),
@@ -61,18 +61,18 @@ def test_head_size_and_key_value_heads_have_defaults() -> None:
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ],
 )
-def test_what_the_trainer_cannot_build_is_refused_by_name(family: str, changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=words):
+def test_unsupported_model_is_refused_with_the_reason(family: str, changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
         ModelShape.of({**config(family), **changed})
 
 
 @pytest.mark.parametrize("size", [4, 3])
-def test_a_tensor_parallel_size_that_does_not_divide_is_refused(size: int) -> None:
+def test_tensor_parallel_size_that_does_not_divide_the_model_is_refused(size: int) -> None:
     with pytest.raises(UnsupportedModelError, match=f"tensor_model_parallel_size {size}"):
         ModelShape.of(config("qwen3")).check_tensor_parallel(size)
 
 
-def test_llama_3_frequencies_are_those_of_transformers() -> None:
+def test_llama_3_frequencies_equal_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -88,8 +88,8 @@ def test_llama_3_frequencies_are_those_of_transformers() -> None:
     fields = {**config("llama"), "head_dim": 64, "rope_theta": 500000.0, "rope_scaling": scaling}
     shape = ModelShape.of(fields)
     assert shape.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
-    theirs = LlamaConfig(hidden_size=128, head_dim=64, rope_parameters={**scaling, "rope_theta": 500000.0})
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
+    reference_config = LlamaConfig(hidden_size=128, head_dim=64, rope_parameters={**scaling, "rope_theta": 500000.0})
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](reference_config, torch.device("cpu"))
     plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
     torch.testing.assert_close(scaled_frequencies(plain, shape.rope_scaling), expected)
     assert math.isclose(float(expected[-1]), float(plain[-1]) / 32, rel_tol=1e-5)

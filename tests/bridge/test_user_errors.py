@@ -1,4 +1,4 @@
-"""What a user got wrong, or a machine cannot do, is told in one sentence with its place, never as a traceback."""
+"""Errors of the user or the machine are reported in one line with their location, not as a traceback."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ Run = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`april-train` with a model and data that are there, and these flags: its status and what it said."""
+    """Runs `april-train` with an existing model, data and these flags; returns exit status and stderr."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
@@ -35,27 +35,27 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--prompt-data=bad.jsonl"], "prompt_data: bad.jsonl, line 2: Expecting ',' delimiter"),
         (["--prompt-data=none.jsonl"], "prompt_data: none.jsonl does not exist"),
-        (["--hf-checkpoint=nowhere"], "hf_checkpoint: nowhere holds no config.json"),
+        (["--hf-checkpoint=nowhere"], "hf_checkpoint: nowhere contains no config.json"),
         (["--save=good.jsonl/run"], "Not a directory: 'good.jsonl/run"),
         (["--hf-checkpoint=model"], "model_type '' is not one of"),
         ([f"--reward={HERE / 'reward_functions.py'}:lenght"], "no attribute 'lenght'"),
         ([f"--group-reward={HERE / 'none.py'}:length"], "group_reward: "),
     ],
 )
-def test_what_a_run_cannot_begin_with(run: Run, flags: list[str], said: str) -> None:
-    status, told = run(*flags)
+def test_invalid_input_is_reported_before_the_run(run: Run, flags: list[str], message: str) -> None:
+    status, errors = run(*flags)
     assert status == 2
-    assert len(told) == 1
-    assert told[0].startswith("april-train: ")
-    assert said in told[0]
+    assert len(errors) == 1
+    assert errors[0].startswith("april-train: ")
+    assert message in errors[0]
 
 
-class Ends:
-    """A loop that ends with an error, after the checkpoint of step 4."""
+class FailingLoop:
+    """A loop that fails after the checkpoint of step 4."""
 
     error: Exception
 
@@ -73,19 +73,21 @@ class Ends:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (RunError("2 groups short after 10 rounds: none fit to train on. no opinion"), 1),
+        (RunError("2 groups short after 10 rounds: none can be trained on. no opinion"), 1),
         (AprilError(410, "round_id", "the reply is no longer kept"), 1),
         (OSError(28, "No space left on device", "run/steps.jsonl"), 1),
         (ConfigError("prompt_data: row 3 has no 'input'; it has prompt"), 2),
-        (UnsupportedModelError("a fault of ours"), None),
+        (UnsupportedModelError("a bug"), None),
     ],
 )
-def test_what_ends_a_run_later(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int | None) -> None:
-    monkeypatch.setattr(Ends, "error", error, raising=False)
-    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", Ends)
+def test_errors_during_the_run_are_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int | None
+) -> None:
+    monkeypatch.setattr(FailingLoop, "error", error, raising=False)
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", FailingLoop)
     if status is None:
         with pytest.raises(type(error)):
             run()
         return
-    goes_on = ". The same command goes on after step 4." if status == 1 else ""
-    assert run() == (status, [f"april-train: {error}{goes_on}"])
+    resume = ". The same command resumes after step 4." if status == 1 else ""
+    assert run() == (status, [f"april-train: {error}{resume}"])

@@ -1,4 +1,4 @@
-"""Two steps of a trainer, and all that it says of them: what one process does is what every team must do."""
+"""Two recorded steps of a trainer, which must be the same for any number of ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +12,15 @@ from tests.bridge.reference import micro_batches
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.trainer import StepReport, TrainerSettings
 
-LIMIT = 1e-5
+TOLERANCE = 1e-5
 LOSS = LossSettings(algorithm="dapo", correction="tis", proximal="trainer")
 COUNTS = (3, 1)
-"""Micro-batches of the two steps: one replica has more of them than the other, then one has none."""
+"""Micro-batches of the two steps: first one replica has more of them than the other, then one has none."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """All that a trainer says of two steps."""
+class TwoSteps:
+    """The results of two steps."""
 
     reports: list[StepReport]
     logprobs: list[np.ndarray]
@@ -29,7 +29,7 @@ class Told:
 
 
 def settings(folder: Path, **ranks: int) -> TrainerSettings:
-    """Adam's first step is lr · g / (|g| + eps), so here the weights move by about the gradient itself."""
+    """Adam's first step is lr · g / (|g| + eps), so with these settings weights change by about the gradient."""
     return TrainerSettings(hf_checkpoint=folder, dtype="float32", lr=1.0, adam_eps=1.0, clip_grad=0.5, **ranks)
 
 
@@ -38,32 +38,32 @@ def weights(trainer: Any, folder: Path) -> dict[str, np.ndarray]:
     return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
 
 
-def tell(trainer: Any, folder: Path) -> Told:
-    """Two steps; what is needed to take the second one again lies under `saved` afterwards."""
+def train_two_steps(trainer: Any, folder: Path) -> TwoSteps:
+    """Take two steps; `saved` then contains the checkpoint between them."""
     reports, after = [], []
     for number, count in enumerate(COUNTS):
         trainer.save(folder / "saved")
         reports.append(trainer.step(micro_batches(count), LOSS))
         after.append(weights(trainer, folder / f"weights-{number}"))
     logprobs = [x.numpy() for x in trainer.logprobs([batch.sequences for batch in micro_batches(3)])]
-    return Told(reports, logprobs, after)
+    return TwoSteps(reports, logprobs, after)
 
 
 def check_step(got: StepReport, expected: StepReport) -> None:
     assert got.applied
-    assert got.grad_norm > 0.5, "so that the clip of the norm is at work"
+    assert got.grad_norm > 0.5, "the norm must be clipped"
     for name in ("loss", "grad_norm", "lr"):
-        assert getattr(got, name) == pytest.approx(getattr(expected, name), rel=LIMIT, abs=LIMIT)
-    mine, theirs = got.stats.row(), expected.stats.row()
-    assert mine.keys() == theirs.keys()
-    assert all(mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=LIMIT) for name in mine)
+        assert getattr(got, name) == pytest.approx(getattr(expected, name), rel=TOLERANCE, abs=TOLERANCE)
+    row, expected_row = got.stats.row(), expected.stats.row()
+    assert row.keys() == expected_row.keys()
+    assert all(row[name] == pytest.approx(expected_row[name], rel=1e-4, abs=TOLERANCE) for name in row)
     assert len(got.sequences) == len(expected.sequences)
     for a, b in zip(got.sequences, expected.sequences, strict=True):
         assert (a.tokens.tolist(), a.clipped.tolist()) == (b.tokens.tolist(), b.clipped.tolist())
-        np.testing.assert_allclose(a.pull, b.pull, rtol=1e-4, atol=LIMIT)
+        np.testing.assert_allclose(a.pull, b.pull, rtol=1e-4, atol=TOLERANCE)
 
 
 def check_weights(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert got.keys() == expected.keys()
     for name, weight in expected.items():
-        assert np.abs(got[name] - weight).max() < LIMIT, name
+        assert np.abs(got[name] - weight).max() < TOLERANCE, name

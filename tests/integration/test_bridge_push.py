@@ -15,9 +15,8 @@ from examples.tiny_model import weights
 from tests.support.live import LiveServer, living
 from tests.support.server import Server
 from trainer_bridge.hf_folder import batches
-from trainer_bridge.push.connect import connect
-from trainer_bridge.push.pusher import Pusher, PushFailed, PushState
-from trainer_bridge.trainer import PushWay
+from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
+from trainer_bridge.trainer import TransportName
 
 LONG = {"ignore_eos": True, "max_new_tokens": 60}
 SHORT = {"ignore_eos": True, "max_new_tokens": 4}
@@ -36,8 +35,8 @@ def live(server: Server, models: Model) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def pusher(request: pytest.FixtureRequest, live: LiveServer, models: Model) -> Iterator[Pusher]:
-    way: PushWay = getattr(request, "param", "distributed")
-    pusher = connect([live.server.url], way, source=models("qwen3", 0), device=torch.device("cpu"))
+    transport: TransportName = getattr(request, "param", "distributed")
+    pusher = connect([live.server.url], transport, source=models("qwen3", 0), device=torch.device("cpu"))
     yield pusher
     pusher.close()
 
@@ -88,7 +87,7 @@ def drained(live: LiveServer, run: str, versions: list[int]) -> None:
     live.check(groups, {"long": LONG})
 
 
-@pytest.mark.parametrize("pusher", get_args(PushWay), indirect=True)
+@pytest.mark.parametrize("pusher", get_args(TransportName), indirect=True)
 def test_partials_resume_under_the_pushed_policy_with_every_transport(
     pusher: Pusher, live: LiveServer, run: str
 ) -> None:
@@ -103,7 +102,7 @@ def test_partials_resume_under_the_pushed_policy_with_every_transport(
     assert pusher.state is PushState.IDLE
 
 
-@pytest.mark.parametrize("pusher", get_args(PushWay), indirect=True)
+@pytest.mark.parametrize("pusher", get_args(TransportName), indirect=True)
 def test_failed_push_closes_admission_until_the_next_push(pusher: Pusher, live: LiveServer, run: str) -> None:
     v = live.version
     leave_partials(live, run)
@@ -122,7 +121,7 @@ def test_lost_process_group_is_detected_and_rebuilt(pusher: Pusher, live: LiveSe
     """The engine refuses the call, so it never comes to the broadcast, which alone would wait for minutes."""
     push(pusher, 1, live)
     leave_partials(live, run)
-    group = pusher._way._name
+    group = pusher.transport.group_name
     assert live.server.post("/destroy_weights_update_group", {"group_name": group})["success"]
     with pytest.raises(PushFailed, match=group):
         pusher.push(policy(2))

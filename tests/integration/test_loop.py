@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bridge import REWARDS, configuration, keys, train, training, write_prompts
+from tests.support.bridge import REWARDS, configuration, sample_keys, train, training, write_prompts
 from tests.support.live import LiveServer
 from tests.support.server import ROOT, START_LIMIT_S
 from trainer_bridge.checkpoints import Checkpoints
@@ -41,7 +41,7 @@ def test_three_steps_and_the_drain(normal: LiveServer, config: Callable[..., Any
     assert [row["drain"] for row in rows] == [False, False, False, True]
     assert [row["groups"] for row in rows[:3]] == [4, 4, 4]
     assert normal.server.state()["policy_version"] == before + 1 + state.step
-    samples = Counter(key for part in loop.trained for key in keys(part))
+    samples = Counter(key for part in loop.trained for key in sample_keys(part))
     assert set(samples.values()) == {1}
     assert len({prompt for prompt, _ in samples}) * 4 == len(samples)
     for report in loop.reports:
@@ -118,7 +118,7 @@ def test_dynamic_sampling_rejects_what_has_no_variance(config: Callable[..., Any
     _, loop, rows = train(made)
     assert [row["groups"] for row in rows] == [4, 4, 4]
     assert sum(row["rejected"] for row in rows) > 0
-    trained = {prompt for part in loop.trained for prompt, _ in keys(part)}
+    trained = {prompt for part in loop.trained for prompt, _ in sample_keys(part)}
     assert all(int(prompt.split("-")[1]) % 5 >= 2 for prompt in trained)
 
 
@@ -136,7 +136,7 @@ def test_two_engines_deliver_one_quota(normal: LiveServer, second: LiveServer, c
     made = config(num_rollout=3, server=urls, push="distributed", reward=f"{REWARDS}:fails_for_some")
     state, loop, rows = train(made)
     assert [row["groups"] for row in rows[:3]] == [4, 4, 4]
-    samples = Counter(key for part in loop.trained for key in keys(part))
+    samples = Counter(key for part in loop.trained for key in sample_keys(part))
     assert set(samples.values()) == {1}
     assert len({prompt for prompt, _ in samples}) * 4 == len(samples) == state.samples
     assert all(report.stats.row()["on_policy_gap"] < 1e-4 for report in loop.reports)

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.bridge import Recorded, configuration, keys, training
+from tests.support.bridge import RecordingLoop, configuration, sample_keys, training
 from tests.support.live import LiveServer
 from tests.support.server import COMMON
 from trainer_bridge.progress import read_rows
@@ -20,29 +20,29 @@ pytestmark = pytest.mark.timeout(1800)
 """Starts of a server, which on a busy machine take their time."""
 
 
-class Killed(Recorded):
+class Killed(RecordingLoop):
     """A loop whose server's actor is killed −9 after the first group of round 2; the server goes with it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.warnings: list[str] = []
         self.killed = False
-        stream, warn = self.engine.client.stream, self.progress.warn
+        stream, warn = self.engines.client.stream, self.progress.warn
 
         def dying_stream(**body: Any) -> Iterator[Any]:
             for event in stream(**body):
                 yield event
                 if body["round_id"].endswith(".2") and not self.killed:
                     self.killed = True
-                    actor: Any = self.engine.each[0]._own
-                    told = actor._actor.__ray_call__.remote(lambda _: os.getpid())
-                    os.kill(ray.get(told), signal.SIGKILL)
+                    server: Any = self.engines.each[0].process
+                    pid = server.actor.__ray_call__.remote(lambda _: os.getpid())
+                    os.kill(ray.get(pid), signal.SIGKILL)
 
         def heard(text: str) -> None:
             self.warnings.append(text)
             warn(text)
 
-        self.engine.client.stream = dying_stream  # type: ignore[method-assign]
+        self.engines.client.stream = dying_stream  # type: ignore[method-assign]
         self.progress.warn = heard  # type: ignore[method-assign]
 
 
@@ -65,7 +65,7 @@ def test_actors_learn_what_processes_learn_whatever_dies(
     others = set(psutil.Process().children(recursive=True))
     with training(made, Killed) as loop:
         assert loop.run().step == 3
-        state = loop.engine.client.state()
+        state = loop.engines.client.state()
         started = set(psutil.Process().children(recursive=True)) - others
     assert loop.killed
     assert [text for text in loop.warnings if "the engine is lost" in text]
@@ -75,7 +75,7 @@ def test_actors_learn_what_processes_learn_whatever_dies(
         for each in (plain, loop)
     ]
     assert drawn[0] == drawn[1]
-    assert [len(keys(part)) for part in loop.trained] == [16, 16, 16]
+    assert [len(sample_keys(part)) for part in loop.trained] == [16, 16, 16]
     losses = [[row["loss"] for row in read_rows(tmp_path / n / "run" / "steps.jsonl")] for n in ("processes", "actors")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     assert not psutil.wait_procs(started, 30)[1], "Ray leaves nothing behind"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.bridge import Recorded, configuration, keys, training
+from tests.support.bridge import RecordingLoop, configuration, sample_keys, training
 from tests.support.server import COMMON
 from trainer_bridge.progress import read_rows
 
@@ -21,14 +21,14 @@ MOMENTS = ("round",)
 """When it is killed: each costs one start. `push` is the other one, before the weights of step 3."""
 
 
-class Killed(Recorded):
+class Killed(RecordingLoop):
     """A loop under which the server dies: after the first group of round 2, and before the weights of step 3."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.kills: list[str] = []
         self.warnings: list[str] = []
-        stream, push, warn = self.engine.client.stream, self.trainer.push, self.progress.warn
+        stream, push, warn = self.engines.client.stream, self.trainer.push, self.progress.warn
 
         def dying_stream(**body: Any) -> Iterator[Any]:
             for event in stream(**body):
@@ -45,7 +45,7 @@ class Killed(Recorded):
             self.warnings.append(text)
             warn(text)
 
-        self.engine.client.stream = dying_stream  # type: ignore[method-assign]
+        self.engines.client.stream = dying_stream  # type: ignore[method-assign]
         self.trainer.push = dying_push  # type: ignore[method-assign]
         self.progress.warn = heard  # type: ignore[method-assign]
 
@@ -53,10 +53,8 @@ class Killed(Recorded):
         """Once for each moment."""
         if when in MOMENTS and when not in self.kills:
             self.kills.append(when)
-            own = self.engine.each[0]._own
-            assert own is not None
-            assert own._process is not None
-            os.killpg(own._process.pid, signal.SIGKILL)
+            process: Any = self.engines.each[0].process
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_run_survives_the_deaths_of_its_own_server(
@@ -70,7 +68,7 @@ def test_a_run_survives_the_deaths_of_its_own_server(
     )
     with training(made, Killed) as loop:
         assert loop.run().step >= 3
-        state = loop.engine.client.state()
+        state = loop.engines.client.state()
         kills, warnings = loop.kills, loop.warnings
     assert kills == list(MOMENTS)
     assert len([text for text in warnings if "the engine is lost" in text]) >= len(MOMENTS)
@@ -80,7 +78,7 @@ def test_a_run_survives_the_deaths_of_its_own_server(
     assert [row["step"] for row in done] == list(range(1, len(done) + 1))
     assert [row["groups"] for row in done[:3]] == [4] * 3
     assert [row["version"] for row in done] == list(range(1, len(done) + 1)), "one version a step, whoever died"
-    samples = Counter(key for part in loop.trained for key in keys(part))
+    samples = Counter(key for part in loop.trained for key in sample_keys(part))
     assert set(samples.values()) == {1}
     assert len({prompt for prompt, _ in samples}) * 4 == len(samples) == done[-1]["samples_so_far"]
     assert all(report.stats.row()["on_policy_gap"] < 1e-4 for report in loop.reports), "the right weights are back"

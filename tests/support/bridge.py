@@ -1,4 +1,4 @@
-"""A training run on a test's server: prompts, configuration, and what its samples were."""
+"""Training runs on a test server: prompts, configuration, and a loop that records its samples."""
 
 import json
 import random
@@ -17,12 +17,9 @@ from trainer_bridge.trainer import StepReport
 
 REWARDS = Path(__file__).resolve().parents[1] / "bridge" / "reward_functions.py"
 
-Token = tuple[str, int, int, float, int]
-"""Prompt id, sample, token id, logprob, age."""
-
 
 def write_prompts(path: Path, count: int, seed: int = 0) -> Path:
-    """Random prompts; the label is the row's number."""
+    """Random prompts; the label is the row number."""
     draw = random.Random(seed)
     rows = [{"input": [draw.randrange(6, 512) for _ in range(draw.randrange(2, 9))], "label": i} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -30,9 +27,9 @@ def write_prompts(path: Path, count: int, seed: int = 0) -> Path:
 
 
 def configuration(folder: Path, url: str, model: Path, **fields: Any) -> Config:
-    """A small run in float32, pushed in the call: rounds of 4 × 4 samples, on 12 slots.
+    """A small run in float32 with `push: tensor`: rounds of 4 × 4 samples, at most 12 at a time.
 
-    Thirty of 512 tokens end a sample, so that lengths are geometric with a mean of 17, and there are partials.
+    30 of 512 tokens end a sample, so lengths are geometric with a mean of 17, and rounds leave partials.
     """
     folder.mkdir(parents=True, exist_ok=True)
     base = {
@@ -58,27 +55,27 @@ def configuration(folder: Path, url: str, model: Path, **fields: Any) -> Config:
     return load(None, {**base, **fields})
 
 
-class Recorded(TrainingLoop):
-    """A loop that remembers what it trained on, and what each step said."""
+class RecordingLoop(TrainingLoop):
+    """A loop that records its training samples and step reports."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.trained: list[list[TrainingSample]] = []
         self.reports: list[StepReport] = []
 
-    def _train(self, made: list[TrainingSample], version: int) -> Any:
-        self.trained.append(made)
-        done = super()._train(made, version)
-        self.reports += done[0]
-        return done
+    def _train(self, samples: list[TrainingSample], version: int) -> Any:
+        self.trained.append(samples)
+        steps = super()._train(samples, version)
+        self.reports += [step.report for step in steps]
+        return steps
 
 
-L = TypeVar("L", bound=Recorded)
+L = TypeVar("L", bound=RecordingLoop)
 
 
 @contextmanager
-def training(config: Config, kind: type[L] = Recorded) -> Iterator[L]:  # type: ignore[assignment]
-    """A loop, closed at the end."""
+def training(config: Config, kind: type[L] = RecordingLoop) -> Iterator[L]:  # type: ignore[assignment]
+    """A loop that is closed at the end."""
     loop = kind(config)
     try:
         yield loop
@@ -86,13 +83,13 @@ def training(config: Config, kind: type[L] = Recorded) -> Iterator[L]:  # type: 
         loop.close()
 
 
-def train(config: Config) -> tuple[LoopState, Recorded, list[dict[str, Any]]]:
-    """A whole run, and the rows that it wrote."""
+def train(config: Config) -> tuple[LoopState, RecordingLoop, list[dict[str, Any]]]:
+    """Run a configuration to its end; returns the rows of steps.jsonl too."""
     with training(config) as loop:
         state = loop.run()
         return state, loop, read_rows(Path(config.save) / "steps.jsonl")
 
 
-def keys(made: list[TrainingSample]) -> list[tuple[str, int]]:
-    """Which samples."""
-    return [(response.prompt_id, response.index) for response in made]
+def sample_keys(samples: list[TrainingSample]) -> list[tuple[str, int]]:
+    """Prompt id and index of each sample."""
+    return [(sample.prompt_id, sample.index) for sample in samples]

@@ -1,6 +1,6 @@
 """A controller on the fake engine, and beside it a second bookkeeping that knows only the rules: S3, S4, S6, S10.
 
-`ControllerHarness` plays events to one or more replicas, which must all say the same (S9), and recounts everything
+`ControllerHarness` plays events to one or more replicas, which must all say the same, and recounts everything
 after each.
 """
 

@@ -1,4 +1,4 @@
-"""A `ControllerHarness` with a journal, whose server dies at any moment and comes back (S8)."""
+"""A `ControllerHarness` with a journal, whose server dies at any moment and comes back."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -126,7 +126,7 @@ class EventChecks(ReferenceModel):
         return self.rounds[run] if run in self.rounds else self.ahead[run]
 
     def _retract(self, request: Request) -> None:
-        """S6: before the engine retracts, partials have given way and our newer samples are suspended."""
+        """Before the engine retracts, partials have given way and our newer samples are suspended."""
         assert not any(s.kv.pages and s.kv.pages.tier == "device" for s in samples_of(self.ledger)), (
             "partials hold pages"
         )

@@ -1,4 +1,4 @@
-"""Counters and places of every sample, recounted from scratch (design rule 1, S10)."""
+"""Counters and places of every sample, recounted from scratch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -117,7 +117,7 @@ def _recount_store(engine: FakeEngine, pages: list[Pages]) -> None:
 
 
 def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Request]) -> None:
-    """S10: every pool token has exactly one owner."""
+    """Every pool token has exactly one owner."""
     owned = list(engine.free)
     for request in in_batches:
         owned += request.slots or []

@@ -72,7 +72,7 @@ class ReferenceModel:
         """Of every sample ever accepted: "live", "delivered" or "dropped"."""
 
     def due(self, rnd: ModelRound) -> messages.EndReason | None:
-        """S3, S4: whether the round must end now."""
+        """Whether the round must end now."""
         groups = list(self.of(rnd.spec.run))
         counted = [g for g in groups if self.counts(rnd, g)]
         done = (
@@ -87,7 +87,7 @@ class ReferenceModel:
         return rnd.spec.count == "finished" or group.accepted is True
 
     def rests(self, rnd: ModelRound) -> bool:
-        """S4: running ahead, as far as it may go."""
+        """Running ahead, as far as it may go."""
         groups = list(self.of(rnd.spec.run))
         done = sum(len(g.finished) if rnd.spec.quota_unit == "sample" else g.whole for g in groups)
         if rnd.spec.quota is not None and done >= rnd.spec.ahead * rnd.spec.quota:
@@ -123,7 +123,7 @@ class ReferenceModel:
         return (s.request for s in live if s.request is not None)
 
     def check_delivery(self, rnd: ModelRound, e: messages.RoundEnded) -> None:
-        """S3: who is delivered, how many, and in which order."""
+        """Who is delivered, how many, and in which order."""
         units: list[tuple[tuple[bool, int, int], Key, list[int]]] = []
         for group in self.of(e.run):
             if rnd.stop and rnd.stop.deliver is not None and group.key[1] not in rnd.stop.deliver:
@@ -146,7 +146,7 @@ class ReferenceModel:
         self.check_quota(rnd, e)
 
     def check_quota(self, rnd: ModelRound, e: messages.RoundEnded) -> None:
-        """S3: exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
+        """Exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
         groups = [(d, self.groups[e.run, d.id, d.incarnation]) for d in e.deliver]
         if e.end_reason == "quota":
             size = [(len(d.indices) if rnd.spec.quota_unit == "sample" else 1, g) for d, g in groups]

@@ -1,4 +1,4 @@
-"""Who gets a free slot next: partials, groups already begun, new groups (design section 4), in turns over runs (S6)."""
+"""Who gets a free slot next: partials, groups already begun, new groups, in turns over runs."""
 
 from sglang_april.scheduler.admission import PrefillBatcher, candidates, pick
 from sglang_april.scheduler.ledger import Ledger
@@ -7,8 +7,8 @@ from tests.unit.controller_harness import Build
 from tests.unit.ledger_driver import LedgerDriver, names
 
 
-def test_partials_then_groups_begun_then_new_groups() -> None:
-    """Design section 4, admission."""
+def test_admission_order_is_partials_then_begun_groups_then_new_groups() -> None:
+    """Admission."""
     hand = LedgerDriver()
     _, begun, partial, _ = hand.groups(1, 3, 1, 1)
     hand.begin(partial.samples[0])
@@ -16,8 +16,8 @@ def test_partials_then_groups_begun_then_new_groups() -> None:
     assert names(list(candidates(hand.round()))) == ["g2.0", "g1.0", "g1.2", "g0.0", "g3.0"]
 
 
-def test_partials_in_their_old_batch_order() -> None:
-    """S6: the order of their first admission, not that of their suspension."""
+def test_partials_keep_their_old_batch_order() -> None:
+    """The order of their first admission, not that of their suspension."""
     hand = LedgerDriver()
     a, b, c = hand.groups(1, 1, 1)
     hand.start(b.samples[0], c.samples[0], a.samples[0])
@@ -26,8 +26,8 @@ def test_partials_in_their_old_batch_order() -> None:
     assert names(list(candidates(hand.round()))) == ["g1.0", "g2.0", "g0.0"]
 
 
-def test_near_complete_groups_before_others() -> None:
-    """Design section 4: fewest unfinished members first, then as they arrived."""
+def test_near_complete_groups_come_first() -> None:
+    """Fewest unfinished members first, then as they arrived."""
     hand = LedgerDriver()
     far, near, also_near = hand.groups(4, 4, 3)
     hand.finish(far.samples[0])
@@ -36,8 +36,8 @@ def test_near_complete_groups_before_others() -> None:
     assert names(list(candidates(hand.round()))) == ["g1.2", "g1.3", "g2.1", "g2.2", "g0.1", "g0.2", "g0.3"]
 
 
-def test_what_must_finish_leads_its_class() -> None:
-    """S4: mandatory partials before other partials, members of mandatory groups before other members."""
+def test_mandatory_samples_lead_their_class() -> None:
+    """Mandatory partials before other partials, members of mandatory groups before other members."""
     hand = LedgerDriver()
     young, old = hand.groups(2, 2)
     hand.begin(young.samples[0], version=5)
@@ -47,7 +47,7 @@ def test_what_must_finish_leads_its_class() -> None:
 
 
 def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
-    """S4, `max_staleness: 0`; with more groups begun than that, none."""
+    """`max_staleness: 0`; with more groups begun than that, none."""
     hand = LedgerDriver()
     groups = hand.groups(1, 2, 1, 1)
     assert names(list(candidates(hand.round(quota=2, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
@@ -55,8 +55,8 @@ def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
     assert names(list(candidates(hand.round(quota=1, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
 
 
-def test_only_as_many_as_there_are_slots() -> None:
-    """Design section 4: what gets no slot stays untouched."""
+def test_no_more_samples_are_picked_than_slots() -> None:
+    """What gets no slot stays untouched."""
     hand = LedgerDriver()
     hand.groups(3, 3)
     rnd = hand.round()
@@ -65,8 +65,8 @@ def test_only_as_many_as_there_are_slots() -> None:
     assert hand.run.running == 0
 
 
-def test_runs_take_turns() -> None:
-    """S6: round-robin over the open rounds, in their order; a run without candidates gives its turns away."""
+def test_runs_share_slots_round_robin() -> None:
+    """Round-robin over the open rounds, in their order; a run without candidates gives its turns away."""
     ledger = Ledger()
     hands = [LedgerDriver(name, ledger) for name in ("a", "b", "c")]
     hands[0].groups(1, 1, 1)
@@ -77,7 +77,7 @@ def test_runs_take_turns() -> None:
 
 
 def test_concurrency_bounds_a_run() -> None:
-    """S6: what is in the engine already counts."""
+    """What is in the engine already counts."""
     ledger = Ledger()
     bounded, free = LedgerDriver("bounded", ledger), LedgerDriver("free", ledger)
     group, *_ = bounded.groups(1, 1, 1, 1)
@@ -90,7 +90,7 @@ def test_concurrency_bounds_a_run() -> None:
 
 
 def test_the_same_ledger_gives_the_same_choice() -> None:
-    """S9: no clock, no hash order, no rank."""
+    """No clock, no hash order, no rank."""
 
     def chosen() -> list[str]:
         hand = LedgerDriver()
@@ -118,7 +118,7 @@ def crowd(running: int, queued: int = 100, **spec: object) -> Round:
     return hand.round(**spec)
 
 
-def test_who_needs_a_prefill_waits_until_free_slots_have_lost_as_much_as_it_costs() -> None:
+def test_prefill_waits_until_idle_slots_have_lost_its_cost() -> None:
     """A prefill stalls all that run for about a step; a free slot loses a token a step."""
     assert [waits(PrefillBatcher(), crowd(60), free) for free in (1, 4, 7, 60)] == [59, 14, 8, 0]
     assert waits(PrefillBatcher(), crowd(0), 64) == 0
@@ -127,8 +127,8 @@ def test_who_needs_a_prefill_waits_until_free_slots_have_lost_as_much_as_it_cost
     assert due == [False, False, True, False]
 
 
-def test_nobody_waits_who_could_keep_a_round_from_its_end() -> None:
-    """The last samples there are, groups that must finish (S4), strict on-policy rounds."""
+def test_prefill_of_samples_that_hold_a_round_open_does_not_wait() -> None:
+    """The last samples there are, groups that must finish, strict on-policy rounds."""
     assert waits(PrefillBatcher(), crowd(60, queued=3), 4) == 0
     assert waits(PrefillBatcher(), crowd(60, max_staleness=0, quota=200), 4) == 0
     hand = LedgerDriver()
@@ -139,12 +139,12 @@ def test_nobody_waits_who_could_keep_a_round_from_its_end() -> None:
     assert waits(PrefillBatcher(), hand.round(version=4), 4) == 14
 
 
-def test_places_under_a_bound_gather_too() -> None:
+def test_prefills_are_batched_within_a_concurrency_bound() -> None:
     """A run of 8 at most gets its eighth not at once, however many slots are free."""
     assert waits(PrefillBatcher(), crowd(7, concurrency=8), 64) == 6
 
 
-def test_gathered_admission_saves_prefills(world: Build) -> None:
+def test_batched_admission_saves_prefills(world: Build) -> None:
     """The same samples in fewer forwards: what is saved is prefills, and each was a step in which nothing decoded."""
     w = world(slots=16, pool=2000, chunk=64)
     prefills = 0

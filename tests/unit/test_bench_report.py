@@ -164,14 +164,18 @@ def results(tmp_path: Path) -> Path:
 
 def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
     text = tmp_path / "README.md"
-    command = ["--results", str(results), "--readme", str(text)]
-    text.write_text("before\n<!-- bench:cpu lognormal -->\nold\n<!-- /bench -->\nafter\n")
+    command = ["--results", str(results), "--readme", "--pages", str(text)]
+    text.write_text(
+        "before\n<!-- bench:cpu lognormal -->\nold\n<!-- /bench -->\n"
+        "<!-- bench:cpu lognormal full -->\nold\n<!-- /bench -->\nafter\n"
+    )
     assert main([*command, "--check"]) == 1
     assert main(command) == 0
     assert main([*command, "--check"]) == 0
     filled = text.read_text()
     assert filled.startswith("before\n")
     assert filled.endswith("<!-- /bench -->\nafter\n")
+    assert "| **batch quota**, KV kept | 1.50 | 1.07 |" in filled
     assert "| april-keep | 1.50 | 1.07 | – | 2 |" in filled
     text.write_text(filled.replace("| 1.50 |", "| 1.51 |", 1))
     assert main([*command, "--check"]) == 1
@@ -180,7 +184,7 @@ def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
 def test_a_readme_without_markers_passes(results: Path, tmp_path: Path) -> None:
     text = tmp_path / "README.md"
     text.write_text("nothing measured\n")
-    assert main(["--results", str(results), "--readme", str(text), "--check"]) == 0
+    assert main(["--results", str(results), "--readme", "--pages", str(text), "--check"]) == 0
 
 
 def test_the_page_has_every_table(results: Path, tmp_path: Path) -> None:

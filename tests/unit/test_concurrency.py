@@ -1,4 +1,4 @@
-"""`concurrency: auto`: where more samples stop to pay, and what a message about it does to a scheduler (S9)."""
+"""`concurrency: auto`: where more samples stop to pay, and what a message about it does to a scheduler."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.scheduler.concurrency import MEMORY, ConcurrencyTuner
+from sglang_april.scheduler.concurrency import FORGET_STEPS, ConcurrencyTuner
 from sglang_april.scheduler.state import State
 from tests.unit.controller_harness import Build, ControllerHarness
 
@@ -44,7 +44,9 @@ def run(tuner: ConcurrencyTuner, curve: Curve, steps: int, noise: float = 0.0, s
 
 @pytest.mark.parametrize(("curve", "least", "most"), [(flat, 256, 256), (linear, 1, 1), (knee, 64, 91)])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_the_limit_settles_where_more_samples_stop_to_pay(curve: Curve, least: int, most: int, noise: float) -> None:
+def test_the_limit_settles_where_more_samples_stop_paying_off(
+    curve: Curve, least: int, most: int, noise: float
+) -> None:
     """Flat steps: every slot pays. Steps as long as their batch: one sample gives all there is to have."""
     for seed in range(5):
         limits = run(ConcurrencyTuner(256), curve, LOOK * 40, noise, seed)
@@ -52,7 +54,7 @@ def test_the_limit_settles_where_more_samples_stop_to_pay(curve: Curve, least: i
         assert sum(least <= limit <= most for limit in settled) >= 0.9 * len(settled), limits
 
 
-def test_a_constant_batch_is_no_curve_so_a_smaller_one_is_tried_once() -> None:
+def test_a_smaller_batch_is_tried_once() -> None:
     """Nothing can be said of the worth of samples that have always been there."""
     tuner = ConcurrencyTuner(64)
     assert tuner.tune() == 64
@@ -61,15 +63,15 @@ def test_a_constant_batch_is_no_curve_so_a_smaller_one_is_tried_once() -> None:
     assert set(limits[2:]) == {64}
 
 
-def test_what_has_not_been_seen_for_long_is_looked_at_again() -> None:
+def test_old_measurements_expire() -> None:
     """Contexts grow and steps with them: the limit follows, in both directions."""
     tuner = ConcurrencyTuner(64)
     assert run(tuner, flat, LOOK * 10)[-1] == 64
-    assert run(tuner, linear, MEMORY + LOOK * 20)[-1] == 1
-    assert 64 in run(tuner, flat, 2 * MEMORY + LOOK * 40)
+    assert run(tuner, linear, FORGET_STEPS + LOOK * 20)[-1] == 1
+    assert 64 in run(tuner, flat, 2 * FORGET_STEPS + LOOK * 40)
 
 
-def test_a_machine_whose_speed_drifts_is_not_taken_for_a_curve() -> None:
+def test_drifting_machine_speed_does_not_move_the_limit() -> None:
     """Twice as slow within a minute and fast again, as shared ones are, while the batch varies: every slot pays."""
     for period in (9000, 18_000, 36_000):
         rng, tuner, limits = random.Random(period), ConcurrencyTuner(64), []
@@ -106,7 +108,7 @@ def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
     assert limits.count(64) == 39
 
 
-def test_a_move_that_changes_nothing_says_nothing() -> None:
+def test_a_move_that_does_not_change_the_batch_measures_nothing() -> None:
     """With fewer samples than the limit, the smaller one is tried once and left."""
     tuner, limits = ConcurrencyTuner(64), []
     for step in range(LOOK * 20):
@@ -118,7 +120,7 @@ def test_a_move_that_changes_nothing_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 300])
-def test_every_number_of_slots(slots: int) -> None:
+def test_limits_for_any_number_of_slots(slots: int) -> None:
     assert (
         1
         <= min(run(ConcurrencyTuner(slots), linear, LOOK * 60))
@@ -142,7 +144,7 @@ def many(count: int, length: int) -> dict[str, tuple[int, int, int]]:
     return {f"p{i}": (2, 1, -length) for i in range(count)}
 
 
-def test_a_round_on_auto_takes_all_slots_until_it_is_told(world: Build) -> None:
+def test_auto_takes_all_slots_before_the_first_limit(world: Build) -> None:
     w = world(slots=8)
     w.open("run", many(30, 4), quota=None, concurrency="auto")
     w.step()
@@ -156,7 +158,7 @@ def test_a_round_on_auto_takes_all_slots_until_it_is_told(world: Build) -> None:
     assert (w.replies[-1].stats["concurrency"], w.replies[-1].stats["step_ms"]) == (3, [[3.0, 2.5]])
 
 
-def test_nothing_that_runs_is_stopped_for_it(world: Build) -> None:
+def test_a_new_limit_suspends_no_running_sample(world: Build) -> None:
     """Whoever is beyond a new limit goes on; nobody is admitted until fewer run. Twice is as good as once."""
     w = world(slots=8)
     w.open("run", many(8, 40) | {"next": (2, 1, -3)}, quota=None, concurrency="auto")
@@ -171,7 +173,7 @@ def test_nothing_that_runs_is_stopped_for_it(world: Build) -> None:
     assert len(w.reply().deliver) == 9
 
 
-def test_it_holds_for_later_rounds_and_binds_only_those_that_ask(world: Build) -> None:
+def test_the_limit_holds_for_later_rounds_with_auto_only(world: Build) -> None:
     w = world(slots=8)
     tuned(w, 2)
     w.open("run", many(20, 6), quota=3, concurrency="auto")
@@ -187,7 +189,7 @@ def test_it_holds_for_later_rounds_and_binds_only_those_that_ask(world: Build) -
     assert running(w) == 8
 
 
-def test_what_runs_ahead_obeys_too(world: Build) -> None:
+def test_the_limit_applies_to_running_ahead(world: Build) -> None:
     """`after_quota: continue`: the fact comes while no round is open."""
     w = world(slots=8)
     w.open("run", many(50, 9), quota=1, ahead=40, concurrency="auto", after_quota="continue")
@@ -197,7 +199,7 @@ def test_what_runs_ahead_obeys_too(world: Build) -> None:
     assert running(w) == 2
 
 
-def test_state_says_what_auto_stands_for(world: Build) -> None:
+def test_state_reports_the_tuned_limit(world: Build) -> None:
     w = world()
     said: list[object] = []
     for limit in (None, 4):
@@ -207,7 +209,7 @@ def test_state_says_what_auto_stands_for(world: Build) -> None:
     assert said == [None, {"concurrency": 4, "step_ms": [(4.0, 2.5)]}]
 
 
-def test_it_travels_as_a_fact() -> None:
+def test_the_limit_is_broadcast_as_a_fact() -> None:
     fact = messages.Tuned(3, [(2.5, 1.25)])
     told = messages.decode_message(messages.encode(fact))
     assert isinstance(told, messages.Fact)

@@ -1,4 +1,4 @@
-"""`after_quota: continue` and `quota_mode: cohort` on the fake engine (S3, S4)."""
+"""`after_quota: continue` and `quota_mode: cohort` on the fake engine."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from tests.unit.controller_harness import Build, ids, lengths
 # --- running ahead
 
 
-def test_generation_goes_on_after_the_reply_and_into_the_next_round(world: Build) -> None:
-    """S4: nobody leaves the batch, and what finishes meanwhile is first in the next reply."""
+def test_generation_continues_after_the_reply_into_the_next_round(world: Build) -> None:
+    """Nobody leaves the batch, and what finishes meanwhile is first in the next reply."""
     w = world()
     w.open("run", lengths(2, 5, 40, 40), quota=1, ahead=2, after_quota="continue")
     reply = w.reply()
@@ -40,8 +40,8 @@ def test_a_new_round_with_suspend_ends_the_running_ahead(world: Build) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_it_stops_when_so_many_quotas_wait(world: Build, ahead: int) -> None:
-    """S4: in the step that finishes the last group of `ahead` quotas; new groups start until then."""
+def test_running_ahead_stops_at_the_limit_of_waiting_quotas(world: Build, ahead: int) -> None:
+    """In the step that finishes the last group of `ahead` quotas; new groups start until then."""
     w = world(slots=3)
     w.open("run", lengths(*[3] * 12), quota=2, ahead=ahead, after_quota="continue")
     w.reply()
@@ -55,8 +55,8 @@ def test_it_stops_when_so_many_quotas_wait(world: Build, ahead: int) -> None:
     assert w.ledger.runs["run"].running or w.ledger.runs["run"].whole >= 2 * ahead
 
 
-def test_it_stops_at_the_bound(world: Build) -> None:
-    """S4: a push brings a group to the bound; nothing more of the run is generated until the next round."""
+def test_running_ahead_stops_at_the_staleness_bound(world: Build) -> None:
+    """A push brings a group to the bound; nothing more of the run is generated until the next round."""
     w = world()
     w.open("run", lengths(2, 40, 40), quota=1, max_staleness=2, after_quota="continue")
     w.reply()
@@ -70,7 +70,7 @@ def test_it_stops_at_the_bound(world: Build) -> None:
 
 
 def test_strict_on_policy_never_runs_ahead(world: Build) -> None:
-    """S4, `max_staleness: 0`: nothing is carried with tokens."""
+    """`max_staleness: 0`: nothing is carried with tokens."""
     w = world()
     w.open("run", lengths(2, 2, 40), quota=2, max_staleness=0, after_quota="continue")
     w.reply()
@@ -79,8 +79,8 @@ def test_strict_on_policy_never_runs_ahead(world: Build) -> None:
     assert w.engine.forwards == forwards
 
 
-def test_a_push_in_flight_suspends_applies_and_resumes_at_the_new_version(world: Build) -> None:
-    """S2, running ahead: with begin and end, and as a bare weight call."""
+def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(world: Build) -> None:
+    """Running ahead: with begin and end, and as a bare weight call."""
     w = world()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -98,8 +98,8 @@ def test_a_push_in_flight_suspends_applies_and_resumes_at_the_new_version(world:
     assert [(s.version, s.kv) for s in w.sample("run", "p1").closed_spans()] == [(0, "fresh"), (1, "kept"), (2, "kept")]
 
 
-def test_a_pause_freezes_it_and_an_abort_of_everything_passes_it_by(world: Build) -> None:
-    """S2, the right column."""
+def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(world: Build) -> None:
+    """The right column."""
     w = world()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -113,8 +113,8 @@ def test_a_pause_freezes_it_and_an_abort_of_everything_passes_it_by(world: Build
     assert w.sample("run", "p1").length > before
 
 
-def test_memory_given_back_between_rounds_suspends_it(world: Build) -> None:
-    """S2: release evacuates; what runs ahead goes on after the resume."""
+def test_a_memory_release_suspends_running_ahead(world: Build) -> None:
+    """Release evacuates; what runs ahead goes on after the resume."""
     w = world()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -140,7 +140,7 @@ def test_a_stopped_round_continues_too_and_a_drop_ends_it(world: Build) -> None:
 
 
 def test_an_open_round_of_another_run_gets_free_slots_first(world: Build) -> None:
-    """S6: what runs ahead takes what open rounds leave."""
+    """What runs ahead takes what open rounds leave."""
     w = world(slots=2)
     w.open("ahead", lengths(2, 9, 9, 9), quota=1, ahead=3, after_quota="continue")
     w.reply("ahead")
@@ -162,8 +162,8 @@ def test_a_smaller_concurrency_suspends_the_newest(world: Build) -> None:
 # --- cohorts
 
 
-def test_a_cohort_is_in_before_the_round_may_end(world: Build) -> None:
-    """S4: groups that first ran in the last round are delivered first, whatever overtakes them."""
+def test_a_cohort_finishes_before_the_round_ends(world: Build) -> None:
+    """Groups that first ran in the last round are delivered first, whatever overtakes them."""
     w = world()
     w.open("run", lengths(2, 20, 25), quota=1, quota_mode="cohort")
     assert ids(w.reply()) == ["p0"]
@@ -187,7 +187,7 @@ def test_a_cohort_of_two_rounds_waits_a_round_longer(world: Build) -> None:
 
 
 def test_a_group_that_never_ran_is_in_no_cohort(world: Build) -> None:
-    """S4: its first forward counts, not its arrival."""
+    """Its first forward counts, not its arrival."""
     w = world(slots=1)
     w.open("run", lengths(2, 30), quota=1, quota_mode="cohort")
     w.reply()
@@ -196,7 +196,7 @@ def test_a_group_that_never_ran_is_in_no_cohort(world: Build) -> None:
     w.stop("run")
 
 
-def test_what_ran_ahead_of_a_round_belongs_to_its_cohort(world: Build) -> None:
+def test_groups_that_ran_ahead_belong_to_the_next_round_s_cohort(world: Build) -> None:
     w = world(slots=1)
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -210,7 +210,6 @@ def test_what_ran_ahead_of_a_round_belongs_to_its_cohort(world: Build) -> None:
 
 
 def test_a_stop_overrides_the_cohort(world: Build) -> None:
-    """S4."""
     w = world()
     w.open("run", lengths(2, 60), quota=1, quota_mode="cohort")
     w.reply()

@@ -1,4 +1,4 @@
-"""The controller on the fake engine, rule by rule: rounds and what they deliver (S3), staleness (S4), ids (S5)."""
+"""The controller on the fake engine, rule by rule: rounds and what they deliver, staleness, ids."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 
 
 def test_the_round_ends_in_the_step_that_meets_the_quota(world: Build) -> None:
-    """S3: no forward after it; what is left is suspended with its KV."""
+    """No forward after it; what is left is suspended with its KV."""
     w = world()
     w.open("run", lengths(2, 4, 9, 9), quota=2)
     reply = w.reply()
@@ -26,8 +26,8 @@ def test_the_round_ends_in_the_step_that_meets_the_quota(world: Build) -> None:
     assert w.engine.forwards == forwards
 
 
-def test_what_ends_in_the_step_in_flight_is_surplus_and_comes_first_next_time() -> None:
-    """S3: finishes of the drained step are carried; if they meet the next quota, it ends without a forward."""
+def test_finishes_of_the_step_in_flight_are_carried_and_delivered_first() -> None:
+    """Finishes of the drained step are carried; if they meet the next quota, it ends without a forward."""
     w = ControllerHarness(overlap=True)
     w.open("run", lengths(2, 3, 9), quota=1)
     assert ids(w.reply()) == ["p0"]
@@ -39,7 +39,7 @@ def test_what_ends_in_the_step_in_flight_is_surplus_and_comes_first_next_time() 
 
 
 def test_surplus_of_one_step_is_carried_or_returned(world: Build) -> None:
-    """S3: exactly the quota in admission order, the surplus first next time; `surplus: return` delivers it at once."""
+    """Exactly the quota in admission order, the surplus first next time; `surplus: return` delivers it at once."""
     w = world()
     w.open("run", lengths(3, 3, 3, 9), quota=2)
     assert ids(w.reply()) == ["p0", "p1"]
@@ -50,7 +50,7 @@ def test_surplus_of_one_step_is_carried_or_returned(world: Build) -> None:
 
 
 def test_no_part_of_an_unfinished_group_is_delivered(world: Build) -> None:
-    """S3, unit group: finished members wait for the others."""
+    """Unit group: finished members wait for the others."""
     w = world()
     ends = [1 + sample_seed(0, "p", 0, i) % 20 for i in range(3)]
     w.open("run", {"p": (3, 3, 20), "q": (3, 1, -min(ends) - 2)}, quota=1)
@@ -62,8 +62,8 @@ def test_no_part_of_an_unfinished_group_is_delivered(world: Build) -> None:
     assert [len(w.samples[("run", "p", 0), i].output_ids) // 4 for i in range(3)] == ends
 
 
-def test_unit_sample_delivers_at_once_and_the_rest_under_the_same_id(world: Build) -> None:
-    """S3, unit sample: `complete` is false until the last member has left."""
+def test_unit_sample_delivers_the_rest_of_a_group_under_the_same_id(world: Build) -> None:
+    """Unit sample: `complete` is false until the last member has left."""
     w = world()
     w.open("run", {"p": (3, 4, 20)}, quota=1, quota_unit="sample", surplus="return")
     assert [d.complete for d in w.reply().deliver] == [False]
@@ -75,24 +75,24 @@ def test_unit_sample_delivers_at_once_and_the_rest_under_the_same_id(world: Buil
 
 
 @pytest.mark.parametrize(("quota", "reason"), [(None, "exhausted"), (7, "exhausted"), (3, "quota")])
-def test_a_round_ends_at_the_latest_when_all_has_finished(world: Build, quota: int | None, reason: str) -> None:
-    """S3: `quota: null`, and a quota larger than what can finish."""
+def test_a_round_ends_when_everything_has_finished(world: Build, quota: int | None, reason: str) -> None:
+    """`quota: null`, and a quota larger than what can finish."""
     w = world()
     w.open("run", lengths(1, 5, 9), quota=quota)
     reply = w.reply()
     assert (reply.end_reason, ids(reply)) == (reason, ["p0", "p1", "p2"])
 
 
-def test_nothing_to_do_is_over_at_once(world: Build) -> None:
-    """S3: empty prompts and an empty carry: `exhausted`, nothing finished; under a pause too, which has no steps."""
+def test_an_empty_round_ends_at_once(world: Build) -> None:
+    """Empty prompts and an empty carry: `exhausted`, nothing finished; under a pause too, which has no steps."""
     w = world()
     w.freeze(True)
     w.open("run", {}, quota=3)
     assert (w.replies[-1].end_reason, w.replies[-1].deliver) == ("exhausted", [])
 
 
-def test_stop_delivers_what_is_finished_or_what_is_named_of_it(world: Build) -> None:
-    """S3: the rest is carried; to stop again changes nothing."""
+def test_stop_delivers_finished_groups_or_those_named(world: Build) -> None:
+    """The rest is carried; to stop again changes nothing."""
     w = world()
     w.open("run", lengths(1, 1, 1, 9), quota=None)
     w.step(3)
@@ -106,8 +106,8 @@ def test_stop_delivers_what_is_finished_or_what_is_named_of_it(world: Build) -> 
 
 
 @pytest.mark.parametrize("place", ["queue", "batch"])
-def test_a_sample_that_the_engine_gives_up_is_delivered_and_counts(world: Build, place: str) -> None:
-    """S3: with the engine's `finish_reason`, and with the tokens that it has."""
+def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(world: Build, place: str) -> None:
+    """With the engine's `finish_reason`, and with the tokens that it has."""
     w = world(chunk=16)
     w.open("run", {"p": (20, 1, -20), "q": (20, 1, -20)}, quota=1)
     w.step(1 if place == "queue" else 5)
@@ -123,7 +123,7 @@ def test_a_sample_that_the_engine_gives_up_is_delivered_and_counts(world: Build,
 
 
 def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
-    """S3: the engine's queue limit gives samples up while they are queued, which meets the quota."""
+    """The engine's queue limit gives samples up while they are queued, which meets the quota."""
     w = ControllerHarness(queue_limit=1, slots=4)
     w.open("run", lengths(9, 9, 9), quota=2)
     w.step()
@@ -132,7 +132,7 @@ def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
 
 
 def test_a_drop_can_end_a_round_and_deletes_nothing_else(world: Build) -> None:
-    """S2, S3: dropped samples are gone wherever they were."""
+    """Dropped samples are gone wherever they were."""
     w = world(slots=2)
     w.open("run", lengths(1, 9, 9, 9), quota=None)
     w.step(4)
@@ -144,8 +144,8 @@ def test_a_drop_can_end_a_round_and_deletes_nothing_else(world: Build) -> None:
     w.drop("nobody")
 
 
-def test_a_drop_lets_the_step_in_flight_meet_a_quota_first() -> None:
-    """S3: what had finished when the drop arrived belongs to the round."""
+def test_the_step_in_flight_can_meet_the_quota_before_a_drop() -> None:
+    """What had finished when the drop arrived belongs to the round."""
     w = ControllerHarness(overlap=True)
     w.open("run", lengths(1, 9), quota=1)
     w.step()
@@ -159,7 +159,7 @@ def test_a_drop_lets_the_step_in_flight_meet_a_quota_first() -> None:
 
 
 def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(world: Build) -> None:
-    """S4: the round does not end without it, new groups go on starting, and it is delivered first."""
+    """The round does not end without it, new groups go on starting, and it is delivered first."""
     w = world(slots=2)
     w.open("run", lengths(1, 30), quota=1, max_staleness=2)
     w.reply()
@@ -173,7 +173,7 @@ def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(world: Bui
 
 
 def test_a_push_inside_a_round_makes_groups_mandatory(world: Build) -> None:
-    """S4: all members of a group that reaches the bound, unstarted ones too, finish in this round."""
+    """All members of a group that reaches the bound, unstarted ones too, finish in this round."""
     w = world(slots=2)
     w.open("run", {"old": (3, 3, -8), "a": (3, 1, -1), "b": (3, 1, -1)}, quota=1, max_staleness=1)
     w.step(3)
@@ -182,8 +182,8 @@ def test_a_push_inside_a_round_makes_groups_mandatory(world: Build) -> None:
     assert [(d.id, d.indices) for d in w.reply().deliver] == [("old", [0, 1, 2])]
 
 
-def test_beyond_the_bound_is_delivered_and_counted(world: Build) -> None:
-    """S4: several pushes between two rounds, or a stop, carry a group over the bound; nothing is dropped."""
+def test_a_group_beyond_the_bound_is_delivered_and_counted(world: Build) -> None:
+    """Several pushes between two rounds, or a stop, carry a group over the bound; nothing is dropped."""
     w = world()
     w.open("run", lengths(1, 9), quota=1, max_staleness=1)
     w.reply()
@@ -199,7 +199,7 @@ def test_beyond_the_bound_is_delivered_and_counted(world: Build) -> None:
 
 
 def test_finished_surplus_ages_too(world: Build) -> None:
-    """S4: a finished group that reaches the bound is delivered beyond the quota."""
+    """A finished group that reaches the bound is delivered beyond the quota."""
     w = world()
     w.open("run", lengths(2, 2, 2), quota=1, max_staleness=1)
     assert ids(w.reply()) == ["p0"]
@@ -210,7 +210,7 @@ def test_finished_surplus_ages_too(world: Build) -> None:
 
 @pytest.mark.parametrize(("unit", "started"), [("group", 3), ("sample", 2)])
 def test_strict_on_policy_starts_what_the_quota_needs(world: Build, unit: str, started: int) -> None:
-    """S4, `max_staleness: 0`: no more groups start than the quota needs, none is carried with tokens."""
+    """`max_staleness: 0`: no more groups start than the quota needs, none is carried with tokens."""
     w = world()
     w.open("run", {f"p{i}": (3, 2, -3 - i) for i in range(5)}, quota=3, quota_unit=unit, max_staleness=0)
     reply = w.reply()
@@ -220,7 +220,7 @@ def test_strict_on_policy_starts_what_the_quota_needs(world: Build, unit: str, s
 
 
 def test_strict_on_policy_with_more_partials_than_the_quota(world: Build) -> None:
-    """S4, `max_staleness: 0`: what was carried with tokens finishes here, and nothing new starts."""
+    """`max_staleness: 0`: what was carried with tokens finishes here, and nothing new starts."""
     w = world()
     w.open("run", lengths(1, 9, 9, 9), quota=1)
     w.reply()
@@ -248,7 +248,7 @@ def test_groups_that_have_not_begun_are_named(world: Build) -> None:
 
 
 def test_an_id_is_taken_until_its_group_is_delivered_or_dropped(world: Build) -> None:
-    """S5: 409 for the whole request, changing nothing; afterwards a new incarnation with another seed."""
+    """409 for the whole request, changing nothing; afterwards a new incarnation with another seed."""
     w = world()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()

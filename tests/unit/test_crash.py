@@ -1,4 +1,4 @@
-"""Restarts: what was accepted, drawn, finished and delivered before a crash is there after it (S8, design rule 1)."""
+"""Restarts: what was accepted, drawn, finished and delivered before a crash is there after it."""
 
 import tempfile
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_partials_restart_from_their_last_suspension(world: CrashingHarness) -> 
     assert RESTARTED in reply.stats["warnings"]
 
 
-def test_a_round_whose_end_was_not_written_ends_again(world: CrashingHarness) -> None:
+def test_a_round_whose_end_was_not_journalled_ends_again(world: CrashingHarness) -> None:
     world.open("run", lengths(3, 60))
     while world.sample("run", "p0").state.value != "finished":
         world.step()
@@ -90,7 +90,7 @@ def test_after_a_restart_nothing_steps_until_the_version_is_named(world: Crashin
     world.drain()
 
 
-def test_a_push_without_a_version_counts_one_on(world: CrashingHarness) -> None:
+def test_a_push_without_a_version_after_a_restart_adds_one(world: CrashingHarness) -> None:
     world.push_begin()
     world.push_end(4)
     world.crash()
@@ -107,11 +107,11 @@ def test_a_push_without_a_version_counts_one_on(world: CrashingHarness) -> None:
     [(None, 0, (0, False)), (None, 3, (3, True)), (3, 3, (3, False)), (5, 3, (5, False)),
      (4, 0, (4, False))],
 )  # fmt: skip
-def test_the_version_of_a_start(given: int | None, saved: int, starts_at: tuple[int, bool]) -> None:
+def test_starting_version(given: int | None, saved: int, starts_at: tuple[int, bool]) -> None:
     assert starting_version(given, saved) == starts_at
 
 
-def test_a_version_below_the_journals_is_refused() -> None:
+def test_a_version_below_the_journal_s_is_refused() -> None:
     with pytest.raises(ValueError, match="--april-version 2 is below 3"):
         starting_version(2, 3)
 
@@ -138,7 +138,7 @@ class Restarts(Rounds):
             self.folder.cleanup()
 
 
-def test_any_story_survives_any_number_of_crashes() -> None:
+def test_any_sequence_of_events_survives_any_number_of_crashes() -> None:
     run_state_machine_as_test(
         Restarts,
         settings=settings(

@@ -1,4 +1,4 @@
-"""Which partials give way when memory runs short (S6, S9): pure functions of lengths, orders and budgets in tokens."""
+"""Which partials give way when memory runs short: pure functions of lengths, orders and budgets in tokens."""
 
 import pytest
 from hypothesis import given
@@ -40,18 +40,18 @@ def length(sample: Sample) -> int:
     return sample.kv.pages.length if sample.kv.pages else 0
 
 
-def test_the_short_give_way_before_the_long() -> None:
-    """Design section 7: under a byte budget the longest samples are kept first."""
+def test_short_samples_are_evicted_before_long_ones() -> None:
+    """Under a byte budget the longest samples are kept first."""
     assert in_order(shelf_of(stored(30, 10, 20))) == ["g1.0", "g2.0", "g0.0"]
 
 
-def test_among_equals_the_less_stale_and_then_the_last_admitted_gives_way_first() -> None:
+def test_equal_lengths_evict_the_less_stale_then_the_last_admitted() -> None:
     """Issue of the page store, S6: newest first."""
     assert in_order(shelf_of(stored(10, 10, 10, versions=(1, 2, 1)))) == ["g1.0", "g2.0", "g0.0"]
 
 
-def test_what_must_finish_gives_way_last() -> None:
-    """S4: whatever its length; and no longer when its round has ended."""
+def test_mandatory_samples_are_evicted_last() -> None:
+    """Whatever its length; and no longer when its round has ended."""
     samples = stored(1, 30, 20)
     mandatory = [samples[0]]
     shelf = shelf_of(samples, mandatory.__contains__)
@@ -66,8 +66,8 @@ def test_what_must_finish_gives_way_last() -> None:
     ("cap", "evicted"),
     [(100, []), (60, []), (59, ["g0.0"]), (50, ["g0.0"]), (49, ["g0.0", "g1.0"]), (30, ["g0.0", "g1.0"]), (29, None)],
 )
-def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None:
-    """Design rule 5: a byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
+def test_as_few_samples_as_needed_are_evicted(cap: int, evicted: list[str] | None) -> None:
+    """A byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
     *there, newcomer = stored(10, 20, 30)
     shelf = shelf_of(there)
     gone = select_victims(shelf, newcomer, mandatory=False, freed=length, short=30 + 30 - cap)
@@ -75,8 +75,8 @@ def test_as_few_as_needed_fall_back(cap: int, evicted: list[str] | None) -> None
     assert in_order(shelf) == [n for n in ("g0.0", "g1.0") if n not in (evicted or [])]
 
 
-def test_a_newcomer_never_pushes_out_what_is_worth_more_or_must_finish() -> None:
-    """Design section 7, S4: it falls back to its tokens itself."""
+def test_a_newcomer_never_evicts_higher_priority_or_mandatory_samples() -> None:
+    """It falls back to its tokens itself."""
     long, short, newcomer = stored(30, 10, 20)
     assert select_victims(shelf_of([long]), newcomer, mandatory=False, freed=length, short=1) is None
     must = shelf_of([short], lambda s: s is short)
@@ -85,7 +85,7 @@ def test_a_newcomer_never_pushes_out_what_is_worth_more_or_must_finish() -> None
     assert select_victims(shelf_of([short]), newcomer, mandatory=False, freed=length, short=1) == [short]
 
 
-def test_a_sample_that_comes_again_as_long_as_before() -> None:
+def test_a_sample_can_be_queued_again_at_the_same_length() -> None:
     """Suspended, resumed and suspended in one step: other pages, the same worth."""
     samples = stored(5, 4)
     shelf = shelf_of(samples)
@@ -95,7 +95,7 @@ def test_a_sample_that_comes_again_as_long_as_before() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=40))
-def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool, bool]]) -> None:
+def test_the_queue_equals_a_sorted_list(items: list[tuple[int, bool, bool]]) -> None:
     """Whoever leaves behind its back, comes twice, or must finish."""
     samples = stored(*(size for size, _, _ in items))
     gone = {s for s, (_, left, _) in zip(samples, items, strict=True) if left}
@@ -108,8 +108,8 @@ def test_a_shelf_is_the_sorted_list_of_what_is_there(items: list[tuple[int, bool
     assert found == sorted(set(samples) - gone, key=lambda s: (s in must, eviction_priority(s)))
 
 
-def test_a_sample_that_came_back_gives_way_once() -> None:
-    """S10: put on the shelf twice, and its tokens are set free once."""
+def test_a_sample_queued_twice_is_evicted_once() -> None:
+    """Put on the shelf twice, and its tokens are set free once."""
     short, middle, long = stored(10, 20, 40)
     shelf = shelf_of([short, middle, short])
     assert select_victims(shelf, long, mandatory=False, freed=length, short=15) == [short, middle]

@@ -68,7 +68,7 @@ def change_weights(s: Scheduler) -> Any:
     return hooks_control.weight_call(s.stock, manager, UpdateWeightFromDiskReqInput(model_path="x"))
 
 
-def test_the_first_error_is_told_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_reported_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Controller, "before_step", fails)
     monkeypatch.setattr(Controller, "progress", fails)
     step(scheduler)
@@ -79,7 +79,7 @@ def test_the_first_error_is_told_once(scheduler: Scheduler, monkeypatch: pytest.
     assert scheduler.april.context.closed() == REASON
 
 
-def test_what_is_asked_later_is_refused_at_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_commands_are_refused_at_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Controller, "before_step", fails)
     step(scheduler)
     given, params = given_as({"p": (3, 1, 4)})
@@ -98,7 +98,7 @@ CALLS: dict[str, Callable[[Scheduler], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_exception_of_ours_ends_the_scheduler(
+def test_no_exception_of_the_plugin_ends_the_scheduler(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(Controller, "aborted", fails)
@@ -108,7 +108,7 @@ def test_no_exception_of_ours_ends_the_scheduler(
     assert scheduler.broken == [REASON.replace("before_step", name)]
 
 
-def test_the_weights_do_not_change_under_samples_that_could_not_leave(
+def test_weights_do_not_change_under_samples_that_could_not_be_suspended(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert change_weights(scheduler).success
@@ -129,7 +129,7 @@ def broken_while(engine: ScriptedEngine, *, late: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_those_who_wait_for_a_round_are_told(late: bool) -> None:
+def test_waiting_clients_get_the_error(late: bool) -> None:
     """Nor does a round that is over keep weight calls waiting."""
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""`kv: auto` on the controller: what is kept, recomputed or not even copied, and what the reply says of it (S6, S9)."""
+"""`kv: auto` on the controller: what is kept, recomputed or not even copied, and what the reply says of it."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def provenance(w: ControllerHarness, name: str) -> list[str]:
     ("rates", "kept", "recomputed"),
     [(None, {"host": 2}, {}), (CHEAP_COPIES, {"host": 2}, {}), (DEAR_COPIES, {}, {"cheaper": 2})],
 )
-def test_on_the_host_the_cheaper_way_is_taken_and_told(
+def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
     world: Build, rates: messages.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
 ) -> None:
     """Before the rates are known, as `keep`."""
@@ -56,8 +56,8 @@ def test_on_the_host_the_cheaper_way_is_taken_and_told(
     assert provenance(w, "p1") == ["fresh", "kept" if kept else "recomputed"]
 
 
-def test_only_the_short_are_recomputed(world: Build) -> None:
-    """Design section 7: attention makes the long ones dear."""
+def test_only_short_samples_are_recomputed(world: Build) -> None:
+    """Attention makes the long ones dear."""
     w = world()
     say(w, messages.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
     w.open("run", {"short": (3, 1, -20), "long": (40, 1, -20), "q": (3, 1, -1)}, quota=1, kv="auto", tier="host")
@@ -76,8 +76,8 @@ def test_pages_that_never_left_the_device_cost_nothing(world: Build) -> None:
     assert finish(w)["kv_decisions"] == {"keep": {"device": 1}, "recompute": {}}
 
 
-def test_under_one_version_nothing_is_recomputed_and_nothing_decided(world: Build) -> None:
-    """S6: whatever copies cost."""
+def test_kv_of_the_current_version_is_kept_without_a_decision(world: Build) -> None:
+    """Whatever copies cost."""
     w = world()
     say(w, DEAR_COPIES)
     w.open("run", lengths(1, 20), quota=1, kv="auto", tier="host")
@@ -90,7 +90,7 @@ def test_under_one_version_nothing_is_recomputed_and_nothing_decided(world: Buil
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_kv_older_than_the_bound_is_never_kept(world: Build, tier: str) -> None:
-    """Design section 7: even where keeping is free."""
+    """Even where keeping is free."""
     w = world()
     say(w, CHEAP_COPIES)
     w.open("run", lengths(1, 20, 20), quota=1, kv="auto", tier=tier, max_staleness=2)
@@ -99,7 +99,7 @@ def test_kv_older_than_the_bound_is_never_kept(world: Build, tier: str) -> None:
     assert finish(w, max_staleness=2)["kv_decisions"] == {"keep": {}, "recompute": {"stale": 2}}
 
 
-def test_what_a_push_makes_old_is_not_copied_where_a_recompute_is_cheaper(world: Build) -> None:
+def test_kv_that_a_push_makes_old_is_not_copied_if_a_recompute_is_cheaper(world: Build) -> None:
     """A flush inside a push: nobody pays for a copy that the resume would throw away. Outside of one it is copied."""
     for rates, pushing, there in (
         (DEAR_COPIES, True, "none"),
@@ -148,8 +148,8 @@ def test_another_policy_ignores_the_rates(world: Build) -> None:
     assert (stats["resumed_recomputed"], stats["kv_fallback"]) == (1, 1)
 
 
-def test_rates_that_come_late_or_twice_count_from_then_on(world: Build) -> None:
-    """S9: a message like any other, between any two steps; replicas agree, and everybody is decided once."""
+def test_rates_apply_from_the_step_in_which_they_arrive(world: Build) -> None:
+    """A message like any other, between any two steps; replicas agree, and everybody is decided once."""
     for before in range(8):
         w = world(slots=8, copy_delay=2)
         w.open("run", lengths(2, 20, 30, 25, 22), quota=1, kv="auto", tier="host")

@@ -1,4 +1,4 @@
-"""The ledger: a sample is in one place, leaves once, and every counter says so (design rule 1); ids and seeds (S5)."""
+"""The ledger: a sample is in one place, leaves once, and every counter says so; ids and seeds."""
 
 import pytest
 
@@ -20,7 +20,7 @@ ALLOWED = {
 @pytest.mark.parametrize("before", State)
 @pytest.mark.parametrize("after", State)
 def test_only_allowed_transitions_change_the_state(before: State, after: State) -> None:
-    """Rule 1: a finished sample never comes back, a queued one has no tokens to suspend."""
+    """A finished sample never comes back, a queued one has no tokens to suspend."""
     hand = LedgerDriver()
     (group,) = hand.groups(1)
     sample = group.samples[0]
@@ -36,8 +36,8 @@ def test_only_allowed_transitions_change_the_state(before: State, after: State) 
         assert (sample.state, group.counts[before]) == (before, 1)
 
 
-def test_a_suspended_sample_without_a_token_was_never_started() -> None:
-    """Design section 4: prompts never started stay untouched."""
+def test_a_suspended_sample_without_a_token_is_queued_again() -> None:
+    """Prompts never started stay untouched."""
     hand = LedgerDriver()
     group, _ = hand.groups(2, 1)
     hand.start(*group.samples.values())
@@ -47,8 +47,8 @@ def test_a_suspended_sample_without_a_token_was_never_started() -> None:
     assert [g.id for g in hand.run.new] == ["g0", "g1"]
 
 
-def test_a_begun_group_with_queued_members_is_on_its_shelf() -> None:
-    """Design section 4: members of groups already begun come before new groups."""
+def test_groups_with_queued_members_are_in_the_admission_queues() -> None:
+    """Members of groups already begun come before new groups."""
     hand = LedgerDriver()
     group, other = hand.groups(2, 2)
     hand.start(group.samples[0])
@@ -60,8 +60,8 @@ def test_a_begun_group_with_queued_members_is_on_its_shelf() -> None:
     assert (group.queue, list(hand.run.begun), list(hand.run.suspended)) == ("begun", [group], [group.samples[0]])
 
 
-def test_order_is_that_of_the_first_admission() -> None:
-    """S6: kept over suspensions, so that a resumed batch has its old order."""
+def test_order_is_fixed_at_the_first_admission() -> None:
+    """Kept over suspensions, so that a resumed batch has its old order."""
     hand = LedgerDriver()
     a, b = hand.groups(1, 1)
     hand.begin(b.samples[0])
@@ -71,7 +71,7 @@ def test_order_is_that_of_the_first_admission() -> None:
 
 
 def test_a_group_leaves_with_its_last_sample() -> None:
-    """S3: parts of it first, under the same id and incarnation; nothing can be delivered twice."""
+    """Parts of it first, under the same id and incarnation; nothing can be delivered twice."""
     hand = LedgerDriver()
     (group,) = hand.groups(3)
     hand.finish(group.samples[0], group.samples[2])
@@ -86,8 +86,7 @@ def test_a_group_leaves_with_its_last_sample() -> None:
     assert (hand.run.groups, hand.run.finished, hand.run.whole) == ({}, 0, 0)
 
 
-def test_what_has_not_finished_cannot_be_delivered() -> None:
-    """Rule 1."""
+def test_an_unfinished_sample_cannot_be_delivered() -> None:
     hand = LedgerDriver()
     (group,) = hand.groups(1)
     hand.start(group.samples[0])
@@ -96,7 +95,7 @@ def test_what_has_not_finished_cannot_be_delivered() -> None:
 
 
 def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
-    """S2: the only thing that deletes samples; counters and shelves forget them."""
+    """The only thing that deletes samples; counters and shelves forget them."""
     hand = LedgerDriver()
     _, begun, partial, done, kept = hand.groups(1, 2, 1, 1, 1)
     hand.start(begun.samples[0])
@@ -111,8 +110,8 @@ def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
     assert hand.ledger.drop(run, None) == [kept.samples[0]]
 
 
-def test_an_id_is_taken_until_delivered_and_then_a_new_incarnation() -> None:
-    """S5: the whole request is refused and changes nothing; another run has ids of its own."""
+def test_a_delivered_id_can_be_used_again_as_a_new_incarnation() -> None:
+    """The whole request is refused and changes nothing; another run has ids of its own."""
     hand = LedgerDriver()
     (group,) = hand.groups(1)
     with pytest.raises(RequestError) as no:
@@ -125,14 +124,13 @@ def test_an_id_is_taken_until_delivered_and_then_a_new_incarnation() -> None:
 
 
 def test_an_id_twice_in_one_request_is_refused() -> None:
-    """S5."""
     with pytest.raises(RequestError) as no:
         LedgerDriver().accept(prompt("a"), prompt("b"), prompt("a"))
     assert (no.value.status, no.value.field) == (409, "prompts[2].id")
 
 
-def test_a_seed_depends_on_four_things_and_on_nothing_else() -> None:
-    """S5: 63 bits of (sampling seed, id, incarnation, index); not of the run, the rank or the order of arrival."""
+def test_a_seed_depends_on_sampling_seed_id_incarnation_and_index_only() -> None:
+    """63 bits of (sampling seed, id, incarnation, index); not of the run, the rank or the order of arrival."""
     a, b = LedgerDriver("a"), LedgerDriver("b")
     a.accept(prompt("first"))
     seeds = [hand.accept(prompt("p", n=2, seed=7))[0].samples[1].seed for hand in (a, b)]
@@ -144,7 +142,6 @@ def test_a_seed_depends_on_four_things_and_on_nothing_else() -> None:
 
 
 def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
-    """S3."""
     hand = LedgerDriver()
     group, single = hand.groups(2, 1)
     hand.finish(group.samples[1], single.samples[0])
@@ -154,7 +151,7 @@ def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
 
 
 def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
-    """S6: suspending and resuming on pages of the same version opens none; a span without tokens is none."""
+    """Suspending and resuming on pages of the same version opens none; a span without tokens is none."""
     hand = LedgerDriver()
     (group,) = hand.groups(1)
     sample = group.samples[0]
@@ -173,8 +170,8 @@ def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
     assert sample.closed_spans() == [Span(0, 4, 2, "fresh"), Span(4, 7, 4, "recomputed")]
 
 
-def test_the_oldest_token_of_a_group_counts_finished_members_too() -> None:
-    """S4: staleness is that of any undelivered sample; unstarted ones have no version."""
+def test_the_oldest_version_of_a_group_includes_finished_members() -> None:
+    """Staleness is that of any undelivered sample; unstarted ones have no version."""
     hand = LedgerDriver()
     (group,) = hand.groups(3)
     assert group.oldest_version() is None

@@ -1,4 +1,4 @@
-"""The controller on the fake engine: slots, memory and resuming (S6), and what gives way when there is too little."""
+"""The controller on the fake engine: slots, memory and resuming, and what gives way when there is too little."""
 
 import pytest
 
@@ -20,8 +20,8 @@ def leave_partials(w: ControllerHarness, sizes: dict[str, int], run: str = "idle
 
 
 @pytest.mark.parametrize(("host_cap", "tier"), [(1000, "host"), (0, "none")])
-def test_partials_of_another_run_give_way_to_a_sample_that_waits(world: Build, host_cap: int, tier: str) -> None:
-    """S6: device -> host -> tokens only; a round is served though partials of an idle run hold the pool."""
+def test_partials_of_another_run_are_demoted_for_a_waiting_sample(world: Build, host_cap: int, tier: str) -> None:
+    """Device -> host -> tokens only; a round is served though partials of an idle run hold the pool."""
     w = world(pool=60, chunk=64, host_cap=host_cap)
     leave_partials(w, {"a": 20, "b": 25})
     w.open("run", {"p": (20, 1, -20)}, quota=1)
@@ -33,8 +33,8 @@ def test_partials_of_another_run_give_way_to_a_sample_that_waits(world: Build, h
     )
 
 
-def test_partials_give_way_to_a_stock_request_that_waits(world: Build) -> None:
-    """S6: a `/generate` that arrives while partials hold all memory is served."""
+def test_partials_are_demoted_for_a_waiting_stock_request(world: Build) -> None:
+    """A `/generate` that arrives while partials hold all memory is served."""
     w = world(pool=60, chunk=64)
     leave_partials(w, {"a": 20, "b": 25})
     stranger = w.do(lambda e: e.add_stranger("s", 19, 20, 20))
@@ -43,8 +43,8 @@ def test_partials_give_way_to_a_stock_request_that_waits(world: Build) -> None:
     assert tiers(w, "idle") == {"a": "host", "b": "host"}
 
 
-def test_no_more_partials_give_way_than_needed_and_the_shortest_first(world: Build) -> None:
-    """S6: by worth, the least worthy in front."""
+def test_as_few_partials_as_needed_are_demoted_shortest_first(world: Build) -> None:
+    """By worth, the least worthy in front."""
     w = world(pool=100, chunk=100)
     leave_partials(w, {"a": 30, "b": 10, "c": 20})
     w.do(lambda e: e.add_stranger("s", 0, 30, 10))
@@ -52,8 +52,8 @@ def test_no_more_partials_give_way_than_needed_and_the_shortest_first(world: Bui
     assert tiers(w, "idle") == {"a": "device", "b": "host", "c": "device"}
 
 
-def test_groups_that_must_finish_give_way_last(world: Build) -> None:
-    """S4, S6: whatever their length."""
+def test_mandatory_groups_are_demoted_last(world: Build) -> None:
+    """Whatever their length."""
     w = world(pool=100, chunk=100, slots=4)
     leave_partials(w, {"short": 10}, "run")
     assert (w.push_begin(), w.push_end()) == (200, 200)
@@ -66,8 +66,8 @@ def test_groups_that_must_finish_give_way_last(world: Build) -> None:
     assert tiers(w, "run") | tiers(w, "other") == {"short": "device", "long": "host"}
 
 
-def test_partials_give_way_to_running_work(world: Build) -> None:
-    """S6: as many as the next decodes need room for; nothing that runs is suspended."""
+def test_partials_are_demoted_for_running_samples(world: Build) -> None:
+    """As many as the next decodes need room for; nothing that runs is suspended."""
     w = world(pool=68, chunk=64)
     leave_partials(w, {"a": 8, "b": 12})
     for run in ("run", "other"):
@@ -81,7 +81,7 @@ def test_partials_give_way_to_running_work(world: Build) -> None:
 
 
 def test_running_work_is_suspended_only_when_no_partial_holds_the_device(world: Build) -> None:
-    """S6: first the partials of others move out, then ours are suspended, the newest first; nothing is retracted."""
+    """First the partials of others move out, then ours are suspended, the newest first; nothing is retracted."""
     w = world(pool=64, chunk=64, slots=4)
     leave_partials(w, {"idle": 20})
     w.open("run", {f"p{i}": (4, 1, -24) for i in range(4)}, quota=None)
@@ -102,7 +102,7 @@ def test_running_work_is_suspended_only_when_no_partial_holds_the_device(world: 
 
 
 def test_a_sample_alone_gets_all_memory_and_never_runs_out(world: Build) -> None:
-    """S6: with others suspended for memory, the last one goes on; the rest resume when it has ended."""
+    """With others suspended for memory, the last one goes on; the rest resume when it has ended."""
     w = world(pool=32, chunk=32, slots=4, host_cap=0)
     w.open("run", {f"p{i}": (4, 1, -25) for i in range(4)}, quota=None)
     reply = w.reply()
@@ -110,8 +110,8 @@ def test_a_sample_alone_gets_all_memory_and_never_runs_out(world: Build) -> None
     assert {s.finish_reason["type"] for s in w.samples.values()} == {"stop"}
 
 
-def test_when_nothing_runs_the_first_partial_pushes_the_others_out(world: Build) -> None:
-    """S6: a sample suspended for memory waits until its estimate fits or nothing else runs; no deadlock then."""
+def test_when_nothing_runs_the_first_partial_evicts_the_others(world: Build) -> None:
+    """A sample suspended for memory waits until its estimate fits or nothing else runs; no deadlock then."""
     w = world(pool=60, chunk=64, slots=1)
     w.open("run", {"first": (20, 1, -20)}, quota=1, tier="host")
     w.step(3)
@@ -124,8 +124,8 @@ def test_when_nothing_runs_the_first_partial_pushes_the_others_out(world: Build)
     assert (ids(reply), reply.stats["resumed_kept"]) == (["first"], 1)
 
 
-def test_a_resume_leaves_room_for_the_next_decode_of_all() -> None:
-    """S6: SGLang's estimate is a fraction of what running requests may write; a resume must not cause a retract."""
+def test_a_resume_leaves_room_for_the_next_decode() -> None:
+    """SGLang's estimate is a fraction of what running requests may write; a resume must not cause a retract."""
     w = ControllerHarness(pool=48, chunk=64)
     w.open("run", {"a": (3, 1, -2)}, quota=None)
     w.step()
@@ -141,7 +141,7 @@ def test_a_resume_leaves_room_for_the_next_decode_of_all() -> None:
 
 
 def test_a_prompt_as_large_as_the_pool_allows_is_served(world: Build) -> None:
-    """S6: beside partials of its own run and of others."""
+    """Beside partials of its own run and of others."""
     w = world(pool=60, chunk=8)
     leave_partials(w, {"a": 20, "b": 25})
     leave_partials(w, {"small": 3}, "run")
@@ -150,8 +150,8 @@ def test_a_prompt_as_large_as_the_pool_allows_is_served(world: Build) -> None:
 
 
 @pytest.mark.parametrize("tier", ["auto", "device", "host", "none"])
-def test_a_round_forces_the_tier_of_what_it_suspends(world: Build, tier: str) -> None:
-    """S6: the debug field; resuming on the same version changes nothing but for `none`, which recomputes."""
+def test_a_round_can_force_the_tier_of_its_partials(world: Build, tier: str) -> None:
+    """The debug field; resuming on the same version changes nothing but for `none`, which recomputes."""
     w = world()
     w.open("run", lengths(2, 9, 9), quota=1, tier=tier)
     reply = w.reply()
@@ -168,7 +168,7 @@ def test_a_round_forces_the_tier_of_what_it_suspends(world: Build, tier: str) ->
 
 
 def test_resumed_samples_join_in_their_old_order_before_anything_new(world: Build) -> None:
-    """S6, and design section 3 step 2: partials first, no prefill in that step, new groups as slots come free."""
+    """Partials first, no prefill in that step, new groups as slots come free."""
     w = world(slots=4)
     w.open("run", lengths(1, 9, 9, 9), quota=1)
     w.reply()
@@ -182,7 +182,7 @@ def test_resumed_samples_join_in_their_old_order_before_anything_new(world: Buil
 
 
 def test_slots_are_shared_round_robin_and_bounded_by_concurrency(world: Build) -> None:
-    """S6: over the open runs; an optional `concurrency` bounds a run."""
+    """Over the open runs; an optional `concurrency` bounds a run."""
     w = world(slots=6)
     w.open("a", {f"p{i}": (2, 1, -9) for i in range(9)}, quota=9)
     w.open("b", {f"p{i}": (2, 1, -9) for i in range(9)}, quota=9, concurrency=2)
@@ -194,8 +194,8 @@ def test_slots_are_shared_round_robin_and_bounded_by_concurrency(world: Build) -
     assert {name: run.running for name, run in w.ledger.runs.items()} == {"a": 4, "b": 2, "c": 0}
 
 
-def test_runs_take_turns_for_a_single_slot(world: Build) -> None:
-    """S6: round-robin also over steps."""
+def test_runs_share_a_single_slot_round_robin(world: Build) -> None:
+    """Round-robin also over steps."""
     w = world(slots=1)
     for run in ("a", "b"):
         w.open(run, {f"p{i}": (2, 1, -1) for i in range(20)}, quota=20)
@@ -207,7 +207,7 @@ def test_runs_take_turns_for_a_single_slot(world: Build) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_stock_requests_and_rounds_both_progress(world: Build, slots: int) -> None:
-    """S6: while both wait for slots all the time, neither starves."""
+    """While both wait for slots all the time, neither starves."""
     w = world(slots=slots)
     w.open("run", {f"p{i}": (2, 1, -4) for i in range(100)}, quota=100)
     strangers = []

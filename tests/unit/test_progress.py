@@ -105,16 +105,21 @@ def test_a_load_starves_without_the_claim(
     assert load(seed) is None
 
 
-@pytest.mark.parametrize(
-    ("free", "foreign", "slots"), [(4, 0, 4), (4, 1, 3), (4, 3, 2), (5, 9, 3), (0, 3, 0), (-1, 2, -1)]
-)
+def test_a_load_starves_if_the_turn_of_a_stock_request_ends_the_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one slot, a sample keeps its claim in the steps in which the slot is for a stock request."""
+    assert steps_to_finish(87) is not None
+    monkeypatch.setattr(Reservations, "stock_turn", property(lambda _: False, lambda _, value: None), raising=False)
+    assert steps_to_finish(87) is None
+
+
+SHARES = [(4, 0, 4), (4, 1, 3), (4, 3, 2), (5, 9, 3), (0, 3, 0), (-1, 2, -1)]
+
+
+@pytest.mark.parametrize(("free", "foreign", "slots"), SHARES)
 def test_free_slots_are_shared_with_stock_requests(free: int, foreign: int, slots: int) -> None:
     assert Reservations().rollout_slots(free, foreign) == slots
 
 
 def test_a_single_free_slot_alternates() -> None:
-    reservations = Reservations()
-    assert [(reservations.rollout_slots(1, 2), reservations.stock_turn) for _ in range(4)] == [
-        (1, False),
-        (0, True),
-    ] * 2
+    claims = Reservations()
+    assert [(claims.rollout_slots(1, 2), claims.stock_turn) for _ in range(4)] == [(1, False), (0, True)] * 2

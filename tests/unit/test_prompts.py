@@ -41,7 +41,7 @@ def led(prompts: PromptSharing) -> tuple[LedgerDriver, Sample, Sample]:
     return hand, leader, other
 
 
-def test_one_of_each_group_is_prefilled(prompts: PromptSharing) -> None:
+def test_one_sample_per_group_is_prefilled(prompts: PromptSharing) -> None:
     """For eight free slots: groups whose members fill them, and whoever nobody follows."""
     hand = LedgerDriver()
     hand.groups(4, 1, 2, 4, 4)
@@ -58,7 +58,7 @@ def test_leaders_of_a_whole_batch_share_a_prefill(prompts: PromptSharing) -> Non
     assert names(list(prompts.select_for_prefill(hand.round(), 2))) == ["g24.0", "g25.0"]
 
 
-def test_nobody_follows_before_the_prompt_is_there(prompts: PromptSharing) -> None:
+def test_members_follow_only_after_the_prompt_is_prefilled(prompts: PromptSharing) -> None:
     hand, leader, other = led(prompts)
     assert prompts.awaits_leader(other)
     assert not prompts.can_follow(other)
@@ -99,8 +99,8 @@ def test_without_sharing_every_member_is_prefilled(world: Build) -> None:
     assert sum(rows) == 48
 
 
-def test_a_new_policy_has_leaders_of_its_own(world: Build) -> None:
-    """S6: KV of one version is never a prefix under another."""
+def test_a_new_policy_version_needs_new_leaders(world: Build) -> None:
+    """KV of one version is never a prefix under another."""
     w = world(slots=2, pool=300, chunk=64, shares=True)
     rows = prefills(w)
     w.open("run", {"p": (5, 8, -20)}, quota=1)
@@ -112,7 +112,7 @@ def test_a_new_policy_has_leaders_of_its_own(world: Build) -> None:
     assert w.engine.followed == 6
 
 
-def test_kv_that_is_gone_is_computed_again(world: Build) -> None:
+def test_evicted_prompt_kv_is_computed_again(world: Build) -> None:
     """The tree may let a prompt go that nobody stands on; a flush empties it."""
     w = world(slots=2, pool=300, chunk=64, shares=True)
     rows = prefills(w)
@@ -124,7 +124,7 @@ def test_kv_that_is_gone_is_computed_again(world: Build) -> None:
     assert w.engine.followed == 6
 
 
-def test_a_prompt_that_is_gone_is_looked_for_once_a_step(world: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_prompt_kv_is_searched_once_per_step(world: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader has ended, and one follows in its place; then seven slots come free together."""
     w = world(slots=8, pool=1000, chunk=64, shares=True)
     w.open("run", {"p": (5, 16, -20)}, quota=1)
@@ -138,8 +138,8 @@ def test_a_prompt_that_is_gone_is_looked_for_once_a_step(world: Build, monkeypat
     assert found == [False] + [True] * 6
 
 
-def test_strangers_are_served_while_followers_join(world: Build) -> None:
-    """S6: a join launches no prefill; `/generate` gets every second step then, and both progress."""
+def test_stock_requests_are_served_while_followers_join(world: Build) -> None:
+    """A join launches no prefill; `/generate` gets every second step then, and both progress."""
     w = world(slots=2, pool=300, chunk=64, shares=True)
     w.open("run", {f"p{i}": (5, 8, -2) for i in range(8)}, quota=8)
     w.step(3)
@@ -149,8 +149,8 @@ def test_strangers_are_served_while_followers_join(world: Build) -> None:
     w.reply()
 
 
-def test_strangers_are_served_although_others_follow_in_every_step(world: Build) -> None:
-    """S6: a join launches no prefill; whoever waits for one has every second step, however many slots are free."""
+def test_stock_requests_are_served_while_followers_join_in_every_step(world: Build) -> None:
+    """A join launches no prefill; whoever waits for one has every second step, however many slots are free."""
     w = world(slots=24, pool=4000, chunk=64, shares=True)
     for length in (3, 4, 5, 7):
         w.open(f"run-{length}", {"p": (5, 100, -length)}, quota=1)
@@ -160,8 +160,8 @@ def test_strangers_are_served_although_others_follow_in_every_step(world: Build)
     assert stranger.reason is not None
 
 
-def test_leaders_leave_the_partials_of_others_alone(world: Build) -> None:
-    """S6: what one run's leaders leave of its free slots is for their followers, not for a run that runs ahead; its
+def test_leaders_do_not_give_their_slots_to_running_ahead(world: Build) -> None:
+    """What one run's leaders leave of its free slots is for their followers, not for a run that runs ahead; its
     partials wait, and go on on their KV."""
     w = world(slots=8, pool=2000, chunk=64, shares=True)
     w.open("b", lengths(2, 40, 40, 40, 40, 40), quota=1, ahead=4, after_quota="continue")
@@ -179,7 +179,7 @@ def test_leaders_leave_the_partials_of_others_alone(world: Build) -> None:
 
 
 def test_two_runs_have_equal_shares_of_a_prefill(world: Build) -> None:
-    """S6, round-robin: 16 slots each, of which one run's leader leaves 15 to its followers, not to the other run."""
+    """Round-robin: 16 slots each, of which one run's leader leaves 15 to its followers, not to the other run."""
     w = world(slots=32, pool=4000, chunk=400, shares=True)
     rows = prefills(w)
     w.freeze(True)

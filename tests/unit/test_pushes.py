@@ -1,4 +1,4 @@
-"""The controller on the fake engine: pushes (S1) and all that happens around a round (S2)."""
+"""The controller on the fake engine: pushes and all that happens around a round."""
 
 import pytest
 
@@ -12,8 +12,8 @@ def spans(w: ControllerHarness, name: str) -> list[tuple[int, str]]:
     return [(s.version, s.kv) for s in w.samples[("run", name, 0), 0].spans]
 
 
-def test_a_push_of_ten_buckets_stops_our_samples_and_moves_the_version_once(world: Build) -> None:
-    """S1, S2: the round stays open and goes on at the new version, on kept KV."""
+def test_a_push_of_ten_buckets_suspends_samples_and_moves_the_version_once(world: Build) -> None:
+    """The round stays open and goes on at the new version, on kept KV."""
     w = world()
     w.open("run", lengths(9, 9), quota=2)
     w.step(3)
@@ -32,7 +32,7 @@ def test_a_push_of_ten_buckets_stops_our_samples_and_moves_the_version_once(worl
 
 
 def test_weight_calls_without_begin_are_one_push_until_the_next_forward(world: Build) -> None:
-    """S1: the version moves at the first accepted call after any forward, anyone's."""
+    """The version moves at the first accepted call after any forward, anyone's."""
     w = world()
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
@@ -44,7 +44,7 @@ def test_weight_calls_without_begin_are_one_push_until_the_next_forward(world: B
 
 
 def test_a_refused_push_changes_nothing(world: Build) -> None:
-    """S1: 409 for a version that is not greater and for an end without a begin; what runs goes on running."""
+    """409 for a version that is not greater and for an end without a begin; what runs goes on running."""
     w = world()
     w.open("run", lengths(9), quota=1)
     w.step(3)
@@ -55,7 +55,7 @@ def test_a_refused_push_changes_nothing(world: Build) -> None:
 
 
 def test_begin_again_starts_the_push_over_and_end_may_name_the_version(world: Build) -> None:
-    """S1: also after a failed call; an end that names a version not greater is 409 and leaves the push open."""
+    """Also after a failed call; an end that names a version not greater is 409 and leaves the push open."""
     w = world()
     assert w.push_begin(version=3) == 200
     w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
@@ -68,7 +68,7 @@ def test_begin_again_starts_the_push_over_and_end_may_name_the_version(world: Bu
 
 @pytest.mark.parametrize("heal", ["push", "disk"])
 def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(world: Build, heal: str) -> None:
-    """S1: nothing of ours steps on half pushed weights, rounds get 503 with the reason, one bucket heals nothing."""
+    """Nothing of ours steps on half pushed weights, rounds get 503 with the reason, one bucket heals nothing."""
     w = world()
     w.open("run", lengths(9), quota=1)
     w.step(3)
@@ -88,7 +88,7 @@ def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(world: Buil
 
 
 def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(world: Build) -> None:
-    """S3: the round ended in that step; the push that follows at once makes nothing of it mandatory."""
+    """The round ended in that step; the push that follows at once makes nothing of it mandatory."""
     w = world()
     w.open("run", lengths(2, 9), quota=1, max_staleness=1)
     while not w.controller.context.rounds["run"].counted():
@@ -97,8 +97,8 @@ def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(wor
     assert [(ids(r), r.policy_version) for r in w.replies] == [(["p0"], 0)]
 
 
-def test_a_pause_freezes_a_round_and_thawing_goes_on_as_if_nothing_had_been(world: Build) -> None:
-    """S2: no step of ours while frozen, SGLang's own requests included in none of it; no span opens."""
+def test_a_paused_round_continues_unchanged(world: Build) -> None:
+    """No step of ours while frozen, SGLang's own requests included in none of it; no span opens."""
     w = world()
     w.open("run", lengths(9), quota=1)
     w.step(3)
@@ -115,7 +115,7 @@ def test_a_pause_freezes_a_round_and_thawing_goes_on_as_if_nothing_had_been(worl
 
 @pytest.mark.parametrize("policy", ["keep", "auto", "recompute"])
 def test_only_kv_of_an_older_version_is_recomputed(world: Build, policy: str) -> None:
-    """S6: `recompute` keeps pages of the same version; `auto` means keep for now."""
+    """`recompute` keeps pages of the same version; `auto` means keep for now."""
     w = world()
     w.open("run", lengths(1, 20), quota=1, kv=policy)
     w.reply()
@@ -130,8 +130,8 @@ def test_only_kv_of_an_older_version_is_recomputed(world: Build, policy: str) ->
     assert spans(w, "p1") == [(0, "fresh"), (1, "recomputed" if again else "kept")]
 
 
-def test_a_flush_moves_pages_to_the_host_as_far_as_its_cap_goes(world: Build) -> None:
-    """S2, design rule 5: the longest first; those without room keep their tokens, and nothing is lost."""
+def test_a_flush_moves_pages_to_the_host_within_its_cap(world: Build) -> None:
+    """The longest first; those without room keep their tokens, and nothing is lost."""
     w = world(host_cap=12)
     w.open("run", {f"p{i}": (3 + i, 1, -20) for i in range(4)} | {"q": (3, 1, -1)}, quota=1)
     w.reply()
@@ -151,8 +151,8 @@ def test_a_flush_moves_pages_to_the_host_as_far_as_its_cap_goes(world: Build) ->
     assert sorted(ids(reply)) == sorted(held)
 
 
-def test_a_flush_that_waits_for_stock_requests_keeps_ours_suspended(world: Build) -> None:
-    """S2: with a timeout; afterwards the round goes on."""
+def test_a_waiting_flush_keeps_samples_suspended(world: Build) -> None:
+    """With a timeout; afterwards the round goes on."""
     w = world()
     w.open("run", lengths(9), quota=1)
     w.do(lambda e: e.add_stranger("s", 4, 3, 5))
@@ -167,7 +167,7 @@ def test_a_flush_that_waits_for_stock_requests_keeps_ours_suspended(world: Build
 
 
 def test_released_memory_closes_admission_also_across_a_push(world: Build) -> None:
-    """S2: pages are on the host before the pool is unmapped; no page is touched until it is back."""
+    """Pages are on the host before the pool is unmapped; no page is touched until it is back."""
     w = world()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
@@ -183,8 +183,7 @@ def test_released_memory_closes_admission_also_across_a_push(world: Build) -> No
     assert spans(w, "p1") == [(0, "fresh"), (1, "kept")]
 
 
-def test_an_abort_of_everything_stops_open_rounds_and_leaves_the_carry(world: Build) -> None:
-    """S2."""
+def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(world: Build) -> None:
     w = world()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
@@ -199,7 +198,7 @@ def test_an_abort_of_everything_stops_open_rounds_and_leaves_the_carry(world: Bu
 
 
 def test_retracted_samples_are_recomputed_under_one_version(world: Build) -> None:
-    """S6: a retract gives `recomputed` without any push, and counts as retracted."""
+    """A retract gives `recomputed` without any push, and counts as retracted."""
     w = world()
     w.open("run", lengths(9, 9), quota=2)
     w.step(4)

@@ -119,7 +119,7 @@ class Story(RuleBasedStateMachine):
             self.rank.close()
 
 
-def test_any_story_of_a_store(tmp_path: Path) -> None:
+def test_any_sequence_of_store_operations(tmp_path: Path) -> None:
     """Put, promote, demote, evict, resume, drop, crash, reopen: what the model has comes back bit for bit."""
     machine: Any = type("StoryHere", (Story,), {"folder": tmp_path})
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""Which tier pages are in, decision by decision: prompts stored once, budgets, failures, checks (S9, S10)."""
+"""Which tier pages are in, decision by decision: prompts stored once, budgets, failures, checks."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ class Group:
         self.hand.ledger.admit(sample)
 
 
-def test_a_prompt_is_stored_once_over_all_rounds_and_goes_with_its_last_user() -> None:
+def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
     """40 tokens stand in the tree: 32 of them, whole pages of 16, are stored once, for later suspensions too."""
     g = Group()
     for sample in g.samples:
@@ -117,8 +117,8 @@ def test_a_leader_and_its_followers_share_a_prefix() -> None:
     assert {said[3] for said in g.engine.said} == {(g.engine.said[0][3][0], 32)}
 
 
-def test_a_prompt_computed_again_is_another_prefix() -> None:
-    """S6: shared among members prefilled together; another tree node may hold other bits."""
+def test_a_recomputed_prompt_is_another_prefix() -> None:
+    """Shared among members prefilled together; another tree node may hold other bits."""
     g = Group()
     g.tiers.demote(g.samples[0])
     g.node = object()
@@ -128,7 +128,7 @@ def test_a_prompt_computed_again_is_another_prefix() -> None:
     assert g.tiers.used["host"] == 2 * (32 + 32)
 
 
-def test_a_copy_given_up_while_it_reads_a_shared_prompt_is_waited_for() -> None:
+def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
     """Others stand on what this order reads, from slots that its sample no longer protects."""
     g = Group()
     g.tiers.demote(g.samples[0])
@@ -138,8 +138,8 @@ def test_a_copy_given_up_while_it_reads_a_shared_prompt_is_waited_for() -> None:
     assert g.tiers.used["host"] == 0
 
 
-def test_a_full_host_spills_to_the_disk_and_a_full_disk_gives_up() -> None:
-    """Design rule 5: device, host, disk, tokens only; the least worthy moves down, whole files on the disk."""
+def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:
+    """Device, host, disk, tokens only; the least worthy moves down, whole files on the disk."""
     g = Group(host=96, disk=64)
     for sample in g.samples:
         g.tiers.demote(sample)
@@ -151,8 +151,8 @@ def test_a_full_host_spills_to_the_disk_and_a_full_disk_gives_up() -> None:
     assert g.tiers.used == {"host": 0, "disk": 0}
 
 
-def test_slots_are_held_until_all_ranks_have_said_so() -> None:
-    """S9: neither the order nor this rank's own copy frees them."""
+def test_slots_are_held_until_all_ranks_report_the_copy() -> None:
+    """Neither the order nor this rank's own copy frees them."""
     g = Group()
     g.tiers.demote(g.samples[0])
     pages = g.samples[0].kv.pages
@@ -168,7 +168,7 @@ def test_slots_are_held_until_all_ranks_have_said_so() -> None:
 
 
 @pytest.mark.parametrize("fail_every", [1, 2])
-def test_a_copy_that_failed_is_recomputed_counted_and_warned_of(world: Build, fail_every: int) -> None:
+def test_a_failed_copy_is_recomputed_counted_and_warned_of(world: Build, fail_every: int) -> None:
     """Never a wrong token, never a lost sample: `stats.kv_lost`, a warning, and the sum in `/april/state`."""
     w = world(fail_every=fail_every)
     w.open("run", lengths(2, 30, 30), quota=1, tier="host")
@@ -184,7 +184,7 @@ def test_a_copy_that_failed_is_recomputed_counted_and_warned_of(world: Build, fa
     assert {s.finish_reason["type"] for s in w.samples.values()} == {"stop"}
 
 
-def test_a_check_is_answered_when_every_rank_has_checked(world: Build) -> None:
+def test_an_integrity_check_is_answered_when_all_ranks_have_reported(world: Build) -> None:
     """`GET /april/state?check=1`: not before."""
     w = world()
     w.open("run", lengths(2, 30), quota=1, tier="host")

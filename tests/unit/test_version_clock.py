@@ -19,12 +19,12 @@ def refused(status: int, act: "object", *args: int | None) -> str:
     return caught.value.reason
 
 
-def test_s1_the_version_starts_where_the_flag_says() -> None:
+def test_the_version_starts_where_the_flag_says() -> None:
     assert VersionClock().version == 0
     assert VersionClock(7).version == 7
 
 
-def test_s1_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end() -> None:
+def test_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end() -> None:
     clock = VersionClock()
     clock.begin(None)
     assert "push is open" in clock.closed
@@ -35,7 +35,7 @@ def test_s1_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end()
     assert (clock.version, clock.closed) == (1, "")
 
 
-def test_s1_a_push_without_any_call_moves_the_version_too() -> None:
+def test_a_push_without_any_call_moves_the_version_too() -> None:
     """The trainer may bring the weights by a way of its own."""
     clock = VersionClock()
     clock.begin(None)
@@ -43,7 +43,7 @@ def test_s1_a_push_without_any_call_moves_the_version_too() -> None:
 
 
 @pytest.mark.parametrize(("at_begin", "at_end", "becomes"), [(9, None, 9), (None, 9, 9), (9, 12, 12), (None, None, 4)])
-def test_s1_begin_or_end_names_the_version(at_begin: int | None, at_end: int | None, becomes: int) -> None:
+def test_begin_or_end_names_the_version(at_begin: int | None, at_end: int | None, becomes: int) -> None:
     clock = VersionClock(3)
     clock.begin(at_begin)
     assert clock.end(at_end) == becomes
@@ -52,7 +52,7 @@ def test_s1_begin_or_end_names_the_version(at_begin: int | None, at_end: int | N
 
 
 @pytest.mark.parametrize("version", [0, 2, 3])
-def test_s1_a_version_that_is_not_greater_is_refused_and_changes_nothing(version: int) -> None:
+def test_a_version_that_is_not_greater_is_refused_and_changes_nothing(version: int) -> None:
     clock = VersionClock(3)
     assert "3" in refused(409, clock.begin, version)
     assert not clock.open
@@ -62,7 +62,7 @@ def test_s1_a_version_that_is_not_greater_is_refused_and_changes_nothing(version
     assert clock.end(None) == 4
 
 
-def test_s1_end_without_begin_is_refused() -> None:
+def test_end_without_begin_is_refused() -> None:
     clock = VersionClock(3)
     assert "begin" in refused(409, clock.end, None)
     clock.begin(None)
@@ -71,7 +71,7 @@ def test_s1_end_without_begin_is_refused() -> None:
     assert clock.version == 4
 
 
-def test_s1_begin_while_one_is_open_starts_over() -> None:
+def test_begin_while_one_is_open_starts_over() -> None:
     clock = VersionClock()
     clock.begin(5)
     call(clock, ok=False)
@@ -80,7 +80,7 @@ def test_s1_begin_while_one_is_open_starts_over() -> None:
     assert clock.end(None) == 1, "neither the failure nor the name of the first begin counts"
 
 
-def test_s1_a_failed_call_keeps_admission_closed_until_a_push_succeeds() -> None:
+def test_a_failed_call_keeps_admission_closed_until_a_push_succeeds() -> None:
     clock = VersionClock()
     clock.begin(None)
     call(clock)
@@ -94,13 +94,13 @@ def test_s1_a_failed_call_keeps_admission_closed_until_a_push_succeeds() -> None
     assert clock.closed == ""
 
 
-def test_s1_a_begin_never_ended_keeps_admission_closed() -> None:
+def test_a_begin_never_ended_keeps_admission_closed() -> None:
     clock = VersionClock()
     clock.begin(None)
     assert "/april/push/end" in clock.closed
 
 
-def test_s1_without_begin_the_first_accepted_call_after_a_forward_moves_the_version() -> None:
+def test_without_begin_the_first_accepted_call_after_a_forward_moves_the_version() -> None:
     clock = VersionClock()
     assert call(clock, 5)
     assert not call(clock, 5), "further calls before the next forward belong to the same push"
@@ -110,7 +110,7 @@ def test_s1_without_begin_the_first_accepted_call_after_a_forward_moves_the_vers
     assert clock.version == 2
 
 
-def test_s1_without_begin_a_failed_bucket_closes_admission_and_another_bucket_does_not_heal_it() -> None:
+def test_without_begin_a_failed_bucket_closes_admission_and_another_bucket_does_not_heal_it() -> None:
     clock = VersionClock()
     assert not call(clock, 5, ok=False)
     assert not call(clock, 6)
@@ -119,7 +119,7 @@ def test_s1_without_begin_a_failed_bucket_closes_admission_and_another_bucket_do
     assert (clock.version, clock.closed) == (1, "")
 
 
-def test_s1_a_failure_after_the_version_moved_is_healed_by_the_next_whole_push() -> None:
+def test_a_failure_after_the_version_moved_is_healed_by_the_next_whole_push() -> None:
     clock = VersionClock()
     call(clock, 5)
     call(clock, 5, ok=False)
@@ -128,7 +128,7 @@ def test_s1_a_failure_after_the_version_moved_is_healed_by_the_next_whole_push()
     assert (clock.version, clock.closed) == (2, "")
 
 
-def test_s1_a_push_after_a_call_without_begin() -> None:
+def test_a_weight_call_before_begin_is_a_push_of_its_own() -> None:
     """What came before `begin` is a push of its own."""
     clock = VersionClock()
     call(clock, 5)
@@ -147,7 +147,7 @@ actions = st.one_of(
 
 
 @given(st.lists(actions, max_size=40))
-def test_s1_whatever_happens_the_version_only_rises_and_once_per_push(
+def test_the_version_rises_once_per_push_and_never_falls(
     steps: list[tuple[str, int | None]],
 ) -> None:
     """Any order of messages: never back, at most one move per message, none while closed."""

@@ -1,2 +1,2 @@
-"""Step 7 of 9 (train): the policy in Megatron-core. `shapes` → `model`, filled through `mapping` by `weights`; `policy`
-is one rank of the trainer, `team` all of them."""
+"""The trainer in Megatron-core: `shapes.py` describes a model, `model.py` builds it, and `weights.py` fills it through
+`mapping.py`. `policy.py` is one rank, `worker_group.py` all of them."""

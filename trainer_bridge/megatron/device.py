@@ -1,4 +1,4 @@
-"""Where the trainer runs. Megatron-core takes CUDA for granted: on the CPU a few of its assumptions are made true."""
+"""Device selection. Megatron-core assumes CUDA; on the CPU this module emulates the parts that it needs."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
-def pick(wanted: str, rank: int) -> torch.device:
-    """`auto`, `cpu` or `cuda` as this rank's device; `RuntimeError` where CUDA is asked for and not there.
+def select_device(wanted: str, rank: int) -> torch.device:
+    """The device of this rank for `auto`, `cpu` or `cuda`. Ranks are assigned to the GPUs of a machine round-robin.
 
-    Ranks of one machine take its GPUs in turn.
+    Raises: RuntimeError: the device is not available.
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise RuntimeError("device: cuda, and no CUDA device is visible")
+        raise RuntimeError("device: cuda needs a visible CUDA device")
     if wanted == "cpu" and available:
-        raise RuntimeError("device: cpu needs CUDA_VISIBLE_DEVICES='': Megatron-core uses a GPU that it sees")
+        raise RuntimeError("device: cpu needs CUDA_VISIBLE_DEVICES='': Megatron-core uses every visible GPU")
     if not available:
         return CPU
     torch.cuda.set_device(rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def prepare(device: torch.device, seed: int) -> None:
-    """Once in a process, after Megatron's process groups exist and before the model is built."""
+def initialize(device: torch.device, seed: int) -> None:
+    """Seed the generators. Call once per process, between creating Megatron's process groups and building the model."""
     from megatron.core import tensor_parallel
 
     torch.manual_seed(seed)
@@ -38,23 +38,23 @@ def prepare(device: torch.device, seed: int) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     torch.cuda.current_device = lambda: CPU
-    torch.cuda.synchronize = _nothing
-    torch.cuda.empty_cache = _nothing
-    megatron_random._CUDA_RNG_STATE_TRACKER = _NoTracker()
+    torch.cuda.synchronize = _no_op
+    torch.cuda.empty_cache = _no_op
+    megatron_random._CUDA_RNG_STATE_TRACKER = _NullRngTracker()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
 
-def allocations(device: torch.device) -> AbstractContextManager[Any]:
-    """Around what Megatron allocates on CUDA by name: gradient buffers, optimiser states, the optimiser's step."""
-    return contextlib.nullcontext() if device.type == "cuda" else _CudaMeansCpu()
+def allocating_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Context for Megatron code that allocates on "cuda" explicitly: gradient buffers, optimiser states and step."""
+    return contextlib.nullcontext() if device.type == "cuda" else _RedirectCudaToCpu()
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _no_op(*_: Any, **__: Any) -> None:
     return None
 
 
-class _NoTracker:
-    """In place of Megatron's tracker of CUDA generators: there is no dropout, so the regions need none of their own."""
+class _NullRngTracker:
+    """Replaces Megatron's tracker of CUDA generators. Without dropout no region needs a generator of its own."""
 
     def is_initialized(self) -> bool:
         return True
@@ -72,7 +72,9 @@ class _NoTracker:
         return contextlib.nullcontext()
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class _RedirectCudaToCpu(TorchFunctionMode):
+    """Allocates on the CPU whatever is requested on CUDA."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -83,6 +85,6 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
-            # Megatron's optimiser sorts parameters by the names of their CUDA types.
+            # Megatron's optimiser groups parameters by the names of CUDA tensor types.
             return result.replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.")
         return result

@@ -1,7 +1,7 @@
-"""Step 7 of 9 (train): a Megatron-core GPT model of a given shape, and the logprobs of packed sequences under it.
+"""Builds a Megatron-core GPT model of a given shape, and computes the logprobs of packed sequences.
 
-Sequences go through it one behind the other (THD), so nothing is padded: with TransformerEngine by its own attention,
-without it by PyTorch's, sequence by sequence.
+Sequences are packed (THD) without padding. The attention is TransformerEngine's if it is installed, else PyTorch's,
+one sequence at a time.
 """
 
 import math
@@ -26,7 +26,7 @@ from trainer_bridge.megatron.shapes import Llama3Rope, ModelShape
 
 
 def transformer_config(shape: ModelShape, dtype: torch.dtype, tensor_parallel: int, on_cpu: bool) -> TransformerConfig:
-    """Megatron's configuration of a shape. No fusion is asked for: each needs APEX, TransformerEngine or a compiler."""
+    """Megatron's configuration of a shape. Fusions are off: each needs APEX, TransformerEngine or a compiler."""
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -58,8 +58,8 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, tensor_parallel: i
     )
 
 
-def build(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> GPTModel:
-    """The model on this tensor-parallel rank, its weights not yet set."""
+def build_model(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> GPTModel:
+    """The model on this tensor-parallel rank, with uninitialised weights."""
     shape.check_tensor_parallel(parallel_state.get_tensor_model_parallel_world_size())
     config = transformer_config(shape, dtype, parallel_state.get_tensor_model_parallel_world_size(), on_cpu)
     model = GPTModel(
@@ -80,7 +80,7 @@ def build(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> GPTModel:
 
 
 def layer_spec(shape: ModelShape, *, transformer_engine: bool) -> ModuleSpec:
-    """A layer by TransformerEngine, or by Megatron's own modules with an attention that packs."""
+    """A layer of TransformerEngine modules, or of Megatron's own with `PackedAttention`."""
     if transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     else:
@@ -92,15 +92,15 @@ def layer_spec(shape: ModelShape, *, transformer_engine: bool) -> ModuleSpec:
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Llama 3.1's: slow rotations are slowed further, fast ones kept, those between interpolated."""
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    """Llama 3.1's RoPE scaling: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
+    rotations = scaling.original_max_position * frequencies / (2 * math.pi)
+    share = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = share.clamp(0.0, 1.0)
     return frequencies * (share + (1 - share) / scaling.factor)
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention of packed sequences, each by itself; takes the place of Megatron's `DotProductAttention`."""
+    """Causal attention within each packed sequence; replaces Megatron's `DotProductAttention`."""
 
     def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -132,7 +132,7 @@ class PackedAttention(MegatronModule):
 
 
 class SandwichLayer(TransformerLayer):
-    """GLM-4's layer: what attention and MLP give is normalised before it joins the residual."""
+    """GLM-4's layer: the outputs of attention and MLP are normalised before they are added to the residual."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -140,26 +140,28 @@ class SandwichLayer(TransformerLayer):
             norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon).to(config.params_dtype)
             setattr(self, name, norm.to(torch.cuda.current_device()))
         for name, norm in (("self_attn_bda", self.post_self_attn_layernorm), ("mlp_bda", self.post_mlp_layernorm)):
-            setattr(self, name, _after(norm, getattr(self, name)))
+            setattr(self, name, _normalising(norm, getattr(self, name)))
 
 
-def _after(norm: torch.nn.Module, bias_dropout_add: Any) -> Any:
-    """Megatron's "add bias and residual" of an output that has been normalised."""
+def _normalising(norm: torch.nn.Module, bias_dropout_add: Any) -> Any:
+    """Megatron's bias-dropout-add function, with a norm before the addition."""
 
     def make(training: bool, fused: bool) -> Any:
         add = bias_dropout_add(training, fused)
 
-        def normalised(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
+        def add_normalised(
+            output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
             output, bias = output_with_bias
             return add((norm(output if bias is None else output + bias), None), residual, probability)
 
-        return normalised
+        return add_normalised
 
     return make
 
 
 def logits(model: Any, sequences: Sequences) -> Tensor:
-    """Raw logits [N, vocab / tp] of every position, in the model's dtype or float32."""
+    """The logits of every position, [N, vocab / tp], in the model's dtype or float32."""
     lengths = sequences.lengths
     ends = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     longest = int(lengths.max())
@@ -178,9 +180,9 @@ def logits(model: Any, sequences: Sequences) -> Tensor:
 
 
 def logprobs(model: Any, sequences: Sequences) -> Tensor:
-    """log π of the response tokens at their temperature, float32 [T], with gradient; the same on all ranks (S7).
+    """log π of the response tokens at their temperature, float32 [T], with gradient; the same on all ranks.
 
-    The gather of rows copies: Megatron's cross entropy works in place.
+    Indexing the rows copies them, which is necessary because Megatron's cross entropy works in place.
     """
     rows = response_rows(sequences)
     temperature = sequences.temperature.repeat_interleave(sequences.responses)
@@ -189,7 +191,7 @@ def logprobs(model: Any, sequences: Sequences) -> Tensor:
 
 
 def response_rows(sequences: Sequences) -> Tensor:
-    """Which of the N positions predict the T response tokens: the one before each, int64 [T]."""
+    """The positions whose logits predict the T response tokens: the one before each, int64 [T]."""
     ends, responses = sequences.lengths.cumsum(0), sequences.responses
     firsts = ends - responses - 1
     within = torch.arange(int(responses.sum()), device=ends.device)

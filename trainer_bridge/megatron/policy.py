@@ -1,4 +1,4 @@
-"""Step 7 of 9 (train): one rank of the trainer: its shard of the model, its optimiser, its share of a step."""
+"""One rank of the trainer: its shard of the model, its optimiser, and its share of a step."""
 
 import math
 import os
@@ -26,54 +26,53 @@ from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.hf_folder import write_hf
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.loss_stats import LossStats
-from trainer_bridge.losses import Terms, policy_loss
+from trainer_bridge.losses import LossTerms, policy_loss
 from trainer_bridge.megatron import device as devices
 from trainer_bridge.megatron import model as models
 from trainer_bridge.megatron import weights
-from trainer_bridge.megatron.offload import Offload
+from trainer_bridge.megatron.offload import OffloadManager
 from trainer_bridge.megatron.shapes import ModelShape
-from trainer_bridge.trainer import PARTS, Part, SequenceFigures, StepReport, TrainerSettings
+from trainer_bridge.trainer import PARTS, Part, SequenceStats, StepReport, TrainerSettings
 
-START_LIMIT = timedelta(minutes=10)
-"""For the ranks to find each other."""
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 
-def join(device: torch.device, rank: int, settings: TrainerSettings, init_method: str | None) -> None:
-    """Torch's and Megatron's process groups; `init_method` is where several ranks meet."""
+def init_process_groups(device: torch.device, rank: int, settings: TrainerSettings, init_method: str | None) -> None:
+    """Create the process groups of torch and Megatron; `init_method` is the rendezvous of several ranks."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if settings.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=settings.world_size, timeout=START_LIMIT
+            backend, init_method=init_method, rank=rank, world_size=settings.world_size, timeout=RENDEZVOUS_TIMEOUT
         )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.tensor_model_parallel_size)
-    devices.prepare(device, settings.seed)
+    devices.initialize(device, settings.seed)
 
 
-def leave() -> None:
-    """The end of `join`."""
+def destroy_process_groups() -> None:
+    """Undo `init_process_groups`."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 class Policy:
-    """The policy on one rank. Every method is a collective over all ranks, called in the same order on each."""
+    """The policy on one rank. Methods are collectives: all ranks must call them in the same order."""
 
     def __init__(self, settings: TrainerSettings, rank: int = 0, init_method: str | None = None) -> None:
         self.settings, self.shape = settings, ModelShape.read(settings.hf_checkpoint)
-        self.device = devices.pick(settings.device, rank)
-        join(self.device, rank, settings, init_method)
+        self.device = devices.select_device(settings.device, rank)
+        init_process_groups(self.device, rank, settings, init_method)
         dtype = getattr(torch, settings.dtype)
-        self.model = models.build(self.shape, dtype, on_cpu=self.device.type == "cpu").to(self.device)
+        self.model = models.build_model(self.shape, dtype, on_cpu=self.device.type == "cpu").to(self.device)
         weights.load_hf(self.model, self.shape, settings.hf_checkpoint)
         self.steps = 0
-        with devices.allocations(self.device):
-            self._ddp, self._optimizer = self._trainable(dtype)
+        with devices.allocating_on(self.device):
+            self._ddp, self._optimizer = self._ddp_and_optimizer(dtype)
         self._offloads = self.device.type == "cuda" if settings.offload == "auto" else settings.offload
-        self._memory = Offload(self._ddp, self._optimizer, self.device)
+        self.offload_manager = OffloadManager(self._ddp, self._optimizer, self.device)
 
-    def _trainable(self, dtype: torch.dtype) -> tuple[Any, Any]:
+    def _ddp_and_optimizer(self, dtype: torch.dtype) -> tuple[Any, Any]:
         s = self.settings
         module = self.model if dtype is torch.float32 else Float16Module(self.model.config, self.model)
         ddp = DistributedDataParallel(
@@ -92,7 +91,7 @@ class Policy:
         )
         return ddp, get_megatron_optimizer(config, [ddp])
 
-    # --- what the loop asks for, this rank's share of it
+    # --- training
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[Sequences]) -> list[Tensor]:
@@ -101,37 +100,39 @@ class Policy:
         return [models.logprobs(self._ddp, each.to(self.device)).cpu() for each in sequences]
 
     def step(self, batches: Sequence[MicroBatch], loss: LossSettings) -> StepReport:
-        """One optimiser step over the micro-batches of this data-parallel rank; `sequences` are its own, all else is
-        the whole step's."""
+        """One optimiser step over the micro-batches of this data-parallel rank.
+
+        In the report, `sequences` is about these micro-batches; all other fields are about the whole step.
+        """
         self.onload(*PARTS)
         started = time.perf_counter()
         ranks = parallel_state.get_data_parallel_world_size()
-        stats, figures, total = LossStats(), list[SequenceFigures](), 0.0
-        with devices.allocations(self.device):
+        stats, sequences, total = LossStats(), list[SequenceStats](), 0.0
+        with devices.allocating_on(self.device):
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
             for batch in batches:
                 batch = batch.to(self.device)
                 value, terms = policy_loss(models.logprobs(self._ddp, batch.sequences), batch.tokens, loss)
-                # Megatron averages gradients over the data-parallel ranks; a step's loss is their sum.
+                # Megatron averages gradients over data-parallel ranks, but the loss of a step is a sum.
                 (value * ranks).backward()
                 total += float(value.detach())
                 stats.add(batch.tokens, terms)
-                figures.append(_figures(batch, terms))
+                sequences.append(_sequence_stats(batch, terms))
             finalize_model_grads([self._ddp])
             lr = self._set_lr()
-            norm, applied = self._update()
-        total, stats = self._whole_step(total, stats)
-        return StepReport(total, norm, applied, lr, stats, figures, time.perf_counter() - started)
+            norm, applied = self._apply_gradients()
+        total, stats = self._reduce(total, stats)
+        return StepReport(total, norm, applied, lr, stats, sequences, time.perf_counter() - started)
 
     def _set_lr(self) -> float:
-        warm = min(1.0, (self.steps + 1) / max(self.settings.lr_warmup_iters, 1))
+        warmup = min(1.0, (self.steps + 1) / max(self.settings.lr_warmup_iters, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = self.settings.lr * warm
-        return self.settings.lr * warm
+            group["lr"] = self.settings.lr * warmup
+        return self.settings.lr * warmup
 
-    def _update(self) -> tuple[float, bool]:
-        """The gradient's norm, and whether it was finite on all ranks and so was applied."""
+    def _apply_gradients(self) -> tuple[float, bool]:
+        """The gradient norm, and whether the gradients were finite on all ranks and have been applied."""
         finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in self._ddp.buffers]).all().int()
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         if not finite:
@@ -140,8 +141,8 @@ class Policy:
         self.steps += 1
         return float(norm), bool(applied)
 
-    def _whole_step(self, total: float, stats: LossStats) -> tuple[float, LossStats]:
-        """Loss and figures over all data-parallel ranks."""
+    def _reduce(self, total: float, stats: LossStats) -> tuple[float, LossStats]:
+        """Loss and statistics over all data-parallel ranks."""
         ranks = parallel_state.get_data_parallel_world_size()
         if ranks == 1:
             return total, stats
@@ -155,21 +156,21 @@ class Policy:
     # --- weights and state
 
     def offload(self, *parts: Part) -> None:
-        """Free these parts' memory on the device, if that is asked for (`TrainerSettings.offload`)."""
+        """Move these parts to the host, if `TrainerSettings.offload` permits."""
         if self._offloads:
-            self._memory.to_host(*parts)
+            self.offload_manager.to_host(*parts)
 
     def onload(self, *parts: Part) -> None:
-        """Bring these parts back, where they are away."""
-        self._memory.to_device(*parts)
+        """Move these parts back to the device, if they are on the host."""
+        self.offload_manager.to_device(*parts)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy by Hugging Face names (`weights.hf_tensors`)."""
+        """The full weights by Hugging Face names (`weights.hf_tensors`)."""
         self.onload("weights")
         return weights.hf_tensors(self.model, self.shape)
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder, written by rank 0."""
+        """Write the policy as a Hugging Face folder; rank 0 does it."""
         if parallel_state.get_data_parallel_rank() == 0:
             tensors = self.hf_tensors()
             if dist.get_rank() == 0:
@@ -180,14 +181,14 @@ class Policy:
         dist.barrier()
 
     def save(self, folder: Path) -> None:
-        """This rank's weights, optimiser, random state and step count; durable when all ranks return."""
+        """Write weights, optimiser, random state and step count of this rank; durable once all ranks return."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "settings": {name: str(value) for name, value in asdict(self.settings).items()},
             "shape": asdict(self.shape),
             "steps": self.steps,
-            "model": self._memory.readable(self.model.state_dict()),
-            "optimizer": self._memory.readable(self._optimizer.state_dict()),
+            "model": self.offload_manager.readable(self.model.state_dict()),
+            "optimizer": self.offload_manager.readable(self._optimizer.state_dict()),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }
@@ -201,15 +202,15 @@ class Policy:
         dist.barrier()
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote on this rank of a trainer of the same shape and size."""
+        """Read what `save` wrote on this rank. Raises: ValueError: the checkpoint is of another model shape."""
         self.onload(*PARTS)
         state = torch.load(self._state_file(folder), map_location=self.device, weights_only=False)
         if state["shape"] != asdict(self.shape):
-            raise ValueError(f"{folder} holds another model shape than {self.settings.hf_checkpoint}")
+            raise ValueError(f"{folder} contains another model shape than {self.settings.hf_checkpoint}")
         self.model.load_state_dict(state["model"])
-        with devices.allocations(self.device):
+        with devices.allocating_on(self.device):
             self._optimizer.load_state_dict(state["optimizer"])
-        self._memory = Offload(self._ddp, self._optimizer, self.device)
+        self.offload_manager = OffloadManager(self._ddp, self._optimizer, self.device)
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"] is not None:
@@ -219,11 +220,11 @@ class Policy:
         return folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
 
     def close(self) -> None:
-        """Leave the process groups."""
-        leave()
+        """Destroy the process groups."""
+        destroy_process_groups()
 
 
-def _figures(batch: MicroBatch, terms: Terms) -> SequenceFigures:
+def _sequence_stats(batch: MicroBatch, terms: LossTerms) -> SequenceStats:
     tokens = batch.tokens
 
     def per_sequence(values: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def _figures(batch: MicroBatch, terms: Terms) -> SequenceFigures:
 
     masked = terms.used & (terms.weight == 0)
     pull = (tokens.weights * terms.weight * tokens.advantages).abs()
-    return SequenceFigures(
+    return SequenceStats(
         tokens=per_sequence(terms.used.long()),
         clipped=per_sequence(terms.clipped.long()),
         masked=per_sequence(masked.long()),

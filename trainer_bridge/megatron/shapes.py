@@ -1,4 +1,4 @@
-"""The shape of a dense model, from a Hugging Face folder: what Megatron builds from, and what an engine must have."""
+"""The shape of a dense model, from a Hugging Face configuration. Megatron builds from it, and engines must match it."""
 
 import json
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ ARCHITECTURES = {
 
 
 class UnsupportedModelError(ValueError):
-    """A model that the trainer cannot build, in one sentence."""
+    """A model that the trainer does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1's frequency scaling."""
+    """Parameters of Llama 3.1's RoPE scaling."""
 
     factor: float
     low_freq_factor: float
@@ -42,25 +42,25 @@ class ModelShape:
     norm_eps: float
     rope_theta: float
     rope_fraction: float
-    """Share of each head's dimensions that are rotated."""
+    """Fraction of each head's dimensions that are rotated."""
     rope_scaling: Llama3Rope | None
     qkv_bias: bool
     tied: bool
-    """The output layer is the embedding."""
+    """Output layer and embedding share their weights."""
     max_positions: int
 
     @property
     def qk_norm(self) -> bool:
-        """Queries and keys are normalised per head."""
+        """Whether queries and keys are normalised per head."""
         return self.family == "qwen3"
 
     @property
     def sandwich(self) -> bool:
-        """Norms after attention and MLP too; gate and up projection in one tensor; neighbours are rotated together."""
+        """Whether there are norms after attention and MLP too, a fused gate-up tensor, and interleaved RoPE (GLM-4)."""
         return self.family == "glm4"
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Refuse a tensor-parallel size that does not divide the model."""
+        """Raises: UnsupportedModelError: the tensor-parallel size does not divide the model."""
         for name in ("vocab", "heads", "kv_heads", "mlp"):
             if getattr(self, name) % size:
                 raise UnsupportedModelError(
@@ -69,14 +69,14 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
-        """From `config.json`, as transformers before and since version 5 writes it."""
+        """The shape in `config.json`, as written by transformers before or since version 5."""
         return cls.of(json.loads((folder / "config.json").read_text()))
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "ModelShape":
-        """From the contents of a `config.json`."""
+        """The shape in the contents of a `config.json`. Raises: UnsupportedModelError."""
         family = config.get("model_type", "")
-        _refuse(config, family)
+        _check_supported(config, family)
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
         return cls(
@@ -103,13 +103,13 @@ def _scaling(rope: dict[str, Any]) -> Llama3Rope | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; llama3's is")
+        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; only llama3 is")
     return Llama3Rope(
         rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     )
 
 
-def _refuse(config: dict[str, Any], family: str) -> None:
+def _check_supported(config: dict[str, Any], family: str) -> None:
     if family not in ARCHITECTURES:
         raise UnsupportedModelError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
     if config.get("hidden_act", "silu") != "silu":

@@ -1,4 +1,4 @@
-"""Weights in and out of a Megatron model: Hugging Face folders, and the tensors of a push (steps 7 and 8 of 9)."""
+"""Loads Hugging Face weights into a Megatron model, and gathers them from it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,30 +8,30 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from trainer_bridge.hf_folder import Checkpoint
+from trainer_bridge.hf_folder import HFCheckpoint
 from trainer_bridge.megatron import mapping
-from trainer_bridge.megatron.mapping import Row
+from trainer_bridge.megatron.mapping import ParameterMapping
 from trainer_bridge.megatron.shapes import ModelShape
 
 
-def table(model: Any, shape: ModelShape) -> list[tuple[Row, torch.nn.Parameter]]:
-    """Every parameter of the model with its row; raises where the two do not match one to one."""
+def mapped_parameters(model: Any, shape: ModelShape) -> list[tuple[ParameterMapping, torch.nn.Parameter]]:
+    """Every parameter of the model with its mapping. Raises: RuntimeError: they do not match one to one."""
     parameters = dict(model.named_parameters())
     fused = any(name.endswith("layer_norm_weight") for name in parameters)
-    rows = mapping.rows(shape, fused_norms=fused)
+    rows = mapping.parameter_mappings(shape, fused_norms=fused)
     if differing := {row.megatron for row in rows} ^ set(parameters):
-        raise RuntimeError(f"the mapping of {shape.family} and the model differ in {sorted(differing)}")
+        raise RuntimeError(f"the mapping of {shape.family} and its model differ in {sorted(differing)}")
     return [(row, parameters[row.megatron]) for row in rows]
 
 
 @torch.no_grad()
 def load_hf(model: Any, shape: ModelShape, folder: Path) -> None:
-    """Set this rank's parameters from a Hugging Face folder; only the tensors of one row are in memory at a time."""
+    """Set the parameters of this rank from a Hugging Face folder, loading one parameter at a time."""
     rank, size = _tensor_parallel()
-    with Checkpoint(folder) as checkpoint:
-        for row, parameter in table(model, shape):
-            whole = mapping.to_megatron(row, {name: checkpoint.get(name) for name in row.hf}, shape)
-            part = mapping.shard(row, whole, rank, size)
+    with HFCheckpoint(folder) as checkpoint:
+        for row, parameter in mapped_parameters(model, shape):
+            full = mapping.to_megatron(row, {name: checkpoint.get(name) for name in row.hf}, shape)
+            part = mapping.shard(row, full, rank, size)
             if part.shape != parameter.shape:
                 raise RuntimeError(f"{row.hf}: {tuple(part.shape)} where {row.megatron} is {tuple(parameter.shape)}")
             parameter.copy_(part)
@@ -39,16 +39,16 @@ def load_hf(model: Any, shape: ModelShape, folder: Path) -> None:
 
 @torch.no_grad()
 def hf_tensors(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """The policy by Hugging Face names, whole and contiguous, tensor by tensor on every tensor-parallel rank.
+    """The full weights by Hugging Face names, one tensor at a time, contiguous, on every tensor-parallel rank.
 
-    A collective: all ranks of a tensor-parallel group must take all of it.
+    A collective: all ranks of a tensor-parallel group must iterate to the end.
     """
     _, size = _tensor_parallel()
     group = parallel_state.get_tensor_model_parallel_group()
-    for row, parameter in table(model, shape):
+    for row, parameter in mapped_parameters(model, shape):
         part = parameter.detach().contiguous()
         parts = [part]
-        if size > 1 and row.kind is not mapping.Kind.WHOLE:
+        if size > 1 and row.kind is not mapping.Kind.REPLICATED:
             parts = [torch.empty_like(part) for _ in range(size)]
             torch.distributed.all_gather(parts, part, group=group)
         yield from mapping.to_hf(row, mapping.unshard(row, parts), shape).items()

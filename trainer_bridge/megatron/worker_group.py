@@ -1,7 +1,4 @@
-"""Step 7 of 9 (train): all ranks of a trainer behind the calls of `trainer.Trainer`.
-
-The caller sends each rank its share and waits for all (`ranks.py`).
-"""
+"""All ranks of a trainer behind the `Trainer` interface. Every call gives each rank its share and waits for all."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +11,7 @@ from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.megatron.worker import Worker
 from trainer_bridge.megatron.workers import InProcessWorkers, ProcessWorkers, Workers
-from trainer_bridge.trainer import Part, PushReport, PushWay, StepReport, TrainerSettings
+from trainer_bridge.trainer import Part, PushReport, StepReport, TrainerSettings, TransportName
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import RayCluster
@@ -23,7 +20,7 @@ T = TypeVar("T")
 
 
 def make_trainer(settings: TrainerSettings, cluster: "RayCluster | None" = None) -> "WorkerGroup":
-    """A trainer of `world_size` ranks: actors of a cluster if there is one, else this process (for 1) or as many."""
+    """A trainer of `world_size` ranks: Ray actors if there is a cluster, else this process (for 1) or processes."""
     if cluster is not None:
         from trainer_bridge.megatron.ray_workers import RayWorkers
 
@@ -34,69 +31,71 @@ def make_trainer(settings: TrainerSettings, cluster: "RayCluster | None" = None)
 
 
 class WorkerGroup:
-    """A `trainer.Trainer`."""
+    """A `Trainer` over several ranks."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Workers) -> None:
-        self.settings, self._ranks = settings, ranks
+    def __init__(self, settings: TrainerSettings, workers: Workers) -> None:
+        self.settings, self.workers = settings, workers
         self._replicas = settings.world_size // settings.tensor_model_parallel_size
 
     def logprobs(self, sequences: Sequence[Sequences]) -> list[Tensor]:
         """As `Trainer.logprobs`."""
-        answers = self._ranks.call("logprobs", [(part,) for part in self._shares(sequences)])
-        return self._in_order([answers[rank] for rank in self._leaders()], len(sequences))
+        results = self.workers.call("logprobs", [(part,) for part in self._shares(sequences)])
+        return self._merge_shares([results[rank] for rank in self._replica_ranks()], len(sequences))
 
     def step(self, batches: Sequence[MicroBatch], loss: LossSettings) -> StepReport:
         """As `Trainer.step`."""
-        answers = self._ranks.call("step", [(part, loss) for part in self._shares(batches)])
-        figures = [answers[rank].sequences for rank in self._leaders()]
-        return replace(answers[0], sequences=self._in_order(figures, len(batches)))
+        results = self.workers.call("step", [(part, loss) for part in self._shares(batches)])
+        sequences = [results[rank].sequences for rank in self._replica_ranks()]
+        return replace(results[0], sequences=self._merge_shares(sequences, len(batches)))
 
-    def connect(self, engines: Sequence[str], way: PushWay = "distributed", api_key: str | None = None) -> None:
+    def connect(
+        self, urls: Sequence[str], transport: TransportName = "distributed", api_key: str | None = None
+    ) -> None:
         """As `Trainer.connect`."""
-        self._ranks.call("connect", self._same(engines, way, api_key))
+        self.workers.call("connect", self._broadcast(urls, transport, api_key))
 
     def push(self, version: int | None = None) -> PushReport:
         """As `Trainer.push`."""
-        return self._ranks.call("push", self._same(version))[0]
+        return self.workers.call("push", self._broadcast(version))[0]
 
     def offload(self, *parts: Part) -> None:
         """As `Trainer.offload`."""
-        self._ranks.call("offload", self._same(*parts))
+        self.workers.call("offload", self._broadcast(*parts))
 
     def onload(self, *parts: Part) -> None:
         """As `Trainer.onload`."""
-        self._ranks.call("onload", self._same(*parts))
+        self.workers.call("onload", self._broadcast(*parts))
 
     def save(self, folder: Path) -> None:
         """As `Trainer.save`."""
-        self._ranks.call("save", self._same(folder))
+        self.workers.call("save", self._broadcast(folder))
 
     def load(self, folder: Path) -> None:
         """As `Trainer.load`."""
-        self._ranks.call("load", self._same(folder))
+        self.workers.call("load", self._broadcast(folder))
 
     def export(self, folder: Path) -> None:
         """As `Trainer.export`."""
-        self._ranks.call("export", self._same(folder))
+        self.workers.call("export", self._broadcast(folder))
 
     def close(self) -> None:
         """As `Trainer.close`."""
-        self._ranks.close()
+        self.workers.close()
 
-    def _same(self, *args: Any) -> list[tuple[Any, ...]]:
+    def _broadcast(self, *args: Any) -> list[tuple[Any, ...]]:
         return [args] * self.settings.world_size
 
-    def _leaders(self) -> range:
-        """One rank of each data-parallel replica: tensor-parallel ranks are neighbours."""
+    def _replica_ranks(self) -> range:
+        """The first rank of each data-parallel replica; tensor-parallel ranks are adjacent."""
         return range(0, self.settings.world_size, self.settings.tensor_model_parallel_size)
 
-    def _shares(self, work: Sequence[T]) -> list[list[T]]:
-        """Each rank's part: micro-batch i goes to replica i mod replicas."""
+    def _shares(self, items: Sequence[T]) -> list[list[T]]:
+        """The items of each rank: item i goes to replica i mod replicas."""
         size = self.settings.tensor_model_parallel_size
-        return [list(work[rank // size :: self._replicas]) for rank in range(self.settings.world_size)]
+        return [list(items[rank // size :: self._replicas]) for rank in range(self.settings.world_size)]
 
     @staticmethod
-    def _in_order(parts: Sequence[Sequence[T]], count: int) -> list[T]:
+    def _merge_shares(parts: Sequence[Sequence[T]], count: int) -> list[T]:
         """The inverse of `_shares`, from one list per replica."""
         iterators = [iter(part) for part in parts]
         return [next(iterators[i % len(parts)]) for i in range(count)]

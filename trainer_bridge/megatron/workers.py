@@ -1,6 +1,6 @@
-"""Where the ranks of a team are: in this process, in processes of their own, or (`ray_ranks.py`) in Ray's actors.
+"""The trainer's ranks: in this process, in processes of their own, or in Ray actors (`ray_workers.py`).
 
-A rank that fails ends the team: the others are in the middle of a collective.
+If a rank fails, all ranks are killed, because the others may be in the middle of a collective.
 """
 
 import contextlib
@@ -11,67 +11,67 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from trainer_bridge.megatron.worker import Outcome, RemoteWorker, Worker
-from trainer_bridge.ports import free_port
+from trainer_bridge.server_process import free_port
 from trainer_bridge.trainer import TrainerSettings
 
-GRACE_S = 60.0
-"""For the other ranks to answer when one has raised."""
+FAILURE_TIMEOUT_S = 60.0
+"""For the other ranks to answer after one has raised."""
 
 
 class TrainerFailed(RuntimeError):  # noqa: N818
-    """A trainer process has died or raised; the team is gone."""
+    """A rank has died, or failed in the middle of a collective. All ranks have been killed."""
 
 
 class WorkerDied(Exception):  # noqa: N818
-    """One rank will not answer any more."""
+    """A rank has died."""
 
 
 class Workers(Protocol):
-    """All ranks of a team."""
+    """All ranks of a trainer."""
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answer of each rank to its own arguments. What a rank raises is raised here."""
+        """Call a method with the arguments of each rank; the results in rank order. Re-raises what a rank raises."""
 
     def close(self) -> None:
-        """End them all."""
+        """Stop all ranks."""
 
 
 class InProcessWorkers:
     """One rank, in this process."""
 
-    def __init__(self, rank: Worker) -> None:
-        self._rank = rank
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """As `Workers.call`."""
-        return [getattr(self._rank, method)(*args[0])]
+        return [getattr(self.worker, method)(*args[0])]
 
     def close(self) -> None:
         """As `Workers.close`."""
-        self._rank.close()
+        self.worker.close()
 
 
 class RemoteWorkers(ABC):
-    """Ranks that are sent their calls; all are waited for."""
+    """Ranks outside this process. Calls are sent to all of them, and then all results are awaited."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     @abstractmethod
     def _send(self, rank: int, method: str, args: tuple[Any, ...]) -> None:
-        """Begin a call; may raise `WorkerDied`."""
+        """Send a call. Raises: WorkerDied."""
 
     @abstractmethod
     def _ready(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
-        """Waits for one that has answered or died; none after `timeout` seconds."""
+        """Wait until some of these ranks have answered or died; returns them, or none after `timeout` seconds."""
 
     @abstractmethod
     def _receive(self, rank: int) -> Outcome:
-        """What it answered; raises `WorkerDied`."""
+        """The outcome of the call. Raises: WorkerDied."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """All of them, at once."""
+        """Kill all ranks."""
 
     def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """As `Workers.call`."""
@@ -80,7 +80,7 @@ class RemoteWorkers(ABC):
                 self._send(rank, method, arguments)
             except WorkerDied as died:
                 raise self._failed(rank) from died
-        return self._answers()
+        return self._receive_all()
 
     def close(self) -> None:
         """As `Workers.close`."""
@@ -88,12 +88,12 @@ class RemoteWorkers(ABC):
             self.call("close", [()] * self._size)
         self._kill()
 
-    def _answers(self) -> list[Any]:
-        """One of each rank. What a rank raised is raised here, and ends the team if the others then do not answer."""
+    def _receive_all(self) -> list[Any]:
+        """The result of each rank. Re-raises what a rank raised; if the others then do not answer, all are killed."""
         answers: dict[int, Any] = {}
         errors: list[Exception] = []
         while missing := [rank for rank in range(self._size) if rank not in answers]:
-            ready = self._ready(missing, GRACE_S if errors else None)
+            ready = self._ready(missing, FAILURE_TIMEOUT_S if errors else None)
             if not ready:
                 self._kill()
                 raise TrainerFailed("a trainer rank failed in the middle of a collective") from errors[0]
@@ -114,7 +114,7 @@ class RemoteWorkers(ABC):
 
 
 class ProcessWorkers(RemoteWorkers):
-    """Ranks as spawned processes, each at the other end of a pipe."""
+    """Ranks as spawned processes, connected by pipes."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         super().__init__(settings.world_size)
@@ -123,13 +123,13 @@ class ProcessWorkers(RemoteWorkers):
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(settings.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, settings, rank, init_method), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, settings, rank, init_method), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self.processes.append(process)
-        self._answers()
+        self._receive_all()
 
     def _send(self, rank: int, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -153,20 +153,20 @@ class ProcessWorkers(RemoteWorkers):
             process.kill()
 
     def close(self) -> None:
-        """As `Workers.close`; they may end by themselves first."""
+        """As `Workers.close`; processes get time to exit before they are killed."""
         with contextlib.suppress(TrainerFailed):
             self.call("close", [()] * self._size)
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
-            process.join(GRACE_S)
+            process.join(FAILURE_TIMEOUT_S)
         self._kill()
 
 
-def _serve(pipe: Connection, settings: TrainerSettings, number: int, init_method: str) -> None:
-    """The main function of one rank's process: answers calls until its pipe closes."""
-    rank = RemoteWorker(settings, number)
+def _serve(pipe: Connection, settings: TrainerSettings, rank: int, init_method: str) -> None:
+    """Main function of a rank's process: answers calls until its pipe is closed."""
+    worker = RemoteWorker(settings, rank)
     with contextlib.suppress(EOFError, OSError):
-        pipe.send(rank.join(init_method))
+        pipe.send(worker.join(init_method))
         while True:
-            pipe.send(rank.do(*pipe.recv()))
+            pipe.send(worker.do(*pipe.recv()))

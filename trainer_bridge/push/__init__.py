@@ -1,2 +1,2 @@
-"""Step 8 of 9 (push): the trainer's weights into the engines. `pusher` opens and closes a push on all of them;
-between, one of three ways carries the weights: `distributed`, `tensor` or `disk`."""
+"""Pushes the trainer's weights to the engines. `pusher.py` opens and closes a push on every engine; one of three
+transports (`distributed.py`, `tensor.py`, `disk.py`) carries the weights."""

@@ -1,28 +1,30 @@
-"""One engine as a push sees it: our push routes, and SGLang's own weight calls."""
+"""One engine as the target of a push: the plugin's push routes and SGLang's weight routes."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from sglang_april.client import AprilClient
-from trainer_bridge.handshake import EngineFacts
+from trainer_bridge.handshake import EngineInfo
 
 
 class WeightCallError(RuntimeError):
-    """An engine refused a weight call, or could not be asked."""
+    """An engine refused a weight call or could not be reached."""
 
 
 class PushTarget:
-    """Calls to one engine; its weight calls wait without limit, for SGLang's own requests may be in their way."""
+    """The HTTP connections to one engine. Weight calls have no timeout: SGLang's own requests may delay them."""
 
-    def __init__(self, facts: EngineFacts, api_key: str | None = None) -> None:
-        self.facts, self.url = facts, facts.url
-        self.april = AprilClient(facts.url, api_key)
+    def __init__(self, info: EngineInfo, api_key: str | None = None) -> None:
+        self.info, self.url = info, info.url
+        self.april = AprilClient(info.url, api_key)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=facts.url, headers=headers, timeout=httpx.Timeout(None, connect=10.0))
+        self._http = httpx.Client(base_url=info.url, headers=headers, timeout=httpx.Timeout(None, connect=10.0))
 
     def weight_call(self, path: str, body: dict[str, Any]) -> None:
-        """One of SGLang's weight routes; raises `WeightCallError` unless it says that it succeeded."""
+        """Call one of SGLang's weight routes. Raises: WeightCallError: the reply does not report success."""
         try:
             response = self._http.post(path, json=body)
         except httpx.TransportError as error:
@@ -40,3 +42,12 @@ class PushTarget:
         """Close the connections."""
         self._http.close()
         self.april.close()
+
+
+def call_all(threads: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of concurrent calls. All of them complete before the first error is raised."""
+    futures = [threads.submit(call) for call in calls]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

@@ -1,0 +1,230 @@
+"""Collects one round: scores groups as they finish, judges and replaces them, and assembles what is delivered.
+
+A group is scored while others are still generated. With dynamic sampling it is then judged (`verdict-final`): accepted
+if its rewards differ. A group with fewer than two scored samples is replaced: the round is extended by a prompt.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from sglang_april.client import AprilClient, AprilError
+from sglang_april.client.types import RolloutGroup, RolloutSummary
+from trainer_bridge.checkpoints import Checkpoints
+from trainer_bridge.engine_pool import EnginePool
+from trainer_bridge.prompt_pool import PromptPool
+from trainer_bridge.rewards import Rewards, RewardSample, Score, TrainingPrompt
+from trainer_bridge.samples import ScoredGroup
+
+MIN_SCORED = 2
+"""Scored samples that a group baseline needs."""
+JUDGE_ATTEMPTS = 3
+"""A server may close an idle connection just as a verdict is sent. Repeating a verdict is harmless."""
+
+SampleKey = tuple[str, int, int]
+"""Prompt id, incarnation, index of the sample."""
+
+
+@dataclass(slots=True, eq=False)
+class ScoredRollout:
+    """The result of a round."""
+
+    summary: RolloutSummary
+    groups: list[ScoredGroup] = field(default_factory=list)
+    """Groups to train on, in delivery order."""
+    rejected: int = 0
+    """Delivered groups with a negative verdict; not trained on."""
+    unscored: int = 0
+    """Groups with fewer than two scored samples; not trained on."""
+    replaced: int = 0
+    """Rejected or unscored groups that the round was extended for."""
+    generate_s: float = 0.0
+    reward_wait_s: float = 0.0
+    """From the end of the round to the last reward."""
+    problems: list[str] = field(default_factory=list)
+    """Why samples have no reward."""
+
+
+@dataclass(slots=True, eq=False)
+class _StreamedSample:
+    """A sample at its position in the event that contained it, with the scores of that event."""
+
+    group: RolloutGroup
+    position: int
+    scores: "Future[list[Score]]"
+
+
+class RolloutCollector:
+    """Collects one round. Events arrive on one thread, scores on others, and verdicts are sent by a third."""
+
+    def __init__(
+        self,
+        client: AprilClient | EnginePool,
+        pool: PromptPool,
+        rewards: Rewards,
+        store: Checkpoints,
+        round_id: str,
+        *,
+        prompt_body: Callable[[TrainingPrompt], dict[str, Any]],
+        samples_per_prompt: int,
+        replaces: bool,
+        judges: bool,
+        resend: list[TrainingPrompt],
+    ) -> None:
+        """`replaces`: extend the round for groups that cannot be trained on; `judges`: send a verdict on every group;
+        `resend`: prompts that an interrupted attempt at this round may have extended it by.
+        """
+        self._client, self._pool, self._rewards, self._store, self._id = client, pool, rewards, store, round_id
+        self._prompt_body, self._samples_per_prompt = prompt_body, samples_per_prompt
+        self._replaces, self._judges, self._resend = replaces, judges, list(resend)
+        self._extensions = [prompt.id for prompt in resend]
+        """Ids of all prompts that the round is extended by."""
+        self._replaced = 0
+        self._streamed: dict[SampleKey, _StreamedSample] = {}
+        self._verdicts: dict[tuple[str, int], Future[None]] = {}
+        self._judge_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
+        self._events: queue.SimpleQueue[RolloutGroup | RolloutSummary | BaseException] = queue.SimpleQueue()
+        self._failed = False
+        """A verdict could not be sent: no further event is read, and no further group is judged."""
+
+    def collect(self, request: dict[str, Any]) -> ScoredRollout:
+        """Send the request, and return the round when all delivered samples are scored."""
+        started = time.monotonic()
+        with self._judge_thread:
+            summary = self._read_events(request)
+            ended = time.monotonic()
+            rollout = self._assemble_rollout(summary)
+        rollout.generate_s, rollout.reward_wait_s = ended - started, time.monotonic() - ended
+        rollout.replaced = self._replaced
+        return rollout
+
+    def _read_events(self, request: dict[str, Any]) -> RolloutSummary:
+        """Read all events up to the summary. They are streamed on another thread, because the engine waits for
+        verdicts: if one is lost, the stream never ends, and its error must end the round."""
+        # The thread has the only reference to the stream, so the stream is closed when the thread ends.
+        threading.Thread(
+            target=self._follow_stream, args=(self._client.stream(**request),), daemon=True, name="round"
+        ).start()
+        while True:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, RolloutSummary):
+                return event
+            self._score(event)
+
+    def _follow_stream(self, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
+        try:
+            for event in stream:
+                self._events.put(event)
+                if self._failed or isinstance(event, RolloutSummary):
+                    return
+            raise AprilError(500, "stream", f"round {self._id} ended without its summary")
+        except BaseException as error:  # noqa: BLE001 - raised where the events are read
+            self._events.put(error)
+
+    def _score(self, group: RolloutGroup) -> None:
+        """Submit the samples of an event to the rewards; if the group is complete, judge or replace it afterwards."""
+        samples = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in group.samples]
+        scores = self._rewards.submit(samples, self._pool.find(group.id))
+        for position, sample in enumerate(group.samples):
+            self._streamed[group.id, group.incarnation, sample.index] = _StreamedSample(group, position, scores)
+        if group.complete and self._replaces:
+            verdict = self._judge_thread.submit(self._judge, group, scores)
+            self._verdicts[group.id, group.incarnation] = verdict
+
+    # On the judge thread, in the order in which groups finish
+
+    def _judge(self, group: RolloutGroup, scores: "Future[list[Score]]") -> None:
+        if self._failed:
+            return
+        try:
+            self._judge_or_replace(group, scores)
+        except BaseException as error:
+            self._failed = True
+            self._events.put(error)
+            raise
+
+    def _judge_or_replace(self, group: RolloutGroup, scores: "Future[list[Score]]") -> None:
+        rewards = [score.reward for score in scores.result() if score.reward is not None]
+        usable = len(rewards) >= min(MIN_SCORED, len(group.samples))
+        if self._judges:
+            usable = usable and max(rewards) > min(rewards)
+        # The extension precedes the verdict, because a verdict may end the round. A judged group that is rejected does
+        # not count, so the quota stays the same; otherwise the quota rises by the group that cannot be trained on.
+        if not usable and self._extend(quota_add=0 if self._judges else 1):
+            self._replaced += 1
+        if self._judges:
+            self._send_verdict(accept=[group.id] if usable else [], reject=[] if usable else [group.id])
+
+    def _send_verdict(self, **verdict: list[str]) -> None:
+        for attempts_left in reversed(range(JUDGE_ATTEMPTS)):
+            try:
+                self._call_if_open(self._client.judge, **verdict)
+                return
+            except httpx.TransportError:
+                if not attempts_left:
+                    raise
+
+    def _extend(self, quota_add: int) -> bool:
+        """Add a prompt to the round; False if the round has ended."""
+        if self._resend:
+            # An earlier attempt may have delivered it. An engine that has it refuses, and changes nothing.
+            body = self._prompt_body(self._resend.pop(0))
+            self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[body])
+            return True
+        (prompt,) = self._pool.draw(1)
+        self._extensions.append(prompt.id)
+        self._store.note_extended(self._id, self._extensions)
+        if self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[self._prompt_body(prompt)]):
+            return True
+        self._extensions.pop()
+        self._store.note_extended(self._id, self._extensions)
+        self._pool.undo_draw(prompt)
+        return False
+
+    def _call_if_open(self, call: Callable[..., Any], **body: Any) -> bool:
+        """Make a call about this round. False if the round has ended; the call then has no effect."""
+        try:
+            call(self._id, **body)
+        except AprilError as error:
+            if error.status == 409:
+                return False
+            raise
+        return True
+
+    # After the summary
+
+    def _assemble_rollout(self, summary: RolloutSummary) -> ScoredRollout:
+        rollout = ScoredRollout(summary)
+        for delivered in summary.delivered:
+            prompt_id, incarnation = delivered["id"], delivered["incarnation"]
+            scored = _assemble_group(
+                [self._streamed[prompt_id, incarnation, index] for index in delivered["indices"]], delivered
+            )
+            verdict = self._verdicts.get((prompt_id, incarnation))
+            if verdict is not None:
+                verdict.result()
+            rollout.problems += [score.problem for score in scored.scores if score.problem]
+            if delivered["accepted"] is False:
+                rollout.rejected += 1
+            elif scored.scored < min(MIN_SCORED, self._samples_per_prompt) and scored.group.complete:
+                rollout.unscored += 1
+            else:
+                rollout.groups.append(scored)
+            if delivered["complete"]:
+                self._pool.remove(prompt_id)
+        return rollout
+
+
+def _assemble_group(streamed: list[_StreamedSample], delivered: dict[str, Any]) -> ScoredGroup:
+    """The samples that are delivered together; waits for their scores."""
+    samples = [part.group.samples[part.position] for part in streamed]
+    group = replace(streamed[0].group, samples=samples, complete=delivered["complete"], accepted=delivered["accepted"])
+    return ScoredGroup(group, [part.scores.result()[part.position] for part in streamed])
