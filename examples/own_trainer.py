@@ -1,4 +1,4 @@
-"""Bring your own trainer: GRPO in plain torch over HTTP alone; the reward is the share of even token ids.
+"""A minimal trainer: GRPO in plain torch over HTTP. The reward is the share of even token ids.
 
 python -m sglang_april.launch_server --model-path MODEL --april-quota 4 --disable-overlap-schedule
 python -m examples.own_trainer http://127.0.0.1:30000 MODEL --steps 3
@@ -22,24 +22,24 @@ def post(url: str, body: dict) -> dict:
 def train(url: str, model_path: str, steps: int, quota: int = 4, n: int = 4) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    params, means, waiting = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}, [], 0
+    params, means, carried = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}, [], 0
     run, folder = f"own-{torch.seed()}", tempfile.mkdtemp()
     for step in range(steps):
-        new = range(2 * quota - waiting)  # twice the quota lies in the engine; a group starts when a slot is free
+        new = range(2 * quota - carried)  # keep twice the quota in the engine; a group starts when a slot is free
         prompts = [{"id": f"{step}-{i}", "input_ids": [5 + i, 6, 7], "n": n} for i in new]
         body = {"run": run, "prompts": prompts, "quota": quota, "sampling_params": params}
         reply = post(f"{url}/april/rollout", body)
-        waiting = reply["carried"]["groups"]
+        carried = reply["carried"]["groups"]
         losses, rewards = [], []
         for group in reply["finished"]:
             outputs = [torch.tensor(sample["output_ids"]) for sample in group["samples"]]
             scores = torch.stack([(ids % 2 == 0).float().mean() for ids in outputs])
-            for sample, ids, a in zip(group["samples"], outputs, scores - scores.mean(), strict=True):
-                whole = torch.cat([torch.tensor(group["prompt_ids"]), ids])
-                logits = model(whole[None, :-1]).logits[0, -len(ids) :]
-                now = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
-                ratio = (now - torch.tensor(sample["logprobs"])).exp()  # each token's own behaviour policy
-                losses.append(-torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a).mean())
+            for sample, ids, advantage in zip(group["samples"], outputs, scores - scores.mean(), strict=True):
+                tokens = torch.cat([torch.tensor(group["prompt_ids"]), ids])
+                logits = model(tokens[None, :-1]).logits[0, -len(ids) :]
+                logprobs = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+                ratio = (logprobs - torch.tensor(sample["logprobs"])).exp()  # behaviour policy of each token
+                losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).mean())
             rewards.append(scores.mean().item())
         optimiser.zero_grad()
         torch.stack(losses).mean().backward()
@@ -49,7 +49,7 @@ def train(url: str, model_path: str, steps: int, quota: int = 4, n: int = 4) -> 
         post(f"{url}/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
         version = post(f"{url}/april/push/end", {})["policy_version"]
         means.append(sum(rewards) / len(rewards))
-        print(f"step {step}: reward {means[-1]:.3f}, {waiting} groups carried, policy version now {version}")
+        print(f"step {step}: reward {means[-1]:.3f}, {carried} groups carried, policy version now {version}")
     post(f"{url}/april/drop", {"run": run})
     return means
 

@@ -1,4 +1,4 @@
-"""What the HTTP process needs of an engine. `adapter/v0_5_17/frontend.py` gives it on top of SGLang."""
+"""What the HTTP process needs of an engine; `adapter/v0_5_17/frontend.py` implements it on SGLang."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a request is checked against."""
+    """Properties of the server that requests are checked against."""
 
     vocab_size: int
     context_len: int
-    """Prompt and output together may have at most so many tokens."""
+    """Maximum tokens of prompt and output together."""
     max_input_len: int
-    """A prompt must be shorter than this (the KV pool may hold less than the context)."""
+    """A prompt must have fewer tokens (the KV pool may be smaller than the context)."""
     has_tokenizer: bool
     priority: bool
     """Whether the server schedules by priority."""
@@ -20,7 +20,7 @@ class ServerInfo:
     """Whether the scheduler runs its overlap loop."""
     grammar: bool = True
     preferred: dict[str, Any] | None = None
-    """The server's own defaults of sampling parameters."""
+    """The server's default sampling parameters."""
     model: dict[str, Any] = field(default_factory=dict)
     """Shape of the model and the engine's tensor-parallel size, for trainers to compare with their own."""
 
@@ -32,25 +32,25 @@ class ReaderLock(Protocol):
         """Wait until no weight call holds or awaits the lock."""
 
     async def release_reader(self) -> None:
-        """Let weight calls go on."""
+        """Let a waiting weight call run."""
 
 
 class Frontend(Protocol):
-    """The link to the scheduler, the tokenizer and the sampling parameters. Errors are ValueErrors with a reason."""
+    """Access to the scheduler, the tokenizer and the sampling parameters. Errors are ValueErrors with a reason."""
 
     lock: ReaderLock
 
-    def facts(self) -> ServerInfo:
-        """Known once the server has started."""
+    def server_info(self) -> ServerInfo:
+        """Available once the server has started."""
 
     def listen(self) -> None:
-        """Start reading what the scheduler says, if that has not begun."""
+        """Start to receive the scheduler's messages, if that has not begun."""
 
     async def send(self, payload: bytes) -> None:
-        """Send one encoded `wire.Command` to the scheduler; its answer comes to `April.receive`."""
+        """Send an encoded `messages.Command` to the scheduler; its answer arrives at `AprilService.receive`."""
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, as SGLang itself would have them. Runs in a worker thread."""
+        """Token ids of each text, as SGLang computes them. Runs in a worker thread."""
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation with the generation prompt. Runs in a worker thread."""

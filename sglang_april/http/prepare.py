@@ -1,4 +1,4 @@
-"""Step 1 (request): from a checked body to the message to the scheduler. Runs in a worker thread."""
+"""Prepare a request: from a checked body to the command for the scheduler. Runs in a worker thread."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from sglang_april.api import messages
 from sglang_april.api.errors import RequestError, bad
 from sglang_april.api.requests import ExtendBody, PromptBody, RolloutBody, SamplingBody
 from sglang_april.config import AprilConfig
-from sglang_april.http.completed_groups import PromptRecord
 from sglang_april.http.frontend import Frontend, ServerInfo
 from sglang_april.http.validation import GRAMMARS
 
@@ -31,36 +30,27 @@ class Params:
         return default if value is None else value
 
 
-@dataclass(frozen=True)
-class BuiltPrompts:
-    """The prompts of one request: for the scheduler with their distinct parameters, and for the HTTP process."""
-
-    prompts: list[messages.Prompt]
-    params: list[bytes]
-    records: list[PromptRecord]
-
-
 class RequestBuilder:
-    """Turns the prompts of one request into what the scheduler is sent and what the vault keeps.
+    """Builds the prompts of one request; `defaults` are the sampling parameters of the round."""
 
-    `run` owns them; `defaults` are the round's sampling parameters.
-    """
-
-    def __init__(self, engine: Frontend, run: str, defaults: SamplingBody | None) -> None:
+    def __init__(self, engine: Frontend, defaults: SamplingBody | None) -> None:
         self._engine = engine
-        self._facts: ServerInfo = engine.facts()
-        self._run = run
+        self._server: ServerInfo = engine.server_info()
         self._defaults = defaults
-        self._params: dict[bytes, Params] = {}
-        self._encoded: list[bytes] = []
+        self._interned: dict[bytes, Params] = {}
+        self.params: list[bytes] = []
+        """Distinct sampling parameters of the prompts, each an encoded `SamplingParams`."""
 
-    def prompts(self, given: list[PromptBody]) -> BuiltPrompts:
-        """The prompts of a request, or Refused naming the field."""
+    def prompts(self, given: list[PromptBody]) -> list[messages.Prompt]:
+        """The prompts of a request for the scheduler; their parameters are added to `params`.
+
+        Raises:
+            RequestError: it names the field.
+        """
         if self._defaults is not None:
             self._intern(None, "")
         ids = self._token_ids(given)
-        prompts = [self._prompt(p, raw, f"prompts[{i}]") for i, (p, raw) in enumerate(zip(given, ids, strict=True))]
-        return BuiltPrompts(prompts, self._encoded, [PromptRecord.of(self._run, prompt) for prompt in prompts])
+        return [self._prompt(p, raw, f"prompts[{i}]") for i, (p, raw) in enumerate(zip(given, ids, strict=True))]
 
     def _token_ids(self, prompts: list[PromptBody]) -> list[bytes]:
         """int32 ids of every prompt; all texts are tokenised together."""
@@ -85,7 +75,7 @@ class RequestBuilder:
         return ids
 
     def _need_tokenizer(self, field: str) -> None:
-        if not self._facts.has_tokenizer:
+        if not self._server.has_tokenizer:
             raise bad(field, "the server runs without a tokenizer: give input_ids")
 
     def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> messages.Prompt:
@@ -95,7 +85,7 @@ class RequestBuilder:
         if lengths and min(lengths) < (least := params.get("min_new_tokens", 0)):
             raise bad(f"{at}.sampling_params.max_new_tokens", f"{min(lengths)} is less than min_new_tokens, {least}")
         self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
-        if prompt.priority is not None and not self._facts.priority:
+        if prompt.priority is not None and not self._server.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
         metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
         return messages.Prompt(
@@ -116,23 +106,23 @@ class RequestBuilder:
 
     def _check_length(self, raw: bytes, params: Params, field: str, new_field: str) -> None:
         ids = np.frombuffer(raw, "<i4")
-        facts = self._facts
+        server = self._server
         if not ids.size:
             raise bad(field, "has no tokens")
-        wrong = np.flatnonzero((ids < 0) | (ids >= facts.vocab_size))
+        wrong = np.flatnonzero((ids < 0) | (ids >= server.vocab_size))
         if wrong.size:
             first = int(wrong[0])
-            raise bad(f"{field}[{first}]", f"{int(ids[first])} is not in the vocabulary of {facts.vocab_size} tokens")
-        if ids.size >= facts.max_input_len:
-            raise bad(field, f"has {ids.size} tokens, and the server takes fewer than {facts.max_input_len}")
+            raise bad(f"{field}[{first}]", f"{int(ids[first])} is not in the vocabulary of {server.vocab_size} tokens")
+        if ids.size >= server.max_input_len:
+            raise bad(field, f"has {ids.size} tokens, and the server takes fewer than {server.max_input_len}")
         new = params.given.get("max_new_tokens")
-        if new is not None and ids.size + new > facts.context_len:
-            reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {facts.context_len}"
+        if new is not None and ids.size + new > server.context_len:
+            reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {server.context_len}"
             raise bad(new_field, reason)
 
     def _intern(self, own: SamplingBody | None, at: str) -> Params:
-        """The merged parameters of a prompt, checked and encoded once per distinct set. The seed is not among them."""
-        merged = dict(self._facts.preferred or {})
+        """The merged parameters of a prompt without its seed, checked and encoded once per distinct set."""
+        merged = dict(self._server.preferred or {})
         for level in (self._defaults, own):
             if level is not None:
                 merged |= level.given()
@@ -140,23 +130,27 @@ class RequestBuilder:
         if lengths := _lengths(own):
             merged["max_new_tokens"] = max(lengths)
         key = msgspec.msgpack.encode(merged, order="sorted")
-        known = self._params.get(key)
+        known = self._interned.get(key)
         if known is not None:
             return known
         try:
             self._check_params(merged)
-            self._encoded.append(self._engine.encode_params(merged))
+            self.params.append(self._engine.encode_params(merged))
         except RequestError as refused:
             raise bad(_where(refused.field, own, at), refused.reason) from None
         except ValueError as error:
             raise bad(_where(_blamed(merged, str(error)), own, at), str(error)) from None
-        params = self._params[key] = Params(len(self._encoded) - 1, merged)
+        params = self._interned[key] = Params(len(self.params) - 1, merged)
         return params
 
     def _check_params(self, merged: dict[str, Any]) -> None:
-        """Raise Refused with the bare name of a parameter that this server or another parameter rules out."""
-        facts = self._facts
-        if facts.overlap:
+        """Check the parameters against this server and against each other.
+
+        Raises:
+            RequestError: it names the bare parameter.
+        """
+        server = self._server
+        if server.overlap:
             for name, neutral in PENALTIES.items():
                 if merged.get(name) not in (None, neutral):
                     raise bad(
@@ -165,12 +159,12 @@ class RequestBuilder:
         grammars = [name for name in GRAMMARS if merged.get(name)]
         if len(grammars) > 1:
             raise bad(grammars[1], f"only one grammar may be set, and {grammars[0]} is")
-        if grammars and not facts.grammar:
+        if grammars and not server.grammar:
             raise bad(grammars[0], "the server runs without a grammar backend")
         for name in ("stop_token_ids", "logit_bias"):
             for token in map(int, merged.get(name) or ()):
-                if token >= facts.vocab_size:
-                    raise bad(name, f"{token} is not in the vocabulary of {facts.vocab_size} tokens")
+                if token >= server.vocab_size:
+                    raise bad(name, f"{token} is not in the vocabulary of {server.vocab_size} tokens")
         least, most = merged.get("min_new_tokens") or 0, merged.get("max_new_tokens")
         if most is not None and least > most:
             raise bad("min_new_tokens", f"{least} is more than max_new_tokens, {most}")
@@ -191,29 +185,28 @@ def round_spec(body: RolloutBody, round_id: str, fingerprint: str, config: April
 
 def open_round(
     seq: int, spec: messages.RoundSpec, body: RolloutBody, config: AprilConfig, engine: Frontend
-) -> tuple[messages.OpenRound, list[PromptRecord]]:
-    """The command that opens a round, and its prompts as the HTTP process stores them.
+) -> messages.OpenRound:
+    """The command that opens a round.
 
     Raises:
         RequestError: a prompt, a parameter or the tier cannot be served; the error names the field.
     """
     if body.tier == "disk" and config.disk_dir is None:
         raise bad("tier", "disk needs a server with --april-disk-dir")
-    built = RequestBuilder(engine, body.run, body.sampling_params).prompts(body.prompts)
-    return messages.OpenRound(seq, spec, built.prompts, built.params), built.records
+    builder = RequestBuilder(engine, body.sampling_params)
+    return messages.OpenRound(seq, spec, builder.prompts(body.prompts), builder.params)
 
 
-def extend_round(
-    seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: Frontend
-) -> tuple[messages.ExtendRound, list[PromptRecord]]:
-    """The same for an `extend`; its prompts get the sampling defaults of the round.
+def extend_round(seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: Frontend) -> messages.ExtendRound:
+    """The command of an `extend`; its prompts get the sampling defaults of the round.
 
     Raises:
         RequestError: as for `open_round`.
     """
     defaults = msgspec.msgpack.decode(spec.sampling_defaults, type=SamplingBody) if spec.sampling_defaults else None
-    built = RequestBuilder(engine, spec.run, defaults).prompts(body.prompts)
-    return messages.ExtendRound(seq, spec.round_id, body.quota_add, built.prompts, built.params), built.records
+    builder = RequestBuilder(engine, defaults)
+    prompts = builder.prompts(body.prompts)
+    return messages.ExtendRound(seq, spec.round_id, body.quota_add, prompts, builder.params)
 
 
 def _lengths(params: SamplingBody | None) -> list[int] | None:
@@ -240,5 +233,5 @@ def _where(name: str, own: SamplingBody | None, at: str) -> str:
 
 
 def _blamed(merged: dict[str, Any], message: str) -> str:
-    """The parameter that an error of SGLang's is about, if it names one."""
+    """The parameter that an error message of SGLang names, or an empty string."""
     return max((name for name in merged if name in message), key=len, default="")

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
-from sglang_april.http.completed_groups import CompletedSample, GroupSlice, decoded
+from sglang_april.http.completed_groups import CompletedSample, GroupSlice, wait_for_texts
 
 logger = logging.getLogger("sglang_april")
 
@@ -31,7 +31,7 @@ _msgpack = msgspec.msgpack.Encoder()
 
 @dataclass(eq=False)
 class Reply:
-    """A round's reply, for ever the same."""
+    """The reply of a round; it never changes."""
 
     round_id: str
     run: str
@@ -41,14 +41,14 @@ class Reply:
     carried: dict[str, Any]
     stats: dict[str, Any]
     nbytes: int = 0
-    """About what it takes in memory."""
+    """Estimated size in memory."""
 
     @classmethod
     async def build(cls, ended: messages.RoundEnded, parts: list[GroupSlice]) -> "Reply":
-        """Wait for the last texts and add the figures of the delivery."""
-        await decoded(parts)
+        """Wait for the last texts and add the statistics of the delivery."""
+        await wait_for_texts(parts)
         stats = dict(ended.stats)
-        stats["delivered"] = delivered_figures(parts, ended.policy_version)
+        stats["delivered"] = delivery_stats(parts, ended.policy_version)
         stats["carried_length"] = _distribution(np.frombuffer(ended.carried_lengths, "<i4"))
         if any(part.prompt.truncates for part in parts):
             stats["warnings"] = [*stats.get("warnings", ()), TRUNCATED]
@@ -58,14 +58,14 @@ class Reply:
         )
 
     def encode(self, packed: bool) -> bytes:
-        """The whole body. Group by group, so that other threads get their turn in between."""
+        """The whole body, encoded group by group, so that other threads can run in between."""
         groups = [encode_group(part, packed) for part in self.parts]
         self._stamp()
         encoder = _msgpack if packed else _json
         return encoder.encode(self._head() | {"finished": [msgspec.Raw(group) for group in groups]})
 
     def summary(self) -> dict[str, Any]:
-        """The last event of a stream: everything but the groups, and which of the streamed ones were delivered."""
+        """The last event of a stream: the reply with the keys of the delivered groups instead of their content."""
         self._stamp()
         delivered = [
             {
@@ -90,7 +90,7 @@ class Reply:
         }
 
     def _stamp(self) -> None:
-        """Once: the time from the quota to the moment in which the reply is handed to a connection, in seconds."""
+        """Set once the seconds from the met quota until a connection first gets the reply."""
         if self.stats.get("t_quota_met") is not None:
             self.stats.setdefault("quota_to_reply_s", max(0.0, time.time() - self.stats["t_quota_met"]))
 
@@ -104,7 +104,7 @@ def encode_group(part: GroupSlice, packed: bool, event: bool = False) -> bytes:
         "id": prompt.id,
         "incarnation": part.incarnation,
         "metadata": _metadata(prompt.metadata, packed),
-        "prompt_ids": _ints(prompt.prompt_ids, packed),
+        "prompt_ids": _ints(prompt.input_ids, packed),
         "complete": part.complete,
         "accepted": part.accepted,
         "samples": [msgspec.Raw(encoder.encode(_sample_fields(done, packed))) for done in part.done],
@@ -149,8 +149,8 @@ def _metadata(raw: bytes, packed: bool) -> Any:
 
 
 def size_of(part: GroupSlice) -> int:
-    """About how many bytes of memory a group takes whose texts are all there."""
-    own = len(part.prompt.prompt_ids) + len(part.prompt.metadata)
+    """Estimated bytes of memory of a group whose texts are decoded."""
+    own = len(part.prompt.input_ids) + len(part.prompt.metadata)
     return own + sum(_sample_size(done) for done in part.done)
 
 
@@ -162,7 +162,7 @@ def _sample_size(done: CompletedSample) -> int:
     return len(sample.output_ids) + len(sample.logprobs) + text + 64 * len(sample.spans) + lists + 512
 
 
-def delivered_figures(parts: list[GroupSlice], policy_version: int) -> dict[str, Any]:
+def delivery_stats(parts: list[GroupSlice], policy_version: int) -> dict[str, Any]:
     """Length distribution of the delivered samples, and their tokens by version and by provenance of the KV.
 
     Off-policy are tokens of an older version than `policy_version`; hybrid are tokens of this version on kept KV.

@@ -1,96 +1,102 @@
-"""After a restart: what the HTTP process restores, and whether the journal is writable (`restart-loses-nothing`)."""
+"""The HTTP process after a restart: what the journal restores (`restart-loses-nothing`), and journal faults."""
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_april.api import messages
-from sglang_april.http.completed_groups import CompletedSample, GroupSlice, PromptRecord
+from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
+from sglang_april.http.frontend import Frontend
 from sglang_april.http.reply import Reply
-from sglang_april.http.rounds import RoundRecord
-
-if TYPE_CHECKING:
-    from sglang_april.http.service import AprilService
+from sglang_april.http.rounds import RoundRecord, RoundRegistry
+from sglang_april.http.weight_lock import WeightLock
 
 logger = logging.getLogger("sglang_april")
 
 
 class RestoredState:
-    """With a journal, the scheduler's first message says what the last server knew. Requests wait until it is told."""
+    """With a journal, the scheduler's first message restores this process's state; requests wait for it."""
 
-    def __init__(self, april: "AprilService", journal: str | None) -> None:
-        self._april = april
+    def __init__(
+        self, engine: Frontend, journal: str | None, groups: CompletedGroups, rounds: RoundRegistry, lock: WeightLock
+    ) -> None:
+        self._engine = engine
         self._journal = journal
-        self._told = asyncio.Event()
+        self._groups = groups
+        self._rounds = rounds
+        self._lock = lock
+        self._complete = asyncio.Event()
+        self._replay: asyncio.Task[None] | None = None
         self.fault = ""
         """Why the journal cannot be written, or empty. Nothing new is accepted meanwhile."""
         self._warnings: list[str] = []
 
     async def ready(self) -> None:
-        """Wait until everything is known again."""
-        if self._journal is not None and not self._told.is_set():
-            self._april.engine.listen()
-            await self._told.wait()
+        """Wait until everything is restored."""
+        if self._journal is not None and not self._complete.is_set():
+            self._engine.listen()
+            await self._complete.wait()
 
     def state(self) -> dict[str, Any] | None:
-        """For `GET /april/state`."""
+        """For `GET /april/state`; None without a journal."""
         if self._journal is None:
             return None
         return {"path": self._journal, "fault": self.fault, "warnings": self._warnings}
 
     def receive(self, message: messages.Restored | messages.Named | messages.JournalFault) -> None:
-        """What the scheduler says of the journal and the restart."""
+        """Handle a message about the journal or the restart."""
         match message:
             case messages.JournalFault():
                 self.fault = message.reason
             case messages.Named():
-                self._april.retake("restart")
+                self._lock.unblock("restart", self._rounds.open_ids())
             case messages.Restored():
-                self._restored(message)
+                self._restore(message)
 
-    def _restored(self, message: messages.Restored) -> None:
-        april = self._april
+    def _restore(self, message: messages.Restored) -> None:
         self._warnings = message.warnings
         for warning in message.warnings:
             logger.warning("%s", warning)
-        april.vault.accept(PromptRecord.of(run, prompt) for run, prompt in message.groups)
-        for run, name, _ in message.verdicts:
-            april.vault.judge(run, [name])
+        for run, prompt in message.groups:
+            self._groups.add_prompts(run, [prompt])
         for spec in message.rounds:
-            round_ = RoundRecord(spec)
-            round_.verdicts = {name: accepted for run, name, accepted in message.verdicts if run == spec.run}
-            april.rounds.reopened(round_)
-        april.finished(message.finished)
-        for round_ in (r for r in april.rounds.open if r.spec.judged):
-            shown = {part.prompt.id for part in round_.events}
-            round_.events += [part for part in april.vault.unjudged(round_.run) if part.prompt.id not in shown]
-        april.rounds.forgotten(message.gone)
-        april.holds.keep_off("restart")
+            verdicts = {prompt_id: accepted for run, prompt_id, accepted in message.verdicts if run == spec.run}
+            self._rounds.reopen(RoundRecord(spec, verdicts))
+        self._rounds.add_finished(self._groups, message.finished)
+        self._preview_unjudged(message)
+        self._rounds.mark_gone(message.gone)
+        self._lock.block("restart")
         if not message.unnamed:
-            april.retake("restart")
-        april.spawn(self._replay(message))
+            self._lock.unblock("restart", self._rounds.open_ids())
+        self._replay = asyncio.ensure_future(self._restore_replies(message.replies))
 
-    async def _replay(self, message: messages.Restored) -> None:
-        """Replies from the oldest to the newest, as they are kept. Their texts are decoded again."""
-        for kept in message.replies:
+    def _preview_unjudged(self, message: messages.Restored) -> None:
+        """Reopened rounds with `count: accepted` stream every whole group without a verdict."""
+        whole = {(sample.run, sample.id) for sample in message.finished if sample.whole}
+        whole -= {(run, prompt_id) for run, prompt_id, _ in message.verdicts}
+        for round_ in (r for r in self._rounds.open if r.spec.judged):
+            shown = {part.prompt.id for part in round_.events}
+            ids = [p.id for run, p in message.groups if run == round_.run and (run, p.id) in whole]
+            round_.events += self._groups.whole(round_.run, [prompt_id for prompt_id in ids if prompt_id not in shown])
+
+    async def _restore_replies(self, replies: list[messages.KeptReply]) -> None:
+        """Build the kept replies again, the oldest first. Their texts are decoded again."""
+        for kept in replies:
             try:
                 parts = self._parts(kept)
                 reply = await Reply.build(kept.ended, parts)
             except Exception:
                 logger.exception("the reply of round %s is lost", kept.spec.round_id)
-                self._april.rounds.forgotten([kept.spec.round_id])
+                self._rounds.mark_gone([kept.spec.round_id])
                 continue
-            round_ = RoundRecord(kept.spec)
-            round_.events = list(parts)
-            self._april.rounds.restored(round_, reply)
-        self._told.set()
+            self._rounds.restore_reply(RoundRecord(kept.spec, events=list(parts)), reply)
+        self._complete.set()
 
     def _parts(self, kept: messages.KeptReply) -> list[GroupSlice]:
         by_key = {(s.id, s.incarnation, s.index): s for s in kept.samples}
         parts = []
-        for delivery, asked in zip(kept.ended.deliver, kept.prompts, strict=True):
-            prompt = PromptRecord.of(kept.ended.run, asked)
+        for delivery, prompt in zip(kept.ended.deliver, kept.prompts, strict=True):
             of_group = [by_key[delivery.id, delivery.incarnation, index] for index in delivery.indices]
-            done = tuple(CompletedSample(sample, self._april.decode(prompt, sample)) for sample in of_group)
+            done = tuple(self._groups.completed(prompt, sample) for sample in of_group)
             parts.append(GroupSlice(prompt, delivery.incarnation, done, delivery.complete, delivery.accepted))
         return parts

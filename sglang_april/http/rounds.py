@@ -1,17 +1,20 @@
-"""Rounds by id (`idempotent-round`): one open round per run, and the replies that are kept (`kept-replies`)."""
+"""Rounds by id: the same id is the same round (`idempotent-round`), and which replies are kept (`kept-replies`)."""
 
 import asyncio
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_april.api.errors import RequestError
-from sglang_april.api.messages import RoundSpec
-from sglang_april.http.completed_groups import GroupSlice
+from sglang_april.api.messages import FinishedSample, RoundSpec
+from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
 REMEMBERED = 2**16
 """How many ids of rounds whose replies are gone are remembered, to tell 410 from 404."""
+
+logger = logging.getLogger("sglang_april")
 
 
 @dataclass(eq=False)
@@ -19,25 +22,16 @@ class RoundRecord:
     """A rollout request from its arrival until its reply is no longer kept."""
 
     spec: RoundSpec
-    acknowledged: bool = False
     verdicts: dict[str, bool] = field(default_factory=dict)
-    """What the caller has said so far, by prompt id."""
-    state: Literal["opening", "open", "ended"] = "opening"
+    """The caller's verdicts by prompt id, for a `judge` repeated after the scheduler has ended the round."""
     events: list[GroupSlice] = field(default_factory=list)
-    """What a stream of this round says, in order; kept so that a replay says the same."""
+    """The events of a stream of this round, in order; kept so that a replay is identical."""
+    state: Literal["opening", "open", "ended"] = "opening"
+    acknowledged: bool = False
     opened: "asyncio.Future[None]" = field(default_factory=lambda: _future())
     reply: "asyncio.Future[Reply]" = field(default_factory=lambda: _future())
-    bell: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def ring(self) -> None:
-        """Wake those who follow the events; whoever waits next gets a new bell."""
-        self.bell.set()
-        self.bell = asyncio.Event()
-
-    def repeats(self, accept: list[str], reject: list[str]) -> bool:
-        """Whether all this has been said before."""
-        said = self.verdicts.get
-        return all(said(i) is True for i in accept) and all(said(i) is False for i in reject)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at the next change of `events` or `reply`, and then replaced."""
 
     @property
     def id(self) -> str:
@@ -52,9 +46,19 @@ class RoundRecord:
         """Whether the reply must stay until it is acknowledged."""
         return self.spec.keep_until_ack and not self.acknowledged
 
+    def notify(self) -> None:
+        """Wake the streams of this round."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def has_verdicts(self, accept: list[str], reject: list[str]) -> bool:
+        """Whether all of these verdicts have been taken before."""
+        verdict = self.verdicts.get
+        return all(verdict(i) is True for i in accept) and all(verdict(i) is False for i in reject)
+
 
 class RoundRegistry:
-    """All rounds that the server knows. Every method is synchronous, so none is ever seen half done."""
+    """All rounds that the server has. Every method is synchronous, so no intermediate state is ever visible."""
 
     def __init__(self, replies_per_run: int, reply_bytes: int) -> None:
         self._per_run = replies_per_run
@@ -67,8 +71,12 @@ class RoundRegistry:
 
     @property
     def open(self) -> list[RoundRecord]:
-        """Rounds that open or are open."""
+        """Rounds that are opening or open."""
         return list(self._open_of_run.values())
+
+    def open_ids(self) -> list[str]:
+        """Ids of the rounds that the scheduler has accepted and not ended."""
+        return [round_.id for round_ in self.open if round_.state == "open"]
 
     @property
     def kept(self) -> int:
@@ -81,7 +89,11 @@ class RoundRegistry:
         return self._bytes
 
     def admit(self, candidate: RoundRecord) -> tuple[RoundRecord, bool]:
-        """The round that a request means, and whether it is new; Refused with 409, 410 or 503."""
+        """The round that a request refers to, and whether it is new.
+
+        Raises:
+            RequestError: 409 (another body, or another open round of the run), 410 (reply gone) or 503 (memory full).
+        """
         known = self._rounds.get(candidate.id)
         if known is not None:
             if known.spec.fingerprint != candidate.spec.fingerprint:
@@ -100,7 +112,11 @@ class RoundRegistry:
         return candidate, True
 
     def find(self, round_id: str) -> RoundRecord:
-        """The round, or Refused with 410 if its reply is no longer kept, 404 if it never was."""
+        """The round of this id.
+
+        Raises:
+            RequestError: 410 if its reply is no longer kept, 404 if there never was one.
+        """
         known = self._rounds.get(round_id)
         if known is not None:
             return known
@@ -108,59 +124,85 @@ class RoundRegistry:
             raise _gone(round_id)
         raise RequestError(404, "round_id", f"there is no round {round_id}")
 
-    def knows(self, round_id: str | None) -> bool:
+    def contains(self, round_id: str | None) -> bool:
         """Whether a round of this id is open, or its reply kept."""
         return round_id in self._rounds
 
-    def reopened(self, round_: RoundRecord) -> None:
-        """A round that was open when the server died."""
-        self._rounds[round_.id] = self._open_of_run[round_.run] = round_
-        self.opened(round_)
+    # --- after a restart
 
-    def restored(self, round_: RoundRecord, reply: Reply) -> None:
-        """A reply that was kept when the server died; older ones come first."""
+    def reopen(self, round_: RoundRecord) -> None:
+        """Add a round that was open when the server died."""
+        self._rounds[round_.id] = self._open_of_run[round_.run] = round_
+        self.mark_open(round_)
+
+    def restore_reply(self, round_: RoundRecord, reply: Reply) -> None:
+        """Add a reply that was kept when the server died; older ones must be added first."""
         self._rounds[round_.id] = round_
         round_.state = "ended"
         round_.opened.set_result(None)
         self.keep(round_, reply)
 
-    def forgotten(self, round_ids: list[str]) -> None:
-        """Rounds whose replies were no longer kept when the server died, the oldest first."""
+    def mark_gone(self, round_ids: list[str]) -> None:
+        """Add ids of rounds whose replies are no longer kept, the oldest first."""
         self._gone |= dict.fromkeys(round_ids[-REMEMBERED:])
 
+    # --- from request to reply
+
     def refuse(self, round_: RoundRecord, error: RequestError) -> None:
-        """A round that did not open leaves no trace."""
+        """Remove a round that could not be opened."""
         del self._rounds[round_.id]
         del self._open_of_run[round_.run]
         round_.opened.set_exception(error)
-        round_.ring()
+        round_.notify()
 
-    def opened(self, round_: RoundRecord) -> None:
+    def mark_open(self, round_: RoundRecord) -> None:
         """The scheduler has accepted the round."""
         round_.state = "open"
         round_.opened.set_result(None)
 
-    def ended(self, round_: RoundRecord) -> None:
-        """The round is over and its run free for the next; the reply follows."""
+    def add_finished(self, groups: CompletedGroups, samples: list[FinishedSample]) -> None:
+        """Store finished samples, and add them to the event streams of their rounds."""
+        changed = set()
+        open_rounds = {round_.id: round_ for round_ in self.open}
+        for sample in samples:
+            group = groups.add(sample)
+            round_ = open_rounds.get(sample.round_id or "")
+            if group is None:
+                logger.warning("a sample of the unknown prompt %r finished", sample.id)
+            elif round_ is not None and round_.spec.quota_unit == "sample" and not round_.spec.judged:
+                round_.events.append(group.part(sample.whole, [sample.index]))
+                changed.add(round_)
+            elif round_ is not None and sample.whole:
+                round_.events.append(group.part(complete=True))
+                changed.add(round_)
+        for round_ in changed:
+            round_.notify()
+
+    def mark_ended(self, round_: RoundRecord) -> None:
+        """The round is over and its run free for the next one; the reply follows."""
         round_.state = "ended"
         del self._open_of_run[round_.run]
 
     def keep(self, round_: RoundRecord, reply: Reply) -> None:
-        """Keep the reply of an ended round, and let go of those that need not be kept any longer."""
+        """Keep the reply of an ended round, and remove replies beyond the limits."""
         self._kept[round_.id] = round_
         self._bytes += reply.nbytes
         round_.reply.set_result(reply)
-        round_.ring()
+        round_.notify()
         self._trim()
 
-    def failed(self, round_: RoundRecord, error: RequestError) -> None:
-        """A fault of ours: those who wait are told, and the id is not kept."""
+    def fail(self, round_: RoundRecord, error: RequestError) -> None:
+        """A fault of the server: every waiting request gets the error, and the id is free again."""
         del self._rounds[round_.id]
         round_.reply.set_exception(error)
-        round_.ring()
+        round_.notify()
 
     def acknowledge(self, round_id: str) -> RoundRecord:
-        """The caller has the reply for good; from now on it is kept like any other. Idempotent."""
+        """The caller has stored the reply; from now on it is kept like any other. Idempotent.
+
+        Raises:
+            RequestError: as for `find`, or 409 if the round has no reply yet.
+        """
         round_ = self.find(round_id)
         if not round_.reply.done():
             raise RequestError(409, "round_id", f"round {round_id} has no reply yet")
@@ -169,9 +211,9 @@ class RoundRegistry:
         return round_
 
     def _trim(self) -> None:
-        """Let go of the oldest replies beyond the last few of their run, or beyond the memory for all of them.
+        """Remove the oldest replies beyond the last few of their run, or beyond the memory for all of them.
 
-        The newest reply always stays: its caller is being answered from it.
+        The newest reply always stays, because its caller has not received it yet.
         """
         newer: dict[str, int] = {}
         total = 0
@@ -179,9 +221,9 @@ class RoundRegistry:
             total += round_.reply.result().nbytes
             count = newer[round_.run] = newer.get(round_.run, 0) + 1
             if i and not round_.protected and (count > self._per_run or total > self._capacity):
-                self._forget(round_)
+                self._remove(round_)
 
-    def _forget(self, round_: RoundRecord) -> None:
+    def _remove(self, round_: RoundRecord) -> None:
         del self._kept[round_.id], self._rounds[round_.id]
         self._bytes -= round_.reply.result().nbytes
         self._gone[round_.id] = None
@@ -190,7 +232,7 @@ class RoundRegistry:
 
 
 def _future() -> "asyncio.Future[Any]":
-    """A future whose exception may stay unread: perhaps nobody waits any longer."""
+    """A future whose exception may stay unread, because every waiting client may have disconnected."""
     future = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

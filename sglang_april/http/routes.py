@@ -1,4 +1,4 @@
-"""Steps 1 and 6: the routes under /april, attached to SGLang's own app, so that its keys and logs cover them too."""
+"""The routes under /april, attached to SGLang's own app, so that its keys and logs cover them too."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 from sglang_april.api import requests
 from sglang_april.api.errors import RequestError, bad, fault
 from sglang_april.api.requests import check_round_id
-from sglang_april.http.completed_groups import decoded
+from sglang_april.http.completed_groups import wait_for_texts
 from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import AprilService
@@ -61,7 +61,7 @@ def _endpoint(handler: Handler) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         try:
-            await request.app.state.april.restart.ready()
+            await request.app.state.april.restored_state.ready()
             return await handler(request.app.state.april, request)
         except RequestError as refused:
             return _refusal(request, refused)
@@ -103,7 +103,7 @@ async def stop(april: AprilService, request: Request) -> Response:
 
 
 async def acknowledge(april: AprilService, request: Request) -> Response:
-    """The reply of a round need not be kept any longer."""
+    """Acknowledge the reply of a round, which need not be kept any longer."""
     requests.decode_nothing(await _body(request), _is_packed(request))
     return _answer(request, await april.acknowledge(_round_id(request)))
 
@@ -116,7 +116,7 @@ async def judge(april: AprilService, request: Request) -> Response:
 
 
 async def extend(april: AprilService, request: Request) -> Response:
-    """A greater quota and more prompts for an open round."""
+    """A larger quota and more prompts for an open round."""
     data, packed = await _body(request), _is_packed(request)
     body = await _off_loop(len(data), _read_extend, data, packed)
     return _answer(request, await april.extend(_round_id(request), body))
@@ -129,13 +129,13 @@ def _read_extend(data: bytes, packed: bool) -> requests.ExtendBody:
 
 
 async def push_begin(april: AprilService, request: Request) -> Response:
-    """The weights of one policy begin to arrive."""
+    """A weight push begins."""
     body = requests.decode_push(await _body(request), _is_packed(request))
     return _answer(request, await april.push_begin(body.version))
 
 
 async def push_end(april: AprilService, request: Request) -> Response:
-    """They have all arrived."""
+    """A weight push is complete."""
     body = requests.decode_push(await _body(request), _is_packed(request))
     return _answer(request, await april.push_end(body.version))
 
@@ -147,7 +147,7 @@ async def drop(april: AprilService, request: Request) -> Response:
 
 
 async def state(april: AprilService, request: Request) -> Response:
-    """What the server holds and how it runs; with `check=1` also whether all of it is sound."""
+    """The state of the server; with `check=1` also whether all stored pages verify."""
     check = _query(request, "check").get("check", "0")
     if check not in ("0", "1"):
         raise bad("check", "must be 0 or 1")
@@ -168,7 +168,7 @@ async def no_route(_april: AprilService, request: Request) -> Response:
 
 
 async def _reply(request: Request, round_: RoundRecord) -> Response:
-    """Wait for the reply for as long as the client does. The round does not depend on it."""
+    """Wait for the reply until the client disconnects, which does not end the round."""
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((round_.reply, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -188,18 +188,18 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _events(round_: RoundRecord) -> AsyncIterator[bytes]:
-    """Newline-delimited JSON: groups as they finish, the summary last. A replay says the same again."""
-    said = 0
+    """Newline-delimited JSON: groups as they finish, the summary last. A replay is identical."""
+    sent = 0
     while True:
-        bell = round_.bell
-        while said < len(round_.events):
-            part = round_.events[said]
-            said += 1
-            await decoded([part])
+        changed = round_.changed
+        while sent < len(round_.events):
+            part = round_.events[sent]
+            sent += 1
+            await wait_for_texts([part])
             yield await _off_loop(size_of(part), encode_group, part, False, True) + b"\n"
         if round_.reply.done():
             break
-        await bell.wait()
+        await changed.wait()
     try:
         summary = round_.reply.result().summary()
     except RequestError as refused:
@@ -212,7 +212,11 @@ async def _off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body, within limits."""
+    """The whole body.
+
+    Raises:
+        RequestError: 413 if it is too large.
+    """
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > MAX_BODY:
         raise RequestError(413, "body", f"has {declared} bytes, and at most {MAX_BODY} are taken")

@@ -11,7 +11,7 @@ Accepted = Callable[[messages.Answer], None]
 
 
 class SchedulerRpc:
-    """Sends commands and waits for answers. There is no timeout: behind a long prefill an answer may take its time."""
+    """Sends commands and waits for answers, without a timeout: an answer may have to wait for a long prefill."""
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._send = send
@@ -28,9 +28,10 @@ class SchedulerRpc:
         return next(self._numbers)
 
     async def call(self, command: messages.Command, accepted: Accepted | None = None) -> messages.Answer:
-        """The answer to a command, or Refused if its status is not 200.
+        """The answer to a command. `accepted` runs as soon as a 200 arrives, before any later message is handled.
 
-        `accepted` runs in the moment in which a 200 arrives: before any later message of the scheduler is read.
+        Raises:
+            RequestError: its status is not 200.
         """
         future: asyncio.Future[messages.Answer] = asyncio.get_running_loop().create_future()
         self._waiting[command.seq] = future, accepted
@@ -44,7 +45,7 @@ class SchedulerRpc:
         return answer
 
     def answered(self, answer: messages.Answer) -> None:
-        """Hand an answer to whoever waits for it, if anyone still does."""
+        """Complete the call that waits for this answer, if it has not been cancelled."""
         future, accepted = self._waiting.pop(answer.seq, (None, None))
         if accepted is not None and answer.status == 200:
             accepted(answer)

@@ -83,7 +83,9 @@ class Commands:
         if ahead := c.ahead.pop(spec.run, None):
             rnd.stats.ahead = ahead.stats
         self._endings.look()
-        return {"incarnations": [g.incarnation for g in groups], "policy_version": c.clock.version}
+        unjudged = [g.id for g in run.groups.values() if g.whole and g.accepted is None] if spec.judged else []
+        incarnations = [g.incarnation for g in groups]
+        return {"incarnations": incarnations, "policy_version": c.clock.version, "unjudged": unjudged}
 
     def _keep_within(self, run: Run, limit: int) -> None:
         """A run that runs ahead goes on without a gap; what is beyond the new round's `concurrency` is suspended."""

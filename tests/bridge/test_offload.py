@@ -29,8 +29,8 @@ def storages(trainer: Any, part: str) -> Iterator[Any]:
     manager = trainer.workers.worker.policy.offload_manager
     if part == "optimizer":
         yield from manager._gradient_storages()
-        own = {tensor.untyped_storage()._cdata for tensor in manager._weights()}
-        yield from (s for t in manager._states() if (s := t.untyped_storage())._cdata not in own)
+        weight_addresses = {tensor.untyped_storage()._cdata for tensor in manager._weights()}
+        yield from (s for t in manager._states() if (s := t.untyped_storage())._cdata not in weight_addresses)
     else:
         yield from (tensor.untyped_storage() for tensor in manager._weights())
 

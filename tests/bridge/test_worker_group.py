@@ -14,8 +14,8 @@ from examples.tiny_model import make
 from tests.bridge.reference import micro_batches
 from tests.bridge.two_steps import (
     COUNTS,
-    LIMIT,
     LOSS,
+    TOLERANCE,
     TwoSteps,
     check_step,
     check_weights,
@@ -57,15 +57,15 @@ def test_two_ranks_train_like_one(
     recorded = train_two_steps(group, tmp_path)
     for got, expected in zip(recorded.reports, one_process.reports, strict=True):
         check_step(got, expected)
-    for mine, theirs in zip(recorded.weights, one_process.weights, strict=True):
-        check_weights(mine, theirs)
+    for got_weights, expected_weights in zip(recorded.weights, one_process.weights, strict=True):
+        check_weights(got_weights, expected_weights)
     moved = max(
         np.abs(a - b).max()
         for a, b in zip(one_process.weights[0].values(), one_process.weights[1].values(), strict=True)
     )
-    assert moved > 100 * LIMIT, "the test would notice a skipped step"
+    assert moved > 100 * TOLERANCE, "the test would notice a skipped step"
     for a, b in zip(recorded.logprobs, one_process.logprobs, strict=True):
-        np.testing.assert_allclose(a, b, atol=LIMIT * 10, rtol=0)
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * 10, rtol=0)
     if group.settings.tensor_model_parallel_size == 1:
         kill_one_rank(group)
         resume_from_checkpoint(model, tmp_path, one_process)

@@ -12,7 +12,7 @@ from tests.bridge.reference import micro_batches
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.trainer import StepReport, TrainerSettings
 
-LIMIT = 1e-5
+TOLERANCE = 1e-5
 LOSS = LossSettings(algorithm="dapo", correction="tis", proximal="trainer")
 COUNTS = (3, 1)
 """Micro-batches of the two steps: first one replica has more of them than the other, then one has none."""
@@ -53,17 +53,17 @@ def check_step(got: StepReport, expected: StepReport) -> None:
     assert got.applied
     assert got.grad_norm > 0.5, "the norm must be clipped"
     for name in ("loss", "grad_norm", "lr"):
-        assert getattr(got, name) == pytest.approx(getattr(expected, name), rel=LIMIT, abs=LIMIT)
-    mine, theirs = got.stats.row(), expected.stats.row()
-    assert mine.keys() == theirs.keys()
-    assert all(mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=LIMIT) for name in mine)
+        assert getattr(got, name) == pytest.approx(getattr(expected, name), rel=TOLERANCE, abs=TOLERANCE)
+    row, expected_row = got.stats.row(), expected.stats.row()
+    assert row.keys() == expected_row.keys()
+    assert all(row[name] == pytest.approx(expected_row[name], rel=1e-4, abs=TOLERANCE) for name in row)
     assert len(got.sequences) == len(expected.sequences)
     for a, b in zip(got.sequences, expected.sequences, strict=True):
         assert (a.tokens.tolist(), a.clipped.tolist()) == (b.tokens.tolist(), b.clipped.tolist())
-        np.testing.assert_allclose(a.pull, b.pull, rtol=1e-4, atol=LIMIT)
+        np.testing.assert_allclose(a.pull, b.pull, rtol=1e-4, atol=TOLERANCE)
 
 
 def check_weights(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert got.keys() == expected.keys()
     for name, weight in expected.items():
-        assert np.abs(got[name] - weight).max() < LIMIT, name
+        assert np.abs(got[name] - weight).max() < TOLERANCE, name

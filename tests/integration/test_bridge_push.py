@@ -35,8 +35,8 @@ def live(server: Server, models: Model) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def pusher(request: pytest.FixtureRequest, live: LiveServer, models: Model) -> Iterator[Pusher]:
-    way: TransportName = getattr(request, "param", "distributed")
-    pusher = connect([live.server.url], way, source=models("qwen3", 0), device=torch.device("cpu"))
+    transport: TransportName = getattr(request, "param", "distributed")
+    pusher = connect([live.server.url], transport, source=models("qwen3", 0), device=torch.device("cpu"))
     yield pusher
     pusher.close()
 

@@ -35,7 +35,7 @@ class ScriptedEngine:
 
     def __init__(self, **facts: Any) -> None:
         defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}
-        self._facts = ServerInfo(**{**defaults, "priority": False, "overlap": True, **facts})
+        self._info = ServerInfo(**{**defaults, "priority": False, "overlap": True, **facts})
         self.lock = sglang_rwlock()
         self.april: AprilService | None = None
         self.commands: list[messages.Command] = []
@@ -44,8 +44,8 @@ class ScriptedEngine:
         self.taken: set[tuple[str, str]] = set()
         self.version = 0
 
-    def facts(self) -> ServerInfo:
-        return self._facts
+    def server_info(self) -> ServerInfo:
+        return self._info
 
     def listen(self) -> None:
         pass
@@ -65,6 +65,10 @@ class ScriptedEngine:
                 if (command.spec.run, prompt.id) in self.taken:
                     return messages.Answer(command.seq, 409, f"prompts[{i}].id", "is still in use")
             self.taken |= {(command.spec.run, prompt.id) for prompt in command.prompts}
+        if isinstance(command, messages.Drop):
+            ids = [i for run, i in self.taken if run == command.run and i in (command.ids or [i])]
+            self.taken -= {(command.run, i) for i in ids}
+            return messages.Answer(command.seq, data={"groups": [[i, 0] for i in ids], "samples": len(ids)})
         if isinstance(command, messages.PushEnd):
             self.version += 1
         return messages.Answer(command.seq, data={"policy_version": self.version})

@@ -1,4 +1,4 @@
-"""The vault keeps every finished sample until exactly one reply has it."""
+"""The content of finished samples is stored until exactly one reply takes it."""
 
 import asyncio
 from typing import Any
@@ -11,15 +11,14 @@ from sglang_april.http.completed_groups import (
     CompletedGroups,
     GroupSlice,
     MissingSampleError,
-    PromptRecord,
     visible_text,
 )
-from sglang_april.http.reply import Reply, delivered_figures
+from sglang_april.http.reply import Reply, delivery_stats
 from tests.unit.scripted_engine import ScriptedEngine
 
 
-def a_prompt(name: str = "a", run: str = "r", **fields: Any) -> PromptRecord:
-    return PromptRecord(run=run, id=name, n=2, prompt_ids=b"\1\0\0\0", metadata=b"", **fields)
+def a_prompt(name: str = "a", **fields: Any) -> messages.Prompt:
+    return messages.Prompt(name, b"\1\0\0\0", 2, 0, 0, **fields)
 
 
 def a_sample(
@@ -41,7 +40,7 @@ def a_sample(
 
 def in_loop(scenario: Any) -> None:
     async def run() -> None:
-        def decode(prompt: PromptRecord, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
+        def decode(prompt: messages.Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
             future = asyncio.get_running_loop().create_future()
             future.set_result(f"{prompt.id}{sample.index}")
             return future
@@ -54,54 +53,55 @@ def in_loop(scenario: Any) -> None:
 
 
 def test_a_sample_is_delivered_once() -> None:
-    def scenario(vault: CompletedGroups) -> None:
-        vault.accept([a_prompt()])
-        vault.put(a_sample(index=1))
-        vault.put(a_sample(index=0))
-        (part,) = vault.deliver("r", [messages.Delivery("a", 0, [0, 1], True)])
+    def scenario(groups: CompletedGroups) -> None:
+        groups.add_prompts("r", [a_prompt()])
+        groups.add(a_sample(index=1))
+        groups.add(a_sample(index=0))
+        (part,) = groups.take("r", [messages.Delivery("a", 0, [0, 1], True)])
         assert [done.sample.index for done in part.done] == [0, 1]
-        assert not len(vault)
+        assert not len(groups)
         with pytest.raises(MissingSampleError):
-            vault.deliver("r", [messages.Delivery("a", 0, [0], True)])
+            groups.take("r", [messages.Delivery("a", 0, [0], True)])
 
     in_loop(scenario)
 
 
 def test_if_one_sample_is_missing_none_is_taken() -> None:
-    def scenario(vault: CompletedGroups) -> None:
-        vault.accept([a_prompt("a"), a_prompt("b")])
-        vault.put(a_sample("a"))
+    def scenario(groups: CompletedGroups) -> None:
+        groups.add_prompts("r", [a_prompt("a"), a_prompt("b")])
+        groups.add(a_sample("a"))
         with pytest.raises(MissingSampleError, match=r"\[1\] of prompt 'b'"):
-            vault.deliver("r", [messages.Delivery("a", 0, [0], True), messages.Delivery("b", 0, [1], True)])
-        assert vault.samples == 1
+            groups.take("r", [messages.Delivery("a", 0, [0], True), messages.Delivery("b", 0, [1], True)])
+        assert groups.samples == 1
 
     in_loop(scenario)
 
 
 def test_a_part_leaves_the_rest_of_its_group() -> None:
-    def scenario(vault: CompletedGroups) -> None:
-        vault.accept([a_prompt()])
-        vault.put(a_sample(index=0))
-        vault.deliver("r", [messages.Delivery("a", 0, [0], False)])
-        assert (len(vault), vault.samples) == (1, 0)
-        vault.put(a_sample(index=1))
-        assert vault.deliver("r", [messages.Delivery("a", 0, [1], True)])[0].complete
-        assert not len(vault)
+    def scenario(groups: CompletedGroups) -> None:
+        groups.add_prompts("r", [a_prompt()])
+        groups.add(a_sample(index=0))
+        groups.take("r", [messages.Delivery("a", 0, [0], False)])
+        assert (len(groups), groups.samples) == (1, 0)
+        groups.add(a_sample(index=1))
+        assert groups.take("r", [messages.Delivery("a", 0, [1], True)])[0].complete
+        assert not len(groups)
 
     in_loop(scenario)
 
 
-def test_runs_do_not_see_each_other_and_drop_deletes_only_what_it_names() -> None:
-    def scenario(vault: CompletedGroups) -> None:
-        vault.accept([a_prompt("a", "r"), a_prompt("b", "r"), a_prompt("a", "s")])
+def test_runs_do_not_see_each_other_and_a_drop_removes_only_named_groups() -> None:
+    def scenario(groups: CompletedGroups) -> None:
+        groups.add_prompts("r", [a_prompt("a"), a_prompt("b")])
+        groups.add_prompts("s", [a_prompt("a")])
         for name, run in (("a", "r"), ("b", "r"), ("a", "s")):
-            vault.put(a_sample(name, run=run))
-        vault.drop("r", ["a"])
-        assert vault.put(a_sample("a", 1, run="r")) is None
-        assert vault.samples == 2
-        vault.drop("r", None)
-        assert vault.samples == 1
-        assert vault.deliver("s", [messages.Delivery("a", 0, [0], True)])
+            groups.add(a_sample(name, run=run))
+        groups.remove("r", ["a"])
+        assert groups.add(a_sample("a", 1, run="r")) is None
+        assert groups.samples == 2
+        groups.remove("r", ["b"])
+        assert groups.samples == 1
+        assert groups.take("s", [messages.Delivery("a", 0, [0], True)])
 
     in_loop(scenario)
 
@@ -129,11 +129,11 @@ def test_a_sample_that_drew_no_token_has_an_empty_text() -> None:
 
 def parts_with(*spans: list[messages.Span]) -> list[GroupSlice]:
     async def build() -> list[GroupSlice]:
-        vault = CompletedGroups(lambda prompt, sample: asyncio.get_running_loop().create_future())
-        vault.accept([a_prompt()])
+        groups = CompletedGroups(lambda prompt, sample: asyncio.get_running_loop().create_future())
+        groups.add_prompts("r", [a_prompt()])
         for i, of_sample in enumerate(spans):
-            vault.put(a_sample(index=i, text="x" * of_sample[-1].end, spans=of_sample))
-        return vault.deliver("r", [messages.Delivery("a", 0, list(range(len(spans))), True)])
+            groups.add(a_sample(index=i, text="x" * of_sample[-1].end, spans=of_sample))
+        return groups.take("r", [messages.Delivery("a", 0, list(range(len(spans))), True)])
 
     return asyncio.run(build())
 
@@ -143,7 +143,7 @@ def test_figures_of_a_delivery() -> None:
         [messages.Span(0, 4, 1, "fresh"), messages.Span(4, 10, 2, "kept")],
         [messages.Span(0, 1, 1, "fresh"), messages.Span(1, 5, 2, "recomputed"), messages.Span(5, 10, 2, "fresh")],
     )
-    figures = delivered_figures(parts, policy_version=2)
+    figures = delivery_stats(parts, policy_version=2)
     assert (figures["groups"], figures["samples"], figures["tokens"]) == (1, 2, 20)
     assert figures["tokens_by_version"] == {"1": 5, "2": 15}
     assert figures["tokens_by_kv"] == {"fresh": 10, "kept": 6, "recomputed": 4}
@@ -153,15 +153,15 @@ def test_figures_of_a_delivery() -> None:
 
 
 def test_figures_of_an_empty_delivery() -> None:
-    figures = delivered_figures([], 0)
+    figures = delivery_stats([], 0)
     assert (figures["tokens"], figures["off_policy_share"], figures["length"]) == (0, 0.0, {})
 
 
 def test_a_reply_waits_for_its_texts_and_warns_of_truncated_sampling() -> None:
-    def scenario(vault: CompletedGroups) -> Any:
-        vault.accept([a_prompt(truncates=True)])
-        vault.put(a_sample())
-        parts = vault.deliver("r", [messages.Delivery("a", 0, [0], True)])
+    def scenario(groups: CompletedGroups) -> Any:
+        groups.add_prompts("r", [a_prompt(truncates=True)])
+        groups.add(a_sample())
+        parts = groups.take("r", [messages.Delivery("a", 0, [0], True)])
         lengths = np.array([3, 5], "<i4").tobytes()
         ended = messages.RoundEnded("x", "r", 3, "quota", [], {}, {"warnings": ["first"]}, lengths)
 

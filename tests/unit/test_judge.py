@@ -62,7 +62,8 @@ def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(harness
     w.judge("run", {"p0": True})
     w.stop("run")
     assert ids(w.replies[-1]) == ["p0"]
-    w.open("run", {}, quota=2, count="accepted")
+    answer = w.open("run", {}, quota=2, count="accepted")
+    assert answer.data["unjudged"] == ["p1", "p2"]
     w.stop("run", ["p2", "p3"])
     assert [(d.id, d.accepted) for d in w.replies[-1].deliver] == [("p2", None)]
 
@@ -191,7 +192,8 @@ def test_previews_verdicts_and_the_reply() -> None:
             assert [(g["id"], g["accepted"]) for g in groups] == [(i, None) for i in "abc"]
             assert [(d["id"], d["accepted"]) for d in summary["delivered"]] == [("a", True), ("b", False)]
             assert [summary["stats"]["delivered"][k] for k in ("groups", "accepted", "rejected")] == [2, 1, 1]
-            # What was carried without a verdict is shown again in the next round, what has one is not.
+            # The next round streams the groups that the scheduler reports as whole and not judged.
+            engine.answers[messages.OpenRound] = messages.Answer(0, data={"unjudged": ["c"]})
             later = await open_round(client, engine, round_id="s", count="accepted", stream=True)
             engine.end(engine.opened, ("c", [0]), accepted={"c": True})
             assert [g["id"] for g in (await previews(later))[0]] == ["c"]
@@ -220,7 +222,7 @@ def test_the_same_verdict_again_is_fine_even_after_the_end_and_another_is_not() 
 
 
 def test_extend_has_the_defaults_of_its_round() -> None:
-    """The round's sampling parameters and seed, and ids that the vault knows from then on."""
+    """The round's sampling parameters and seed, and ids whose samples may arrive from then on."""
 
     async def scenario() -> None:
         april, engine = service()

@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY
 
-from sglang_april.http.reply import Reply, delivered_figures
+from sglang_april.http.reply import Reply, delivery_stats
 from sglang_april.metrics import Metrics
 
 
@@ -13,7 +13,7 @@ def test_a_round_is_counted() -> None:
     metrics = Metrics({"model_name": "m"})
     stats = {
         "delivered": {
-            **delivered_figures([], 4),
+            **delivery_stats([], 4),
             "samples": 3,
             "tokens_by_kv": {"fresh": 5, "kept": 2, "recomputed": 0},
         },

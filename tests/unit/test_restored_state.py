@@ -99,7 +99,7 @@ def test_a_round_that_was_open_is_open_again_for_the_same_body() -> None:
             other = await client.post("/april/rollout", json={**BODY, "quota": 7})
             assert (other.status_code, other.json()["error"]["field"]) == (409, "round_id")
             again = asyncio.create_task(client.post("/april/rollout", json=BODY))
-            await until(lambda: april.holds.held == {"open"})
+            await until(lambda: april.weight_lock.held == {"open"})
             engine.finish(opened, ("late", 0))
             engine.end(opened, ("late", [0]))
             reply = (await again).json()
@@ -155,7 +155,7 @@ def test_nothing_holds_the_weights_until_their_version_is_named() -> None:
         _, opened = await before()
         april, engine = with_journal()
         engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], unnamed=True))
-        await april.restart.ready()
+        await april.restored_state.ready()
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked()
         await april.push_begin(None)
@@ -163,7 +163,7 @@ def test_nothing_holds_the_weights_until_their_version_is_named() -> None:
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked(), "a push is open"
         await april.push_end(None)
-        await until(lambda: april.holds.held == {"open"})
+        await until(lambda: april.weight_lock.held == {"open"})
 
     run(scenario())
 

@@ -32,8 +32,8 @@ def ended(rounds: RoundRegistry, name: str, run: str = "run", keep: bool = False
     """A round that has been opened, ended and answered."""
     round_, new = rounds.admit(record(name, run, keep=keep))
     assert new
-    rounds.opened(round_)
-    rounds.ended(round_)
+    rounds.mark_open(round_)
+    rounds.mark_ended(round_)
     rounds.keep(round_, Reply(name, run, 0, "quota", [], {}, {}, nbytes))
     return round_
 
@@ -117,50 +117,50 @@ async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
 @scenario
 async def test_a_hold_keeps_a_writer_waiting_until_it_is_given_up() -> None:
     lock = sglang_rwlock()
-    holds = WeightLock(lock)
-    await holds.take("a")
-    await holds.take("b")
+    weight_lock = WeightLock(lock)
+    await weight_lock.acquire("a")
+    await weight_lock.acquire("b")
     writer = asyncio.create_task(lock.acquire_writer())
-    await holds.drop("a")
+    await weight_lock.release("a")
     await asyncio.sleep(0.01)
     assert not writer.done()
-    await holds.give_up("push")
+    await weight_lock.release_all("push")
     await asyncio.wait_for(writer, 1)
-    holds.retake("push", ["b"])
+    weight_lock.unblock("push", ["b"])
     await asyncio.sleep(0.01)
-    assert not holds.held
+    assert not weight_lock.held
     await lock.release_writer()
     await asyncio.sleep(0.01)
-    assert holds.held == {"b"}
-    await holds.drop("b")
+    assert weight_lock.held == {"b"}
+    await weight_lock.release("b")
     assert not await lock.is_locked()
 
 
 @scenario
 async def test_push_and_pause_together_are_both_waited_for() -> None:
     lock = sglang_rwlock()
-    holds = WeightLock(lock)
-    await holds.take("a")
-    await holds.give_up("push")
-    await holds.give_up("pause")
-    holds.retake("push", ["a"])
+    weight_lock = WeightLock(lock)
+    await weight_lock.acquire("a")
+    await weight_lock.release_all("push")
+    await weight_lock.release_all("pause")
+    weight_lock.unblock("push", ["a"])
     await asyncio.sleep(0.01)
-    assert not holds.held
-    holds.retake("pause", ["a"])
+    assert not weight_lock.held
+    weight_lock.unblock("pause", ["a"])
     await asyncio.sleep(0.01)
-    assert holds.held == {"a"}
+    assert weight_lock.held == {"a"}
 
 
 @scenario
 async def test_a_round_that_ends_while_it_waits_for_the_lock_holds_nothing() -> None:
     lock = sglang_rwlock()
-    holds = WeightLock(lock)
-    await holds.take("a")
-    await holds.give_up("push")
+    weight_lock = WeightLock(lock)
+    await weight_lock.acquire("a")
+    await weight_lock.release_all("push")
     await lock.acquire_writer()
-    holds.retake("push", ["a"])
+    weight_lock.unblock("push", ["a"])
     await asyncio.sleep(0)
-    await holds.drop("a")
+    await weight_lock.release("a")
     await lock.release_writer()
     await asyncio.sleep(0.01)
     assert not await lock.is_locked()
@@ -169,11 +169,11 @@ async def test_a_round_that_ends_while_it_waits_for_the_lock_holds_nothing() -> 
 @scenario
 async def test_an_opening_that_gets_the_lock_in_a_push_lets_go_of_it() -> None:
     lock = sglang_rwlock()
-    holds = WeightLock(lock)
+    weight_lock = WeightLock(lock)
     await lock.acquire_writer()
-    opening = asyncio.create_task(holds.take("a"))
+    opening = asyncio.create_task(weight_lock.acquire("a"))
     await asyncio.sleep(0)
-    await holds.give_up("push")
+    await weight_lock.release_all("push")
     await lock.release_writer()
     await opening
     assert not await lock.is_locked()

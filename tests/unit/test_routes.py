@@ -121,7 +121,7 @@ def test_a_refused_round_leaves_nothing_behind() -> None:
             assert refused.json() == {"error": {"field": "push", "reason": "weights are half pushed"}}
             assert (await client.get("/april/rounds/r")).status_code == 404
             assert not april.rounds.open
-            assert not len(april.vault)
+            assert not len(april.completed_groups)
             assert not await engine.lock.is_locked()
 
     run(scenario())
@@ -161,7 +161,7 @@ def test_a_stream_and_its_replay() -> None:
             assert [group["id"] for group in events[3]["delivered"]] == ["b", "a"]
             assert "finished" not in events[3]
             assert (await client.post("/april/rollout", json=body)).text.splitlines() == lines
-            assert april.vault.samples == 1
+            assert april.completed_groups.samples == 1
 
     run(scenario())
 
@@ -182,7 +182,7 @@ def test_unit_sample_streams_samples_and_the_rest_of_the_group_later() -> None:
             engine.finish(opened, ("a", 0))
             engine.end(engine.opened, ("a", [0]))
             assert (await later).json()["finished"][0]["samples"][0]["index"] == 0
-            assert not len(april.vault)
+            assert not len(april.completed_groups)
 
     run(scenario())
 
@@ -237,7 +237,7 @@ def test_a_sample_that_never_arrived_is_an_error_and_not_a_silent_gap() -> None:
             engine.end(engine.opened, ("a", [0, 1]))
             response = await task
             assert (response.status_code, response.json()["error"]["field"]) == (500, "server")
-            assert april.vault.samples == 1
+            assert april.completed_groups.samples == 1
             assert not april.rounds.open
 
     run(scenario())

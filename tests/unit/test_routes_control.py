@@ -83,7 +83,7 @@ def test_an_end_that_cannot_be_handled_is_an_error_and_no_endless_wait(monkeypat
         async with client_of(april) as client:
             task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
             engine.finish(engine.opened, ("a", 0))
-            monkeypatch.setattr(april.vault, "deliver", fails)
+            monkeypatch.setattr(april.completed_groups, "take", fails)
             engine.end(engine.opened, ("a", [0]))
             response = await asyncio.wait_for(task, 5)
             assert (response.status_code, response.json()["error"]["reason"]) == (500, "ZeroDivisionError: reason")
@@ -157,9 +157,9 @@ def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
             ended = (await client.post("/april/push/end", json={"version": 3})).json()
             assert ended == {"push_open": False, "policy_version": 1}
             assert engine.commands[-1].version == 3
-            assert not april.holds.held
+            assert not april.weight_lock.held
             await engine.lock.release_writer()
-            await until(lambda: april.holds.held)
+            await until(lambda: april.weight_lock.held)
             engine.end(engine.opened, reason="stopped")
             await task
             assert not await engine.lock.is_locked()
@@ -190,9 +190,9 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
                 task = await open_round(client, engine, **body)
                 await begin()
             await end()
-            assert not april.holds.held
+            assert not april.weight_lock.held
             engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
-            await until(lambda: april.holds.held)
+            await until(lambda: april.weight_lock.held)
             writer = asyncio.create_task(engine.lock.acquire_writer())
             await asyncio.sleep(0.01)
             assert not writer.done()
@@ -211,7 +211,7 @@ def test_a_push_that_the_scheduler_refuses_gives_no_reader_up() -> None:
             engine.answers[messages.PushEnd] = messages.Answer(0, 409, "push", "no push is open")
             refused = await client.post("/april/push/end")
             assert (refused.status_code, refused.json()["error"]["reason"]) == (409, "no push is open")
-            assert len(april.holds.held) == 1
+            assert len(april.weight_lock.held) == 1
 
     run(scenario())
 
@@ -229,8 +229,8 @@ def test_state_partials_drop_and_ack() -> None:
             assert (await client.post("/april/rounds/r/ack")).json() == {"round_id": "r", "acknowledged": True}
             assert (await client.get("/april/partials", params={"run": "x"})).status_code == 200
             assert engine.commands[-1].run == "x"
-            assert len(april.vault) == 1
+            assert len(april.completed_groups) == 1
             assert (await client.post("/april/drop", json={"run": "default", "ids": ["a"]})).status_code == 200
-            assert not len(april.vault)
+            assert not len(april.completed_groups)
 
     run(scenario())

@@ -22,7 +22,7 @@ def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
     data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
     rollout = decode_rollout(data, packed)
     config, digest = AprilConfig(quota=8), check_rollout(rollout, packed)
-    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**facts))[0]
+    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**facts))
 
 
 def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> RequestError:

@@ -24,7 +24,7 @@ class SGLangFrontend:
         self._manager = manager
         self.lock = manager.model_update_lock
 
-    def facts(self) -> ServerInfo:
+    def server_info(self) -> ServerInfo:
         """Known once the schedulers have reported, which is before the first request."""
         manager, args = self._manager, self._manager.server_args
         return ServerInfo(

@@ -36,7 +36,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
 
     Raises ValueError, which SGLang's route turns into a 400. The writer lock keeps requests out that arrive meanwhile.
     """
-    await manager.april.restart.ready()
+    await manager.april.restored_state.ready()
     await _refuse_while_busy(manager)
     async with manager.model_update_lock.writer_lock:
         result = await original(manager, obj, request)
