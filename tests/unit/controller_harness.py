@@ -58,9 +58,9 @@ class ControllerHarness(EventChecks):
         self.engine = self.engines[0]
         self.controller = self.engine.controller
         self.ledger = self.controller.context.ledger
-        self.said: list[list[bytes]] = [[] for _ in self.engines]
+        self.sent: list[list[bytes]] = [[] for _ in self.engines]
         for i, e in enumerate(self.engines):
-            e.on_event = lambda event, i=i: self._hear(i, event)
+            e.on_event = lambda event, i=i: self._receive(i, event)
         self.engine.on_forward, self.engine.on_results = self._forward, self._results
         self.engine.on_retract = self._retract
 
@@ -245,8 +245,8 @@ class ControllerHarness(EventChecks):
         assert sorted(self.engine.free) == list(range(self.engine.pool))
 
     @staticmethod
-    def _same(said: list[bytes], other: list[bytes]) -> bool:
-        return said == other
+    def _same(sent: list[bytes], other: list[bytes]) -> bool:
+        return sent == other
 
     def sample(self, run: str, name: str, index: int = 0) -> Sample:
         return self.ledger.runs[run].groups[name].samples[index]
@@ -270,9 +270,9 @@ class ControllerHarness(EventChecks):
         recount(self.engine, self.ledger)
         pool = report.state(self.controller.context)["pool"]
         assert pool.pop("total") == sum(pool.values())
-        assert all(self._same(said, self.said[0]) for said in self.said)
+        assert all(self._same(sent, self.sent[0]) for sent in self.sent)
         assert len({d.getvalue() for d in self.digests}) == 1
-        for said, digest in zip(self.said, self.digests, strict=True):
-            said.clear()
+        for sent, digest in zip(self.sent, self.digests, strict=True):
+            sent.clear()
             digest.seek(0)
             digest.truncate()

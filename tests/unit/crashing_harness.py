@@ -85,9 +85,9 @@ class CrashingHarness(ControllerHarness):
         self.regained += len(back)
 
     @staticmethod
-    def _same(said: list[bytes], other: list[bytes]) -> bool:
+    def _same(sent: list[bytes], other: list[bytes]) -> bool:
         """With a journal, an answer that stands for itself overtakes what waits to be written."""
-        return sorted(said) == sorted(other)
+        return sorted(sent) == sorted(other)
 
     def close(self) -> None:
         self.recorder.close()

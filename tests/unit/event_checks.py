@@ -23,15 +23,15 @@ class EventChecks(ReferenceModel):
     ledger: Ledger
     push_open: bool
     frozen: bool
-    said: list[list[bytes]]
+    sent: list[list[bytes]]
     answers: dict[int, messages.Answer]
     replies: list[messages.RoundEnded]
     samples: dict[tuple[Key, int], messages.FinishedSample]
     _then: Callable[[messages.Answer], None]
 
-    def _hear(self, replica: int, event: messages.Event) -> None:
+    def _receive(self, replica: int, event: messages.Event) -> None:
         stable = msgspec.structs.replace(event, stats={}) if isinstance(event, messages.RoundEnded) else event
-        self.said[replica].append(messages.encode(stable))
+        self.sent[replica].append(messages.encode(stable))
         if replica == 0:
             match event:
                 case messages.Answer():
@@ -112,16 +112,16 @@ class EventChecks(ReferenceModel):
         for row in rows:
             sample = row.request.sample
             if sample is not None and sample.request is row.request and row.request.recomputed:
-                self.lane(sample).reprefilled += row.prefilled
+                self.active_round(sample).reprefilled += row.prefilled
         for request in grown:
             if request.sample is not None:
-                self.lane(request.sample).generated += 1
+                self.active_round(request.sample).generated += 1
                 run = request.sample.group.run.name
                 group = self.groups[run, request.sample.group.id, request.sample.group.incarnation]
                 if group.first_round is None:
                     group.first_round = self.opened[run] + (run not in self.rounds)
 
-    def lane(self, sample: Sample) -> ModelRound:
+    def active_round(self, sample: Sample) -> ModelRound:
         run = sample.group.run.name
         return self.rounds[run] if run in self.rounds else self.ahead[run]
 

@@ -235,7 +235,7 @@ class FakeLoop:
 
     # --- what others do to the engine
 
-    def add_stranger(self, name: str, seed: int, prompt: int, max_new: int) -> Request:
+    def add_foreign_request(self, name: str, seed: int, prompt: int, max_new: int) -> Request:
         """A request of `/generate`."""
         request = Request(name, seed, prompt, max_new)
         self.waiting.append(request)

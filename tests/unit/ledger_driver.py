@@ -1,4 +1,4 @@
-"""A ledger without an engine: samples are moved by hand, and tokens are numbers."""
+"""A ledger without an engine: samples are moved by driver, and tokens are numbers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def prompt(name: str, n: int = 1, seed: int = 0, tokens: int = 3) -> Prompt:
 
 
 class LedgerDriver:
-    """One run of a ledger, and the hand that plays the engine."""
+    """One run of a ledger, and the driver that plays the engine."""
 
     def __init__(self, name: str = "run", ledger: Ledger | None = None) -> None:
         self.ledger = ledger or Ledger()
