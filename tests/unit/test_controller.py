@@ -115,7 +115,7 @@ def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(harness: Build, 
         assert [r.sample.group.id for r in w.engine.waiting] == ["q"]
         w.do(lambda e: e.abort_waiting(e.waiting[0]))
     else:
-        w.do(lambda e: setattr(e.running[1], "giving_up", True))
+        w.do(lambda e: setattr(e.running[1], "abort_next", True))
     assert ids(w.reply()) == ["q"]
     sample = w.samples[("run", "q", 0), 0]
     assert sample.finish_reason == {"type": "abort"}
