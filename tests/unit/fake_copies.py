@@ -144,7 +144,7 @@ class Copies:
         for order in self._orders[:orders]:
             self._act(order)
 
-    def carry_out(self, number: int) -> None:
+    def execute(self, number: int) -> None:
         """All up to this one."""
         if any(o.number == number for o in self._orders):
             for order in self._orders:

@@ -233,7 +233,7 @@ class FakeEngine(FakeLoop):
         self.copies.report(order)
 
     def wait(self, order: int) -> None:
-        self.copies.carry_out(order)
+        self.copies.execute(order)
 
     def free_pages(self, pages: Pages) -> None:
         assert not pages.loading or self.copies.is_carried_out(pages.transfer), "slots that a copy still writes to"

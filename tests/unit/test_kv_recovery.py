@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_april.recovery.kv_recovery import Outcome, agreed
+from sglang_april.recovery.kv_recovery import Outcome, combine_outcomes
 from tests.unit.controller_harness import lengths
 from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.test_pressure import tiers
@@ -167,7 +167,7 @@ def test_a_smaller_budget_keeps_the_longest(world: CrashingHarness) -> None:
     ],
 )
 def test_ranks_agree_on_the_worst(said: list[list[Outcome]], together: list[Outcome]) -> None:
-    assert agreed(said) == together
+    assert combine_outcomes(said) == together
 
 
 class Lives:
