@@ -8,7 +8,7 @@ from typing import Any
 from bench.record import Row
 from bench.rollout.interleaving import IN_TURNS
 from bench.rollout.metrics import limit_of, peaks, share
-from bench.rollout.steady_state import WITHIN
+from bench.rollout.steady_state import carry_is_level
 
 ROUNDS = 8
 """Measured rounds of a whole row."""
@@ -117,10 +117,9 @@ def _marks(rows: list[Row]) -> str:
     return ", ".join(name for name, there in marks if there)
 
 
-def _level(row: Row) -> bool:
-    """Whether it delivered what was computed in it: its carry, which may come in waves, ends where it began."""
+def _is_level(row: Row) -> bool:
     grown = row["carry_grown"] if row.get("carry_grown") is not None else row["carry_end"] - row["carry_start"]
-    return bool(abs(grown) <= WITHIN * row["delivered_tokens"])
+    return carry_is_level(grown, row["delivered_tokens"])
 
 
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
@@ -219,7 +218,7 @@ def aims(rows: list[Row]) -> str:
             verdict = "met" if low >= floor else "missed" if high < floor else "partly"
             judged = [row for name in (*reached, against) for row in table.get(name, [])]
             marks = _marks(judged)
-            if not all(map(_level, judged)):  # what was delivered says where the carry was, not what was computed
+            if not all(map(_is_level, judged)):  # what was delivered says where the carry was, not what was computed
                 verdict = "not judged"
             told = [f"`{name}` {ratio:.2f}" for name, ratio in reached.items()]
             told.append(f"rows: {len(table[next(iter(reached))])}")

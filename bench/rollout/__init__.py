@@ -13,7 +13,7 @@ flags, runs the variants' repetitions in turn and appends rows to ``bench/result
 - ``april.py``     ours
 - ``steady.py``    when measuring may begin
 - ``figures.py``   rounds to rows; the identity generated = delivered + Δcarry + wasted
-- ``limit.py``     the full batch's decode rate; ``../costs.py``: what else a step costs
+- ``limit.py``     the full batch's decode rate; ``../step_costs.py``: what else a step costs
 - ``bed.py``       the servers, and the looks at the machine between the rounds
 - ``turns.py``     which cells are measured in turns, and how
 - ``run.py``       cells, repetitions, the budget

@@ -11,9 +11,9 @@ from bench.record import Row
 from bench.rollout import april, baselines, in_flight
 from bench.rollout.engine_client import Counters, EngineError
 from bench.rollout.interleaving import BLOCK, Interleaving, in_turns, kind, shuffled
-from bench.rollout.metrics import Block, IdentityError, Measured, between, figures
+from bench.rollout.metrics import Block, IdentityError, Measured, between, figures, grown
 from bench.rollout.presets import Cell
-from bench.rollout.steady_state import is_level, is_steady
+from bench.rollout.steady_state import carry_is_level, is_steady
 from bench.rollout.testbed import Ruler, Testbed
 from bench.rollout.variant import RoundResult, Variant, lost
 from bench.rollout.workload import Stream
@@ -243,7 +243,7 @@ class Runner:
             "ablation": cell.ablation,
             "together": cell.together,
             "repetition": cell.repetition,
-            "steady": track.steady and (cell.drain or is_level(blocks)),
+            "steady": track.steady and (cell.drain or _is_level(blocks)),
             "warm_rounds": track.warm_rounds,
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
@@ -276,3 +276,8 @@ class Runner:
 
 def _key(cell: Cell) -> tuple[str, str, str | None]:
     return cell.distribution, cell.variant, cell.ablation
+
+
+def _is_level(blocks: Sequence[Block]) -> bool:
+    delivered = sum(measured.round.tokens for block in blocks for measured in block.rounds)
+    return carry_is_level(sum(map(grown, blocks)), delivered)

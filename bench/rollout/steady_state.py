@@ -7,8 +7,6 @@ carry moves by more than 10 % of what they deliver.
 
 from collections.abc import Sequence
 
-from bench.rollout.metrics import Block
-
 WINDOW = 3
 WITHIN = 0.10
 
@@ -22,8 +20,10 @@ def is_steady(carried: Sequence[int]) -> bool:
     return abs(now - before) <= WITHIN * before
 
 
-def is_level(blocks: Sequence[Block]) -> bool:
-    """Whether measured rounds delivered what was computed in them, and not their carry, nor built it up."""
-    delivered = sum(measured.round.tokens for block in blocks for measured in block.rounds)
-    moved = sum((block.rounds[-1].round.carry or 0) - block.carry_before for block in blocks)
-    return abs(moved) <= WITHIN * delivered
+def carry_is_level(grown: int, delivered_tokens: int) -> bool:
+    """Whether measured rounds delivered what they computed: their carry neither supplied nor absorbed much of it.
+
+    Args:
+        grown: growth of the carry over the measured rounds, in tokens; negative if it shrank.
+    """
+    return abs(grown) <= WITHIN * delivered_tokens

@@ -6,6 +6,6 @@ from tests.unit.controller_harness import Build, ControllerHarness
 
 
 @pytest.fixture(params=["normal", "overlap"])
-def world(request: pytest.FixtureRequest) -> Build:
-    """`world(...)`: two replicas of a server with one of the two loops."""
+def harness(request: pytest.FixtureRequest) -> Build:
+    """`harness(...)`: two replicas of a server with one of the two loops."""
     return lambda **engine: ControllerHarness(replicas=2, overlap=request.param == "overlap", **engine)

@@ -9,69 +9,69 @@ from tests.unit.ledger_driver import LedgerDriver, names
 
 def test_admission_order_is_partials_then_begun_groups_then_new_groups() -> None:
     """Admission."""
-    hand = LedgerDriver()
-    _, begun, partial, _ = hand.groups(1, 3, 1, 1)
-    hand.begin(partial.samples[0])
-    hand.start(begun.samples[1])
-    assert names(list(candidates(hand.round()))) == ["g2.0", "g1.0", "g1.2", "g0.0", "g3.0"]
+    driver = LedgerDriver()
+    _, begun, partial, _ = driver.groups(1, 3, 1, 1)
+    driver.begin(partial.samples[0])
+    driver.start(begun.samples[1])
+    assert names(list(candidates(driver.round()))) == ["g2.0", "g1.0", "g1.2", "g0.0", "g3.0"]
 
 
 def test_partials_keep_their_old_batch_order() -> None:
     """The order of their first admission, not that of their suspension."""
-    hand = LedgerDriver()
-    a, b, c = hand.groups(1, 1, 1)
-    hand.start(b.samples[0], c.samples[0], a.samples[0])
-    hand.grow(*(g.samples[0] for g in (a, b, c)))
-    hand.suspend(a.samples[0], c.samples[0], b.samples[0])
-    assert names(list(candidates(hand.round()))) == ["g1.0", "g2.0", "g0.0"]
+    driver = LedgerDriver()
+    a, b, c = driver.groups(1, 1, 1)
+    driver.start(b.samples[0], c.samples[0], a.samples[0])
+    driver.grow(*(g.samples[0] for g in (a, b, c)))
+    driver.suspend(a.samples[0], c.samples[0], b.samples[0])
+    assert names(list(candidates(driver.round()))) == ["g1.0", "g2.0", "g0.0"]
 
 
 def test_near_complete_groups_come_first() -> None:
     """Fewest unfinished members first, then as they arrived."""
-    hand = LedgerDriver()
-    far, near, also_near = hand.groups(4, 4, 3)
-    hand.finish(far.samples[0])
-    hand.finish(near.samples[0], near.samples[1])
-    hand.finish(also_near.samples[0])
-    assert names(list(candidates(hand.round()))) == ["g1.2", "g1.3", "g2.1", "g2.2", "g0.1", "g0.2", "g0.3"]
+    driver = LedgerDriver()
+    far, near, also_near = driver.groups(4, 4, 3)
+    driver.finish(far.samples[0])
+    driver.finish(near.samples[0], near.samples[1])
+    driver.finish(also_near.samples[0])
+    assert names(list(candidates(driver.round()))) == ["g1.2", "g1.3", "g2.1", "g2.2", "g0.1", "g0.2", "g0.3"]
 
 
 def test_mandatory_samples_lead_their_class() -> None:
     """Mandatory partials before other partials, members of mandatory groups before other members."""
-    hand = LedgerDriver()
-    young, old = hand.groups(2, 2)
-    hand.begin(young.samples[0], version=5)
-    hand.begin(old.samples[0], version=0)
-    rnd = hand.round(version=5)
+    driver = LedgerDriver()
+    young, old = driver.groups(2, 2)
+    driver.begin(young.samples[0], version=5)
+    driver.begin(old.samples[0], version=0)
+    rnd = driver.round(version=5)
     assert names(list(candidates(rnd))) == ["g1.0", "g0.0", "g1.1", "g0.1"]
 
 
 def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
     """`max_staleness: 0`; with more groups begun than that, none."""
-    hand = LedgerDriver()
-    groups = hand.groups(1, 2, 1, 1)
-    assert names(list(candidates(hand.round(quota=2, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
-    hand.begin(*(g.samples[0] for g in groups[:2]))
-    assert names(list(candidates(hand.round(quota=1, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
+    driver = LedgerDriver()
+    groups = driver.groups(1, 2, 1, 1)
+    assert names(list(candidates(driver.round(quota=2, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
+    driver.begin(*(g.samples[0] for g in groups[:2]))
+    assert names(list(candidates(driver.round(quota=1, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
 
 
 def test_no_more_samples_are_picked_than_slots() -> None:
     """What gets no slot stays untouched."""
-    hand = LedgerDriver()
-    hand.groups(3, 3)
-    rnd = hand.round()
+    driver = LedgerDriver()
+    driver.groups(3, 3)
+    rnd = driver.round()
     assert [names(pick([rnd], slots)) for slots in (0, 2)] == [[], ["g0.0", "g0.1"]]
     assert len(pick([rnd], 100)) == 6
-    assert hand.run.running == 0
+    assert driver.run.running == 0
 
 
 def test_runs_share_slots_round_robin() -> None:
     """Round-robin over the open rounds, in their order; a run without candidates gives its turns away."""
     ledger = Ledger()
-    hands = [LedgerDriver(name, ledger) for name in ("a", "b", "c")]
-    hands[0].groups(1, 1, 1)
-    hands[1].groups(1)
-    rounds = [hand.round() for hand in hands]
+    drivers = [LedgerDriver(name, ledger) for name in ("a", "b", "c")]
+    drivers[0].groups(1, 1, 1)
+    drivers[1].groups(1)
+    rounds = [driver.round() for driver in drivers]
     assert [f"{s.group.run.name}.{s.group.id}" for s in pick(rounds, 9)] == ["a.g0", "b.g0", "a.g1", "a.g2"]
     assert [s.group.run.name for s in pick(rounds[::-1], 2)] == ["b", "a"]
 
@@ -93,11 +93,11 @@ def test_the_same_ledger_gives_the_same_choice() -> None:
     """No clock, no hash order, no rank."""
 
     def chosen() -> list[str]:
-        hand = LedgerDriver()
-        groups = hand.groups(3, 2, 4, 1)
-        hand.begin(groups[2].samples[1], groups[0].samples[2])
-        hand.finish(groups[1].samples[0])
-        return names(pick([hand.round(quota=3)], 7))
+        driver = LedgerDriver()
+        groups = driver.groups(3, 2, 4, 1)
+        driver.begin(groups[2].samples[1], groups[0].samples[2])
+        driver.finish(groups[1].samples[0])
+        return names(pick([driver.round(quota=3)], 7))
 
     assert chosen() == chosen()
 
@@ -112,10 +112,10 @@ def waits(gathering: PrefillBatcher, rnd: Round, slots: int) -> int:
 
 def crowd(running: int, queued: int = 100, **spec: object) -> Round:
     """A round with so many samples that run, and so many groups of one that nobody has begun."""
-    hand = LedgerDriver()
-    hand.start(*(g.samples[0] for g in hand.groups(*[1] * running)))
-    hand.groups(*[1] * queued)
-    return hand.round(**spec)
+    driver = LedgerDriver()
+    driver.start(*(g.samples[0] for g in driver.groups(*[1] * running)))
+    driver.groups(*[1] * queued)
+    return driver.round(**spec)
 
 
 def test_prefill_waits_until_idle_slots_have_lost_its_cost() -> None:
@@ -131,12 +131,12 @@ def test_prefill_of_samples_that_hold_a_round_open_does_not_wait() -> None:
     """The last samples there are, groups that must finish, strict on-policy rounds."""
     assert waits(PrefillBatcher(), crowd(60, queued=3), 4) == 0
     assert waits(PrefillBatcher(), crowd(60, max_staleness=0, quota=200), 4) == 0
-    hand = LedgerDriver()
-    hand.start(*(g.samples[0] for g in hand.groups(*[1] * 60)))
-    (old,) = hand.groups(9)
-    hand.begin(old.samples[0])
-    assert waits(PrefillBatcher(), hand.round(version=5), 4) == 0
-    assert waits(PrefillBatcher(), hand.round(version=4), 4) == 14
+    driver = LedgerDriver()
+    driver.start(*(g.samples[0] for g in driver.groups(*[1] * 60)))
+    (old,) = driver.groups(9)
+    driver.begin(old.samples[0])
+    assert waits(PrefillBatcher(), driver.round(version=5), 4) == 0
+    assert waits(PrefillBatcher(), driver.round(version=4), 4) == 14
 
 
 def test_prefills_are_batched_within_a_concurrency_bound() -> None:
@@ -144,9 +144,9 @@ def test_prefills_are_batched_within_a_concurrency_bound() -> None:
     assert waits(PrefillBatcher(), crowd(7, concurrency=8), 64) == 6
 
 
-def test_batched_admission_saves_prefills(world: Build) -> None:
+def test_batched_admission_saves_prefills(harness: Build) -> None:
     """The same samples in fewer forwards: what is saved is prefills, and each was a step in which nothing decoded."""
-    w = world(slots=16, pool=2000, chunk=64)
+    w = harness(slots=16, pool=2000, chunk=64)
     prefills = 0
 
     def count(rows: list[object]) -> None:

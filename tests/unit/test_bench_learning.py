@@ -112,7 +112,7 @@ def test_every_variant_is_a_configuration_of_the_bridge(variant: str, tmp_path: 
     made = load(None, fields_of(variant, 3, arguments(["--groups", "4"]), "http://there", tmp_path))
     assert made.loss.correction == ("none" if variant in ("synchronous", "keep-uncorrected") else "tis")
     assert made.staleness_bound == (0 if variant == "synchronous" else 24)
-    assert made.pool == (4 if variant == "synchronous" else 32)
+    assert made.pool_size == (4 if variant == "synchronous" else 32)
     assert made.on_end == "drop", "equal numbers of delivered samples"
 
 

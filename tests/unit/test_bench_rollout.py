@@ -16,8 +16,8 @@ from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import Point, decode_rate, of_snapshots
 from bench.rollout.metrics import Block, IdentityError, between, check_identity, figures, grown
 from bench.rollout.presets import PRESETS, Cell
-from bench.rollout.runner import Track
-from bench.rollout.steady_state import is_level, is_steady
+from bench.rollout.runner import Track, _is_level
+from bench.rollout.steady_state import is_steady
 from bench.rollout.testbed import Testbed
 from bench.rollout.variant import DeliveredGroup, RoundResult, lost
 from bench.rollout.workload import REJECTED_SHARE, Stream, WorkloadPrompt
@@ -124,9 +124,9 @@ def test_a_row() -> None:
 
 def test_a_row_that_delivers_its_carry_is_not_steady() -> None:
     rounds = [measured(round_of(50, 50, generated=90, carry=carry)) for carry in (95, 90)]
-    assert is_level([Block(110, rounds)])
-    assert not is_level([Block(111, rounds)])
-    assert not is_level([Block(100, rounds), Block(40, rounds[:1])])
+    assert _is_level([Block(110, rounds)])
+    assert not _is_level([Block(111, rounds)])
+    assert not _is_level([Block(100, rounds), Block(40, rounds[:1])])
 
 
 def test_without_the_long_responses_extreme_is_biased() -> None:

@@ -144,8 +144,8 @@ def many(count: int, length: int) -> dict[str, tuple[int, int, int]]:
     return {f"p{i}": (2, 1, -length) for i in range(count)}
 
 
-def test_auto_takes_all_slots_before_the_first_limit(world: Build) -> None:
-    w = world(slots=8)
+def test_auto_takes_all_slots_before_the_first_limit(harness: Build) -> None:
+    w = harness(slots=8)
     w.open("run", many(30, 4), quota=None, concurrency="auto")
     w.step()
     assert running(w) == 8
@@ -158,9 +158,9 @@ def test_auto_takes_all_slots_before_the_first_limit(world: Build) -> None:
     assert (w.replies[-1].stats["concurrency"], w.replies[-1].stats["step_ms"]) == (3, [[3.0, 2.5]])
 
 
-def test_a_new_limit_suspends_no_running_sample(world: Build) -> None:
+def test_a_new_limit_suspends_no_running_sample(harness: Build) -> None:
     """Whoever is beyond a new limit goes on; nobody is admitted until fewer run. Twice is as good as once."""
-    w = world(slots=8)
+    w = harness(slots=8)
     w.open("run", many(8, 40) | {"next": (2, 1, -3)}, quota=None, concurrency="auto")
     w.step(5)
     for _ in range(2):
@@ -173,8 +173,8 @@ def test_a_new_limit_suspends_no_running_sample(world: Build) -> None:
     assert len(w.reply().deliver) == 9
 
 
-def test_the_limit_holds_for_later_rounds_with_auto_only(world: Build) -> None:
-    w = world(slots=8)
+def test_the_limit_holds_for_later_rounds_with_auto_only(harness: Build) -> None:
+    w = harness(slots=8)
     tuned(w, 2)
     w.open("run", many(20, 6), quota=3, concurrency="auto")
     w.step(2)
@@ -189,9 +189,9 @@ def test_the_limit_holds_for_later_rounds_with_auto_only(world: Build) -> None:
     assert running(w) == 8
 
 
-def test_the_limit_applies_to_running_ahead(world: Build) -> None:
+def test_the_limit_applies_to_running_ahead(harness: Build) -> None:
     """`after_quota: continue`: the fact comes while no round is open."""
-    w = world(slots=8)
+    w = harness(slots=8)
     w.open("run", many(50, 9), quota=1, ahead=40, concurrency="auto", after_quota="continue")
     w.reply()
     tuned(w, 2)
@@ -199,8 +199,8 @@ def test_the_limit_applies_to_running_ahead(world: Build) -> None:
     assert running(w) == 2
 
 
-def test_state_reports_the_tuned_limit(world: Build) -> None:
-    w = world()
+def test_state_reports_the_tuned_limit(harness: Build) -> None:
+    w = harness()
     said: list[object] = []
     for limit in (None, 4):
         if limit is not None:

@@ -1,7 +1,7 @@
-"""Any interleaving of events keeps the rules: nothing is lost, nothing counted twice, rounds end as S3 and S4 say.
+"""Any sequence of events keeps the invariants: no sample is lost or counted twice, and rounds end as specified.
 
-`ControllerHarness` checks after every event; here are the events. `Rounds` is what hypothesis shrinks to a short story
-when a rule breaks; the ten thousand rounds go deeper with less talk.
+`ControllerHarness` checks after every event; this module generates the events. Hypothesis shrinks a failure of `Rounds`
+to a short sequence; the ten thousand rounds go deeper.
 """
 
 import random
@@ -47,18 +47,18 @@ SPECS: dict[str, tuple[Any, ...]] = {
 
 
 def abort(engine: FakeEngine, index: int) -> None:
-    """SGLang gives up a request that waits, or else one that runs."""
+    """SGLang aborts a waiting request, or else a running one."""
     if engine.waiting:
         engine.abort_waiting(engine.waiting[index % len(engine.waiting)])
     elif engine.running:
-        engine.running[index % len(engine.running)].giving_up = True
+        engine.running[index % len(engine.running)].abort_next = True
 
 
-def judge_finished(world: ControllerHarness, run: str, least: int, accept: bool) -> None:
-    """The caller looks at the previews, once there are so many."""
-    new = [g.key[1] for g in world.of(run) if g.whole and g.accepted is None]
-    if len(new) >= least and run in world.rounds:
-        world.judge(run, {name: accept if i == 0 else not accept for i, name in enumerate(new)})
+def judge_finished(harness: ControllerHarness, run: str, least: int, accept: bool) -> None:
+    """The caller judges finished groups, once there are `least` of them."""
+    new = [g.key[1] for g in harness.of(run) if g.whole and g.accepted is None]
+    if len(new) >= least and run in harness.rounds:
+        harness.judge(run, {name: accept if i == 0 else not accept for i, name in enumerate(new)})
 
 
 class Rounds(RuleBasedStateMachine):
@@ -66,8 +66,8 @@ class Rounds(RuleBasedStateMachine):
 
     @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
     def start(self, engine: dict[str, Any]) -> None:
-        self.world = ControllerHarness(replicas=2, **engine)
-        self.strangers = 0
+        self.harness = ControllerHarness(replicas=2, **engine)
+        self.foreign_requests = 0
 
     @rule(
         run=st.sampled_from(RUNS),
@@ -79,31 +79,31 @@ class Rounds(RuleBasedStateMachine):
         spec=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SPECS.items()}),
     )
     def open(self, run: str, prompts: dict[str, tuple[int, int, int]], spec: dict[str, Any]) -> None:
-        self.world.open(run, prompts, **spec)
+        self.harness.open(run, prompts, **spec)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
-        self.world.step(times)
+        self.harness.step(times)
 
     @rule(times=st.integers(1, 6))
     def step_more(self, times: int) -> None:
-        self.world.step(times)
+        self.harness.step(times)
 
-    @precondition(lambda self: self.world.rounds)
+    @precondition(lambda self: self.harness.rounds)
     @rule(which=st.integers(0, 1), deliver=st.none() | st.sets(st.sampled_from(IDS)))
     def stop(self, which: int, deliver: set[str] | None) -> None:
-        runs = sorted(self.world.rounds)
-        self.world.stop(runs[which % len(runs)], deliver if deliver is None else sorted(deliver))
+        runs = sorted(self.harness.rounds)
+        self.harness.stop(runs[which % len(runs)], deliver if deliver is None else sorted(deliver))
 
     @rule(run=st.sampled_from(RUNS), verdicts=st.dictionaries(st.sampled_from(IDS), st.booleans()))
     def judge(self, run: str, verdicts: dict[str, bool]) -> None:
-        self.world.judge(run, verdicts)
+        self.harness.judge(run, verdicts)
 
     @rule(run=st.sampled_from(RUNS), accept=st.booleans(), least=st.integers(1, 3))
     def judge_what_is_finished(self, run: str, accept: bool, least: int) -> None:
-        judge_finished(self.world, run, least, accept)
+        judge_finished(self.harness, run, least, accept)
 
-    @precondition(lambda self: self.world.rounds)
+    @precondition(lambda self: self.harness.rounds)
     @rule(
         run=st.sampled_from(RUNS),
         quota_add=st.integers(0, 2),
@@ -112,59 +112,59 @@ class Rounds(RuleBasedStateMachine):
         ),
     )
     def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]]) -> None:
-        self.world.extend(run, quota_add, prompts)
+        self.harness.extend(run, quota_add, prompts)
 
     @rule(run=st.sampled_from(RUNS), ids=st.none() | st.sets(st.sampled_from(IDS)))
     def drop(self, run: str, ids: set[str] | None) -> None:
-        self.world.drop(run, ids if ids is None else sorted(ids))
+        self.harness.drop(run, ids if ids is None else sorted(ids))
 
     @rule(ahead=st.none() | st.integers(0, 3))
     def push_begin(self, ahead: int | None) -> None:
-        self.world.push_begin(None if ahead is None else self.world.version + ahead)
+        self.harness.push_begin(None if ahead is None else self.harness.version + ahead)
 
     @rule(ahead=st.none() | st.integers(0, 3))
     def push_end(self, ahead: int | None) -> None:
-        self.world.push_end(None if ahead is None else self.world.version + ahead)
+        self.harness.push_end(None if ahead is None else self.harness.version + ahead)
 
     @rule(ok=st.booleans(), whole=st.booleans(), flush=st.booleans())
     def weight_call(self, ok: bool, whole: bool, flush: bool) -> None:
-        self.world.do(lambda e: e.weight_call(ok=ok, whole=whole, flush=flush))
+        self.harness.do(lambda e: e.weight_call(ok=ok, whole=whole, flush=flush))
 
     @rule(frozen=st.booleans())
     def pause(self, frozen: bool) -> None:
-        self.world.freeze(frozen)
+        self.harness.freeze(frozen)
 
     @rule(wait=st.booleans())
     def flush(self, wait: bool) -> None:
-        self.world.do(lambda e: e.flush(wait=wait))
+        self.harness.do(lambda e: e.flush(wait=wait))
 
     @rule()
     def release_or_resume_memory(self) -> None:
-        if self.world.engine.released:
-            self.world.do(lambda e: e.released.clear())
-        elif self.world.frozen or not self.world.rounds:
-            self.world.do(FakeEngine.release_memory)
+        if self.harness.engine.released:
+            self.harness.do(lambda e: e.released.clear())
+        elif self.harness.frozen or not self.harness.rounds:
+            self.harness.do(FakeEngine.release_memory)
 
     @rule(index=st.integers(0, 9))
     def abort(self, index: int) -> None:
-        self.world.do(lambda e: abort(e, index))
+        self.harness.do(lambda e: abort(e, index))
 
     @rule()
     def retract(self) -> None:
-        self.world.do(lambda e: setattr(e, "retract_next", True))
+        self.harness.do(lambda e: setattr(e, "retract_next", True))
 
     @rule(seed=st.integers(0, 2**30), prompt=st.integers(1, 10), max_new=st.integers(1, 20))
-    def stranger(self, seed: int, prompt: int, max_new: int) -> None:
-        self.strangers += 1
-        self.world.do(lambda e: e.add_stranger(f"s{self.strangers}", seed, prompt, max_new))
+    def foreign(self, seed: int, prompt: int, max_new: int) -> None:
+        self.foreign_requests += 1
+        self.harness.do(lambda e: e.add_foreign_request(f"s{self.foreign_requests}", seed, prompt, max_new))
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.drain()
+        if hasattr(self, "harness"):
+            self.harness.drain()
 
 
 def test_any_sequence_of_events_keeps_the_invariants() -> None:
-    """S10 and design rule 1 after every event, and no state from which work cannot be finished."""
+    """All checks pass after every event, and from every state the accepted work can be finished."""
     run_state_machine_as_test(
         Rounds,
         settings=settings(
@@ -178,74 +178,74 @@ def test_any_sequence_of_events_keeps_the_invariants() -> None:
 
 
 def play(seed: int, rounds: int) -> int:
-    """A long random story on one server: mostly rounds and steps, now and then all the rest."""
+    """A long random sequence on one server: mostly rounds and steps, sometimes any other event."""
     rng = random.Random(seed)
-    world = ControllerHarness(every=3, **{name: rng.choice(values) for name, values in ENGINES.items()})
-    while len(world.replies) < rounds:
+    harness = ControllerHarness(every=3, **{name: rng.choice(values) for name, values in ENGINES.items()})
+    while len(harness.replies) < rounds:
         for run in RUNS:
-            if run not in world.rounds and rng.random() < 0.6:
+            if run not in harness.rounds and rng.random() < 0.6:
                 ids = rng.sample(IDS, rng.randint(0, 4))
                 prompts = {i: (rng.randint(1, 9), rng.randint(1, 3), rng.choice((1, 9, 20))) for i in ids}
-                world.open(run, prompts, **{name: rng.choice(values) for name, values in SPECS.items()})
-        world.step(rng.randint(1, 4))
-        steer(world, rng)
+                harness.open(run, prompts, **{name: rng.choice(values) for name, values in SPECS.items()})
+        harness.step(rng.randint(1, 4))
+        steer(harness, rng)
         if rng.random() < 0.2:
-            interrupt(world, rng)
+            interrupt(harness, rng)
         if rng.random() < 0.3:
-            calm(world)
-    world.drain()
-    return len(world.replies)
+            calm(harness)
+    harness.drain()
+    return len(harness.replies)
 
 
-def steer(world: ControllerHarness, rng: random.Random) -> None:
-    """What a caller says to an open round."""
+def steer(harness: ControllerHarness, rng: random.Random) -> None:
+    """Random requests to an open round."""
     run, yes = rng.choice(RUNS), rng.random() < 0.6
     if rng.random() < 0.5:
-        judge_finished(world, run, rng.randint(1, 2), yes)
+        judge_finished(harness, run, rng.randint(1, 2), yes)
     if rng.random() < 0.1:
-        world.judge(run, {rng.choice(IDS): yes, rng.choice(IDS): True})
+        harness.judge(run, {rng.choice(IDS): yes, rng.choice(IDS): True})
     if rng.random() < 0.1:
         prompts = {rng.choice(IDS): (rng.randint(1, 9), rng.randint(1, 3), 9)}
-        world.extend(run, rng.randint(0, 2), prompts if yes else {})
+        harness.extend(run, rng.randint(0, 2), prompts if yes else {})
 
 
-def interrupt(world: ControllerHarness, rng: random.Random) -> None:
+def interrupt(harness: ControllerHarness, rng: random.Random) -> None:
     run, number, yes = rng.choice(RUNS), rng.randrange(2**30), rng.random() < 0.5
     match rng.randrange(10):
         case 0:
-            world.drop(run, rng.choice((None, rng.sample(IDS, 3))))
-        case 1 if run in world.rounds:
-            world.stop(run)
+            harness.drop(run, rng.choice((None, rng.sample(IDS, 3))))
+        case 1 if run in harness.rounds:
+            harness.stop(run)
         case 2:
-            world.push_begin()
+            harness.push_begin()
         case 3:
-            world.push_end()
+            harness.push_end()
         case 4:
-            world.push_begin()
-            world.push_end(world.version + 1 + number % 3)
+            harness.push_begin()
+            harness.push_end(harness.version + 1 + number % 3)
         case 5:
-            world.do(lambda e: e.weight_call(ok=True, whole=yes, flush=number % 2 == 0))
+            harness.do(lambda e: e.weight_call(ok=True, whole=yes, flush=number % 2 == 0))
         case 6:
-            world.freeze(yes)
+            harness.freeze(yes)
         case 7:
-            world.do(lambda e: e.flush(wait=yes))
+            harness.do(lambda e: e.flush(wait=yes))
         case 8:
-            world.do(lambda e: abort(e, number % 10))
+            harness.do(lambda e: abort(e, number % 10))
         case 9:
-            world.do(lambda e: setattr(e, "retract_next", yes))
-            world.do(lambda e: e.add_stranger(f"s{number}", number, 1 + number % 10, 1 + number % 19))
+            harness.do(lambda e: setattr(e, "retract_next", yes))
+            harness.do(lambda e: e.add_foreign_request(f"s{number}", number, 1 + number % 10, 1 + number % 19))
 
 
-def calm(world: ControllerHarness) -> None:
+def calm(harness: ControllerHarness) -> None:
     """Whoever paused or pushed goes on."""
-    world.freeze(False)
-    if world.controller.context.clock.closed:
-        world.push_begin()
-        world.push_end()
+    harness.freeze(False)
+    if harness.controller.context.clock.closed:
+        harness.push_begin()
+        harness.push_end()
 
 
 def test_ten_thousand_rounds() -> None:
-    """The same rules over 10,000 rounds, in stories of a hundred."""
+    """The same checks over 10,000 rounds, in sequences of a hundred."""
     played: list[int] = []
 
     @settings(max_examples=ROUNDS // 100, deadline=None, derandomize=True, database=None)

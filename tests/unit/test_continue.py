@@ -8,9 +8,9 @@ from tests.unit.controller_harness import Build, ids, lengths
 # --- running ahead
 
 
-def test_generation_continues_after_the_reply_into_the_next_round(world: Build) -> None:
+def test_generation_continues_after_the_reply_into_the_next_round(harness: Build) -> None:
     """Nobody leaves the batch, and what finishes meanwhile is first in the next reply."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 5, 40, 40), quota=1, ahead=2, after_quota="continue")
     reply = w.reply()
     assert (ids(reply), reply.carried["running"]) == (["p0"], 3)
@@ -27,8 +27,8 @@ def test_generation_continues_after_the_reply_into_the_next_round(world: Build) 
     assert [s.kv for s in w.sample("run", "p2").closed_spans()] == ["fresh"]
 
 
-def test_a_new_round_with_suspend_ends_the_running_ahead(world: Build) -> None:
-    w = world()
+def test_a_new_round_with_suspend_ends_the_running_ahead(harness: Build) -> None:
+    w = harness()
     w.open("run", lengths(2, 40), quota=1, after_quota="continue")
     w.reply()
     w.open("run", {"new": (3, 1, -2)}, quota=1)
@@ -40,9 +40,9 @@ def test_a_new_round_with_suspend_ends_the_running_ahead(world: Build) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_running_ahead_stops_at_the_limit_of_waiting_quotas(world: Build, ahead: int) -> None:
+def test_running_ahead_stops_at_the_limit_of_waiting_quotas(harness: Build, ahead: int) -> None:
     """In the step that finishes the last group of `ahead` quotas; new groups start until then."""
-    w = world(slots=3)
+    w = harness(slots=3)
     w.open("run", lengths(*[3] * 12), quota=2, ahead=ahead, after_quota="continue")
     w.reply()
     w.step(40)
@@ -55,9 +55,9 @@ def test_running_ahead_stops_at_the_limit_of_waiting_quotas(world: Build, ahead:
     assert w.ledger.runs["run"].running or w.ledger.runs["run"].whole >= 2 * ahead
 
 
-def test_running_ahead_stops_at_the_staleness_bound(world: Build) -> None:
+def test_running_ahead_stops_at_the_staleness_bound(harness: Build) -> None:
     """A push brings a group to the bound; nothing more of the run is generated until the next round."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 40, 40), quota=1, max_staleness=2, after_quota="continue")
     w.reply()
     for moves in (True, False):
@@ -69,9 +69,9 @@ def test_running_ahead_stops_at_the_staleness_bound(world: Build) -> None:
     assert ids(w.reply()) == ["p1", "p2"]
 
 
-def test_strict_on_policy_never_runs_ahead(world: Build) -> None:
+def test_strict_on_policy_never_runs_ahead(harness: Build) -> None:
     """`max_staleness: 0`: nothing is carried with tokens."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 2, 40), quota=2, max_staleness=0, after_quota="continue")
     w.reply()
     forwards = w.engine.forwards
@@ -79,9 +79,9 @@ def test_strict_on_policy_never_runs_ahead(world: Build) -> None:
     assert w.engine.forwards == forwards
 
 
-def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(world: Build) -> None:
+def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(harness: Build) -> None:
     """Running ahead: with begin and end, and as a bare weight call."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
     w.step(3)
@@ -98,9 +98,9 @@ def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(world: Bui
     assert [(s.version, s.kv) for s in w.sample("run", "p1").closed_spans()] == [(0, "fresh"), (1, "kept"), (2, "kept")]
 
 
-def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(world: Build) -> None:
+def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(harness: Build) -> None:
     """The right column."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
     w.freeze(True)
@@ -113,9 +113,9 @@ def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(world: Bui
     assert w.sample("run", "p1").length > before
 
 
-def test_a_memory_release_suspends_running_ahead(world: Build) -> None:
+def test_a_memory_release_suspends_running_ahead(harness: Build) -> None:
     """Release evacuates; what runs ahead goes on after the resume."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
     assert w.do(lambda e: e.release_memory())
@@ -126,8 +126,8 @@ def test_a_memory_release_suspends_running_ahead(world: Build) -> None:
     assert w.sample("run", "p1").state is State.RUNNING
 
 
-def test_a_stopped_round_continues_too_and_a_drop_ends_it(world: Build) -> None:
-    w = world()
+def test_a_stopped_round_continues_too_and_a_drop_ends_it(harness: Build) -> None:
+    w = harness()
     w.open("run", lengths(60, 60), quota=2, after_quota="continue")
     w.step(3)
     w.stop("run")
@@ -139,9 +139,9 @@ def test_a_stopped_round_continues_too_and_a_drop_ends_it(world: Build) -> None:
     assert not w.controller.context.ahead
 
 
-def test_an_open_round_of_another_run_gets_free_slots_first(world: Build) -> None:
+def test_an_open_round_of_another_run_gets_free_slots_first(harness: Build) -> None:
     """What runs ahead takes what open rounds leave."""
-    w = world(slots=2)
+    w = harness(slots=2)
     w.open("ahead", lengths(2, 9, 9, 9), quota=1, ahead=3, after_quota="continue")
     w.reply("ahead")
     w.open("open", lengths(30, 30), quota=2)
@@ -150,8 +150,8 @@ def test_an_open_round_of_another_run_gets_free_slots_first(world: Build) -> Non
     assert w.ledger.runs["ahead"].running == 0
 
 
-def test_a_smaller_concurrency_suspends_the_newest(world: Build) -> None:
-    w = world()
+def test_a_smaller_concurrency_suspends_the_newest(harness: Build) -> None:
+    w = harness()
     w.open("run", lengths(2, 60, 60, 60), quota=1, after_quota="continue")
     w.reply()
     w.step(2)
@@ -162,9 +162,9 @@ def test_a_smaller_concurrency_suspends_the_newest(world: Build) -> None:
 # --- cohorts
 
 
-def test_a_cohort_finishes_before_the_round_ends(world: Build) -> None:
+def test_a_cohort_finishes_before_the_round_ends(harness: Build) -> None:
     """Groups that first ran in the last round are delivered first, whatever overtakes them."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 20, 25), quota=1, quota_mode="cohort")
     assert ids(w.reply()) == ["p0"]
     w.open("run", {"fast": (3, 1, -2), "slow": (3, 1, -60)}, quota=1, quota_mode="cohort")
@@ -175,8 +175,8 @@ def test_a_cohort_finishes_before_the_round_ends(world: Build) -> None:
     assert set(ids(w.reply())) == {"fast", "slow"}
 
 
-def test_a_cohort_of_two_rounds_waits_a_round_longer(world: Build) -> None:
-    w = world()
+def test_a_cohort_of_two_rounds_waits_a_round_longer(harness: Build) -> None:
+    w = harness()
     spec = {"quota": 1, "quota_mode": "cohort", "cohort_rounds": 2}
     w.open("run", lengths(2, 40), **spec)
     assert ids(w.reply()) == ["p0"]
@@ -186,9 +186,9 @@ def test_a_cohort_of_two_rounds_waits_a_round_longer(world: Build) -> None:
     assert ids(w.reply()) == ["p1"]
 
 
-def test_a_group_that_never_ran_is_in_no_cohort(world: Build) -> None:
+def test_a_group_that_never_ran_is_in_no_cohort(harness: Build) -> None:
     """Its first forward counts, not its arrival."""
-    w = world(slots=1)
+    w = harness(slots=1)
     w.open("run", lengths(2, 30), quota=1, quota_mode="cohort")
     w.reply()
     w.open("run", {}, quota=None, quota_mode="cohort")
@@ -196,8 +196,8 @@ def test_a_group_that_never_ran_is_in_no_cohort(world: Build) -> None:
     w.stop("run")
 
 
-def test_groups_that_ran_ahead_belong_to_the_next_round_s_cohort(world: Build) -> None:
-    w = world(slots=1)
+def test_groups_that_ran_ahead_belong_to_the_next_round_s_cohort(harness: Build) -> None:
+    w = harness(slots=1)
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
     w.step(5)
@@ -209,8 +209,8 @@ def test_groups_that_ran_ahead_belong_to_the_next_round_s_cohort(world: Build) -
     w.stop("run")
 
 
-def test_a_stop_overrides_the_cohort(world: Build) -> None:
-    w = world()
+def test_a_stop_overrides_the_cohort(harness: Build) -> None:
+    w = harness()
     w.open("run", lengths(2, 60), quota=1, quota_mode="cohort")
     w.reply()
     w.open("run", {}, quota=1, quota_mode="cohort")

@@ -10,9 +10,9 @@ from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 # --- S3: when a round ends, and what it delivers
 
 
-def test_the_round_ends_in_the_step_that_meets_the_quota(world: Build) -> None:
+def test_the_round_ends_in_the_step_that_meets_the_quota(harness: Build) -> None:
     """No forward after it; what is left is suspended with its KV."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 4, 9, 9), quota=2)
     reply = w.reply()
     assert (reply.end_reason, ids(reply)) == ("quota", ["p0", "p1"])
@@ -38,9 +38,9 @@ def test_finishes_of_the_step_in_flight_are_carried_and_delivered_first() -> Non
     assert w.engine.forwards == forwards
 
 
-def test_surplus_of_one_step_is_carried_or_returned(world: Build) -> None:
+def test_surplus_of_one_step_is_carried_or_returned(harness: Build) -> None:
     """Exactly the quota in admission order, the surplus first next time; `surplus: return` delivers it at once."""
-    w = world()
+    w = harness()
     w.open("run", lengths(3, 3, 3, 9), quota=2)
     assert ids(w.reply()) == ["p0", "p1"]
     w.open("run", {"late": (3, 1, -2)}, quota=2)
@@ -49,9 +49,9 @@ def test_surplus_of_one_step_is_carried_or_returned(world: Build) -> None:
     assert ids(w.reply("other")) == ["p0", "p1", "p2"]
 
 
-def test_no_part_of_an_unfinished_group_is_delivered(world: Build) -> None:
+def test_no_part_of_an_unfinished_group_is_delivered(harness: Build) -> None:
     """Unit group: finished members wait for the others."""
-    w = world()
+    w = harness()
     ends = [1 + sample_seed(0, "p", 0, i) % 20 for i in range(3)]
     w.open("run", {"p": (3, 3, 20), "q": (3, 1, -min(ends) - 2)}, quota=1)
     assert min(ends) + 4 < max(ends)
@@ -62,9 +62,9 @@ def test_no_part_of_an_unfinished_group_is_delivered(world: Build) -> None:
     assert [len(w.samples[("run", "p", 0), i].output_ids) // 4 for i in range(3)] == ends
 
 
-def test_unit_sample_delivers_the_rest_of_a_group_under_the_same_id(world: Build) -> None:
+def test_unit_sample_delivers_the_rest_of_a_group_under_the_same_id(harness: Build) -> None:
     """Unit sample: `complete` is false until the last member has left."""
-    w = world()
+    w = harness()
     w.open("run", {"p": (3, 4, 20)}, quota=1, quota_unit="sample", surplus="return")
     assert [d.complete for d in w.reply().deliver] == [False]
     w.drain()
@@ -75,25 +75,25 @@ def test_unit_sample_delivers_the_rest_of_a_group_under_the_same_id(world: Build
 
 
 @pytest.mark.parametrize(("quota", "reason"), [(None, "exhausted"), (7, "exhausted"), (3, "quota")])
-def test_a_round_ends_when_everything_has_finished(world: Build, quota: int | None, reason: str) -> None:
+def test_a_round_ends_when_everything_has_finished(harness: Build, quota: int | None, reason: str) -> None:
     """`quota: null`, and a quota larger than what can finish."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 5, 9), quota=quota)
     reply = w.reply()
     assert (reply.end_reason, ids(reply)) == (reason, ["p0", "p1", "p2"])
 
 
-def test_an_empty_round_ends_at_once(world: Build) -> None:
+def test_an_empty_round_ends_at_once(harness: Build) -> None:
     """Empty prompts and an empty carry: `exhausted`, nothing finished; under a pause too, which has no steps."""
-    w = world()
+    w = harness()
     w.freeze(True)
     w.open("run", {}, quota=3)
     assert (w.replies[-1].end_reason, w.replies[-1].deliver) == ("exhausted", [])
 
 
-def test_stop_delivers_finished_groups_or_those_named(world: Build) -> None:
+def test_stop_delivers_finished_groups_or_those_named(harness: Build) -> None:
     """The rest is carried; to stop again changes nothing."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 1, 1, 9), quota=None)
     w.step(3)
     w.stop("run", ["p2", "p3", "unknown"])
@@ -106,16 +106,16 @@ def test_stop_delivers_finished_groups_or_those_named(world: Build) -> None:
 
 
 @pytest.mark.parametrize("place", ["queue", "batch"])
-def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(world: Build, place: str) -> None:
+def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(harness: Build, place: str) -> None:
     """With the engine's `finish_reason`, and with the tokens that it has."""
-    w = world(chunk=16)
+    w = harness(chunk=16)
     w.open("run", {"p": (20, 1, -20), "q": (20, 1, -20)}, quota=1)
     w.step(1 if place == "queue" else 5)
     if place == "queue":
         assert [r.sample.group.id for r in w.engine.waiting] == ["q"]
         w.do(lambda e: e.abort_waiting(e.waiting[0]))
     else:
-        w.do(lambda e: setattr(e.running[1], "giving_up", True))
+        w.do(lambda e: setattr(e.running[1], "abort_next", True))
     assert ids(w.reply()) == ["q"]
     sample = w.samples[("run", "q", 0), 0]
     assert sample.finish_reason == {"type": "abort"}
@@ -131,9 +131,9 @@ def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
     assert ids(w.replies[-1]) == ["p1", "p2"]
 
 
-def test_a_drop_can_end_a_round_and_deletes_nothing_else(world: Build) -> None:
+def test_a_drop_can_end_a_round_and_deletes_nothing_else(harness: Build) -> None:
     """Dropped samples are gone wherever they were."""
-    w = world(slots=2)
+    w = harness(slots=2)
     w.open("run", lengths(1, 9, 9, 9), quota=None)
     w.step(4)
     assert {w.sample("run", name).state for name in ("p1", "p2", "p3")} == {State.RUNNING, State.QUEUED}
@@ -158,9 +158,9 @@ def test_the_step_in_flight_can_meet_the_quota_before_a_drop() -> None:
 # --- S4: staleness
 
 
-def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(world: Build) -> None:
+def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(harness: Build) -> None:
     """The round does not end without it, new groups go on starting, and it is delivered first."""
-    w = world(slots=2)
+    w = harness(slots=2)
     w.open("run", lengths(1, 30), quota=1, max_staleness=2)
     w.reply()
     for _ in range(2):
@@ -172,9 +172,9 @@ def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(world: Bui
     assert w.ledger.runs["run"].finished == 5
 
 
-def test_a_push_inside_a_round_makes_groups_mandatory(world: Build) -> None:
+def test_a_push_inside_a_round_makes_groups_mandatory(harness: Build) -> None:
     """All members of a group that reaches the bound, unstarted ones too, finish in this round."""
-    w = world(slots=2)
+    w = harness(slots=2)
     w.open("run", {"old": (3, 3, -8), "a": (3, 1, -1), "b": (3, 1, -1)}, quota=1, max_staleness=1)
     w.step(3)
     assert w.sample("run", "old", 2).state is State.QUEUED
@@ -182,9 +182,9 @@ def test_a_push_inside_a_round_makes_groups_mandatory(world: Build) -> None:
     assert [(d.id, d.indices) for d in w.reply().deliver] == [("old", [0, 1, 2])]
 
 
-def test_a_group_beyond_the_bound_is_delivered_and_counted(world: Build) -> None:
+def test_a_group_beyond_the_bound_is_delivered_and_counted(harness: Build) -> None:
     """Several pushes between two rounds, or a stop, carry a group over the bound; nothing is dropped."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 9), quota=1, max_staleness=1)
     w.reply()
     for _ in range(2):
@@ -198,9 +198,9 @@ def test_a_group_beyond_the_bound_is_delivered_and_counted(world: Build) -> None
     assert (ids(reply), reply.stats["over_bound"]) == (["p1"], 1)
 
 
-def test_finished_surplus_ages_too(world: Build) -> None:
+def test_finished_surplus_ages_too(harness: Build) -> None:
     """A finished group that reaches the bound is delivered beyond the quota."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 2, 2), quota=1, max_staleness=1)
     assert ids(w.reply()) == ["p0"]
     assert (w.push_begin(), w.push_end()) == (200, 200)
@@ -209,9 +209,9 @@ def test_finished_surplus_ages_too(world: Build) -> None:
 
 
 @pytest.mark.parametrize(("unit", "started"), [("group", 3), ("sample", 2)])
-def test_strict_on_policy_starts_what_the_quota_needs(world: Build, unit: str, started: int) -> None:
+def test_strict_on_policy_starts_what_the_quota_needs(harness: Build, unit: str, started: int) -> None:
     """`max_staleness: 0`: no more groups start than the quota needs, none is carried with tokens."""
-    w = world()
+    w = harness()
     w.open("run", {f"p{i}": (3, 2, -3 - i) for i in range(5)}, quota=3, quota_unit=unit, max_staleness=0)
     reply = w.reply()
     assert ids(reply) == [f"p{i}" for i in range(started)]
@@ -219,9 +219,9 @@ def test_strict_on_policy_starts_what_the_quota_needs(world: Build, unit: str, s
     assert (reply.carried["tokens"], reply.carried["groups"]) == (0, 5 - started)
 
 
-def test_strict_on_policy_with_more_partials_than_the_quota(world: Build) -> None:
+def test_strict_on_policy_with_more_partials_than_the_quota(harness: Build) -> None:
     """`max_staleness: 0`: what was carried with tokens finishes here, and nothing new starts."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 9, 9, 9), quota=1)
     w.reply()
     w.open("run", {"new": (3, 1, -1), "newer": (3, 1, -1)}, quota=1, max_staleness=0)
@@ -230,9 +230,9 @@ def test_strict_on_policy_with_more_partials_than_the_quota(world: Build) -> Non
     assert (reply.stats["started"], w.sample("run", "new").state) == (0, State.QUEUED)
 
 
-def test_groups_that_have_not_begun_are_named(world: Build) -> None:
+def test_groups_that_have_not_begun_are_named(harness: Build) -> None:
     """`GET /april/partials`: what a caller may drop without losing a token, and nothing else."""
-    w = world()
+    w = harness()
     w.open("run", {f"p{i}": (3, 2, 1 + 8 * i) for i in range(8)}, quota=1)
     w.reply()
     listed = w.command(messages.GetPartials, run="run").data
@@ -247,9 +247,9 @@ def test_groups_that_have_not_begun_are_named(world: Build) -> None:
 # --- S5: ids
 
 
-def test_an_id_is_taken_until_its_group_is_delivered_or_dropped(world: Build) -> None:
+def test_an_id_is_taken_until_its_group_is_delivered_or_dropped(harness: Build) -> None:
     """409 for the whole request, changing nothing; afterwards a new incarnation with another seed."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
     assert w.open("run", lengths(9, 9), quota=1).status == 409

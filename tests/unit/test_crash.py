@@ -16,90 +16,90 @@ from tests.unit.test_conservation import ENGINES, Rounds
 
 
 @pytest.fixture(params=["normal", "overlap"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> CrashingHarness:
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> CrashingHarness:
     return CrashingHarness(tmp_path / "j", replicas=2, overlap=request.param == "overlap")
 
 
-def test_partials_restart_from_their_last_suspension(world: CrashingHarness) -> None:
-    world.open("run", lengths(4, 60, 60))
-    assert ids(world.reply()) == ["p0"]
-    suspended = world.sample("run", "p1").length
+def test_partials_restart_from_their_last_suspension(harness: CrashingHarness) -> None:
+    harness.open("run", lengths(4, 60, 60))
+    assert ids(harness.reply()) == ["p0"]
+    suspended = harness.sample("run", "p1").length
     assert suspended > 0
-    world.open("run", {}, quota=None)
-    world.step(5)
-    assert world.sample("run", "p1").length > suspended
-    world.crash()
-    assert world.sample("run", "p1").length == suspended
-    reply = world.reply()
+    harness.open("run", {}, quota=None)
+    harness.step(5)
+    assert harness.sample("run", "p1").length > suspended
+    harness.crash()
+    assert harness.sample("run", "p1").length == suspended
+    reply = harness.reply()
     assert ids(reply) == ["p1", "p2"]
     assert RESTARTED in reply.stats["warnings"]
 
 
-def test_a_round_whose_end_was_not_journalled_ends_again(world: CrashingHarness) -> None:
-    world.open("run", lengths(3, 60))
-    while world.sample("run", "p0").state.value != "finished":
-        world.step()
-    world.recorder.commit()
-    world.crash()
-    assert ids(world.reply()) == ["p0"]
+def test_a_round_whose_end_was_not_journalled_ends_again(harness: CrashingHarness) -> None:
+    harness.open("run", lengths(3, 60))
+    while harness.sample("run", "p0").state.value != "finished":
+        harness.step()
+    harness.recorder.commit()
+    harness.crash()
+    assert ids(harness.reply()) == ["p0"]
 
 
-def run_ahead(world: CrashingHarness) -> None:
+def run_ahead(harness: CrashingHarness) -> None:
     """A round ends and its run generates three steps beyond it."""
-    world.open("run", lengths(3, 60, 60), after_quota="continue")
-    world.reply()
-    world.step(3)
-    assert world.ahead["run"].generated > 0
+    harness.open("run", lengths(3, 60, 60), after_quota="continue")
+    harness.reply()
+    harness.step(3)
+    assert harness.ahead["run"].generated > 0
 
 
-def test_nothing_runs_ahead_after_a_restart_and_its_figures_are_lost(world: CrashingHarness) -> None:
-    run_ahead(world)
-    world.crash()
-    forwards = world.engine.forwards
-    world.step(3)
-    assert world.engine.forwards == forwards
-    world.open("run", {}, quota=None)
-    assert world.reply().stats["ahead"] is None
+def test_nothing_runs_ahead_after_a_restart_and_its_figures_are_lost(harness: CrashingHarness) -> None:
+    run_ahead(harness)
+    harness.crash()
+    forwards = harness.engine.forwards
+    harness.step(3)
+    assert harness.engine.forwards == forwards
+    harness.open("run", {}, quota=None)
+    assert harness.reply().stats["ahead"] is None
 
 
-def test_figures_of_running_ahead_are_lost_with_a_crash_in_the_next_round(world: CrashingHarness) -> None:
-    run_ahead(world)
-    world.open("run", {}, quota=None)
-    world.crash()
-    reply = world.reply()
+def test_figures_of_running_ahead_are_lost_with_a_crash_in_the_next_round(harness: CrashingHarness) -> None:
+    run_ahead(harness)
+    harness.open("run", {}, quota=None)
+    harness.crash()
+    reply = harness.reply()
     assert reply.stats["ahead"] is None
     assert RESTARTED in reply.stats["warnings"]
 
 
-def test_after_a_restart_nothing_steps_until_the_version_is_named(world: CrashingHarness) -> None:
-    world.open("run", lengths(60))
-    world.step(3)
-    assert world.push_begin() == 200
-    assert world.push_end(7) == 200
-    world.crash()
-    before = world.engine.forwards
-    world.step(3)
-    assert world.engine.forwards == before
-    assert world.open("other", lengths(3)).status == 503
-    world.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
-    assert "journal" in world.controller.context.clock.closed, "one bucket of weights names no version"
-    assert world.push_begin(6) == 409
-    assert world.push_begin(7) == 200
-    assert world.push_end() == 200
-    assert world.controller.context.clock.version == 7, "the same policy again"
-    world.drain()
+def test_after_a_restart_nothing_steps_until_the_version_is_named(harness: CrashingHarness) -> None:
+    harness.open("run", lengths(60))
+    harness.step(3)
+    assert harness.push_begin() == 200
+    assert harness.push_end(7) == 200
+    harness.crash()
+    before = harness.engine.forwards
+    harness.step(3)
+    assert harness.engine.forwards == before
+    assert harness.open("other", lengths(3)).status == 503
+    harness.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+    assert "journal" in harness.controller.context.clock.closed, "one bucket of weights names no version"
+    assert harness.push_begin(6) == 409
+    assert harness.push_begin(7) == 200
+    assert harness.push_end() == 200
+    assert harness.controller.context.clock.version == 7, "the same policy again"
+    harness.drain()
 
 
-def test_a_push_without_a_version_after_a_restart_adds_one(world: CrashingHarness) -> None:
-    world.push_begin()
-    world.push_end(4)
-    world.crash()
-    world.push_begin()
-    world.push_end()
-    assert world.version == 5
-    world.crash()
-    world.do(lambda e: e.weight_call(ok=True, whole=True, flush=False))
-    assert (world.version, world.controller.context.clock.closed) == (6, "")
+def test_a_push_without_a_version_after_a_restart_adds_one(harness: CrashingHarness) -> None:
+    harness.push_begin()
+    harness.push_end(4)
+    harness.crash()
+    harness.push_begin()
+    harness.push_end()
+    assert harness.version == 5
+    harness.crash()
+    harness.do(lambda e: e.weight_call(ok=True, whole=True, flush=False))
+    assert (harness.version, harness.controller.context.clock.closed) == (6, "")
 
 
 @pytest.mark.parametrize(
@@ -122,19 +122,19 @@ class Restarts(Rounds):
     @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
     def start(self, engine: dict[str, Any]) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.world = CrashingHarness(Path(self.folder.name) / "j", replicas=2, **engine)
-        self.strangers = 0
+        self.harness = CrashingHarness(Path(self.folder.name) / "j", replicas=2, **engine)
+        self.foreign_requests = 0
 
     @rule(written=st.booleans())
     def crash(self, written: bool) -> None:
         if written:
-            self.world.recorder.commit()
-        self.world.crash()
+            self.harness.recorder.commit()
+        self.harness.crash()
 
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "folder"):
-            self.world.close()
+            self.harness.close()
             self.folder.cleanup()
 
 

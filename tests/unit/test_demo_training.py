@@ -86,7 +86,7 @@ def test_the_two_runs_differ_in_partial_rollout_alone(variant: str, pool: int, b
     data = prepare(SETTINGS, tmp_path)
     made = configuration(variant, "http://there", SETTINGS, data, tmp_path, on_gpu=False)
     check(made)
-    assert (made.pool, made.staleness_bound) == (pool, bound)
+    assert (made.pool_size, made.staleness_bound) == (pool, bound)
     assert (made.rollout_batch_size, made.n_samples_per_prompt, made.num_rollout) == (4, 2, 2)
     assert len(read_rows(made.prompt_data)) == 2 * 4 + 8, "no prompt comes twice"
     assert len(read_rows(str(made.eval_prompt_data))) == 5

@@ -29,9 +29,9 @@ class Scheduler(SimpleNamespace):
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.said: list[messages.Event] = []
-        self.engine.on_event = self.said.append
-        self.went_on: list[tuple[Any, ...]] = []
+        self.sent: list[messages.Event] = []
+        self.engine.on_event = self.sent.append
+        self.stock_calls: list[tuple[Any, ...]] = []
         super().__init__(
             april=self.engine.controller,
             flush_wrapper=SimpleNamespace(_pending=None),
@@ -39,13 +39,13 @@ class Scheduler(SimpleNamespace):
         )
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
-        self.went_on.append((args, kwargs))
+        self.stock_calls.append((args, kwargs))
         return SimpleNamespace(batch_to_run=None, success=True, message="")
 
     @property
     def broken(self) -> list[str]:
         """What the HTTP process has been told."""
-        return [event.reason for event in self.said if isinstance(event, messages.Broken)]
+        return [event.reason for event in self.sent if isinstance(event, messages.Broken)]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_first_error_is_reported_once(scheduler: Scheduler, monkeypatch: pyt
     step(scheduler)
     step(scheduler)
     hooks_scheduler.count_finishes(None, scheduler, SimpleNamespace(), None)
-    assert len(scheduler.went_on) == 2
+    assert len(scheduler.stock_calls) == 2
     assert scheduler.broken == [REASON]
     assert scheduler.april.context.closed() == REASON
 
@@ -84,7 +84,7 @@ def test_later_commands_are_refused_at_once(scheduler: Scheduler, monkeypatch: p
     step(scheduler)
     given, params = given_as({"p": (3, 1, 4)})
     scheduler.april.command(messages.OpenRound(1, messages.RoundSpec("r", "run", 1, "group", "keep", 5), given, params))
-    assert scheduler.said[-1] == messages.Answer(1, 503, "", REASON)
+    assert scheduler.sent[-1] == messages.Answer(1, 503, "", REASON)
 
 
 CALLS: dict[str, Callable[[Scheduler], Any]] = {
@@ -112,13 +112,13 @@ def test_weights_do_not_change_under_samples_that_could_not_be_suspended(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert change_weights(scheduler).success
-    scheduler.went_on.clear()
+    scheduler.stock_calls.clear()
     monkeypatch.setattr(scheduler.april.pushes, "interrupt", fails)
     for _ in range(2):
         refused = change_weights(scheduler)
         assert not refused.success
         assert "internal error in interrupt" in refused.message
-    assert not scheduler.went_on
+    assert not scheduler.stock_calls
 
 
 def broken_while(engine: ScriptedEngine, *, late: bool) -> None:

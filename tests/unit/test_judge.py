@@ -16,9 +16,9 @@ from tests.unit.scripted_engine import prompt, service
 # --- in the scheduler
 
 
-def test_the_quota_counts_what_is_accepted(world: Build) -> None:
-    """Generation goes on until then; rejected groups are delivered too, marked, and the rest is carried."""
-    w = world()
+def test_the_quota_counts_what_is_accepted(harness: Build) -> None:
+    """Generation continues until then; rejected groups are delivered with their verdict, and the rest is carried."""
+    w = harness()
     w.open("run", lengths(1, 2, 3, 30), quota=2, count="accepted")
     w.step(8)
     assert w.judge("run", {"p0": True, "p1": False}) == 200
@@ -33,9 +33,9 @@ def test_the_quota_counts_what_is_accepted(world: Build) -> None:
     assert w.sample("run", "p3").state is State.SUSPENDED
 
 
-def test_accepted_beyond_the_quota_and_unjudged_groups_are_surplus(world: Build) -> None:
+def test_accepted_beyond_the_quota_and_unjudged_groups_are_surplus(harness: Build) -> None:
     """Accepted surplus counts at once in the next round that counts accepted ones."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 1, 1, 30), quota=1, count="accepted")
     w.step(5)
     assert w.judge("run", {"p0": True, "p1": True}) == 200
@@ -46,17 +46,17 @@ def test_accepted_beyond_the_quota_and_unjudged_groups_are_surplus(world: Build)
     assert [(d.id, d.accepted) for d in w.replies[-1].deliver] == [("p2", None)]
 
 
-def test_surplus_return_delivers_unjudged_groups_too(world: Build) -> None:
-    w = world()
+def test_surplus_return_delivers_unjudged_groups_too(harness: Build) -> None:
+    w = harness()
     w.open("run", lengths(1, 1, 30), quota=1, count="accepted", surplus="return")
     w.step(5)
     w.judge("run", {"p1": True})
     assert [(d.id, d.accepted) for d in w.reply().deliver] == [("p0", None), ("p1", True)]
 
 
-def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(world: Build) -> None:
+def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(harness: Build) -> None:
     """Finished but unjudged ones at the end are surplus."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 1, 1, 30), quota=2, count="accepted")
     w.step(5)
     w.judge("run", {"p0": True})
@@ -69,9 +69,9 @@ def test_a_stop_leaves_unjudged_groups_in_the_carry_unless_it_names_them(world: 
 
 
 @pytest.mark.parametrize("quota", [None, 5])
-def test_a_round_waits_for_the_last_verdict(world: Build, quota: int | None) -> None:
+def test_a_round_waits_for_the_last_verdict(harness: Build, quota: int | None) -> None:
     """`exhausted` when everything has finished and been judged."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 2), quota=quota, count="accepted")
     w.step(10)
     w.judge("run", {"p0": False})
@@ -81,9 +81,9 @@ def test_a_round_waits_for_the_last_verdict(world: Build, quota: int | None) -> 
     assert w.replies[-1].end_reason == "exhausted"
 
 
-def test_judging_is_idempotent_and_all_or_nothing(world: Build) -> None:
+def test_judging_is_idempotent_and_all_or_nothing(harness: Build) -> None:
     """A contradiction is 409, an unknown id 404, an unfinished group 409; nothing of such a message is taken."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 1, 30), quota=2, count="accepted")
     w.step(5)
     assert [w.judge("run", {"p0": True}) for _ in range(2)] == [200, 200]
@@ -97,9 +97,9 @@ def test_judging_is_idempotent_and_all_or_nothing(world: Build) -> None:
     assert w.judge("other", {"p0": True}) == 409, "its quota counts finished groups"
 
 
-def test_samples_of_accepted_groups_count_in_units_of_samples(world: Build) -> None:
+def test_samples_of_accepted_groups_count_in_units_of_samples(harness: Build) -> None:
     """Verdicts are on whole groups; the quota cuts between their samples."""
-    w = world()
+    w = harness()
     w.open("run", {"p": (3, 3, 3), "q": (3, 2, 3), "r": (3, 1, -40)}, quota=4, quota_unit="sample", count="accepted")
     w.step(15)
     w.judge("run", {"p": True})
@@ -110,9 +110,9 @@ def test_samples_of_accepted_groups_count_in_units_of_samples(world: Build) -> N
     assert (reply.end_reason, sum(len(d.indices) for d in reply.deliver)) == ("quota", 4)
 
 
-def test_strict_on_policy_starts_another_group_for_each_rejected_one(world: Build) -> None:
+def test_strict_on_policy_starts_another_group_for_each_rejected_one(harness: Build) -> None:
     """What the quota still needs does not count rejected groups; unjudged ones are not carried with tokens."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 2, 3, 4), quota=2, max_staleness=0, count="accepted")
     w.step(8)
     assert [w.sample("run", f"p{i}").state for i in range(4)] == [State.FINISHED] * 2 + [State.QUEUED] * 2
@@ -123,9 +123,9 @@ def test_strict_on_policy_starts_another_group_for_each_rejected_one(world: Buil
     assert ids(w.replies[-1]) == ["p0", "p1", "p2"]
 
 
-def test_a_verdict_is_forgotten_with_its_group(world: Build) -> None:
+def test_a_verdict_is_forgotten_with_its_group(harness: Build) -> None:
     """A dropped prompt id may come back and is judged anew."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 30), quota=2, count="accepted")
     w.step(4)
     w.judge("run", {"p0": True})
@@ -135,18 +135,18 @@ def test_a_verdict_is_forgotten_with_its_group(world: Build) -> None:
     assert w.judge("run", {"p0": False}) == 200
 
 
-def test_extend_raises_the_quota_and_brings_prompts(world: Build) -> None:
+def test_extend_raises_the_quota_and_brings_prompts(harness: Build) -> None:
     """The round that would have ended continues, in the same batch."""
-    w = world()
+    w = harness()
     w.open("run", lengths(4, 30), quota=1)
     w.step(2)
     assert w.extend("run", 1, {"q": (3, 1, -8)}) == 200
     assert (ids(w.reply()), w.replies[-1].end_reason) == (["p0", "q"], "quota")
 
 
-def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_the_end(world: Build) -> None:
+def test_extend_is_refused_for_a_prompt_in_use_a_round_without_quota_and_after_the_end(harness: Build) -> None:
     """409, and nothing changes."""
-    w = world()
+    w = harness()
     w.open("run", lengths(30), quota=None)
     assert w.extend("run", 1, {}) == 409
     assert w.extend("run", 0, lengths(1)) == 409

@@ -38,10 +38,10 @@ def provenance(w: ControllerHarness, name: str) -> list[str]:
     [(None, {"host": 2}, {}), (CHEAP_COPIES, {"host": 2}, {}), (DEAR_COPIES, {}, {"cheaper": 2})],
 )
 def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
-    world: Build, rates: messages.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
+    harness: Build, rates: messages.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
 ) -> None:
     """Before the rates are known, as `keep`."""
-    w = world()
+    w = harness()
     if rates is not None:
         say(w, rates)
     w.open("run", lengths(1, 20, 30), quota=1, kv="auto", tier="host")
@@ -56,9 +56,9 @@ def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
     assert provenance(w, "p1") == ["fresh", "kept" if kept else "recomputed"]
 
 
-def test_only_short_samples_are_recomputed(world: Build) -> None:
+def test_only_short_samples_are_recomputed(harness: Build) -> None:
     """Attention makes the long ones dear."""
-    w = world()
+    w = harness()
     say(w, messages.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
     w.open("run", {"short": (3, 1, -20), "long": (40, 1, -20), "q": (3, 1, -1)}, quota=1, kv="auto", tier="host")
     w.reply()
@@ -67,8 +67,8 @@ def test_only_short_samples_are_recomputed(world: Build) -> None:
     assert (provenance(w, "short"), provenance(w, "long")) == (["fresh", "recomputed"], ["fresh", "kept"])
 
 
-def test_pages_that_never_left_the_device_cost_nothing(world: Build) -> None:
-    w = world()
+def test_pages_that_never_left_the_device_cost_nothing(harness: Build) -> None:
+    w = harness()
     say(w, DEAR_COPIES)
     w.open("run", lengths(1, 20), quota=1, kv="auto")
     w.reply()
@@ -76,9 +76,9 @@ def test_pages_that_never_left_the_device_cost_nothing(world: Build) -> None:
     assert finish(w)["kv_decisions"] == {"keep": {"device": 1}, "recompute": {}}
 
 
-def test_kv_of_the_current_version_is_kept_without_a_decision(world: Build) -> None:
+def test_kv_of_the_current_version_is_kept_without_a_decision(harness: Build) -> None:
     """Whatever copies cost."""
-    w = world()
+    w = harness()
     say(w, DEAR_COPIES)
     w.open("run", lengths(1, 20), quota=1, kv="auto", tier="host")
     w.reply()
@@ -89,9 +89,9 @@ def test_kv_of_the_current_version_is_kept_without_a_decision(world: Build) -> N
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_kv_older_than_the_bound_is_never_kept(world: Build, tier: str) -> None:
+def test_kv_older_than_the_bound_is_never_kept(harness: Build, tier: str) -> None:
     """Even where keeping is free."""
-    w = world()
+    w = harness()
     say(w, CHEAP_COPIES)
     w.open("run", lengths(1, 20, 20), quota=1, kv="auto", tier=tier, max_staleness=2)
     w.reply()
@@ -99,14 +99,14 @@ def test_kv_older_than_the_bound_is_never_kept(world: Build, tier: str) -> None:
     assert finish(w, max_staleness=2)["kv_decisions"] == {"keep": {}, "recompute": {"stale": 2}}
 
 
-def test_kv_that_a_push_makes_old_is_not_copied_if_a_recompute_is_cheaper(world: Build) -> None:
+def test_kv_that_a_push_makes_old_is_not_copied_if_a_recompute_is_cheaper(harness: Build) -> None:
     """A flush inside a push: nobody pays for a copy that the resume would throw away. Outside of one it is copied."""
     for rates, pushing, there in (
         (DEAR_COPIES, True, "none"),
         (DEAR_COPIES, False, "host"),
         (CHEAP_COPIES, True, "host"),
     ):
-        w = world()
+        w = harness()
         say(w, rates)
         w.open("run", lengths(1, 20), quota=1, kv="auto")
         w.reply()
@@ -136,9 +136,9 @@ def flush_in_a_push(w: ControllerHarness, kv: str) -> str:
     return tiers_of(w, "run")["p1"]
 
 
-def test_another_policy_ignores_the_rates(world: Build) -> None:
+def test_another_policy_ignores_the_rates(harness: Build) -> None:
     """`keep` copies and loads whatever it costs; what an earlier round's `auto` let go is counted as its fallback."""
-    w = world()
+    w = harness()
     say(w, DEAR_COPIES)
     assert flush_in_a_push(w, "keep") == "host"
     stats = finish(w, kv="keep")
@@ -148,10 +148,10 @@ def test_another_policy_ignores_the_rates(world: Build) -> None:
     assert (stats["resumed_recomputed"], stats["kv_fallback"]) == (1, 1)
 
 
-def test_rates_apply_from_the_step_in_which_they_arrive(world: Build) -> None:
+def test_rates_apply_from_the_step_in_which_they_arrive(harness: Build) -> None:
     """A message like any other, between any two steps; replicas agree, and everybody is decided once."""
     for before in range(8):
-        w = world(slots=8, copy_delay=2)
+        w = harness(slots=8, copy_delay=2)
         w.open("run", lengths(2, 20, 30, 25, 22), quota=1, kv="auto", tier="host")
         w.reply()
         push(w)

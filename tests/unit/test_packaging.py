@@ -1,5 +1,6 @@
-"""What is installed: three packages, two entry points, and nothing that hides Hugging Face's `kernels`."""
+"""The wheel: three packages, two entry points, and nothing that hides Hugging Face's package `kernels`."""
 
+import ast
 import subprocess
 import sys
 import zipfile
@@ -11,20 +12,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_is_a_plain_folder() -> None:
+def test_kernels_is_not_a_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not list((ROOT / "kernels").glob("*.py"))
 
 
 @pytest.mark.parametrize("cwd", [ROOT, Path("/")])
-def test_kernels_is_hugging_face_s(cwd: Path) -> None:
+def test_kernels_imports_hugging_faces_package(cwd: Path) -> None:
     code = "import kernels; print(kernels.__file__); kernels.get_kernel"
     found = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
     assert "site-packages" in found.stdout
 
 
-def test_the_wheel_holds_exactly_three_packages(tmp_path: Path) -> None:
-    # By way of a source archive, so that no build folder is left in the tree.
+def test_wheel_contains_exactly_three_packages(tmp_path: Path) -> None:
+    # Built from a source archive, so that no build folder is left in the tree.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -42,14 +43,32 @@ def test_the_wheel_holds_exactly_three_packages(tmp_path: Path) -> None:
         ("sglang.srt.platforms", "april_cpu", "sglang_april.cpu:activate"),
     ],
 )
-def test_sglang_finds_us(group: str, name: str, value: str) -> None:
+def test_entry_points(group: str, name: str, value: str) -> None:
     (entry,) = [entry for entry in entry_points(group=group) if entry.name == name]
     assert entry.value == value
     assert callable(entry.load())
 
 
-def test_the_plain_parts_import_no_sglang() -> None:
-    """The plugin is loaded in every process of every SGLang server, also where nobody asked for it."""
+THIRD_PARTY = {"httpx", "msgspec", "numba", "llvmlite", "numpy", "prometheus_client"}
+"""What the base installation brings besides SGLang and what SGLang itself brings."""
+OF_SGLANG = {"sglang", "torch", "triton", "fastapi", "starlette", "uvicorn", "transformers", "zmq"}
+
+
+@pytest.mark.parametrize("package", ["sglang_april", "kernels/april_kernels"])
+def test_base_dependencies_cover_the_imports(package: str) -> None:
+    """The engine side imports nothing that only an extra installs (matplotlib, rich, scipy, …)."""
+    names = set()
+    for file in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").split(".")[0])
+    assert names <= set(sys.stdlib_module_names) | THIRD_PARTY | OF_SGLANG | {"sglang_april", "april_kernels"}
+
+
+def test_inactive_plugin_imports_neither_sglang_nor_torch() -> None:
+    """An installed plugin is loaded in every process of every SGLang server, also when it is not active."""
     code = (
         "import sys, sglang_april.plugin as p, sglang_april.config, sglang_april.cpu as f;"
         "p.register(); assert f.activate() is None;"

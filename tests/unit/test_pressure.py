@@ -20,9 +20,9 @@ def leave_partials(w: ControllerHarness, sizes: dict[str, int], run: str = "idle
 
 
 @pytest.mark.parametrize(("host_cap", "tier"), [(1000, "host"), (0, "none")])
-def test_partials_of_another_run_are_demoted_for_a_waiting_sample(world: Build, host_cap: int, tier: str) -> None:
+def test_partials_of_another_run_are_demoted_for_a_waiting_sample(harness: Build, host_cap: int, tier: str) -> None:
     """Device -> host -> tokens only; a round is served though partials of an idle run hold the pool."""
-    w = world(pool=60, chunk=64, host_cap=host_cap)
+    w = harness(pool=60, chunk=64, host_cap=host_cap)
     leave_partials(w, {"a": 20, "b": 25})
     w.open("run", {"p": (20, 1, -20)}, quota=1)
     assert ids(w.reply()) == ["p"]
@@ -33,42 +33,42 @@ def test_partials_of_another_run_are_demoted_for_a_waiting_sample(world: Build, 
     )
 
 
-def test_partials_are_demoted_for_a_waiting_stock_request(world: Build) -> None:
+def test_partials_are_demoted_for_a_waiting_stock_request(harness: Build) -> None:
     """A `/generate` that arrives while partials hold all memory is served."""
-    w = world(pool=60, chunk=64)
+    w = harness(pool=60, chunk=64)
     leave_partials(w, {"a": 20, "b": 25})
-    stranger = w.do(lambda e: e.add_stranger("s", 19, 20, 20))
+    foreign = w.do(lambda e: e.add_foreign_request("s", 19, 20, 20))
     w.step(40)
-    assert len(stranger.output) == 20
+    assert len(foreign.output) == 20
     assert tiers(w, "idle") == {"a": "host", "b": "host"}
 
 
-def test_as_few_partials_as_needed_are_demoted_shortest_first(world: Build) -> None:
+def test_as_few_partials_as_needed_are_demoted_shortest_first(harness: Build) -> None:
     """By worth, the least worthy in front."""
-    w = world(pool=100, chunk=100)
+    w = harness(pool=100, chunk=100)
     leave_partials(w, {"a": 30, "b": 10, "c": 20})
-    w.do(lambda e: e.add_stranger("s", 0, 30, 10))
+    w.do(lambda e: e.add_foreign_request("s", 0, 30, 10))
     w.step()
     assert tiers(w, "idle") == {"a": "device", "b": "host", "c": "device"}
 
 
-def test_mandatory_groups_are_demoted_last(world: Build) -> None:
+def test_mandatory_groups_are_demoted_last(harness: Build) -> None:
     """Whatever their length."""
-    w = world(pool=100, chunk=100, slots=4)
+    w = harness(pool=100, chunk=100, slots=4)
     leave_partials(w, {"short": 10}, "run")
     assert (w.push_begin(), w.push_end()) == (200, 200)
     leave_partials(w, {"long": 30}, "other")
     w.freeze(True)
     w.open("run", {}, quota=1, max_staleness=1)
     assert {g.id for g in w.controller.context.rounds["run"].mandatory} == {"short"}
-    w.do(lambda e: e.add_stranger("s", 0, 40, 20))
+    w.do(lambda e: e.add_foreign_request("s", 0, 40, 20))
     w.step()
     assert tiers(w, "run") | tiers(w, "other") == {"short": "device", "long": "host"}
 
 
-def test_partials_are_demoted_for_running_samples(world: Build) -> None:
+def test_partials_are_demoted_for_running_samples(harness: Build) -> None:
     """As many as the next decodes need room for; nothing that runs is suspended."""
-    w = world(pool=68, chunk=64)
+    w = harness(pool=68, chunk=64)
     leave_partials(w, {"a": 8, "b": 12})
     for run in ("run", "other"):
         w.open(run, {"p": (4, 1, -20)}, quota=1)
@@ -80,9 +80,9 @@ def test_partials_are_demoted_for_running_samples(world: Build) -> None:
     assert w.engine.retracts == 0
 
 
-def test_running_work_is_suspended_only_when_no_partial_holds_the_device(world: Build) -> None:
+def test_running_work_is_suspended_only_when_no_partial_holds_the_device(harness: Build) -> None:
     """First the partials of others move out, then ours are suspended, the newest first; nothing is retracted."""
-    w = world(pool=64, chunk=64, slots=4)
+    w = harness(pool=64, chunk=64, slots=4)
     leave_partials(w, {"idle": 20})
     w.open("run", {f"p{i}": (4, 1, -24) for i in range(4)}, quota=None)
     suspended = 0
@@ -101,18 +101,18 @@ def test_running_work_is_suspended_only_when_no_partial_holds_the_device(world: 
     assert len(w.replies[-1].deliver) == 4
 
 
-def test_a_sample_alone_gets_all_memory_and_never_runs_out(world: Build) -> None:
+def test_a_sample_alone_gets_all_memory_and_never_runs_out(harness: Build) -> None:
     """With others suspended for memory, the last one goes on; the rest resume when it has ended."""
-    w = world(pool=32, chunk=32, slots=4, host_cap=0)
+    w = harness(pool=32, chunk=32, slots=4, host_cap=0)
     w.open("run", {f"p{i}": (4, 1, -25) for i in range(4)}, quota=None)
     reply = w.reply()
     assert len(reply.deliver) == 4
     assert {s.finish_reason["type"] for s in w.samples.values()} == {"stop"}
 
 
-def test_when_nothing_runs_the_first_partial_evicts_the_others(world: Build) -> None:
+def test_when_nothing_runs_the_first_partial_evicts_the_others(harness: Build) -> None:
     """A sample suspended for memory waits until its estimate fits or nothing else runs; no deadlock then."""
-    w = world(pool=60, chunk=64, slots=1)
+    w = harness(pool=60, chunk=64, slots=1)
     w.open("run", {"first": (20, 1, -20)}, quota=1, tier="host")
     w.step(3)
     w.stop("run")
@@ -140,9 +140,9 @@ def test_a_resume_leaves_room_for_the_next_decode() -> None:
     assert w.engine.retracts == 0
 
 
-def test_a_prompt_as_large_as_the_pool_allows_is_served(world: Build) -> None:
+def test_a_prompt_as_large_as_the_pool_allows_is_served(harness: Build) -> None:
     """Beside partials of its own run and of others."""
-    w = world(pool=60, chunk=8)
+    w = harness(pool=60, chunk=8)
     leave_partials(w, {"a": 20, "b": 25})
     leave_partials(w, {"small": 3}, "run")
     w.open("run", {"huge": (55, 1, -3)}, quota=2)
@@ -150,9 +150,9 @@ def test_a_prompt_as_large_as_the_pool_allows_is_served(world: Build) -> None:
 
 
 @pytest.mark.parametrize("tier", ["auto", "device", "host", "none"])
-def test_a_round_can_force_the_tier_of_its_partials(world: Build, tier: str) -> None:
+def test_a_round_can_force_the_tier_of_its_partials(harness: Build, tier: str) -> None:
     """The debug field; resuming on the same version changes nothing but for `none`, which recomputes."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 9, 9), quota=1, tier=tier)
     reply = w.reply()
     assert set(tiers(w, "run").values()) == {"device" if tier == "auto" else tier}
@@ -167,9 +167,9 @@ def test_a_round_can_force_the_tier_of_its_partials(world: Build, tier: str) -> 
     assert [(s.version, s.kv) for s in spans] == [(0, "fresh"), (0, "recomputed")][: 2 if again else 1]
 
 
-def test_resumed_samples_join_in_their_old_order_before_anything_new(world: Build) -> None:
+def test_resumed_samples_join_in_their_old_order_before_anything_new(harness: Build) -> None:
     """Partials first, no prefill in that step, new groups as slots come free."""
-    w = world(slots=4)
+    w = harness(slots=4)
     w.open("run", lengths(1, 9, 9, 9), quota=1)
     w.reply()
     w.open("run", {"new": (3, 1, -9), "newer": (3, 1, -9)}, quota=1)
@@ -181,9 +181,9 @@ def test_resumed_samples_join_in_their_old_order_before_anything_new(world: Buil
     assert w.sample("run", "newer").state is State.QUEUED
 
 
-def test_slots_are_shared_round_robin_and_bounded_by_concurrency(world: Build) -> None:
+def test_slots_are_shared_round_robin_and_bounded_by_concurrency(harness: Build) -> None:
     """Over the open runs; an optional `concurrency` bounds a run."""
-    w = world(slots=6)
+    w = harness(slots=6)
     w.open("a", {f"p{i}": (2, 1, -9) for i in range(9)}, quota=9)
     w.open("b", {f"p{i}": (2, 1, -9) for i in range(9)}, quota=9, concurrency=2)
     w.open("c", {f"p{i}": (2, 1, -9) for i in range(9)}, quota=9)
@@ -194,9 +194,9 @@ def test_slots_are_shared_round_robin_and_bounded_by_concurrency(world: Build) -
     assert {name: run.running for name, run in w.ledger.runs.items()} == {"a": 4, "b": 2, "c": 0}
 
 
-def test_runs_share_a_single_slot_round_robin(world: Build) -> None:
+def test_runs_share_a_single_slot_round_robin(harness: Build) -> None:
     """Round-robin also over steps."""
-    w = world(slots=1)
+    w = harness(slots=1)
     for run in ("a", "b"):
         w.open(run, {f"p{i}": (2, 1, -1) for i in range(20)}, quota=20)
     w.step(40)
@@ -206,15 +206,15 @@ def test_runs_share_a_single_slot_round_robin(world: Build) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_stock_requests_and_rounds_both_progress(world: Build, slots: int) -> None:
+def test_stock_requests_and_rounds_both_progress(harness: Build, slots: int) -> None:
     """While both wait for slots all the time, neither starves."""
-    w = world(slots=slots)
+    w = harness(slots=slots)
     w.open("run", {f"p{i}": (2, 1, -4) for i in range(100)}, quota=100)
-    strangers = []
+    foreign_requests = []
     for _ in range(100):
         while w.engine.foreign_waiting() < 3:
-            name = f"s{len(strangers)}"
-            strangers.append(w.do(lambda e, name=name: e.add_stranger(name, 3, 2, 4)))
+            name = f"s{len(foreign_requests)}"
+            foreign_requests.append(w.do(lambda e, name=name: e.add_foreign_request(name, 3, 2, 4)))
         w.step()
-    done = sum(s.reason is not None for s in strangers), w.ledger.runs["run"].finished
+    done = sum(s.reason is not None for s in foreign_requests), w.ledger.runs["run"].finished
     assert min(done) > 0.1 * sum(done), done

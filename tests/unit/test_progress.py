@@ -58,7 +58,7 @@ def steps_to_finish(seed: int) -> int | None:
         if not w.rounds:
             return step
         while step < FOREIGN_STEPS and w.engine.foreign_waiting() < foreign:
-            w.do(lambda e, step=step: e.add_stranger(f"s{step}", 7, *size))
+            w.do(lambda e, step=step: e.add_foreign_request(f"s{step}", 7, *size))
         w.step()
     return None
 
@@ -78,9 +78,9 @@ def steps_of_a_prefill_beside_joins(_seed: int) -> int | None:
     for length in (3, 4, 5, 7):
         w.open(f"run-{length}", {"p": (5, 100, -length)}, quota=1)
     w.step(30)
-    stranger = w.do(lambda e: e.add_stranger("s", 7, 4, 3))
+    foreign = w.do(lambda e: e.add_foreign_request("s", 7, 4, 3))
     for step in range(30):
-        if stranger.reason is not None:
+        if foreign.reason is not None:
             return step
         w.step()
     return None

@@ -33,54 +33,54 @@ def prefills(w: ControllerHarness) -> list[int]:
 
 def led(prompts: PromptSharing) -> tuple[LedgerDriver, Sample, Sample]:
     """A group whose first member is being prefilled: that one, and another."""
-    hand = LedgerDriver()
-    (group,) = hand.groups(3)
+    driver = LedgerDriver()
+    (group,) = driver.groups(3)
     leader, other, _ = group.samples.values()
     prompts.prefill_queued(leader)
-    hand.start(leader)
-    return hand, leader, other
+    driver.start(leader)
+    return driver, leader, other
 
 
 def test_one_sample_per_group_is_prefilled(prompts: PromptSharing) -> None:
     """For eight free slots: groups whose members fill them, and whoever nobody follows."""
-    hand = LedgerDriver()
-    hand.groups(4, 1, 2, 4, 4)
-    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
-    assert names(list(prompts.select_for_prefill(hand.round(concurrency=4), 8))) == ["g0.0"]
+    driver = LedgerDriver()
+    driver.groups(4, 1, 2, 4, 4)
+    assert names(list(prompts.select_for_prefill(driver.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
+    assert names(list(prompts.select_for_prefill(driver.round(concurrency=4), 8))) == ["g0.0"]
 
 
 def test_leaders_of_a_whole_batch_share_a_prefill(prompts: PromptSharing) -> None:
     """Five slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
-    hand = LedgerDriver()
-    hand.start(*(g.samples[0] for g in hand.groups(*[1] * 24)))
-    hand.groups(*[8] * 9)
-    assert names(list(prompts.select_for_prefill(hand.round(), 5))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
-    assert names(list(prompts.select_for_prefill(hand.round(), 2))) == ["g24.0", "g25.0"]
+    driver = LedgerDriver()
+    driver.start(*(g.samples[0] for g in driver.groups(*[1] * 24)))
+    driver.groups(*[8] * 9)
+    assert names(list(prompts.select_for_prefill(driver.round(), 5))) == [f"g{i}.0" for i in (24, 25, 26, 27)]
+    assert names(list(prompts.select_for_prefill(driver.round(), 2))) == ["g24.0", "g25.0"]
 
 
 def test_members_follow_only_after_the_prompt_is_prefilled(prompts: PromptSharing) -> None:
-    hand, leader, other = led(prompts)
+    driver, leader, other = led(prompts)
     assert prompts.awaits_leader(other)
     assert not prompts.can_follow(other)
-    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == []
+    assert names(list(prompts.select_for_prefill(driver.round(), 8))) == []
     prompts.prefilled(leader)
-    hand.grow(leader)
+    driver.grow(leader)
     assert prompts.can_follow(other)
     assert not prompts.awaits_leader(other)
     assert not prompts.can_follow(leader), "it has a token"
-    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == []
+    assert names(list(prompts.select_for_prefill(driver.round(), 8))) == []
 
 
 def test_another_leads_when_the_leader_leaves_without_a_token(prompts: PromptSharing) -> None:
-    hand, leader, other = led(prompts)
-    hand.ledger.suspend(leader)
+    driver, leader, other = led(prompts)
+    driver.ledger.suspend(leader)
     assert not prompts.awaits_leader(other)
-    assert names(list(prompts.select_for_prefill(hand.round(), 8))) == ["g0.0"]
+    assert names(list(prompts.select_for_prefill(driver.round(), 8))) == ["g0.0"]
 
 
-def test_followers_need_no_prefill(world: Build) -> None:
-    """Twelve groups of four on eight slots: one row of a prefill each; tokens and spans are checked by the world."""
-    w = world(slots=8, pool=2000, chunk=64, shares=True)
+def test_followers_need_no_prefill(harness: Build) -> None:
+    """Twelve groups of four on eight slots: one row of a prefill each; tokens and spans are checked by the harness."""
+    w = harness(slots=8, pool=2000, chunk=64, shares=True)
     rows = prefills(w)
     w.open("run", {f"p{i}": (5, 4, 9 + i % 5) for i in range(12)}, quota=12)
     reply = w.reply()
@@ -90,18 +90,18 @@ def test_followers_need_no_prefill(world: Build) -> None:
     assert w.engine.followed == 36
 
 
-def test_without_sharing_every_member_is_prefilled(world: Build) -> None:
+def test_without_sharing_every_member_is_prefilled(harness: Build) -> None:
     """Pages of more than one token, penalties, a grammar, no tree: as SGLang does it."""
-    w = world(slots=8, pool=2000, chunk=64)
+    w = harness(slots=8, pool=2000, chunk=64)
     rows = prefills(w)
     w.open("run", {f"p{i}": (5, 4, 9 + i % 5) for i in range(12)}, quota=12)
     assert w.reply().stats["started_on_prompt_kv"] == 0
     assert sum(rows) == 48
 
 
-def test_a_new_policy_version_needs_new_leaders(world: Build) -> None:
+def test_a_new_policy_version_needs_new_leaders(harness: Build) -> None:
     """KV of one version is never a prefix under another."""
-    w = world(slots=2, pool=300, chunk=64, shares=True)
+    w = harness(slots=2, pool=300, chunk=64, shares=True)
     rows = prefills(w)
     w.open("run", {"p": (5, 8, -20)}, quota=1)
     w.step(6)
@@ -112,9 +112,9 @@ def test_a_new_policy_version_needs_new_leaders(world: Build) -> None:
     assert w.engine.followed == 6
 
 
-def test_evicted_prompt_kv_is_computed_again(world: Build) -> None:
+def test_evicted_prompt_kv_is_computed_again(harness: Build) -> None:
     """The tree may let a prompt go that nobody stands on; a flush empties it."""
-    w = world(slots=2, pool=300, chunk=64, shares=True)
+    w = harness(slots=2, pool=300, chunk=64, shares=True)
     rows = prefills(w)
     w.open("run", {"p": (5, 8, -20)}, quota=1)
     w.step(6)
@@ -124,9 +124,9 @@ def test_evicted_prompt_kv_is_computed_again(world: Build) -> None:
     assert w.engine.followed == 6
 
 
-def test_evicted_prompt_kv_is_searched_once_per_step(world: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_prompt_kv_is_searched_once_per_step(harness: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader has ended, and one follows in its place; then seven slots come free together."""
-    w = world(slots=8, pool=1000, chunk=64, shares=True)
+    w = harness(slots=8, pool=1000, chunk=64, shares=True)
     w.open("run", {"p": (5, 16, -20)}, quota=1)
     while w.engine.followed < 8:
         w.step(1)
@@ -138,32 +138,32 @@ def test_evicted_prompt_kv_is_searched_once_per_step(world: Build, monkeypatch: 
     assert found == [False] + [True] * 6
 
 
-def test_stock_requests_are_served_while_followers_join(world: Build) -> None:
+def test_stock_requests_are_served_while_followers_join(harness: Build) -> None:
     """A join launches no prefill; `/generate` gets every second step then, and both progress."""
-    w = world(slots=2, pool=300, chunk=64, shares=True)
+    w = harness(slots=2, pool=300, chunk=64, shares=True)
     w.open("run", {f"p{i}": (5, 8, -2) for i in range(8)}, quota=8)
     w.step(3)
-    stranger = w.do(lambda e: e.add_stranger("s", 7, 4, 3))
+    foreign = w.do(lambda e: e.add_foreign_request("s", 7, 4, 3))
     w.step(24)
-    assert stranger.reason is not None
+    assert foreign.reason is not None
     w.reply()
 
 
-def test_stock_requests_are_served_while_followers_join_in_every_step(world: Build) -> None:
+def test_stock_requests_are_served_while_followers_join_in_every_step(harness: Build) -> None:
     """A join launches no prefill; whoever waits for one has every second step, however many slots are free."""
-    w = world(slots=24, pool=4000, chunk=64, shares=True)
+    w = harness(slots=24, pool=4000, chunk=64, shares=True)
     for length in (3, 4, 5, 7):
         w.open(f"run-{length}", {"p": (5, 100, -length)}, quota=1)
     w.step(30)
-    stranger = w.do(lambda e: e.add_stranger("s", 7, 4, 3))
+    foreign = w.do(lambda e: e.add_foreign_request("s", 7, 4, 3))
     w.step(6)
-    assert stranger.reason is not None
+    assert foreign.reason is not None
 
 
-def test_leaders_do_not_give_their_slots_to_running_ahead(world: Build) -> None:
+def test_leaders_do_not_give_their_slots_to_running_ahead(harness: Build) -> None:
     """What one run's leaders leave of its free slots is for their followers, not for a run that runs ahead; its
     partials wait, and go on on their KV."""
-    w = world(slots=8, pool=2000, chunk=64, shares=True)
+    w = harness(slots=8, pool=2000, chunk=64, shares=True)
     w.open("b", lengths(2, 40, 40, 40, 40, 40), quota=1, ahead=4, after_quota="continue")
     w.reply("b")
     w.open("a", {f"a{i}": (5, 4, -12) for i in range(4)}, quota=4)
@@ -178,9 +178,9 @@ def test_leaders_do_not_give_their_slots_to_running_ahead(world: Build) -> None:
     assert kinds == {"fresh", "kept"}
 
 
-def test_two_runs_have_equal_shares_of_a_prefill(world: Build) -> None:
+def test_two_runs_have_equal_shares_of_a_prefill(harness: Build) -> None:
     """Round-robin: 16 slots each, of which one run's leader leaves 15 to its followers, not to the other run."""
-    w = world(slots=32, pool=4000, chunk=400, shares=True)
+    w = harness(slots=32, pool=4000, chunk=400, shares=True)
     rows = prefills(w)
     w.freeze(True)
     w.open("a", {f"a{i}": (5, 16, -20) for i in range(4)}, quota=4)

@@ -12,9 +12,9 @@ def spans(w: ControllerHarness, name: str) -> list[tuple[int, str]]:
     return [(s.version, s.kv) for s in w.samples[("run", name, 0), 0].spans]
 
 
-def test_a_push_of_ten_buckets_suspends_samples_and_moves_the_version_once(world: Build) -> None:
+def test_a_push_of_ten_buckets_suspends_samples_and_moves_the_version_once(harness: Build) -> None:
     """The round stays open and goes on at the new version, on kept KV."""
-    w = world()
+    w = harness()
     w.open("run", lengths(9, 9), quota=2)
     w.step(3)
     assert w.push_begin(version=7) == 200
@@ -31,21 +31,21 @@ def test_a_push_of_ten_buckets_suspends_samples_and_moves_the_version_once(world
     assert spans(w, "p0") == [(0, "fresh"), (7, "kept")]
 
 
-def test_weight_calls_without_begin_are_one_push_until_the_next_forward(world: Build) -> None:
+def test_weight_calls_without_begin_are_one_push_until_the_next_forward(harness: Build) -> None:
     """The version moves at the first accepted call after any forward, anyone's."""
-    w = world()
+    w = harness()
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
     assert w.version == 1
-    w.do(lambda e: e.add_stranger("s", 0, 3, 1))
+    w.do(lambda e: e.add_foreign_request("s", 0, 3, 1))
     w.step(4)
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
     assert w.version == 2
 
 
-def test_a_refused_push_changes_nothing(world: Build) -> None:
+def test_a_refused_push_changes_nothing(harness: Build) -> None:
     """409 for a version that is not greater and for an end without a begin; what runs goes on running."""
-    w = world()
+    w = harness()
     w.open("run", lengths(9), quota=1)
     w.step(3)
     assert w.push_begin(version=0) == 409
@@ -54,9 +54,9 @@ def test_a_refused_push_changes_nothing(world: Build) -> None:
     assert not w.controller.context.closed()
 
 
-def test_begin_again_starts_the_push_over_and_end_may_name_the_version(world: Build) -> None:
+def test_begin_again_starts_the_push_over_and_end_may_name_the_version(harness: Build) -> None:
     """Also after a failed call; an end that names a version not greater is 409 and leaves the push open."""
-    w = world()
+    w = harness()
     assert w.push_begin(version=3) == 200
     w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
     assert w.push_end() == 409
@@ -67,9 +67,9 @@ def test_begin_again_starts_the_push_over_and_end_may_name_the_version(world: Bu
 
 
 @pytest.mark.parametrize("heal", ["push", "disk"])
-def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(world: Build, heal: str) -> None:
+def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(harness: Build, heal: str) -> None:
     """Nothing of ours steps on half pushed weights, rounds get 503 with the reason, one bucket heals nothing."""
-    w = world()
+    w = harness()
     w.open("run", lengths(9), quota=1)
     w.step(3)
     w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
@@ -87,9 +87,9 @@ def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(world: Buil
     assert spans(w, "p0") == [(0, "fresh"), (1, "kept")]
 
 
-def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(world: Build) -> None:
+def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(harness: Build) -> None:
     """The round ended in that step; the push that follows at once makes nothing of it mandatory."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 9), quota=1, max_staleness=1)
     while not w.controller.context.rounds["run"].counted():
         w.step()
@@ -97,14 +97,14 @@ def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(wor
     assert [(ids(r), r.policy_version) for r in w.replies] == [(["p0"], 0)]
 
 
-def test_a_paused_round_continues_unchanged(world: Build) -> None:
+def test_a_paused_round_continues_unchanged(harness: Build) -> None:
     """No step of ours while frozen, SGLang's own requests included in none of it; no span opens."""
-    w = world()
+    w = harness()
     w.open("run", lengths(9), quota=1)
     w.step(3)
     w.freeze(True)
     before = w.sample("run", "p0").length
-    w.do(lambda e: e.add_stranger("s", 0, 3, 5))
+    w.do(lambda e: e.add_foreign_request("s", 0, 3, 5))
     w.step(12)
     assert w.engine.fully_idle()
     assert w.sample("run", "p0").length == before
@@ -114,9 +114,9 @@ def test_a_paused_round_continues_unchanged(world: Build) -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "auto", "recompute"])
-def test_only_kv_of_an_older_version_is_recomputed(world: Build, policy: str) -> None:
+def test_only_kv_of_an_older_version_is_recomputed(harness: Build, policy: str) -> None:
     """`recompute` keeps pages of the same version; `auto` means keep for now."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 20), quota=1, kv=policy)
     w.reply()
     w.open("run", {"q": (3, 1, -2)}, quota=1, kv=policy)
@@ -130,9 +130,9 @@ def test_only_kv_of_an_older_version_is_recomputed(world: Build, policy: str) ->
     assert spans(w, "p1") == [(0, "fresh"), (1, "recomputed" if again else "kept")]
 
 
-def test_a_flush_moves_pages_to_the_host_within_its_cap(world: Build) -> None:
+def test_a_flush_moves_pages_to_the_host_within_its_cap(harness: Build) -> None:
     """The longest first; those without room keep their tokens, and nothing is lost."""
-    w = world(host_cap=12)
+    w = harness(host_cap=12)
     w.open("run", {f"p{i}": (3 + i, 1, -20) for i in range(4)} | {"q": (3, 1, -1)}, quota=1)
     w.reply()
     held = {f"p{i}": w.sample("run", f"p{i}").kv.pages.length for i in range(4)}
@@ -151,11 +151,11 @@ def test_a_flush_moves_pages_to_the_host_within_its_cap(world: Build) -> None:
     assert sorted(ids(reply)) == sorted(held)
 
 
-def test_a_waiting_flush_keeps_samples_suspended(world: Build) -> None:
+def test_a_waiting_flush_keeps_samples_suspended(harness: Build) -> None:
     """With a timeout; afterwards the round goes on."""
-    w = world()
+    w = harness()
     w.open("run", lengths(9), quota=1)
-    w.do(lambda e: e.add_stranger("s", 4, 3, 5))
+    w.do(lambda e: e.add_foreign_request("s", 4, 3, 5))
     w.step()
     assert not w.do(lambda e: e.flush(wait=True))
     length = w.sample("run", "p0").length
@@ -166,9 +166,9 @@ def test_a_waiting_flush_keeps_samples_suspended(world: Build) -> None:
     assert ids(w.reply()) == ["p0"]
 
 
-def test_released_memory_closes_admission_also_across_a_push(world: Build) -> None:
+def test_released_memory_closes_admission_also_across_a_push(harness: Build) -> None:
     """Pages are on the host before the pool is unmapped; no page is touched until it is back."""
-    w = world()
+    w = harness()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
     assert w.do(FakeEngine.release_memory)
@@ -183,8 +183,8 @@ def test_released_memory_closes_admission_also_across_a_push(world: Build) -> No
     assert spans(w, "p1") == [(0, "fresh"), (1, "kept")]
 
 
-def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(world: Build) -> None:
-    w = world()
+def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(harness: Build) -> None:
+    w = harness()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
     w.open("other", lengths(1, 9), quota=None)
@@ -197,9 +197,9 @@ def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(world: Build)
     assert [w.sample(run, "p1").state for run in ("run", "other")] == [State.SUSPENDED] * 2
 
 
-def test_retracted_samples_are_recomputed_under_one_version(world: Build) -> None:
+def test_retracted_samples_are_recomputed_under_one_version(harness: Build) -> None:
     """A retract gives `recomputed` without any push, and counts as retracted."""
-    w = world()
+    w = harness()
     w.open("run", lengths(9, 9), quota=2)
     w.step(4)
     w.do(lambda e: setattr(e, "retract_next", True))

@@ -21,26 +21,26 @@ class Orders:
     """An engine that only writes down what it is asked for."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def copy_out(self, sample: Sample, order: int) -> None:
         copy = sample.kv.pages.copy  # type: ignore[union-attr]
         prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix else None  # type: ignore[union-attr]
-        self.said.append(("out", order, copy.tier, prefix))  # type: ignore[union-attr]
+        self.calls.append(("out", order, copy.tier, prefix))  # type: ignore[union-attr]
 
     def spill(self, sample: Sample, order: int) -> None:
-        self.said.append(("spill", order))
+        self.calls.append(("spill", order))
 
     def load(self, sample: Sample, order: int) -> bool:
         sample.kv.pages.slots = [0] * sample.kv.pages.length  # type: ignore[union-attr]
-        self.said.append(("load", order))
+        self.calls.append(("load", order))
         return True
 
     def wait(self, order: int) -> None:
-        self.said.append(("wait", order))
+        self.calls.append(("wait", order))
 
     def discard(self, number: int) -> None:
-        self.said.append(("discard", number))
+        self.calls.append(("discard", number))
 
     def free_pages(self, pages: Pages) -> None:
         pages.slots = pages.node = None
@@ -55,26 +55,26 @@ class Group:
 
     def __init__(self, host: int = 1000, disk: int = 0, prompt_tokens: int = 40) -> None:
         self.engine: Any = Orders()
-        hand = LedgerDriver()
-        self.context = Context(self.engine, VersionClock(), host, disk, PAGE, ledger=hand.ledger)
+        driver = LedgerDriver()
+        self.context = Context(self.engine, VersionClock(), host, disk, PAGE, ledger=driver.ledger)
         self.tiers = Tiers(self.context)
-        self.hand, self.node = hand, object()
-        (group,) = hand.accept(prompt("g0", 4, tokens=prompt_tokens))
+        self.driver, self.node = driver, object()
+        (group,) = driver.accept(prompt("g0", 4, tokens=prompt_tokens))
         self.samples = list(group.samples.values())
         for i, sample in enumerate(self.samples):
-            hand.start(sample)
-            hand.grow(sample, tokens=10)
+            driver.start(sample)
+            driver.grow(sample, tokens=10)
             self.suspend(sample, 50 + i)
 
     def suspend(self, sample: Sample, length: int, *, in_tree: bool = True) -> None:
-        self.hand.ledger.suspend(sample)
+        self.driver.ledger.suspend(sample)
         node = self.node if in_tree else None
         sample.kv.pages = Pages(length, 40 if in_tree else 0, [0] * length, node, "")
         self.tiers.add_suspended([sample])
 
     def complete(self) -> None:
         self.tiers.orders_ended(
-            messages.Moved([said[1] for said in self.engine.said if said[0] in ("out", "load", "spill")])
+            messages.Moved([call[1] for call in self.engine.calls if call[0] in ("out", "load", "spill")])
         )
 
     def resume(self, sample: Sample) -> None:
@@ -82,7 +82,7 @@ class Group:
         self.complete()
         self.tiers.prepare_resume(sample)
         sample.kv.pages = None
-        self.hand.ledger.admit(sample)
+        self.driver.ledger.admit(sample)
 
 
 def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
@@ -90,7 +90,7 @@ def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
     g = Group()
     for sample in g.samples:
         g.tiers.demote(sample)
-    ((number, length),) = {said[3] for said in g.engine.said}
+    ((number, length),) = {call[3] for call in g.engine.calls}
     assert (length, g.tiers.used["host"]) == (32, 32 + 4 * 32)
     g.complete()
     for sample in g.samples[:2]:
@@ -98,13 +98,13 @@ def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
     assert g.tiers.used["host"] == 32 + 2 * 32
     g.suspend(g.samples[0], 60, in_tree=False)
     g.tiers.demote(g.samples[0])
-    assert g.engine.said[-1][3] == (number, 32)
+    assert g.engine.calls[-1][3] == (number, 32)
     assert g.tiers.used["host"] == 32 + 2 * 32 + 32
     for sample in (g.samples[0], *g.samples[2:]):
         g.tiers.release(sample)
-    assert ("discard", number) not in g.engine.said
+    assert ("discard", number) not in g.engine.calls
     g.tiers.drop_prefix(g.samples[1])
-    assert g.engine.said[-1] == ("discard", number)
+    assert g.engine.calls[-1] == ("discard", number)
     assert g.tiers.used == {"host": 0, "disk": 0}
 
 
@@ -114,7 +114,7 @@ def test_a_leader_and_its_followers_share_a_prefix() -> None:
     for sample, protected in zip(g.samples, (47, 48, 47, 48), strict=True):
         sample.kv.pages.protected = protected  # type: ignore[union-attr]
         g.tiers.demote(sample)
-    assert {said[3] for said in g.engine.said} == {(g.engine.said[0][3][0], 32)}
+    assert {call[3] for call in g.engine.calls} == {(g.engine.calls[0][3][0], 32)}
 
 
 def test_a_recomputed_prompt_is_another_prefix() -> None:
@@ -124,7 +124,7 @@ def test_a_recomputed_prompt_is_another_prefix() -> None:
     g.node = object()
     g.samples[1].kv.pages.node = g.node  # type: ignore[union-attr]
     g.tiers.demote(g.samples[1])
-    assert g.engine.said[0][3] != g.engine.said[1][3]
+    assert g.engine.calls[0][3] != g.engine.calls[1][3]
     assert g.tiers.used["host"] == 2 * (32 + 32)
 
 
@@ -132,9 +132,9 @@ def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
     """Others stand on what this order reads, from slots that its sample no longer protects."""
     g = Group()
     g.tiers.demote(g.samples[0])
-    order = g.engine.said[0][1]
+    order = g.engine.calls[0][1]
     g.tiers.release(g.samples[0])
-    assert ("wait", order) in g.engine.said
+    assert ("wait", order) in g.engine.calls
     assert g.tiers.used["host"] == 0
 
 
@@ -168,9 +168,9 @@ def test_slots_are_held_until_all_ranks_report_the_copy() -> None:
 
 
 @pytest.mark.parametrize("fail_every", [1, 2])
-def test_a_failed_copy_is_recomputed_counted_and_warned_of(world: Build, fail_every: int) -> None:
+def test_a_failed_copy_is_recomputed_counted_and_warned_of(harness: Build, fail_every: int) -> None:
     """Never a wrong token, never a lost sample: `stats.kv_lost`, a warning, and the sum in `/april/state`."""
-    w = world(fail_every=fail_every)
+    w = harness(fail_every=fail_every)
     w.open("run", lengths(2, 30, 30), quota=1, tier="host")
     w.reply()
     assert set(tiers_of(w, "run").values()) == {"host"}
@@ -184,9 +184,9 @@ def test_a_failed_copy_is_recomputed_counted_and_warned_of(world: Build, fail_ev
     assert {s.finish_reason["type"] for s in w.samples.values()} == {"stop"}
 
 
-def test_an_integrity_check_is_answered_when_all_ranks_have_reported(world: Build) -> None:
+def test_an_integrity_check_is_answered_when_all_ranks_have_reported(harness: Build) -> None:
     """`GET /april/state?check=1`: not before."""
-    w = world()
+    w = harness()
     w.open("run", lengths(2, 30), quota=1, tier="host")
     w.reply()
     seq = w.seq = w.seq + 1
