@@ -10,7 +10,7 @@ PLUGIN = "april"
 PLATFORM = "april_cpu"
 
 
-def hidden_by(env: Mapping[str, str]) -> str | None:
+def reason_not_loaded(env: Mapping[str, str]) -> str | None:
     """Why SGLang would pass over the plugin without a word, if it would."""
     platform = env.get("SGLANG_PLATFORM")
     if platform and platform != PLATFORM:
@@ -23,7 +23,7 @@ def hidden_by(env: Mapping[str, str]) -> str | None:
 
 def main(argv: Sequence[str]) -> None:
     """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
-    reason = hidden_by(os.environ)
+    reason = reason_not_loaded(os.environ)
     if reason is not None:
         raise SystemExit(f"sglang-april: {reason}.")
     try:

@@ -50,7 +50,7 @@ def _timeout_with_tp(name: str) -> Callable[[Any, Environment], bool]:
     return applies
 
 
-BY_TOKENS = "such a cache may find KV by tokens alone, and give one policy's to another"
+KEYED_BY_TOKENS = "such a cache may find KV by tokens alone, and give one policy's to another"
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("--speculative-algorithm", _set("speculative_algorithm"), "its drafts are not kept across a suspend"),
@@ -79,9 +79,9 @@ REFUSALS: tuple[Refusal, ...] = (
         _set("enable_hierarchical_cache"),
         "its host copies of the radix tree were never tried beside ours",
     ),
-    Refusal("--enable-lmcache", _set("enable_lmcache"), BY_TOKENS),
-    Refusal("--enable-flexkv", _set("enable_flexkv"), BY_TOKENS),
-    Refusal("--radix-cache-backend", _set("radix_cache_backend"), BY_TOKENS),
+    Refusal("--enable-lmcache", _set("enable_lmcache"), KEYED_BY_TOKENS),
+    Refusal("--enable-flexkv", _set("enable_flexkv"), KEYED_BY_TOKENS),
+    Refusal("--radix-cache-backend", _set("radix_cache_backend"), KEYED_BY_TOKENS),
     Refusal("--dcp-size above 1", _above_one("dcp_size"), "a partial's pages would be spread over ranks"),
     Refusal("--enable-pdmux", _set("enable_pdmux"), "its event loop passes the hooks by"),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "a diffusion model does not write token after token"),

@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_april.cpu import CHOSEN_BY_PLATFORM
-from sglang_april.cpu.decode_kernel import decode_attention, fits
+from sglang_april.cpu.decode_kernel import decode_attention, supports
 
 
 def install() -> None:
@@ -86,7 +86,7 @@ class TorchCpuAttention(TorchNativeAttnBackend):
                 is_cross_attn,
                 sliding_window_size,
             )
-        if scaling is not None and fits(query, k_cache, v_cache, req_to_token):
+        if scaling is not None and supports(query, k_cache, v_cache, req_to_token):
             return output.copy_(
                 decode_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scaling)
             )

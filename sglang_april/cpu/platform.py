@@ -26,8 +26,8 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose what works on a CPU wherever SGLang's own choice, or the user's silence, would not."""
         # By now SGLang has filled in what it would take itself.
-        theirs = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
-        if server_args.attention_backend in (None, theirs):
+        upstream_default = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
+        if server_args.attention_backend in (None, upstream_default):
             server_args.attention_backend = "torch_native"
             setattr(server_args, CHOSEN_BY_PLATFORM, True)
         # xgrammar allocates its mask through CUDA.

@@ -15,7 +15,7 @@ import pytest
 
 from examples.tiny_model import make
 from tests.support.fork_server import ForkServer
-from tests.support.live import LiveServer, living
+from tests.support.live import LiveServer, live_server
 from tests.support.server import Server
 
 ALIVE = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 2
@@ -23,7 +23,7 @@ ALIVE = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 2
 
 NORMAL = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]
-SHARED = {"server", "overlap", "normal", "live", "either", "guarded"}
+SHARED = {"server", "overlap", "normal", "live", "each_loop", "guarded"}
 """Fixtures that use the server of the normal loop or that of the overlap loop."""
 SMALL = ["--max-total-tokens=400", "--max-running-requests=12", "--april-host-gb=0.0003"]
 """400 tokens on the device and 292 on the host, of 1,024 bytes each."""
@@ -84,7 +84,7 @@ class Pool:
     """Starts servers on demand; the one used longest ago makes room."""
 
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
-        self._models, self._folder, self._warm = models, folder, ForkServer()
+        self._models, self._folder, self._fork_server = models, folder, ForkServer()
         self._live: OrderedDict[str, Server] = OrderedDict()
 
     def get(
@@ -103,7 +103,7 @@ class Pool:
         """
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
-            warnings.warn(f"server {name} was replaced: {server.unrest}", stacklevel=1)
+            warnings.warn(f"server {name} was replaced: {server.reset_failure}", stacklevel=1)
             server.stop()
         if server is None or not server.alive:
             self.make_room()
@@ -111,7 +111,7 @@ class Pool:
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
             server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})
-            server.warm = self._warm if forked else None
+            server.fork_server = self._fork_server if forked else None
             server.spawn()
             server.wait()
         self._live[name] = server
@@ -125,7 +125,7 @@ class Pool:
     def close(self) -> None:
         for server in self._live.values():
             server.stop()
-        self._warm.close()
+        self._fork_server.close()
 
 
 @pytest.fixture(scope="session")
@@ -150,14 +150,14 @@ def overlap(pool: Pool) -> Server:
 @pytest.fixture
 def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """The server with the normal loop, and the policies pushed to it."""
-    with living(server, lambda seed: models("qwen3", seed)) as live:
+    with live_server(server, lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
 @pytest.fixture
 def second(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """One more like the first."""
-    with living(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
+    with live_server(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
@@ -166,7 +166,7 @@ def live(request: pytest.FixtureRequest, models: Callable[[str, int], Path]) -> 
     """Both shared servers, one after the other."""
     name, family = ("server", "qwen3") if request.param == "normal" else ("overlap", "llama")
     server: Server = request.getfixturevalue(name)
-    with living(server, lambda seed: models(family, seed)) as live:
+    with live_server(server, lambda seed: models(family, seed)) as live:
         yield live
 
 
@@ -180,7 +180,7 @@ def tp2(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Server:
 @pytest.fixture
 def small(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """Overlap loop, with little memory on the device and on the host."""
-    with living(pool.get("small", SMALL, "llama", forked=True), lambda seed: models("llama", seed)) as live:
+    with live_server(pool.get("small", SMALL, "llama", forked=True), lambda seed: models("llama", seed)) as live:
         yield live
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from tests.support.background import Background, stream, until
+from tests.support.background import BackgroundRound, stream
 from tests.support.compare import by_key
+from tests.support.live import until
 from tests.support.server import Server
 from tests.support.workload import Forwards, prompt, stoppers
 
@@ -16,7 +17,7 @@ def ids(reply: dict[str, Any]) -> list[str]:
     return [g["id"] for g in reply["finished"]]
 
 
-def test_prompts_never_started_stay_untouched(server: Server, run: str) -> None:
+def test_unstarted_prompts_stay_untouched(server: Server, run: str) -> None:
     """More prompts than slots cost nothing: no tokens, no age, and on-policy after a push."""
     reply = server.rollout(run=run, prompts=[prompt(f"p{i:02}", 6) for i in range(30)], quota=4, concurrency=4)
     assert ids(reply) == ["p00", "p01", "p02", "p03"]
@@ -34,7 +35,7 @@ def test_prompts_never_started_stay_untouched(server: Server, run: str) -> None:
     assert second["stats"]["delivered"]["tokens_by_version"] == {str(version): 26 * 6}
 
 
-def test_partials_then_groups_begun_then_new_ones(server: Server, run: str) -> None:
+def test_partials_run_before_started_groups_and_new_groups(server: Server, run: str) -> None:
     """With one slot, samples run in the order of admission, which the stream shows."""
     first = [prompt("stop", 3), prompt("begun", 8, n=4), prompt("old", 5)]
     server.rollout(run=run, prompts=first, quota=1, concurrency=4)
@@ -44,7 +45,7 @@ def test_partials_then_groups_begun_then_new_ones(server: Server, run: str) -> N
     assert order == [*(("begun", i) for i in range(4)), ("old", 0), ("new", 0)]
 
 
-def test_concurrency_bounds_a_run(server: Server, run: str) -> None:
+def test_concurrency_limits_a_run(server: Server, run: str) -> None:
     """At most `concurrency` samples of the run at once, and the slots stay full."""
     count = Forwards(server)
     reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 4 + i, n=3) for i in range(6)], quota=None, concurrency=5)
@@ -67,12 +68,12 @@ def test_concurrency_auto_is_measured_and_broadcast(server: Server, run: str) ->
     assert server.rollout(run=run, prompts=[prompt("one", 3)], quota=1)["stats"]["concurrency"] is None
 
 
-def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
+def test_runs_share_slots_round_robin(server: Server, run: str) -> None:
     """Two runs with more work than slots get half of the slots each, and nothing crosses from one to the other."""
     server.post("/pause_generation", {"mode": "in_place"})
     names = [f"{run}-a", f"{run}-b"]
     rounds = [
-        Background(server, run=name, prompts=[prompt(f"p{i}", 5 + i % 7) for i in range(60)], quota=40)
+        BackgroundRound(server, run=name, prompts=[prompt(f"p{i}", 5 + i % 7) for i in range(60)], quota=40)
         for name in names
     ]
     until(lambda: len(server.state()["rounds"]) == 2)
@@ -86,10 +87,10 @@ def test_runs_share_the_slots_in_turn(server: Server, run: str) -> None:
         assert len(by_key([*reply["finished"], *server.drain(name)])) == 60
 
 
-def test_stock_requests_progress_beside_a_round(server: Server, run: str) -> None:
+def test_stock_requests_progress_during_a_round(server: Server, run: str) -> None:
     """`/generate` gets slots while a round with far more samples than slots is open."""
     with server.slowed():
-        round_ = Background(server, run=run, prompts=[prompt(f"p{i}", 30) for i in range(160)], quota=None)
+        round_ = BackgroundRound(server, run=run, prompts=[prompt(f"p{i}", 30) for i in range(160)], quota=None)
         until(lambda: server.state()["samples"]["running"] >= 48)
         reply = server.post(
             "/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
@@ -99,7 +100,7 @@ def test_stock_requests_progress_beside_a_round(server: Server, run: str) -> Non
     assert len(round_.reply()["finished"]) == 160
 
 
-def test_a_group_at_the_bound_must_finish(server: Server, run: str) -> None:
+def test_group_at_the_staleness_bound_is_mandatory(server: Server, run: str) -> None:
     """Staleness >= max_staleness makes a group mandatory: all members, and it is delivered first."""
     first = [*stoppers([4]), prompt("old", 30, n=6)]
     assert ids(server.rollout(run=run, prompts=first, quota=1, concurrency=5)) == ["stop-4"]
@@ -118,14 +119,14 @@ def test_a_group_at_the_bound_must_finish(server: Server, run: str) -> None:
     assert ids(server.rollout(run=run, prompts=[], quota=2)) == ["new-1", "new-2"]
 
 
-def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: str) -> None:
+def test_group_over_the_staleness_bound_is_delivered_and_counted(server: Server, run: str) -> None:
     """Several pushes between two rounds; also what `stop` carries over. Nothing is dropped."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 9), prompt("older", 12)], quota=1)
     for _ in range(3):
         push(server)
     body = {"prompts": [prompt("long", 1500)], "quota": 3, "max_staleness": 1}
     with server.slowed():
-        round_ = Background(server, run=run, round_id=f"{run}-s", **body)
+        round_ = BackgroundRound(server, run=run, round_id=f"{run}-s", **body)
         until(lambda: server.state()["samples"]["finished"] == 2)
         assert not round_.done
         server.post(f"/april/rounds/{run}-s/stop")
@@ -135,11 +136,11 @@ def test_a_group_over_the_bound_is_delivered_and_counted(server: Server, run: st
     server.post("/april/drop", {"run": run})
 
 
-def test_a_push_inside_a_round_makes_groups_mandatory(server: Server, run: str) -> None:
+def test_push_during_a_round_makes_groups_mandatory(server: Server, run: str) -> None:
     """After every push inside the round the bound is looked at again."""
     prompts = [prompt(f"p{i}", 400 + 40 * i) for i in range(3)]
     with server.slowed():
-        round_ = Background(server, run=run, prompts=prompts, quota=1, max_staleness=1)
+        round_ = BackgroundRound(server, run=run, prompts=prompts, quota=1, max_staleness=1)
         until(lambda: server.state()["samples"]["running"] == 3)
         push(server)
     reply = round_.reply()
@@ -148,7 +149,7 @@ def test_a_push_inside_a_round_makes_groups_mandatory(server: Server, run: str) 
     assert reply["end_reason"] in ("quota", "exhausted")
 
 
-def test_max_staleness_zero_carries_nothing_with_tokens(server: Server, run: str) -> None:
+def test_max_staleness_zero_carries_no_partials(server: Server, run: str) -> None:
     """Strict on-policy: no more groups start than the quota needs, in either unit, and all of them finish."""
     ends = {"temperature": 1.0, "stop_token_ids": list(range(6, 40))}
     prompts = [prompt(f"p{i:02}", 40, n=3, **ends) for i in range(20)]
@@ -166,7 +167,7 @@ def test_max_staleness_zero_carries_nothing_with_tokens(server: Server, run: str
     server.post("/april/drop", {"run": run})
 
 
-def test_max_staleness_zero_finishes_what_older_rounds_left(server: Server, run: str) -> None:
+def test_max_staleness_zero_finishes_partials_of_older_rounds(server: Server, run: str) -> None:
     """A carry with tokens is mandatory under `max_staleness: 0`, and counts towards the quota."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("a", 20), prompt("b", 9)], quota=1)
     reply = server.rollout(run=run, prompts=[prompt(f"new-{i}", 3) for i in range(4)], quota=1, max_staleness=0)

@@ -10,7 +10,7 @@ import torch
 
 from tests.bridge.reference import micro_batches
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
-from tests.support.live import LiveServer, living
+from tests.support.live import LiveServer, live_server
 from trainer_bridge.batch import Sequences
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.megatron.worker_group import make_trainer
@@ -34,7 +34,7 @@ Groups = list[dict[str, Any]]
 @pytest.fixture(params=SERVERS)
 def live(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     name, flags = SERVERS[request.param]
-    with living(pool.get(name, flags, request.param), lambda seed: models(request.param, seed)) as live:
+    with live_server(pool.get(name, flags, request.param), lambda seed: models(request.param, seed)) as live:
         yield live
 
 

@@ -1,6 +1,6 @@
 """Bad input at a live server: a 4xx that names the field, no change of state, and the server lives.
 
-A valid request is spoiled in one place; where to spoil it and with what is drawn by hypothesis.
+A valid request is spoiled in one place; where to with_wrong_value it and with what is drawn by hypothesis.
 """
 
 import copy
@@ -104,7 +104,7 @@ unknown_field = st.text(max_size=20).filter(lambda name: name not in VALID and n
 spoiled = st.sampled_from(list(SPOILED)).flatmap(lambda place: st.tuples(st.just(place), SPOILED[place]))
 
 
-def spoil(place: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+def with_wrong_value(place: tuple[str | int, ...], value: Any) -> dict[str, Any]:
     body: Any = copy.deepcopy(VALID)
     inner = body
     for step in place[:-1]:
@@ -119,7 +119,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-def facts(http: httpx.Client) -> dict[str, Any]:
+def comparable_state(http: httpx.Client) -> dict[str, Any]:
     """The server's state, less the count of its steps."""
     response = http.get("/april/state")
     assert response.status_code == 200
@@ -138,8 +138,8 @@ def is_refused(response: httpx.Response) -> dict[str, str]:
     return body["error"]
 
 
-def test_two_thousand_spoiled_requests(http: httpx.Client) -> None:
-    before = facts(http)
+def test_two_thousand_malformed_requests_are_refused(http: httpx.Client) -> None:
+    before = comparable_state(http)
     sent = 0
 
     @settings(
@@ -154,16 +154,16 @@ def test_two_thousand_spoiled_requests(http: httpx.Client) -> None:
         nonlocal sent
         sent += 1
         place, value = wrong
-        error = is_refused(http.post("/april/rollout", content=json.dumps(spoil(place, value)).encode()))
+        error = is_refused(http.post("/april/rollout", content=json.dumps(with_wrong_value(place, value)).encode()))
         assert error["field"].split(".")[0].split("[")[0] in (place[0], "body")
 
     refuse()
     assert sent >= EXAMPLES
-    assert facts(http) == before
+    assert comparable_state(http) == before
 
 
-def test_bytes_that_are_no_request(http: httpx.Client) -> None:
-    before = facts(http)
+def test_corrupt_bodies_are_refused(http: httpx.Client) -> None:
+    before = comparable_state(http)
     valid = json.dumps(VALID).encode()
 
     @settings(max_examples=300, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
@@ -174,19 +174,19 @@ def test_bytes_that_are_no_request(http: httpx.Client) -> None:
         is_refused(http.post("/april/rollout", content=content, headers=headers))
 
     refuse()
-    assert facts(http) == before
+    assert comparable_state(http) == before
 
 
-def test_unknown_fields_everywhere(http: httpx.Client) -> None:
-    before = facts(http)
+def test_unknown_fields_are_refused(http: httpx.Client) -> None:
+    before = comparable_state(http)
 
     @settings(max_examples=200, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from([(), ("prompts", 0), ("sampling_params",)]), unknown_field)
     def refuse(place: tuple[str | int, ...], name: str) -> None:
-        is_refused(http.post("/april/rollout", content=json.dumps(spoil((*place, name), 1)).encode()))
+        is_refused(http.post("/april/rollout", content=json.dumps(with_wrong_value((*place, name), 1)).encode()))
 
     refuse()
-    assert facts(http) == before
+    assert comparable_state(http) == before
 
 
 NAMED = [
@@ -216,35 +216,37 @@ NAMED = [
 
 
 @pytest.mark.parametrize(("method", "path", "content", "status"), NAMED)
-def test_the_other_routes(http: httpx.Client, method: str, path: str, content: bytes, status: int) -> None:
-    before = facts(http)
+def test_malformed_requests_to_other_routes_are_refused(
+    http: httpx.Client, method: str, path: str, content: bytes, status: int
+) -> None:
+    before = comparable_state(http)
     response = http.request(method, path, content=content)
     is_refused(response)
     assert response.status_code == status
-    assert facts(http) == before
+    assert comparable_state(http) == before
 
 
-def test_errors_come_in_the_form_that_is_asked_for(http: httpx.Client) -> None:
+def test_errors_use_the_requested_format(http: httpx.Client) -> None:
     response = http.post("/april/rollout", content=b'{"quota": 0}', headers={"accept": "application/msgpack"})
     assert msgspec.msgpack.decode(response.content)["error"]["field"] == "quota"
 
 
-def test_a_prompt_that_is_still_in_use_refuses_the_whole_request(http: httpx.Client) -> None:
+def test_prompt_id_in_use_refuses_the_whole_request(http: httpx.Client) -> None:
     held = {"id": "held", "input_ids": [5], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
     quick = {"id": "quick", "input_ids": [6], "sampling_params": {"max_new_tokens": 1}}
     body = {"run": "in-use", "prompts": [held, quick], "quota": 1}
     assert http.post("/april/rollout", json=body).json()["finished"][0]["id"] == "quick"
     try:
-        before = facts(http)
+        before = comparable_state(http)
         again = http.post("/april/rollout", json={"run": "in-use", "prompts": [{"id": "new", "input_ids": [5]}, held]})
         assert again.status_code == 409
         assert is_refused(again)["field"] == "prompts[1].id"
-        assert facts(http) == before
+        assert comparable_state(http) == before
     finally:
         http.post("/april/drop", json={"run": "in-use"})
 
 
-def test_the_server_still_serves(http: httpx.Client) -> None:
+def test_server_still_serves_after_malformed_requests(http: httpx.Client) -> None:
     ok = {"run": "bad-input", "prompts": [{"id": "p", "input_ids": [5], "sampling_params": {"max_new_tokens": 2}}]}
     reply = http.post("/april/rollout", json={**ok, "quota": 1}).json()
     assert [group["id"] for group in reply["finished"]] == ["p"]

@@ -37,7 +37,7 @@ def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> dict[str, Any
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["unflushed", "flushed"])
-def test_push(live: LiveServer, run: str, flush: bool) -> None:
+def test_push_between_rounds(live: LiveServer, run: str, flush: bool) -> None:
     """Partials wait where they are, or on the host if the push flushes; they go on under the new version."""
     v = live.version
     carry(live, run)
@@ -47,7 +47,7 @@ def test_push(live: LiveServer, run: str, flush: bool) -> None:
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["unflushed", "flushed"])
-def test_weight_call_without_begin(live: LiveServer, run: str, flush: bool) -> None:
+def test_weight_call_without_begin_is_applied_at_once(live: LiveServer, run: str, flush: bool) -> None:
     """Nothing has to wait: it is applied at once, and the version moves."""
     v = live.version
     carry(live, run)
@@ -58,7 +58,7 @@ def test_weight_call_without_begin(live: LiveServer, run: str, flush: bool) -> N
 
 
 @pytest.mark.parametrize("query", ["", "?timeout=60"])
-def test_flush(live: LiveServer, run: str, query: str) -> None:
+def test_flush_between_rounds(live: LiveServer, run: str, query: str) -> None:
     """Pages move to the host before the pools are cleared; what the flush freed is spoiled."""
     v = live.version
     carry(live, run)
@@ -87,7 +87,7 @@ def test_release_and_resume(live: LiveServer, run: str, paused: bool) -> None:
     finish(live, run, (v, "fresh"))
 
 
-def test_a_push_while_memory_is_released(live: LiveServer, run: str) -> None:
+def test_push_while_memory_is_released(live: LiveServer, run: str) -> None:
     """The colocated order: release all, resume the weights, push, resume the KV pool; no page is touched meanwhile."""
     v, server = live.version, live.server
     carry(live, run)
@@ -109,16 +109,16 @@ def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
     server.post("/pause_generation", {"mode": mode})
     assert tiers(live, run) == ["device"] * COUNT
     before = len(server.forwards())
-    reply = live.beside(finish, live, run, (v, "fresh"))
+    reply = live.in_background(finish, live, run, (v, "fresh"))
     until(lambda: server.state()["rounds"], "the round is open")
     assert server.state()["samples"]["running"] == 0
     assert (len(server.forwards()), reply.done()) == (before, False)
     server.post("/continue_generation", {"torch_empty_cache": False})
-    live.done(reply)
+    live.result_of(reply)
 
 
 @pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "april"}, {"rid": "april.0.0"}])
-def test_abort(live: LiveServer, run: str, body: dict[str, Any]) -> None:
+def test_abort_spares_partials(live: LiveServer, run: str, body: dict[str, Any]) -> None:
     """Nothing of ours is aborted, whatever is named."""
     v = live.version
     carry(live, run)
@@ -129,7 +129,7 @@ def test_abort(live: LiveServer, run: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_drop(live: LiveServer, run: str, tier: str) -> None:
+def test_drop_deletes_partials_and_pages(live: LiveServer, run: str, tier: str) -> None:
     """The only thing that deletes partials, and their pages with them."""
     carry(live, run, tier=tier)
     assert live.server.post("/april/drop", {"run": run, "ids": ["p2"]})["samples"] == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.tiny_model import weights
-from tests.support.live import LiveServer, living
+from tests.support.live import LiveServer, live_server
 from tests.support.server import Server
 from trainer_bridge.hf_folder import batches
 from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
@@ -29,7 +29,7 @@ Batches = list[list[tuple[str, torch.Tensor]]]
 
 @pytest.fixture
 def live(server: Server, models: Model) -> Iterator[LiveServer]:
-    with living(server, lambda seed: models("qwen3", seed)) as live:
+    with live_server(server, lambda seed: models("qwen3", seed)) as live:
         yield live
 
 
@@ -153,7 +153,7 @@ def test_one_push_updates_several_engines_to_one_version(
         pusher.close()
 
 
-def test_an_engine_that_has_died_fails_the_push_and_is_named(live: LiveServer, models: Model) -> None:
+def test_dead_engine_fails_the_push_and_is_named(live: LiveServer, models: Model) -> None:
     """The engine that is left refuses rounds until a push without the dead one succeeds."""
     pusher = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))
     gone = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))

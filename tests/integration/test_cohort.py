@@ -8,7 +8,7 @@ def ids(reply: dict) -> list[str]:
     return [group["id"] for group in reply["finished"]]
 
 
-def test_a_long_answer_is_not_overtaken_for_ever(server: Server, run: str) -> None:
+def test_cohort_delivers_groups_of_earlier_rounds_first(server: Server, run: str) -> None:
     """`first` delivers the groups that finish first; `cohort` delivers earlier rounds' groups first."""
     first = server.rollout(run=run, prompts=[prompt("a", 3), prompt("tail", 60)], quota=1, quota_mode="cohort")
     assert ids(first) == ["a"]
@@ -22,7 +22,7 @@ def test_a_long_answer_is_not_overtaken_for_ever(server: Server, run: str) -> No
     assert ids(third) == ["c", "late"]
 
 
-def test_a_cohort_of_two_rounds(server: Server, run: str) -> None:
+def test_cohort_rounds_two_allows_one_round_of_delay(server: Server, run: str) -> None:
     """With `cohort_rounds: 2`, a later round's group may be delivered first once."""
     body = {"run": run, "quota": 1, "quota_mode": "cohort", "cohort_rounds": 2}
     replies = [server.rollout(prompts=[prompt("a", 3), prompt("tail", 80)], **body)]

@@ -37,7 +37,7 @@ ROUND = st.fixed_dictionaries(
 )
 
 
-class Story:
+class EventSequence:
     """Rounds of one run, one after the other, with another run's beside them, and what happens around them."""
 
     def __init__(self, live: LiveServer, run: str) -> None:
@@ -45,17 +45,17 @@ class Story:
         self.books = {run: DeliveryRecord(), f"{run}-other": DeliveryRecord()}
         self.rounds = dict.fromkeys(self.books, 0)
 
-    def play(self, plan: dict[str, Any]) -> None:
+    def run_plan(self, plan: dict[str, Any]) -> None:
         rng = random.Random(plan["seed"])
         if not plan["during"]:
             self.round(self.run, rng, plan)
         else:
             with self.server.slowed(0.02):
-                reply = self.live.beside(self.round, self.run, rng, plan)
+                reply = self.live.in_background(self.round, self.run, rng, plan)
                 until(lambda: self.live.running() or reply.done(), "the round runs, or is over")
-                self.happen(plan["during"], random.Random(plan["seed"] + 1), plan)
-            self.live.done(reply)
-        self.happen(plan["after"], random.Random(plan["seed"] + 2), plan)
+                self.trigger(plan["during"], random.Random(plan["seed"] + 1), plan)
+            self.live.result_of(reply)
+        self.trigger(plan["after"], random.Random(plan["seed"] + 2), plan)
 
     def round(self, run: str, rng: random.Random, plan: dict[str, Any]) -> None:
         """One round; if it names an id that is in use, it is refused and changes nothing."""
@@ -72,7 +72,7 @@ class Story:
         book.deliver(self.server.rollout(**body, prompts=prompts))
         self.rounds[run] += 1
 
-    def happen(self, event: str, rng: random.Random, plan: dict[str, Any]) -> None:
+    def trigger(self, event: str, rng: random.Random, plan: dict[str, Any]) -> None:
         if event == "other":
             self.round(f"{self.run}-other", rng, plan)
         elif event:
@@ -138,13 +138,13 @@ def test_any_sequence_of_rounds_delivers_every_sample_once(small: LiveServer, ru
         phases=[Phase.generate],
     )
     @given(plans=st.lists(ROUND, min_size=PER_STORY, max_size=PER_STORY))
-    def stories(plans: list[dict[str, Any]]) -> None:
-        story = Story(small, f"{run}-{next(names)}")
+    def sequences(plans: list[dict[str, Any]]) -> None:
+        story = EventSequence(small, f"{run}-{next(names)}")
         for plan in plans:
-            story.play(plan)
+            story.run_plan(plan)
         story.end()
         played.append(sum(story.rounds.values()))
 
-    stories()
-    print(f"{sum(played)} rounds in {len(played)} stories")
+    sequences()
+    print(f"{sum(played)} rounds in {len(played)} sequences")
     assert sum(played) >= ROUNDS

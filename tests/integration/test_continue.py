@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.background import until
+from tests.support.live import until
 from tests.support.server import Server
 from tests.support.workload import Forwards, prompt
 
@@ -14,7 +14,7 @@ LONG = 1800
 
 
 @pytest.fixture(params=["normal", "overlap"])
-def either(request: pytest.FixtureRequest, run: str) -> Iterator[Server]:
+def each_loop(request: pytest.FixtureRequest, run: str) -> Iterator[Server]:
     """A server of each scheduler loop; afterwards nothing of the run is left on it."""
     server: Server = request.getfixturevalue({"normal": "server", "overlap": "overlap"}[request.param])
     yield server
@@ -40,72 +40,72 @@ def ahead(server: Server, run: str, **body: Any) -> dict[str, Any]:
     return reply
 
 
-def test_no_gap_between_rounds(either: Server, run: str) -> None:
+def test_no_gap_between_rounds(each_loop: Server, run: str) -> None:
     """Generation goes on after the reply; what finishes meanwhile is first in the next; nobody is resumed."""
     prompts = [prompt("a", 3), prompt("b", 12), prompt("long", LONG)]
     body: dict[str, Any] = {"run": run, "after_quota": "continue", "ahead": 5}
-    first = either.rollout(prompts=prompts, quota=1, **body)
+    first = each_loop.rollout(prompts=prompts, quota=1, **body)
     assert [g["id"] for g in first["finished"]] == ["a"]
-    until(lambda: either.state()["samples"]["finished"] == 1)
-    more_decodes(either)
-    second = either.rollout(prompts=[prompt("c", 5)], quota=2, **body)
+    until(lambda: each_loop.state()["samples"]["finished"] == 1)
+    more_decodes(each_loop)
+    second = each_loop.rollout(prompts=[prompt("c", 5)], quota=2, **body)
     assert [g["id"] for g in second["finished"]] == ["b", "c"]
     stats = second["stats"]
     assert stats["ahead"]["tokens_generated"] >= 9
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["started"]) == (0, 0, 1)
     assert stats["carried_in"]["tokens"] + 12 == first["carried"]["tokens"] + stats["ahead"]["tokens_generated"]
-    third = either.rollout(run=run, prompts=[prompt("d", 3)], quota=1)
+    third = each_loop.rollout(run=run, prompts=[prompt("d", 3)], quota=1)
     assert [g["id"] for g in third["finished"]] == ["d"]
-    assert either.state()["samples"]["running"] == 0
-    (partial,) = either.partials(run)
+    assert each_loop.state()["samples"]["running"] == 0
+    (partial,) = each_loop.partials(run)
     assert [span[2:] for span in partial["spans"]] == [[first["policy_version"], "fresh"]]
 
 
-def test_a_push_in_flight(either: Server, run: str) -> None:
+def test_push_suspends_and_resumes_samples_that_run_ahead(each_loop: Server, run: str) -> None:
     """It suspends what runs ahead, applies, and resumes it at the new version, on its kept KV."""
-    version = ahead(either, run)["policy_version"]
-    more_decodes(either)
-    assert either.push(either.model) == version + 1
-    more_decodes(either)
-    reply = either.rollout(run=run, prompts=[prompt(f"{run}-stop", 2)], quota=1)
+    version = ahead(each_loop, run)["policy_version"]
+    more_decodes(each_loop)
+    assert each_loop.push(each_loop.model) == version + 1
+    more_decodes(each_loop)
+    reply = each_loop.rollout(run=run, prompts=[prompt(f"{run}-stop", 2)], quota=1)
     assert reply["policy_version"] == version + 1
-    (partial,) = either.partials(run)
+    (partial,) = each_loop.partials(run)
     assert [tuple(span[2:]) for span in partial["spans"]] == [(version, "fresh"), (version + 1, "kept")]
 
 
-def test_a_pause_freezes_what_runs_ahead(either: Server, run: str) -> None:
+def test_pause_freezes_samples_that_run_ahead(each_loop: Server, run: str) -> None:
     """In place; nothing of ours runs until the continue."""
-    ahead(either, run)
-    either.post("/pause_generation", {"mode": "in_place"})
-    state = either.state()
+    ahead(each_loop, run)
+    each_loop.post("/pause_generation", {"mode": "in_place"})
+    state = each_loop.state()
     assert (state["frozen"], state["samples"]["running"], state["samples"]["suspended"]) == (True, 0, 1)
-    count = Forwards(either)
-    assert either.state()["samples"]["running"] == 0
+    count = Forwards(each_loop)
+    assert each_loop.state()["samples"]["running"] == 0
     assert count.rows(decode=True) == []
-    either.post("/continue_generation", {"torch_empty_cache": False})
-    more_decodes(either)
+    each_loop.post("/continue_generation", {"torch_empty_cache": False})
+    more_decodes(each_loop)
 
 
-def test_it_rests_when_enough_groups_wait(either: Server, run: str) -> None:
+def test_running_ahead_stops_when_enough_groups_wait(each_loop: Server, run: str) -> None:
     """`ahead` quotas of finished groups; they are the next reply, which needs no forward."""
     prompts = [prompt("a", 3), *(prompt(f"p{i}", 8) for i in range(4)), prompt("long", LONG)]
-    either.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=3)
-    until(lambda: either.state()["ahead"] == [{"run": run, "waiting": 4, "rests": True}])
-    assert either.state()["samples"]["running"] == 0
-    count = Forwards(either)
-    reply = either.rollout(run=run, prompts=[], quota=3)
+    each_loop.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=3)
+    until(lambda: each_loop.state()["ahead"] == [{"run": run, "waiting": 4, "rests": True}])
+    assert each_loop.state()["samples"]["running"] == 0
+    count = Forwards(each_loop)
+    reply = each_loop.rollout(run=run, prompts=[], quota=3)
     assert [g["id"] for g in reply["finished"]] == ["p0", "p1", "p2"]
     assert count.rows(decode=True) == count.rows(decode=False) == []
 
 
-def test_it_rests_at_the_bound(either: Server, run: str) -> None:
+def test_running_ahead_stops_at_the_staleness_bound(each_loop: Server, run: str) -> None:
     """The next round has to finish the group first."""
     prompts = [prompt("a", 3), prompt("tail", 400), prompt("long", LONG)]
-    either.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=9, max_staleness=1)
-    until(lambda: either.state()["samples"]["running"])
-    either.push(either.model)
-    state = either.state()
+    each_loop.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=9, max_staleness=1)
+    until(lambda: each_loop.state()["samples"]["running"])
+    each_loop.push(each_loop.model)
+    state = each_loop.state()
     assert ([a["rests"] for a in state["ahead"]], state["samples"]["running"]) == ([True], 0)
-    either.post("/april/drop", {"run": run, "ids": ["long"]})
-    reply = either.rollout(run=run, prompts=[prompt("new", 3)], quota=1, max_staleness=1)
+    each_loop.post("/april/drop", {"run": run, "ids": ["long"]})
+    reply = each_loop.rollout(run=run, prompts=[prompt("new", 3)], quota=1, max_staleness=1)
     assert [g["id"] for g in reply["finished"]] == ["tail"]

@@ -85,7 +85,7 @@ def in_rounds(server: Server, run: str, features: dict[str, Fields], tier: str) 
     return by_key([*groups, *server.drain(run)])
 
 
-def same(server: Server, tier: str, ours: dict[Key, Fields], wanted: dict[Key, Fields]) -> None:
+def assert_samples_match(server: Server, tier: str, ours: dict[Key, Fields], wanted: dict[Key, Fields]) -> None:
     """Bit for bit on kept KV; a recompute is another prefill, so within the stock server's noise."""
     if tier == "none":
         assert_near(ours, wanted, stock_noise(server), seeded=True)
@@ -98,17 +98,17 @@ def of(samples: dict[Key, Fields], name: str) -> list[Fields]:
 
 
 @pytest.fixture(params=["server", "overlap"])
-def either(request: pytest.FixtureRequest) -> Server:
+def each_loop(request: pytest.FixtureRequest) -> Server:
     server: Server = request.getfixturevalue(request.param)
     return server
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_grammars_stops_bias_and_top_logprobs(either: Server, run: str, tier: str) -> None:
+def test_grammars_stops_bias_and_top_logprobs(each_loop: Server, run: str, tier: str) -> None:
     """Grammars keep their place, `min_new_tokens` counts the whole sample, and every reply has the top logprobs."""
-    wanted = unbroken(either, run, FEATURES)
-    samples = in_rounds(either, run, FEATURES, tier)
-    same(either, tier, samples, wanted)
+    wanted = unbroken(each_loop, run, FEATURES)
+    samples = in_rounds(each_loop, run, FEATURES, tier)
+    assert_samples_match(each_loop, tier, samples, wanted)
     for sample in of(samples, "json"):
         if sample["finish_reason"]["type"] == "stop":
             assert json.loads(sample["text"]).keys() == {"name", "even"}
@@ -122,17 +122,17 @@ def test_grammars_stops_bias_and_top_logprobs(either: Server, run: str, tier: st
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_stop_string_half_written_when_the_round_stops(either: Server, run: str, tier: str) -> None:
+def test_stop_string_split_across_two_rounds(each_loop: Server, run: str, tier: str) -> None:
     """The string spans two tokens, one of each leg: the sample ends there, as if it had never been stopped."""
     free: dict[str, Fields] = {f"free-{i}": {"logit_bias": {str(t): 40.0 for t in LETTERS}} for i in range(4)}
-    texts = {name: sample["text"] for (name, _, index), sample in unbroken(either, run, free).items() if index == 0}
-    flight = int(either.state()["overlap"])
+    texts = {name: sample["text"] for (name, _, index), sample in unbroken(each_loop, run, free).items() if index == 0}
+    flight = int(each_loop.state()["overlap"])
     cuts = {name: cut for name in free if (cut := spanning(texts[name], flight))}
     assert cuts, "no text has a string that is first seen where a round stops"
     stopping = {name: {**free[name], "stop": [text], "no_stop_trim": True} for name, text in cuts.items()}
-    wanted = unbroken(either, f"{run}-stops", stopping)
-    samples = in_rounds(either, run, stopping, tier)
-    same(either, tier, samples, wanted)
+    wanted = unbroken(each_loop, f"{run}-stops", stopping)
+    samples = in_rounds(each_loop, run, stopping, tier)
+    assert_samples_match(each_loop, tier, samples, wanted)
     for name, text in cuts.items():
         first = samples[name, 0, 0]
         assert first["finish_reason"] == {"type": "stop", "matched": text}
@@ -150,13 +150,13 @@ def spanning(text: str, flight: int) -> str | None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_penalties(server: Server, run: str, tier: str) -> None:
+def test_penalties_count_tokens_of_earlier_rounds(server: Server, run: str, tier: str) -> None:
     """What earlier legs drew is penalised in later ones."""
-    same(server, tier, in_rounds(server, run, PENALTIES, tier), unbroken(server, run, PENALTIES))
+    assert_samples_match(server, tier, in_rounds(server, run, PENALTIES, tier), unbroken(server, run, PENALTIES))
 
 
 @pytest.mark.parametrize("tier", ["device", "none"])
-def test_penalties_need_their_replay(
+def test_penalty_check_fails_without_replay(
     server: Server, run: str, tier: str, record_property: Callable[[str, object], None]
 ) -> None:
     """The same check fails when a resumed batch begins with empty counters, as stock would have it."""
@@ -165,7 +165,7 @@ def test_penalties_need_their_replay(
     samples = in_rounds(server, run, PENALTIES, tier)
     server.remove_guard(None)
     with pytest.raises(AssertionError):
-        same(server, tier, samples, wanted)
+        assert_samples_match(server, tier, samples, wanted)
     record_property("guard", "penalty replay")
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.background import Background, until
+from tests.support.background import BackgroundRound
 from tests.support.compare import assert_same, by_key
+from tests.support.live import until
 from tests.support.server import SLOTS, Server
 from tests.support.workload import Forwards, flush, in_one_round, prompt, stoppers, token_ids
 
@@ -83,7 +84,7 @@ def pages_come_back(server: Server, run: str) -> None:
     Another run keeps the engine busy: at rest SGLang's own check might come first.
     """
     with server.slowed(0.02):
-        Background(server, run=f"{run}-busy", prompts=[prompt("busy", 1500)], quota=None)
+        BackgroundRound(server, run=f"{run}-busy", prompts=[prompt("busy", 1500)], quota=None)
         until(lambda: server.state()["samples"]["running"] == 1)
         server.rollout(run=run, prompts=[*stoppers([4]), prompt("long", 30)], quota=1, tier="host")
         until(lambda: pool(server)["held"] == 0)

@@ -9,7 +9,7 @@ import torch
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.compare import by_key
-from tests.support.live import LiveServer, living, until
+from tests.support.live import LiveServer, live_server, until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 from tests.support.workload import prompt
 
@@ -23,12 +23,12 @@ PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "drawn": {"te
 def int8(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """Normal loop, Qwen3 shape, lossy pages on the host and on the disk."""
     server = pool.get("int8", [*NORMAL, "--april-kv-pages=int8"], forked=True)
-    with living(server, lambda seed: models("qwen3", seed)) as live:
+    with live_server(server, lambda seed: models("qwen3", seed)) as live:
         yield live
     server.stop()
 
 
-def test_samples_go_on_from_int8_pages_within_the_error_that_is_stated(int8: LiveServer, run: str) -> None:
+def test_samples_resumed_from_int8_pages_stay_within_the_documented_error(int8: LiveServer, run: str) -> None:
     """From the host and from the disk. Their logprobs are no longer those of a sample never stopped, and near them."""
     server, oracle = int8.server, Oracle(int8.policies)
     assert server.state()["kv_pages"] == "int8"

@@ -3,18 +3,19 @@
 import pytest
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.background import Background, until
+from tests.support.background import BackgroundRound
+from tests.support.live import until
 from tests.support.workload import prompt
 
 
 @pytest.mark.parametrize("path", ["/april/push/begin", "/pause_generation"])
-def test_rounds_end_the_weights_stay_and_sglang_goes_on(pool: Pool, run: str, path: str) -> None:
+def test_failed_suspend_ends_rounds_keeps_weights_and_leaves_sglang_serving(pool: Pool, run: str, path: str) -> None:
     """Samples that cannot be suspended: nobody waits for them for ever, and no weights change under them."""
     server = pool.get("unchecked", NORMAL, env={"SGLANG_APRIL_CHECK": "0"}, forked=True)
     asked = {"text": "1+1=", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     wanted = server.post("/generate", asked)["text"]
     with server.slowed(0.02):
-        waiting = Background(server, run=run, prompts=[prompt("long", 400)], quota=None)
+        waiting = BackgroundRound(server, run=run, prompts=[prompt("long", 400)], quota=None)
         until(lambda: server.state()["samples"]["running"] == 1)
         server.remove_guard("suspend")
         server.http.post(path, json={"mode": "retract"} if path == "/pause_generation" else {})

@@ -25,7 +25,7 @@ def open_round(live: LiveServer, run: str, **body: Any) -> Any:
 
 def finish(live: LiveServer, reply: Any, *spans: tuple[int, str]) -> dict[str, Any]:
     """The round goes on and delivers all samples, each with these spans and the tokens that they must have."""
-    done = dict(live.done(reply))
+    done = dict(live.result_of(reply))
     assert done["end_reason"] == "exhausted"
     check(live, done["finished"], *spans)
     return done
@@ -38,7 +38,7 @@ def check(live: LiveServer, groups: list[dict[str, Any]], *spans: tuple[int, str
         assert [(s["version"], s["kv"]) for s in sample["spans"]] == list(spans)
 
 
-def standing_still(live: LiveServer) -> None:
+def assert_suspended(live: LiveServer) -> None:
     """Our samples are out of the engine, the round is open, and no forward of the model happens."""
     samples, before = live.server.state()["samples"], len(live.server.forwards())
     assert (samples["running"], samples["suspended"], samples["finished"]) == (0, COUNT, 0)
@@ -55,44 +55,44 @@ def unpause(live: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_push(live: LiveServer, run: str, kv: str) -> None:
+def test_push_during_a_round(live: LiveServer, run: str, kv: str) -> None:
     """`push/begin` interrupts: the round stays open, weight calls do not wait for it, and it goes on afterwards."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run, kv=kv)
         live.server.post("/april/push/begin")
-        standing_still(live)
+        assert_suspended(live)
         assert live.load(1)["success"]
-        standing_still(live)
+        assert_suspended(live)
         assert live.server.post("/april/push/end")["policy_version"] == v + 1
     live.policies[v + 1] = live.model(1)
     done = finish(live, reply, (v, "fresh"), (v + 1, "kept" if kv == "keep" else "recomputed"))
     assert (done["policy_version"], done["stats"]["pushes"]) == (v + 1, 1)
 
 
-def test_weight_call_without_begin(live: LiveServer, run: str) -> None:
+def test_weight_call_without_begin_waits_for_the_round(live: LiveServer, run: str) -> None:
     """It waits for the reply, as stock does for its own requests; nothing is interrupted."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
-        call = live.beside(live.load, 1)
+        call = live.in_background(live.load, 1)
         live.wait_decodes(5)
         assert not call.done()
         assert (live.version, live.running()) == (v, COUNT)
     finish(live, reply, (v, "fresh"))
-    assert live.done(call)["success"]
+    assert live.result_of(call)["success"]
     assert live.version == v + 1
 
 
 @pytest.mark.parametrize("mode", PAUSES)
-def test_weight_call_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
+def test_weight_call_under_a_pause_does_not_wait(live: LiveServer, run: str, mode: str) -> None:
     """As `push/begin`: it does not wait, and the round goes on at the new version."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
         pause(live, mode)
         assert live.load(1)["success"]
-        standing_still(live)
+        assert_suspended(live)
         assert live.version == v + 1
         unpause(live)
     live.policies[v + 1] = live.model(1)
@@ -100,7 +100,7 @@ def test_weight_call_under_a_pause(live: LiveServer, run: str, mode: str) -> Non
 
 
 @pytest.mark.parametrize("query", ["", "?timeout=60"])
-def test_flush(live: LiveServer, run: str, query: str) -> None:
+def test_flush_during_a_round(live: LiveServer, run: str, query: str) -> None:
     """Suspend, move out, flush, resume: pages that the flush freed are spoiled, so a token on one would show."""
     v = live.version
     with live.server.slowed():
@@ -111,28 +111,28 @@ def test_flush(live: LiveServer, run: str, query: str) -> None:
     assert done["stats"]["resumed_kept"] == COUNT
 
 
-def test_flush_beside_a_stock_request(live: LiveServer, run: str) -> None:
+def test_flush_during_a_stock_request(live: LiveServer, run: str) -> None:
     """Without a timeout it is refused, and the round goes on; with one, ours stand still until it has happened."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
         body = {**GENERATE, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
-        stock = live.beside(live.server.post, "/generate", body)
+        stock = live.in_background(live.server.post, "/generate", body)
         until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
         live.server.post("/flush_cache", status=400)
         until(lambda: live.running() == COUNT, "the round goes on")
-        flush = live.beside(live.server.post, "/flush_cache?timeout=600")
+        flush = live.in_background(live.server.post, "/flush_cache?timeout=600")
         until(lambda: live.running() == 0, "ours step aside")
         assert not flush.done()
         live.wait_decodes(3)
         assert live.running() == 0
         assert live.server.forwards()[-1]["rows"] == 1
-    assert len(live.done(stock)["output_ids"]) == 40
-    live.done(flush)
+    assert len(live.result_of(stock)["output_ids"]) == 40
+    live.result_of(flush)
     finish(live, reply, (v, "fresh"))
 
 
-def test_release_is_refused(live: LiveServer, run: str) -> None:
+def test_release_during_a_round_is_refused(live: LiveServer, run: str) -> None:
     """400 with the reason: the scheduler would assert that it is idle, and die."""
     v = live.version
     with live.server.slowed():
@@ -151,10 +151,10 @@ def test_release_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
         reply = open_round(live, run)
         pause(live, mode)
         live.server.post("/release_memory_occupation", tags)
-        standing_still(live)
+        assert_suspended(live)
         assert live.server.state()["tokens"]["device"] == 0
         unpause(live)
-        standing_still(live)
+        assert_suspended(live)
         assert "memory is released" in live.server.state()["closed"]
         live.server.post("/resume_memory_occupation", tags)
         live.server.post("/resume_memory_occupation", tags, status=400)
@@ -169,36 +169,36 @@ def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
         reply = open_round(live, run)
         pause(live, mode)
         for _ in range(3):
-            standing_still(live)
+            assert_suspended(live)
         assert live.server.state()["frozen"]
         unpause(live)
         until(lambda: live.running() == COUNT, "the round goes on")
     finish(live, reply, (v, "fresh"))
 
 
-def test_a_pause_aborts_stock_requests_and_not_ours(live: LiveServer, run: str) -> None:
+def test_pause_aborts_stock_requests_only(live: LiveServer, run: str) -> None:
     """Stock implements mode `abort` as an abort of everything, which passes ours by."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
         body = {**GENERATE, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
-        stock = live.beside(live.server.post, "/generate", body)
+        stock = live.in_background(live.server.post, "/generate", body)
         until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
         pause(live, "abort")
-        assert live.done(stock)["meta_info"]["finish_reason"]["type"] == "abort"
-        standing_still(live)
+        assert live.result_of(stock)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert_suspended(live)
         unpause(live)
     finish(live, reply, (v, "fresh"))
 
 
-def test_abort_of_everything(live: LiveServer, run: str) -> None:
+def test_abort_all_stops_open_rounds(live: LiveServer, run: str) -> None:
     """It stops every open round; the carry is untouched and continues in the next round."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
         other = live.open(run=f"{run}-other", prompts=[prompt("q", 50)], quota=1)
         live.server.post("/abort_request", {"abort_all": True})
-        for ended in (live.done(reply), live.done(other)):
+        for ended in (live.result_of(reply), live.result_of(other)):
             assert (ended["end_reason"], ended["finished"]) == ("stopped", [])
     assert len(live.server.partials(run)) == COUNT
     check(live, live.server.drain(run), (v, "fresh"))
@@ -206,23 +206,23 @@ def test_abort_of_everything(live: LiveServer, run: str) -> None:
 
 
 @pytest.mark.parametrize("rid", ["april", "a"])
-def test_abort_of_a_rid_that_is_a_prefix_of_ours(live: LiveServer, run: str, rid: str) -> None:
+def test_abort_by_rid_prefix_spares_rollout_samples(live: LiveServer, run: str, rid: str) -> None:
     """SGLang matches by prefix: the stock request of that rid is aborted, and nothing of ours."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
         body = {**GENERATE, "rid": rid, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
-        stock = live.beside(live.server.post, "/generate", body)
+        stock = live.in_background(live.server.post, "/generate", body)
         until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
         live.server.post("/abort_request", {"rid": rid})
-        assert live.done(stock)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert live.result_of(stock)["meta_info"]["finish_reason"]["type"] == "abort"
         assert live.running() == COUNT
         live.server.post("/abort_request", {"rid": "april.0.0"})
         live.wait_decodes(2)
     finish(live, reply, (v, "fresh"))
 
 
-def test_client_disconnects(live: LiveServer, run: str) -> None:
+def test_round_outlives_its_clients_connection(live: LiveServer, run: str) -> None:
     """The wait ends, the round goes on, and its reply is fetched by `round_id`."""
     v, url = live.version, f"{live.server.url}/april/rollout"
     prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
@@ -250,7 +250,7 @@ def test_drop_of_groups(live: LiveServer, run: str) -> None:
         dropped = live.server.post("/april/drop", {"run": run, "ids": ["p1", "p3", "unheard-of"]})
         assert (sorted(dropped["groups"]), dropped["samples"]) == ([["p1", 0], ["p3", 0]], 2)
         assert live.running() == 2
-    groups = live.done(reply)["finished"]
+    groups = live.result_of(reply)["finished"]
     assert [g["id"] for g in groups] == ["p0", "p2"]
     live.check(groups, {"p0": PARAMS, "p2": PARAMS})
     assert live.server.drain(run) == []
@@ -261,7 +261,7 @@ def test_drop_of_a_run(live: LiveServer, run: str) -> None:
     with live.server.slowed():
         reply = open_round(live, run)
         assert live.server.post("/april/drop", {"run": run})["samples"] == COUNT
-        done = live.done(reply)
+        done = live.result_of(reply)
     assert (done["end_reason"], done["finished"]) == ("exhausted", [])
     (again,) = live.server.rollout(run=run, prompts=[prompt("p0", 5)], quota=1)["finished"]
     assert again["incarnation"] == 1

@@ -15,14 +15,14 @@ LONG = 1500
 
 
 @pytest.fixture(params=["normal", "overlap"])
-def either(request: pytest.FixtureRequest) -> Server:
+def each_loop(request: pytest.FixtureRequest) -> Server:
     """A server of each scheduler loop."""
     return request.getfixturevalue({"normal": "server", "overlap": "overlap"}[request.param])
 
 
 @pytest.fixture
-def april(either: Server, run: str) -> Iterator[AprilClient]:
-    with AprilClient(either.url) as client:
+def april(each_loop: Server, run: str) -> Iterator[AprilClient]:
+    with AprilClient(each_loop.url) as client:
         yield client
         for name in client.state()["http"]["rounds"]:
             client.stop(name)
@@ -33,7 +33,7 @@ def status(error: pytest.ExceptionInfo[AprilError]) -> tuple[int, str]:
     return error.value.status, error.value.field
 
 
-def test_previews_are_judged_while_generation_goes_on(april: AprilClient, run: str) -> None:
+def test_previews_are_judged_during_generation(april: AprilClient, run: str) -> None:
     """DAPO's dynamic sampling in one round: every second group is rejected, and the quota counts the others."""
     prompts = [prompt(f"p{i}", 4 + 3 * i, n=2) for i in range(8)] + [prompt("long", LONG)]
     name = f"{run}-r"
@@ -64,7 +64,7 @@ def test_previews_are_judged_while_generation_goes_on(april: AprilClient, run: s
     assert [(g.id, g.accepted) for g in left.finished] == [("p6", None), ("p7", None)]
 
 
-def test_what_judge_and_extend_refuse(april: AprilClient, run: str) -> None:
+def test_judge_and_extend_refusals_change_nothing(april: AprilClient, run: str) -> None:
     """Nothing of a refused message is taken, and the same verdict again is no contradiction."""
     name = f"{run}-r"
     prompts = [prompt("a", 3), prompt("b", 3), prompt("long", LONG)]
@@ -95,7 +95,7 @@ def test_what_judge_and_extend_refuse(april: AprilClient, run: str) -> None:
         assert status(error) == (409, "round_id")
 
 
-def test_extend_from_the_asynchronous_client(server: Server, run: str) -> None:
+def test_extend_with_the_async_client(server: Server, run: str) -> None:
     """A round with nothing left to judge waits for nothing; more prompts and a greater quota keep it going."""
 
     async def scenario() -> None:

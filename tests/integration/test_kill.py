@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.compare import Key, assert_near, by_key, stock_noise
-from tests.support.kills import PATIENCE_S, Story, content
+from tests.support.kills import TIMEOUT_S, KillScenario, content
 from tests.support.live import until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 from tests.support.server import Server
@@ -42,17 +42,18 @@ def journalled(pool: Pool, tmp_path: Path) -> Iterator[Server]:
     server.stop()
 
 
-def test_killed_at_a_known_moment_and_at_any_nothing_is_lost_and_nothing_comes_twice(
+def test_kills_at_known_and_random_moments_lose_and_repeat_nothing(
     journalled: Server, models: Callable[[str, int], Path], run: str
 ) -> None:
     partials_replies_and_open_rounds_come_back(journalled, models, f"{run}-known")
-    story = Story(journalled, lambda seed: models("qwen3", seed), seed=1, name=run)
-    story.tell(RANDOM_KILLS)
-    assert story.kills == RANDOM_KILLS
-    assert story.replayed
-    assert story.warnings == 0
+    scenario = KillScenario(journalled, lambda seed: models("qwen3", seed), seed=1, name=run)
+    scenario.run(RANDOM_KILLS)
+    assert scenario.kills == RANDOM_KILLS
+    assert scenario.replayed
+    assert scenario.warnings == 0
     kv_comes_back_from_the_disk(journalled, models, f"{run}-disk")
-    print(f"{story.kills} kills, {sum(map(len, story.rounds.values()))} rounds, {len(story.groups)} groups delivered")
+    rounds = sum(map(len, scenario.rounds.values()))
+    print(f"{scenario.kills} kills, {rounds} rounds, {len(scenario.groups)} groups delivered")
 
 
 def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[[str, int], Path], run: str) -> None:
@@ -73,10 +74,10 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
         "quota": None,
         "max_staleness": None,
     }
-    story = Story(server, lambda seed: models("qwen3", seed), seed=0)
-    with story.beside(lambda: story.call("POST", "/april/rollout", asked)) as reply:
+    scenario = KillScenario(server, lambda seed: models("qwen3", seed), seed=0)
+    with scenario.in_background(lambda: scenario.call("POST", "/april/rollout", asked)) as reply:
         until(lambda: reply.done() or server.state()["samples"]["running"] > len(before), "the round runs")
-        story.restart()
+        scenario.restart()
         assert {(p["id"], p["index"]): p["tokens"] for p in server.partials(run) if p["id"] != "c"} == {
             key: p["tokens"] for key, p in before.items()
         }
@@ -92,9 +93,9 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
         assert [cached_tokens(server), cached_tokens(server)][1] > 0
         server.push(models("qwen3", 1), version=1, flush=False)
         assert cached_tokens(server) == 0, "KV of weights that nobody had named"
-        story.up.set()
+        scenario.up.set()
         server.post("/april/drop", {"run": run, "ids": ["c"]})
-        groups = {g["id"]: g for g in reply.result(PATIENCE_S).json()["finished"]}
+        groups = {g["id"]: g for g in reply.result(TIMEOUT_S).json()["finished"]}
     samples = by_key(groups.values())
     oracle = Oracle({0: models("qwen3", 0), 1: models("qwen3", 1)})
     for name, params in PARAMS.items():

@@ -36,7 +36,7 @@ def over_a_push(live: LiveServer, run: str, tier: str) -> tuple[list[Any], dict[
         (CHEAP_COPIES, "kept", {"keep": {"host": SAMPLES}, "recompute": {}}),
     ],
 )
-def test_the_cheaper_way_is_taken_and_told(
+def test_auto_takes_and_reports_the_cheaper_option(
     live: LiveServer, run: str, tier: str, rates: tuple[float, float], kv: str, decided: dict[str, Any]
 ) -> None:
     """The rates decide; tokens match their spans either way."""

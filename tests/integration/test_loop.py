@@ -59,7 +59,7 @@ def test_three_steps_and_the_drain(normal: LiveServer, config: Callable[..., Any
     assert any((Path(made.save) / "events").iterdir())
 
 
-def test_strict_on_policy_is_synchronous_sampling(config: Callable[..., Any]) -> None:
+def test_strict_on_policy_matches_synchronous_sampling(config: Callable[..., Any]) -> None:
     """Sample for sample what a round draws that waits for all; and the first ratio is 1."""
     drawn = []
     for name, fields in (("strict", {"strict_on_policy": True}), ("waiting", {"partial_rollout": False})):
@@ -111,7 +111,7 @@ def test_each_algorithm_and_correction_takes_steps(config: Callable[..., Any], f
         assert rows[0]["seconds"]["colocate_offload"] > 0
 
 
-def test_dynamic_sampling_rejects_what_has_no_variance(config: Callable[..., Any]) -> None:
+def test_dynamic_sampling_rejects_groups_without_variance(config: Callable[..., Any]) -> None:
     """Two groups of five have equal rewards: they are rejected, and the quota is met by others all the same."""
     reward = f"{REWARDS}:constant_for_some"
     made = config(num_rollout=3, reward=reward, dynamic_sampling=True, advantage_estimator="dapo", on_end="drop")
@@ -148,7 +148,7 @@ def test_two_engines_deliver_one_quota(normal: LiveServer, second: LiveServer, c
         assert not told["http"]["rounds"]
 
 
-def test_two_engines_draw_what_one_draws_strictly_on_policy(
+def test_two_engines_draw_the_same_samples_as_one_strictly_on_policy(
     normal: LiveServer, second: LiveServer, config: Callable[..., Any]
 ) -> None:
     """All that is handed over begins and is waited for; which engine draws a sample changes none of its tokens."""
@@ -187,7 +187,7 @@ def kill_after(config: Any, step: int) -> None:
         trainer.wait()
 
 
-def test_a_run_survives_the_death_of_its_trainer(normal: LiveServer, config: Callable[..., Any]) -> None:
+def test_run_survives_a_killed_trainer(normal: LiveServer, config: Callable[..., Any]) -> None:
     """kill −9 in the middle of ten steps: nothing is lost, nothing is learned from twice."""
     made = config(num_rollout=10)
     kill_after(made, 4)

@@ -46,7 +46,7 @@ class Killed(RecordingLoop):
         self.progress.warn = heard  # type: ignore[method-assign]
 
 
-def test_actors_learn_what_processes_learn_whatever_dies(
+def test_ray_actors_train_on_the_same_samples_as_processes_despite_kills(
     pool: Pool,
     normal: LiveServer,
     models: Callable[[str, int], Path],

@@ -57,7 +57,7 @@ class Killed(RecordingLoop):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_a_run_survives_the_deaths_of_its_own_server(
+def test_run_survives_kills_of_its_own_server(
     pool: Pool, models: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is lost, nothing is learned from twice, and partials of before go on after."""

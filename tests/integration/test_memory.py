@@ -25,7 +25,7 @@ def scheduler_mb(live: LiveServer) -> float:
     return scheduler.memory_info().rss / 2**20
 
 
-def test_fifty_rounds_in_which_more_arrives_than_finishes(small: LiveServer, run: str) -> None:
+def test_memory_stays_flat_over_fifty_rounds_with_a_growing_backlog(small: LiveServer, run: str) -> None:
     """Memory flat, nothing over the bound, nothing lost; what does not fit on the host goes below it."""
     book, server = DeliveryRecord(), small.server
     cap, settled = server.state()["host_cap_tokens"], 0.0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
-from tests.support.background import Background
+from tests.support.background import BackgroundRound
 from tests.support.compare import assert_same
-from tests.support.live import LiveServer, living, until
+from tests.support.live import LiveServer, live_server, until
 from tests.support.server import SLOTS
 from tests.support.workload import in_one_round, in_rounds, prompt, stoppers, token_ids
 
@@ -24,7 +24,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.8}
 @pytest.fixture(params=SHAPES)
 def shaped(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     flags, family = SHAPES[request.param]
-    with living(pool.get(request.param, flags, family, forked=True), lambda seed: models(family, seed)) as live:
+    with live_server(pool.get(request.param, flags, family, forked=True), lambda seed: models(family, seed)) as live:
         yield live
 
 
@@ -47,7 +47,7 @@ def test_resume_bit_for_bit(shaped: LiveServer, run: str, tier: str) -> None:
     at_rest(shaped)
 
 
-def test_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
+def test_tokens_stay_exact_across_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
     """Kept KV under a new policy, through a flush, then a recompute: every token is what it must be."""
     server, v = shaped.server, shaped.version
     groups = server.rollout(run=run, prompts=workload(), quota=1)["finished"]
@@ -63,11 +63,11 @@ def test_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
     at_rest(shaped)
 
 
-def test_a_preempted_sample_is_computed_again_and_says_so(shaped: LiveServer, run: str) -> None:
+def test_preempted_sample_is_recomputed_and_reported(shaped: LiveServer, run: str) -> None:
     """A request of a higher priority takes a slot when all are taken; SGLang retracts a sample of ours for it."""
     server = shaped.server
     prompts = [prompt(f"p{i}", 150, ids=16, **PARAMS) for i in range(SLOTS)]
-    rounds = Background(server, run=run, prompts=prompts, quota=None)
+    rounds = BackgroundRound(server, run=run, prompts=prompts, quota=None)
     until(lambda: server.forwards() and server.forwards()[-1]["rows"] == SLOTS, "all slots are taken")
     urgent = {"input_ids": [7] * 9, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, "priority": 5}
     assert len(server.post("/generate", urgent)["output_ids"]) == 3
@@ -88,7 +88,7 @@ def at_rest(live: LiveServer) -> None:
     assert pool["available"] + pool["evictable"] + pool["protected"] == pool["total"]
 
 
-def test_who_starts_on_the_prompt_of_another(shaped: LiveServer, run: str) -> None:
+def test_group_members_share_prompt_kv_where_the_pool_allows(shaped: LiveServer, run: str) -> None:
     """With pages of sixteen, whoever's last token is the first of a page; without a tree, nobody. All draw alike."""
     params = {**PARAMS, "top_p": 0.9}
     prompts = [prompt(f"p{n}", 9, ids=token_ids(n, n), n=3, **params) for n in (16, 17, 18, 33)]

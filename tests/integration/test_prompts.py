@@ -17,7 +17,7 @@ def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_followers_draw_what_they_would_have_drawn(live: LiveServer, run: str, tier: str) -> None:
+def test_followers_draw_the_same_tokens_as_with_their_own_prefill(live: LiveServer, run: str, tier: str) -> None:
     """Stopped on the way or not, every token and logprob is that of a plain forward and the sample's seed."""
     server = live.server
     flush(server)
@@ -31,7 +31,7 @@ def test_followers_draw_what_they_would_have_drawn(live: LiveServer, run: str, t
     live.check(pieces, {g["id"]: SAMPLED for g in pieces})
 
 
-def test_prompts_are_computed_anew_under_a_new_policy(normal: LiveServer, run: str) -> None:
+def test_prompts_are_prefilled_again_under_a_new_policy(normal: LiveServer, run: str) -> None:
     """KV of one version is never a prefix under another; every token is its own version's."""
     server, count = normal.server, Forwards(normal.server)
     first = server.rollout(run=run, prompts=groups(1, 12, 30, **SAMPLED), quota=2, quota_unit="sample", concurrency=4)
@@ -47,7 +47,7 @@ def test_prompts_are_computed_anew_under_a_new_policy(normal: LiveServer, run: s
     normal.check(pieces, {"p0": SAMPLED})
 
 
-def test_a_prompt_that_was_let_go_is_computed_again(server: Server, run: str) -> None:
+def test_evicted_prompt_is_prefilled_again(server: Server, run: str) -> None:
     """A flush empties the tree while members wait for a slot."""
     first = server.rollout(run=run, prompts=groups(1, 12, 30), quota=2, quota_unit="sample", concurrency=4)
     begun = first["stats"]["started"]
@@ -59,7 +59,7 @@ def test_a_prompt_that_was_let_go_is_computed_again(server: Server, run: str) ->
     assert len(by_key([*first["finished"], *rest["finished"]])) == 12
 
 
-def test_what_has_to_be_prefilled_is(server: Server, run: str) -> None:
+def test_members_that_cannot_share_are_prefilled(server: Server, run: str) -> None:
     """One token, penalties, a grammar: every member has a prefill of its own."""
     asked = [
         prompt("one", 4, ids=1, n=3),

@@ -79,7 +79,7 @@ def closed_by(live: LiveServer, run: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["a wrong shape", "no tensors at all"])
-def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: LiveServer, run: str, fault: str) -> None:
+def test_failed_bucket_closes_admission_until_the_next_push(live: LiveServer, run: str, fault: str) -> None:
     """`end` is refused, the version stays, rounds get 503 with the reason, until a push succeeds."""
     server, v = live.server, live.version
     carry(live, run)
@@ -99,7 +99,7 @@ def test_a_failed_bucket_closes_admission_and_the_next_push_heals_it(live: LiveS
     finish(live, run, (v, "fresh"), (v + 1, "kept"))
 
 
-def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: LiveServer, run: str) -> None:
+def test_failed_bucket_without_begin_needs_a_full_update(live: LiveServer, run: str) -> None:
     """Outside of begin and end a later good bucket proves nothing; a whole update from disk does."""
     v = live.version
     carry(live, run)
@@ -115,7 +115,7 @@ def test_a_failed_bucket_without_begin_needs_a_whole_policy(live: LiveServer, ru
     finish(live, run, (v, "fresh"), (v + 1, "kept"))
 
 
-def test_a_policy_that_cannot_be_read_closes_admission(live: LiveServer, run: str) -> None:
+def test_unreadable_policy_closes_admission(live: LiveServer, run: str) -> None:
     """The same for an update from disk whose folder does not exist."""
     v = live.version
     server = live.server
@@ -127,7 +127,7 @@ def test_a_policy_that_cannot_be_read_closes_admission(live: LiveServer, run: st
     assert server.rollout(run=run, prompts=[prompt("a", 2)], quota=1)["policy_version"] == v + 1
 
 
-def test_a_push_that_never_ends_closes_admission(live: LiveServer, run: str) -> None:
+def test_unfinished_push_closes_admission(live: LiveServer, run: str) -> None:
     """Between begin and end nothing of ours takes a step, and rounds are refused with the reason."""
     carry(live, run)
     before = len(live.server.forwards())
@@ -159,7 +159,7 @@ def test_a_named_version_must_be_greater(normal: LiveServer) -> None:
     assert normal.version == v + 2
 
 
-def test_begin_starts_over_and_end_needs_a_begin(normal: LiveServer) -> None:
+def test_second_begin_restarts_the_push_and_end_needs_a_begin(normal: LiveServer) -> None:
     """A second begin replaces the first; `end` without `begin` is a 409."""
     server, v = normal.server, normal.version
     assert server.post("/april/push/end", status=409)["error"]["field"] == "push"
@@ -177,7 +177,7 @@ def test_ten_buckets_inside_an_open_round(live: LiveServer, run: str) -> None:
         reply = live.open(run=run, prompts=long_ones(), quota=None)
         assert push_buckets(live, 1) == v + 1
         until(lambda: live.running() == 4 or reply.done(), "the round goes on")
-    groups = live.done(reply)["finished"]
+    groups = live.result_of(reply)["finished"]
     for sample in (s for g in groups for s in g["samples"]):
         assert [(s["version"], s["kv"]) for s in sample["spans"]] == [(v, "fresh"), (v + 1, "kept")]
     live.check(groups, dict.fromkeys(["long-0", "long-1"], PARAMS))

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.background import Background, stream, until
+from tests.support.background import BackgroundRound, stream
 from tests.support.compare import Key, assert_near, by_key, stock_noise
+from tests.support.live import until
 from tests.support.server import Server
 from tests.support.workload import Forwards, in_one_round, prompt
 
@@ -29,7 +30,7 @@ def deliveries(reply: dict[str, Any]) -> list[Key]:
     return [(g["id"], g["incarnation"], s["index"]) for g in reply["finished"] for s in g["samples"]]
 
 
-def test_quota_of_samples(server: Server, run: str) -> None:
+def test_sample_quota_is_exact(server: Server, run: str) -> None:
     """Exactly `quota` finished samples a round; the rest of a group comes later, same id, own index."""
     wanted = in_one_round(server, f"{run}-unbroken", groups_of_four(4))
     replies = rounds(server, run, groups_of_four(4), quota=3, quota_unit="sample")
@@ -43,7 +44,7 @@ def test_quota_of_samples(server: Server, run: str) -> None:
     assert_near(by_key(g for r in replies for g in r["finished"]), wanted, stock_noise(server), seeded=True)
 
 
-def test_quota_of_groups(server: Server, run: str) -> None:
+def test_group_quota_delivers_whole_groups(server: Server, run: str) -> None:
     """Whole groups only; finished members of unfinished groups wait in the carry, without KV."""
     wanted = in_one_round(server, f"{run}-unbroken", groups_of_four(6))
     replies = rounds(server, run, groups_of_four(6), quota=1)
@@ -63,14 +64,14 @@ def test_finished_members_hold_no_kv(server: Server, run: str) -> None:
     assert len(by_key(server.drain(run))) == 16
 
 
-def test_quota_beyond_what_can_finish(server: Server, run: str) -> None:
+def test_quota_larger_than_the_work_ends_exhausted(server: Server, run: str) -> None:
     """The round ends when everything has finished, and says so."""
     reply = server.rollout(run=run, prompts=[prompt("a", 4), prompt("b", 7)], quota=5)
     assert (reply["end_reason"], [g["id"] for g in reply["finished"]]) == ("exhausted", ["a", "b"])
     assert reply["carried"]["groups"] == 0
 
 
-def test_nothing_to_do(server: Server, run: str) -> None:
+def test_empty_round_ends_at_once(server: Server, run: str) -> None:
     """Empty prompts and an empty carry: 200, exhausted, nothing finished, no forward."""
     count = Forwards(server)
     for quota in (1, None):
@@ -79,7 +80,7 @@ def test_nothing_to_do(server: Server, run: str) -> None:
     assert count.rows(decode=True) == count.rows(decode=False) == []
 
 
-def test_no_quota_ends_with_the_last_sample(server: Server, run: str) -> None:
+def test_null_quota_ends_with_the_last_sample(server: Server, run: str) -> None:
     """`quota: null` ends only by a stop or when everything has finished."""
     reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 3 + 2 * i) for i in range(4)], quota=None)
     assert (reply["end_reason"], len(reply["finished"])) == ("exhausted", 4)
@@ -90,12 +91,12 @@ def counted(server: Server, run: str) -> int:
 
 
 @pytest.mark.parametrize("deliver", [None, ["b", "unheard-of"], []])
-def test_stop_route(server: Server, run: str, deliver: list[str] | None) -> None:
+def test_stop_delivers_finished_or_named_groups(server: Server, run: str, deliver: list[str] | None) -> None:
     """`stop` ends the round with the finished groups, or those it names; a second `stop` changes nothing."""
     prompts = [prompt("a", 3), prompt("b", 4), prompt("c", 5), *(prompt(f"long-{i}", 1500) for i in range(2))]
     body = {} if deliver is None else {"deliver": deliver}
     with server.slowed():
-        round_ = Background(server, run=run, round_id=f"{run}-r", prompts=prompts, quota=None)
+        round_ = BackgroundRound(server, run=run, round_id=f"{run}-r", prompts=prompts, quota=None)
         until(lambda: counted(server, run) == 3)
         server.post(f"/april/rounds/{run}-r/stop", body)
         reply = round_.reply()
@@ -109,14 +110,14 @@ def test_stop_route(server: Server, run: str, deliver: list[str] | None) -> None
     assert left == [i for i in "abc" if i not in [g["id"] for g in reply["finished"]]]
 
 
-def test_stop_keeps_what_was_generated(overlap: Server, run: str) -> None:
+def test_stopped_samples_keep_their_tokens(overlap: Server, run: str) -> None:
     """Stopped anywhere in the overlap loop, also with a step in flight, samples go on as if nothing was."""
     prompts = [prompt(f"p{i}", 120, temperature=1.0) for i in range(4)]
     wanted = in_one_round(overlap, f"{run}-unbroken", prompts)
     groups: list[dict[str, Any]] = []
     for i in range(4):
         with overlap.slowed():
-            round_ = Background(overlap, run=run, round_id=f"{run}-{i}", prompts=[] if i else prompts, quota=None)
+            round_ = BackgroundRound(overlap, run=run, round_id=f"{run}-{i}", prompts=[] if i else prompts, quota=None)
             until(lambda r=round_: overlap.state()["samples"]["running"] == 4 or r.done)
             overlap.post(f"/april/rounds/{run}-{i}/stop")
             reply = round_.reply()

@@ -19,7 +19,7 @@ CUTS = {"none": {}, "top_k": {"top_k": 20}, "top_p": {"top_p": 0.8}, "min_p": {"
 
 
 @pytest.fixture(params=["server", "overlap"])
-def either(request: pytest.FixtureRequest) -> Server:
+def each_loop(request: pytest.FixtureRequest) -> Server:
     """Qwen3 shape with the normal loop, then Llama shape with the overlap loop."""
     return request.getfixturevalue(request.param)
 
@@ -48,12 +48,12 @@ def workload() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_eight_stops_change_nothing_bit_for_bit(
-    either: Server, unbroken: Unbroken, run: str, tier: str, sampling: str
+def test_eight_stops_give_bit_identical_samples(
+    each_loop: Server, unbroken: Unbroken, run: str, tier: str, sampling: str
 ) -> None:
     """With the same batch around it, a sample on kept KV has the same tokens and logprobs; one span."""
-    wanted = unbroken.get(either, run, sampling)
-    samples, replies = in_rounds(either, run, workload(), 8, tier=tier, sampling_params=SAMPLING[sampling])
+    wanted = unbroken.get(each_loop, run, sampling)
+    samples, replies = in_rounds(each_loop, run, workload(), 8, tier=tier, sampling_params=SAMPLING[sampling])
     for reply in replies[:-1]:
         assert reply["carried"]["tokens_by_tier"][tier] > 0
         assert sum(reply["carried"]["tokens_by_tier"].values()) == reply["carried"]["tokens_by_tier"][tier]
@@ -65,13 +65,15 @@ def test_eight_stops_change_nothing_bit_for_bit(
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_eight_recomputes_stay_within_stock_noise(either: Server, unbroken: Unbroken, run: str, sampling: str) -> None:
+def test_eight_recomputes_stay_within_stock_noise(
+    each_loop: Server, unbroken: Unbroken, run: str, sampling: str
+) -> None:
     """Tokens only (tier `none`) means another prefill, so within 4 x the stock server's noise; span."""
-    wanted = unbroken.get(either, run, sampling)
-    samples, replies = in_rounds(either, run, workload(), 8, tier="none", sampling_params=SAMPLING[sampling])
+    wanted = unbroken.get(each_loop, run, sampling)
+    samples, replies = in_rounds(each_loop, run, workload(), 8, tier="none", sampling_params=SAMPLING[sampling])
     assert [r["stats"]["resumed_recomputed"] for r in replies[1:]] == [23 - i for i in range(8)]
     assert all(r["stats"]["kv_fallback"] == r["stats"]["resumed_recomputed"] for r in replies)
-    assert_near(samples, wanted, stock_noise(either), seeded=sampling == "seeded")
+    assert_near(samples, wanted, stock_noise(each_loop), seeded=sampling == "seeded")
     for (name, _, _), sample in samples.items():
         kinds = ["fresh", "recomputed"][: 1 if name == "stop-6" else 2]
         assert [span["kv"] for span in sample["spans"]] == kinds
@@ -80,58 +82,58 @@ def test_eight_recomputes_stay_within_stock_noise(either: Server, unbroken: Unbr
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_other_samples_in_the_batch_only_add_stock_noise(
-    either: Server, unbroken: Unbroken, run: str, sampling: str
+    each_loop: Server, unbroken: Unbroken, run: str, sampling: str
 ) -> None:
     """Resumed, from every tier in turn, among samples that the run never stopped did not have."""
-    wanted = unbroken.get(either, run, sampling)
+    wanted = unbroken.get(each_loop, run, sampling)
     body = {"run": run, "sampling_params": SAMPLING[sampling]}
-    groups = either.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
+    groups = each_loop.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
     for i, tier in enumerate(["host", "none", "disk", "device"]):
-        groups += either.rollout(prompts=[prompt(f"new-{i}", 30, n=5)], quota=1, tier=tier, **body)["finished"]
-    groups += either.drain(run)
+        groups += each_loop.rollout(prompts=[prompt(f"new-{i}", 30, n=5)], quota=1, tier=tier, **body)["finished"]
+    groups += each_loop.drain(run)
     samples = {key: sample for key, sample in by_key(groups).items() if not key[0].startswith("new")}
-    assert_near(samples, wanted, stock_noise(either), seeded=sampling == "seeded")
+    assert_near(samples, wanted, stock_noise(each_loop), seeded=sampling == "seeded")
 
 
-def test_tokens_depend_on_seed_and_position_alone(either: Server, run: str) -> None:
+def test_tokens_depend_only_on_seed_and_position(each_loop: Server, run: str) -> None:
     """The same seeds give the same tokens whatever the order, the slot, the batch and the legs, cut or not."""
     params = {"temperature": 1.0, "sampling_seed": 11}
     cut = [prompt(f"{name}-{i}", 16 + i, n=2, **values) for name, values in CUTS.items() for i in range(2)]
     prompts = [*stoppers([5, 10]), *cut]
-    wanted = in_one_round(either, run, prompts, sampling_params=params)
-    backwards = in_one_round(either, f"{run}-backwards", prompts[::-1], sampling_params=params)
-    few = in_one_round(either, f"{run}-few", prompts, sampling_params=params, concurrency=7)
-    in_legs, _ = in_rounds(either, f"{run}-legs", prompts[::-1], 2, sampling_params=params, concurrency=9)
+    wanted = in_one_round(each_loop, run, prompts, sampling_params=params)
+    backwards = in_one_round(each_loop, f"{run}-backwards", prompts[::-1], sampling_params=params)
+    few = in_one_round(each_loop, f"{run}-few", prompts, sampling_params=params, concurrency=7)
+    in_legs, _ = in_rounds(each_loop, f"{run}-legs", prompts[::-1], 2, sampling_params=params, concurrency=9)
     for other in (backwards, few, in_legs):
-        assert_near(other, wanted, stock_noise(either), seeded=True)
-    reseeded = in_one_round(either, f"{run}-reseeded", prompts, sampling_params={**params, "sampling_seed": 12})
+        assert_near(other, wanted, stock_noise(each_loop), seeded=True)
+    reseeded = in_one_round(each_loop, f"{run}-reseeded", prompts, sampling_params={**params, "sampling_seed": 12})
     assert all(reseeded[key]["output_ids"] != sample["output_ids"] for key, sample in wanted.items())
 
 
-def test_members_of_a_group_differ_and_name_their_seeds(either: Server, run: str) -> None:
+def test_group_members_differ_and_report_their_seeds(each_loop: Server, run: str) -> None:
     """Seed = 63 bits of hash(sampling seed, id, incarnation, index), returned with the sample."""
     prompts = [prompt("a", 12, n=3), prompt("b", 12, ids=[50, 60, 70], n=3, sampling_seed=4)]
-    samples = in_one_round(either, run, prompts, sampling_params={"temperature": 1.0, "sampling_seed": 3})
+    samples = in_one_round(each_loop, run, prompts, sampling_params={"temperature": 1.0, "sampling_seed": 3})
     for (name, incarnation, index), sample in samples.items():
         assert sample["seed"] == sample_seed({"a": 3, "b": 4}[name], name, incarnation, index)
         assert 0 <= sample["seed"] < 2**63
     assert len({tuple(s["output_ids"]) for s in samples.values()}) == len(samples)
 
 
-def test_an_id_used_again_is_another_incarnation(either: Server, run: str) -> None:
+def test_reused_id_gets_a_new_incarnation(each_loop: Server, run: str) -> None:
     """A delivered id may be used again; its incarnation counts up, also after a drop, and its samples differ."""
     body = {"prompts": [prompt("again", 16, n=2)], "quota": None, "sampling_params": {"temperature": 1.0}}
     drawn = []
     for incarnation in (0, 1):
-        (group,) = either.rollout(run=run, **body)["finished"]
+        (group,) = each_loop.rollout(run=run, **body)["finished"]
         assert group["incarnation"] == incarnation
         drawn += [tuple(s["output_ids"]) for s in group["samples"]]
-    either.rollout(run=run, prompts=[*body["prompts"], *stoppers([4])], quota=1)
-    either.post("/april/drop", {"run": run, "ids": ["again"]})
-    (group,) = either.rollout(run=run, **body)["finished"]
+    each_loop.rollout(run=run, prompts=[*body["prompts"], *stoppers([4])], quota=1)
+    each_loop.post("/april/drop", {"run": run, "ids": ["again"]})
+    (group,) = each_loop.rollout(run=run, **body)["finished"]
     assert group["incarnation"] == 3
     drawn += [tuple(s["output_ids"]) for s in group["samples"]]
     assert len(set(drawn)) == len(drawn)
-    (first,) = either.rollout(run=f"{run}-other", **body)["finished"]
+    (first,) = each_loop.rollout(run=f"{run}-other", **body)["finished"]
     assert first["incarnation"] == 0
     assert [tuple(s["output_ids"]) for s in first["samples"]] == drawn[:2]

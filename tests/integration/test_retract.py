@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.live import LiveServer, living
+from tests.support.live import LiveServer, live_server
 from tests.support.workload import prompt, stoppers
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ STOPS = [5, 10, 15, 20]
 @pytest.fixture
 def retracting(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     server = pool.get("retract", NORMAL, env={"SGLANG_TEST_RETRACT": "1"})
-    with living(server, lambda seed: models("qwen3", seed)) as live:
+    with live_server(server, lambda seed: models("qwen3", seed)) as live:
         yield live
 
 

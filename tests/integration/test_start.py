@@ -146,7 +146,7 @@ def variant_of(model: str, path: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED_FLAGS)
-def test_a_refused_flag_ends_the_start(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+def test_refused_flag_ends_the_start(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert_refused(outcomes[name], REFUSED_FLAGS[name][2])
 
 
@@ -155,22 +155,22 @@ def test_every_way_of_starting_fails_closed(name: str, outcomes: dict[str, dict[
     assert_refused(outcomes[name], REFUSED_WAYS[name])
 
 
-def test_sglang_itself_refuses_our_flags_where_the_plugin_is_hidden(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_sglang_refuses_april_flags_without_the_plugin(outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes["hidden_from_theirs"]["code"] == 2
     assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_theirs"]["stderr"]
 
 
 @pytest.mark.parametrize("name", ["help", "our_help"])
-def test_help_shows_our_flags(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
+def test_help_lists_april_flags(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["code"] == 0
     assert all(flag in outcomes[name]["stderr"] for flag in ("--april-quota ", "--april-kv ", "--tp-size "))
 
 
-def test_an_installed_plugin_that_nobody_asked_for_registers_nothing(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_inactive_plugin_registers_nothing(outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes["inactive"]["code"] == 17, outcomes["inactive"]["stderr"]
 
 
-def test_a_changed_body_ends_the_start(model: str, tmp_path: Path) -> None:
+def test_changed_hook_target_ends_the_start(model: str, tmp_path: Path) -> None:
     """On a copy of SGLang in which one hooked method has another body, in a process of its own."""
     installed = versions.sglang_root() / "sglang"
     shutil.copytree(installed, tmp_path / "sglang", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
@@ -228,7 +228,7 @@ def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) ->
         process.wait()
 
 
-def test_a_server_started_without_our_launcher_serves_rounds_with_every_hook(sglang_server: str) -> None:
+def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: str) -> None:
     """Also where `ServerArgs` was built in code, by a process that loads no plugins."""
     info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
     assert_all_hooks(info["april"])
@@ -239,7 +239,7 @@ def test_a_server_started_without_our_launcher_serves_rounds_with_every_hook(sgl
     assert [group["id"] for group in reply["finished"]] == ["a"]
 
 
-def test_an_engine_in_code_runs_with_every_hook(model: str, tmp_path: Path) -> None:
+def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys, sglang\n"

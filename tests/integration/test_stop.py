@@ -15,92 +15,92 @@ CHUNK = 64
 
 
 @pytest.fixture(params=["server", "overlap"])
-def either(request: pytest.FixtureRequest) -> Server:
+def each_loop(request: pytest.FixtureRequest) -> Server:
     return request.getfixturevalue(request.param)
 
 
-def test_no_decode_step_after_the_quota(either: Server, run: str) -> None:
+def test_no_decode_step_after_the_quota(each_loop: Server, run: str) -> None:
     """0 decode tokens after the end; with the overlap loop the one step in flight, kept and counted."""
-    flight = int(either.state()["overlap"])
-    count = Forwards(either)
+    flight = int(each_loop.state()["overlap"])
+    count = Forwards(each_loop)
     prompts = [prompt("a", 5), prompt("b", 9), *(prompt(f"long-{i}", 40) for i in range(6))]
-    reply = either.rollout(run=run, prompts=prompts, quota=2)
-    assert either.state()["samples"]["running"] == 0
+    reply = each_loop.rollout(run=run, prompts=prompts, quota=2)
+    assert each_loop.state()["samples"]["running"] == 0
     assert count.rows(decode=False) == [8]
     # The prefill draws the first token. In the overlap loop a row that has just finished is still in the next step.
     assert count.rows(decode=True) == [8] * (4 + flight) + [7] * 4
-    assert [p["tokens"] for p in either.partials(run)] == [9 + flight] * 6
+    assert [p["tokens"] for p in each_loop.partials(run)] == [9 + flight] * 6
     assert reply["stats"]["tokens_after_quota"] == 6 * flight
     assert reply["stats"]["tokens_generated"] == 5 + 9 + 6 * (9 + flight)
     assert reply["carried"]["tokens"] == 6 * (9 + flight)
-    finished = by_key(either.drain(run))
+    finished = by_key(each_loop.drain(run))
     assert [s["spans"] for s in finished.values()] == [[span(0, 40, reply["policy_version"])]] * 6
 
 
-def test_stop_in_the_middle_of_a_chunked_prefill(either: Server, run: str) -> None:
+def test_stop_during_a_chunked_prefill(each_loop: Server, run: str) -> None:
     """The quota is met by a prefill; what is half prefilled was never started, and stays untouched."""
     prompts = [prompt("short", 1), prompt("long", 12, ids=5 * CHUNK), prompt("after", 12)]
-    wanted = in_one_round(either, f"{run}-unbroken", prompts, sampling_params=GREEDY)
-    either.post("/flush_cache")
-    count = Forwards(either)
-    reply = either.rollout(run=run, prompts=prompts, quota=1, sampling_params=GREEDY)
+    wanted = in_one_round(each_loop, f"{run}-unbroken", prompts, sampling_params=GREEDY)
+    each_loop.post("/flush_cache")
+    count = Forwards(each_loop)
+    reply = each_loop.rollout(run=run, prompts=prompts, quota=1, sampling_params=GREEDY)
     assert [g["id"] for g in reply["finished"]] == ["short"]
-    assert len(count.rows(decode=False)) == 1 + int(either.state()["overlap"])
+    assert len(count.rows(decode=False)) == 1 + int(each_loop.state()["overlap"])
     assert reply["carried"]["groups"] == 2
     assert reply["carried"]["tokens"] == 0
-    assert either.partials(run) == []
-    version = either.push(either.model, flush=False)
-    rest = either.drain(run)
+    assert each_loop.partials(run) == []
+    version = each_loop.push(each_loop.model, flush=False)
+    rest = each_loop.drain(run)
     assert all(s["spans"] == [span(0, 12, version)] for g in rest for s in g["samples"])
-    assert_near(by_key([*reply["finished"], *rest]), wanted, stock_noise(either))
+    assert_near(by_key([*reply["finished"], *rest]), wanted, stock_noise(each_loop))
 
 
-def test_stop_in_the_middle_of_a_chunked_recompute(either: Server, run: str) -> None:
+def test_stop_during_a_chunked_recompute(each_loop: Server, run: str) -> None:
     """A sample stopped while its old tokens are prefilled again keeps them, and continues later."""
     prompts = [prompt("stop", 3), prompt("ends", 4), prompt("long", 9, ids=5 * CHUNK)]
-    wanted = in_one_round(either, f"{run}-unbroken", prompts, sampling_params=GREEDY)
-    either.post("/flush_cache")
+    wanted = in_one_round(each_loop, f"{run}-unbroken", prompts, sampling_params=GREEDY)
+    each_loop.post("/flush_cache")
     body: dict[str, Any] = {"run": run, "tier": "none", "quota": 1, "sampling_params": GREEDY}
     # "long" is prefilled alone for five steps, so the others begin to decode when it does.
-    groups = either.rollout(prompts=prompts, **body)["finished"]
-    before = {p["id"]: p["tokens"] for p in either.partials(run)}
-    either.post("/flush_cache")
-    reply = either.rollout(prompts=[], **body)
+    groups = each_loop.rollout(prompts=prompts, **body)["finished"]
+    before = {p["id"]: p["tokens"] for p in each_loop.partials(run)}
+    each_loop.post("/flush_cache")
+    reply = each_loop.rollout(prompts=[], **body)
     groups += reply["finished"]
     assert [g["id"] for g in groups] == ["stop", "ends"]
-    assert {p["id"]: (p["tokens"], p["tier"]) for p in either.partials(run)} == {"long": (before["long"], "none")}
-    groups += either.drain(run)
-    assert_near(by_key(groups), wanted, stock_noise(either))
+    assert {p["id"]: (p["tokens"], p["tier"]) for p in each_loop.partials(run)} == {"long": (before["long"], "none")}
+    groups += each_loop.drain(run)
+    assert_near(by_key(groups), wanted, stock_noise(each_loop))
 
 
-def test_stop_with_samples_that_wait_for_their_prefill(either: Server, run: str) -> None:
+def test_stop_with_samples_waiting_for_prefill(each_loop: Server, run: str) -> None:
     """What is admitted but waits in SGLang's queue goes back untouched, in its order."""
     prompts = [prompt("short", 1, ids=10), *(prompt(f"p{i:02}", 3, ids=10) for i in range(20))]
-    count = Forwards(either)
-    reply = either.rollout(run=run, prompts=prompts, quota=1)
+    count = Forwards(each_loop)
+    reply = each_loop.rollout(run=run, prompts=prompts, quota=1)
     steps = len(count.rows(decode=False))
-    assert steps == 1 + int(either.state()["overlap"])
+    assert steps == 1 + int(each_loop.state()["overlap"])
     assert reply["stats"]["started"] == 21
-    started = [p["id"] for p in either.partials(run)]
+    started = [p["id"] for p in each_loop.partials(run)]
     assert started == [f"p{i:02}" for i in range(len(started))]
     assert len(started) <= 6.4 * steps
-    count = Forwards(either)
-    assert len(by_key(either.drain(run))) == 20
+    count = Forwards(each_loop)
+    assert len(by_key(each_loop.drain(run))) == 20
     assert sum(count.rows(decode=False)) >= 20 - len(started)
 
 
-def test_stop_with_a_sample_whose_grammar_is_being_compiled(either: Server, run: str) -> None:
+def test_stop_during_grammar_compilation(each_loop: Server, run: str) -> None:
     """What waits in SGLang's grammar queue goes back untouched, and is compiled again."""
     words = [f"{run}x{i}" for i in range(10)]
     prompts = [prompt("short", 1), prompt("word", 60, regex="|".join(words))]
-    count = Forwards(either)
-    with either.grammars_held():
-        reply = either.rollout(run=run, prompts=prompts, quota=1)
+    count = Forwards(each_loop)
+    with each_loop.grammars_held():
+        reply = each_loop.rollout(run=run, prompts=prompts, quota=1)
     assert count.rows(decode=False) == [1]
     assert reply["stats"]["started"] == 2
     assert reply["carried"]["groups"] == 1
     assert reply["carried"]["tokens"] == 0
-    (word,) = by_key(either.drain(run)).values()
+    (word,) = by_key(each_loop.drain(run)).values()
     assert word["text"] in words
 
 
@@ -120,10 +120,10 @@ def test_stop_with_retracted_samples(pool: Pool, run: str) -> None:
 
 
 @pytest.mark.parametrize("surplus", ["carry", "return"])
-def test_samples_that_finish_in_the_same_step(either: Server, run: str, surplus: str) -> None:
+def test_samples_that_finish_in_the_same_step(each_loop: Server, run: str, surplus: str) -> None:
     """What finishes beyond the quota is returned, or first in the next reply, which may need no forward."""
     prompts = [prompt(f"p{i}", 6) for i in range(4)] + [prompt("long", 20)]
-    reply = either.rollout(run=run, prompts=prompts, quota=1, surplus=surplus)
+    reply = each_loop.rollout(run=run, prompts=prompts, quota=1, surplus=surplus)
     assert reply["end_reason"] == "quota"
     if surplus == "return":
         assert [g["id"] for g in reply["finished"]] == ["p0", "p1", "p2", "p3"]
@@ -131,15 +131,15 @@ def test_samples_that_finish_in_the_same_step(either: Server, run: str, surplus:
     else:
         assert [g["id"] for g in reply["finished"]] == ["p0"]
         assert reply["carried"]["finished_groups"] == 3
-        count = Forwards(either)
-        second = either.rollout(run=run, prompts=[prompt("new", 4)], quota=2)
+        count = Forwards(each_loop)
+        second = each_loop.rollout(run=run, prompts=[prompt("new", 4)], quota=2)
         assert [g["id"] for g in second["finished"]] == ["p1", "p2"]
         assert count.rows(decode=True) == count.rows(decode=False) == []
         assert second["end_reason"] == "quota"
         assert second["stats"]["started"] == 0
-        third = either.rollout(run=run, prompts=[], quota=2)
+        third = each_loop.rollout(run=run, prompts=[], quota=2)
         assert [g["id"] for g in third["finished"]] == ["p3", "new"]
-    assert [g["id"] for g in either.drain(run)] == ["long"]
+    assert [g["id"] for g in each_loop.drain(run)] == ["long"]
 
 
 def span(start: int, end: int, version: int, kv: str = "fresh") -> dict[str, Any]:

@@ -21,7 +21,7 @@ def stored(live: LiveServer) -> int:
     return int(live.server.state()["store"]["used_tokens"]["host"])
 
 
-def test_the_prompt_of_a_group_is_on_the_host_once_and_all_members_stand_on_it(live: LiveServer, run: str) -> None:
+def test_group_prompt_is_stored_once_on_the_host(live: LiveServer, run: str) -> None:
     """Section 7: its whole pages once, behind them what is each member's own; kept over a push."""
     server, before = live.server, stored(live)
     asked = [prompt("group", 60, ids=LENGTH, n=MEMBERS, **PARAMS["group"]), prompt("short", 20, **PARAMS["short"])]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.live import LiveServer, living, until
+from tests.support.live import LiveServer, live_server, until
 from tests.support.server import Server
 from tests.support.workload import prompt
 
@@ -17,7 +17,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 @pytest.fixture
 def two_ranks(tp2: Server, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
-    with living(tp2, lambda seed: models("llama", seed)) as live:
+    with live_server(tp2, lambda seed: models("llama", seed)) as live:
         yield live
 
 
@@ -58,7 +58,7 @@ def inside(live: LiveServer, run: str, i: int, reply: Any) -> None:
     until(lambda: live.running() or reply.done(), "the round goes on, or has ended")
 
 
-def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: LiveServer, run: str) -> None:
+def test_both_ranks_decide_alike_over_twenty_rounds(two_ranks: LiveServer, run: str) -> None:
     """Suspends, resumes, pushes, flushes, pauses, releases, drops, aborts and retracts: equal digests at every step."""
     server, groups = two_ranks.server, []
     assert server.state()["kv_cost"]["tiers"].keys() == {"host", "disk"}, "rates of both ranks"
@@ -70,10 +70,10 @@ def test_twenty_rounds_decide_alike_on_both_ranks(two_ranks: LiveServer, run: st
             groups += server.rollout(**body)["finished"]
         else:
             with server.slowed(0.05):
-                reply = two_ranks.beside(server.rollout, **body)
+                reply = two_ranks.in_background(server.rollout, **body)
                 until(lambda reply=reply: two_ranks.running() or reply.done(), "the round runs")
                 inside(two_ranks, run, i // 2, reply)
-            groups += two_ranks.done(reply)["finished"]
+            groups += two_ranks.result_of(reply)["finished"]
         between(two_ranks, run, i)
     groups += server.drain(run)
     assert len({(g["id"], g["incarnation"]) for g in groups}) == len(groups)
@@ -118,7 +118,7 @@ def finish(live: LiveServer, run: str, before: dict[str, Any]) -> dict[str, Any]
     return dict(reply["stats"])
 
 
-def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: LiveServer, run: str) -> None:
+def test_full_disk_on_one_rank_fails_the_copies_of_both(two_ranks: LiveServer, run: str) -> None:
     """What rank 1 could not write is worth nothing on rank 0, and its files there go."""
     lost = store(two_ranks)["lost"]
     with two_ranks.server.fault("full disk"):
@@ -133,7 +133,7 @@ def test_a_full_disk_of_one_rank_costs_the_copies_of_both(two_ranks: LiveServer,
     until(lambda: not list((two_ranks.server.folder / "disk").glob("*.kv")), "no file is left")
 
 
-def test_a_flipped_bit_of_one_rank_is_found_and_both_recompute(two_ranks: LiveServer, run: str) -> None:
+def test_corrupt_page_on_one_rank_makes_both_recompute(two_ranks: LiveServer, run: str) -> None:
     with two_ranks.server.fault("flipped bit"):
         left = suspended(two_ranks, run, "host")
         until(lambda: not store(two_ranks)["in_flight"], "all copies are made")
@@ -145,9 +145,7 @@ def test_a_flipped_bit_of_one_rank_is_found_and_both_recompute(two_ranks: LiveSe
 
 
 @pytest.mark.parametrize("fault", ["slow copy", "slow load"])
-def test_a_slow_copy_of_one_rank_holds_up_nobody_and_is_waited_for_by_both(
-    two_ranks: LiveServer, run: str, fault: str
-) -> None:
+def test_slow_copy_on_one_rank_delays_only_its_samples(two_ranks: LiveServer, run: str, fault: str) -> None:
     """Slots on their way out stay held, what is on its way in joins no batch; the engine serves others meanwhile."""
     server, lost = two_ranks.server, store(two_ranks)["lost"]
     if fault == "slow copy":
@@ -166,10 +164,10 @@ def test_a_slow_copy_of_one_rank_holds_up_nobody_and_is_waited_for_by_both(
         until(lambda: not store(two_ranks)["in_flight"], "all copies are made")
         kept = on_tier(two_ranks, run, "host")
         with server.fault(fault):
-            reply = two_ranks.beside(finish, two_ranks, run, left)
+            reply = two_ranks.in_background(finish, two_ranks, run, left)
             until(lambda: store(two_ranks)["in_flight"], "pages are being loaded")
             server.post("/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 4}})
             assert two_ranks.running() == 0
             assert store(two_ranks)["in_flight"] > 0
-        stats = two_ranks.done(reply)
+        stats = two_ranks.result_of(reply)
     assert (stats["resumed_kept"], stats["kv_lost"], store(two_ranks)["lost"] - lost) == (kept, 0, 0)

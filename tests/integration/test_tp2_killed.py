@@ -8,8 +8,8 @@ import pytest
 from tests.integration.conftest import Pool
 from tests.integration.test_tp2 import decided_alike
 from tests.support.compare import by_key
-from tests.support.kills import PATIENCE_S, Story
-from tests.support.live import LiveServer, living, until
+from tests.support.kills import TIMEOUT_S, KillScenario
+from tests.support.live import LiveServer, live_server, until
 from tests.support.workload import prompt
 
 PARAMS = {"temperature": 0.8}
@@ -21,12 +21,12 @@ def journalled(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -
     """Two ranks, a journal and a disk tier, of this test's own: nobody else may have it killed."""
     flags = ["--tp-size=2", "--max-total-tokens=4000", f"--april-journal={tmp_path / 'journal'}"]
     server = pool.get("tp2-journal", flags, "llama", {"SGLANG_APRIL_DIGEST": str(tmp_path)}, forked=True)
-    with living(server, lambda seed: models("llama", seed)) as live:
+    with live_server(server, lambda seed: models("llama", seed)) as live:
         yield live
     server.stop()
 
 
-def test_two_ranks_take_over_the_same_files_after_a_kill_and_deliver_everything_once(
+def test_two_ranks_recover_their_files_after_a_kill_and_deliver_everything_once(
     journalled: LiveServer, run: str
 ) -> None:
     """A file that only rank 1 has lost, and one that is damaged there alone, are recomputed by both ranks."""
@@ -39,10 +39,12 @@ def test_two_ranks_take_over_the_same_files_after_a_kill_and_deliver_everything_
     assert len(before) == 2 * 4
 
     open_round = {"run": f"{run}-open", "round_id": f"{run}-open", "prompts": [prompt("open", 400, n=3, **PARAMS)]}
-    story = Story(server, live.model, seed=0)
-    with story.beside(lambda: story.call("POST", "/april/rollout", {**open_round, "quota": None})) as reply:
+    scenario = KillScenario(server, live.model, seed=0)
+    with scenario.in_background(
+        lambda: scenario.call("POST", "/april/rollout", {**open_round, "quota": None})
+    ) as reply:
         until(lambda: reply.done() or server.state()["samples"]["running"] == 3, "the round runs")
-        story.restart(meanwhile=lambda: spoil_two_files_of_rank_1(server.folder / "disk"))
+        scenario.restart(meanwhile=lambda: spoil_two_files_of_rank_1(server.folder / "disk"))
         assert {(p["id"], 0, p["index"]): p["tokens"] for p in server.partials(run)} == before
         tiers = [p["tier"] for p in server.partials(run)]
         assert (tiers.count("none"), tiers.count("disk")) == (2, len(before) - 2)
@@ -53,8 +55,8 @@ def test_two_ranks_take_over_the_same_files_after_a_kill_and_deliver_everything_
             True,
         )
         version = live.push(1)
-        story.up.set()
-        opened = reply.result(PATIENCE_S).json()["finished"]
+        scenario.up.set()
+        opened = reply.result(TIMEOUT_S).json()["finished"]
     last = server.rollout(run=run, prompts=[], quota=None, kv="keep")
     stats = last["stats"]
     assert (stats["resumed_kept"], stats["resumed_recomputed"]) == (len(before) - 2, 2)

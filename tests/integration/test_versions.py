@@ -70,8 +70,8 @@ def test_each_token_matches_the_version_and_kv_of_its_span(live: LiveServer, run
     later = KEPT if (tier, kv) != ("none", "keep") and kv == "keep" else RECOMPUTED
     for name in params:
         assert spans_of(groups, name) == [[(v, "fresh"), (v + 1, later), (v + 2, later)]] * 2
-    verdicts = live.check(groups, params_with_short(params))
-    drift, kept = max(x.drift for x in verdicts), sum(x.kept for x in verdicts)
+    results = live.check(groups, params_with_short(params))
+    drift, kept = max(x.kv_drift for x in results), sum(x.kept for x in results)
     print(f"\nKV drift ({live.server.name}, {tier}, {kv}): {drift:.4f} over {kept} kept tokens")
     assert (kept > 0) == (later == KEPT)
 
@@ -85,8 +85,8 @@ def test_reference_check_can_fail(normal: LiveServer, run: str) -> None:
     oracle = Oracle(normal.policies)
 
     def wrong(**changed: Any) -> bool:
-        verdict = oracle.judge(prompt, {**sample, **changed}, PARAMS["cool"])
-        return verdict.logprob_error > LOGPROB_LIMIT or bool(verdict.lost_draws)
+        result = oracle.compare(prompt, {**sample, **changed}, PARAMS["cool"])
+        return result.logprob_error > LOGPROB_LIMIT or bool(result.mismatched_tokens)
 
     first, second, third = sample["spans"]
     assert not wrong()
@@ -98,7 +98,7 @@ def test_reference_check_can_fail(normal: LiveServer, run: str) -> None:
     assert wrong(spans=[first, second, {**third, "kv": RECOMPUTED}])
     assert wrong(seed=sample["seed"] + 1)
     swapped = Oracle({**normal.policies, v: normal.model(1)})
-    assert swapped.judge(prompt, sample, PARAMS["cool"]).logprob_error > LOGPROB_LIMIT
+    assert swapped.compare(prompt, sample, PARAMS["cool"]).logprob_error > LOGPROB_LIMIT
 
 
 def test_proximal_logprobs_match_the_recomputing_policy(live: LiveServer, run: str) -> None:
@@ -186,7 +186,7 @@ def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, ru
         assert cached_tokens() == 0, "a prompt of /generate stood on KV of an older policy"
 
 
-def test_prefixes_of_older_policies_leave_the_tree(live: LiveServer, run: str) -> None:
+def test_prefixes_of_older_policies_are_evicted(live: LiveServer, run: str) -> None:
     """Nobody can hit them any more; room in the pool is not left for every later step to look for."""
     server, prompt = live.server, list(range(30, 62))
     server.rollout(run=run, prompts=[*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)], quota=1)

@@ -1,18 +1,17 @@
-"""A round that stays open while a test does something else."""
+"""Rounds that run in a thread while a test does something else, and streamed rounds."""
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 
 from tests.support.server import Server
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
-class Background:
+class BackgroundRound:
     """`POST /april/rollout` in a thread; `reply()` waits for it."""
 
     def __init__(self, server: Server, **body: Any) -> None:
@@ -22,10 +21,10 @@ class Background:
         self._thread.start()
 
     def _post(self) -> None:
-        self._reply = httpx.post(f"{self._server.url}/april/rollout", json=self._body, timeout=PATIENCE_S)
+        self._reply = httpx.post(f"{self._server.url}/april/rollout", json=self._body, timeout=TIMEOUT_S)
 
     def reply(self, status: int = 200) -> Any:
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         assert self._reply is not None, "no reply"
         assert self._reply.status_code == status, self._reply.text[:500]
         return self._reply.json()
@@ -36,22 +35,8 @@ class Background:
 
 
 def stream(server: Server, **body: Any) -> list[dict[str, Any]]:
-    """All events of a streamed round; the summary is the last."""
+    """Return all events of a streamed round, the summary last."""
     body = {**body, "stream": True}
-    with httpx.stream("POST", f"{server.url}/april/rollout", json=body, timeout=PATIENCE_S) as response:
+    with httpx.stream("POST", f"{server.url}/april/rollout", json=body, timeout=TIMEOUT_S) as response:
         assert response.status_code == 200, response.read()[:500]
         return [json.loads(line) for line in response.iter_lines()]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Ask again until the answer is true; each question is a round trip to the server, so this does not spin."""
-    deadline = threading.Event()
-    timer = threading.Timer(PATIENCE_S, deadline.set)
-    timer.start()
-    try:
-        while not deadline.is_set():
-            if answer := condition():
-                return answer
-        raise AssertionError("it did not happen")
-    finally:
-        timer.cancel()

@@ -56,7 +56,7 @@ def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "tree insert": (APRIL + "adapter.v0_5_17.page_pool.PagePool.put_back", _insert_anyway),
+    "tree insert": (APRIL + "adapter.v0_5_17.page_pool.PagePool.build_decode_batch", _insert_anyway),
     "version key": (APRIL + "adapter.v0_5_17.request.versioned_key", _no_version),
     "flush rescue": (APRIL + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (APRIL + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),

@@ -1,8 +1,8 @@
-"""Trainers that do not give up, and a server that is killed under them at random moments.
+"""Trainers that retry their requests, and a server that is killed at random moments.
 
-Two trainers roll out under runs of their own; one of them also pushes. A request that dies with the server is sent
-again, the same one under the same `round_id`, until it is answered. At the end everything that was ever asked for has
-been delivered exactly once, with the tokens and logprobs that its own history gives.
+Two trainers roll out in separate runs; one of them also pushes. When the server dies during a request, the trainer
+sends the same request (same `round_id`) again until it is answered. At the end every requested sample has been
+delivered exactly once, with the tokens and logprobs that a replay of its spans gives.
 """
 
 import contextlib
@@ -23,31 +23,33 @@ from tests.support.oracle import Oracle
 from tests.support.server import Server
 from tests.support.workload import prompt
 
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 TIERS = ("auto", "host", "disk", "none")
-OURS_ALONE = ("quota_to_built_s", "quota_to_reply_s")
-"""Figures that the HTTP process adds while it answers; nobody knows them after its death."""
+REPLY_TIMINGS = ("quota_to_built_s", "quota_to_reply_s")
+"""Metrics that the HTTP process adds while it answers; they do not survive a restart."""
 
 Model = Callable[[int], Path]
 """`model(seed)`: the weights of one policy."""
 
 
 def content(reply: dict[str, Any]) -> str:
-    """What a reply says, byte for byte."""
-    stats = {name: value for name, value in reply["stats"].items() if name not in OURS_ALONE}
+    """Serialize a reply without the timings of its delivery, for exact comparison."""
+    stats = {name: value for name, value in reply["stats"].items() if name not in REPLY_TIMINGS}
     return json.dumps({**reply, "stats": stats})
 
 
 @dataclass(eq=False)
-class Story:
+class KillScenario:
+    """Two trainers on one server that is killed and restarted while they run."""
+
     server: Server
     model: Model
     seed: int
     name: str = ""
-    """Its runs' names begin with it."""
+    """Prefix of the run names."""
     rounds: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    """Answered rounds of each run: id and content."""
-    asked: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Answered rounds by run: id and content."""
+    requested: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Sampling parameters and `n` of every prompt, by id."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     kills: int = 0
@@ -58,27 +60,27 @@ class Story:
         self.rng = random.Random(self.seed)
         self.up = threading.Event()
         self.up.set()
-        self.ending = threading.Event()
-        self.over = threading.Event()
-        """The server does not come back any more."""
+        self.stopping = threading.Event()
+        self.finished = threading.Event()
+        """Set when the server will not be restarted again."""
 
-    # --- what a trainer does
+    # --- trainers
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """A request until it is answered, however often the server dies meanwhile."""
+        """Send a request until it is answered, also across restarts of the server."""
         while True:
-            assert self.up.wait(PATIENCE_S), "the server does not come back"
+            assert self.up.wait(TIMEOUT_S), "the server did not restart"
             try:
-                return httpx.request(method, self.server.url + path, json=body, timeout=PATIENCE_S)
+                return httpx.request(method, self.server.url + path, json=body, timeout=TIMEOUT_S)
             except httpx.TransportError:
-                if self.over.is_set():
+                if self.finished.is_set():
                     raise
 
-    def ask(self, run: str, number: int, **body: Any) -> None:
-        """A round, and its reply for good."""
+    def roll_out(self, run: str, number: int, **body: Any) -> None:
+        """Run one round and record its reply."""
         round_id = f"{run}-{number}"
-        asked = {"run": run, "round_id": round_id, **body}
-        while (response := self.call("POST", "/april/rollout", asked)).status_code == 503:
+        body = {"run": run, "round_id": round_id, **body}
+        while (response := self.call("POST", "/april/rollout", body)).status_code == 503:
             time.sleep(0.05)  # a push is open
         assert response.status_code == 200, f"{round_id}: {response.status_code} {response.text[:500]}"
         reply = response.json()
@@ -88,20 +90,20 @@ class Story:
 
     def train(self, run: str, *, pushes: bool) -> None:
         rng, number = random.Random(f"{self.seed}{run}"), 0
-        while not self.ending.is_set():
+        while not self.stopping.is_set():
             prompts = []
             for i in range(4):
                 name = f"{run}.{number}.{i}"
                 prompts.append(prompt(name, rng.choice((8, 20, 60, 200)), n=2, temperature=1.0, sampling_seed=number))
-                self.asked[name] = prompts[-1]
-            self.ask(run, number, prompts=prompts, quota=2, tier=rng.choice(TIERS))
+                self.requested[name] = prompts[-1]
+            self.roll_out(run, number, prompts=prompts, quota=2, tier=rng.choice(TIERS))
             number += 1
             if pushes and number % 2 == 0:
                 self.push(number // 2)
-        self.ask(run, number, prompts=[], quota=None)
+        self.roll_out(run, number, prompts=[], quota=None)
 
     def push(self, version: int) -> None:
-        """A push that may be cut off by the server's death: afterwards the version is the old one or the new."""
+        """Push until the version is reached; a kill during the push leaves either the old or the new version."""
         while self.version() < version:
             with contextlib.suppress(httpx.TransportError):
                 self.load(version)
@@ -116,32 +118,32 @@ class Story:
             ("/update_weights_from_disk", body),
             ("/april/push/end", {"version": version}),
         ):
-            response = httpx.post(self.server.url + path, json=sent, timeout=PATIENCE_S)
+            response = httpx.post(self.server.url + path, json=sent, timeout=TIMEOUT_S)
             assert response.status_code == 200, f"{path}: {response.status_code} {response.text[:500]}"
 
-    # --- who kills the server
+    # --- kills
 
     def kill(self) -> None:
-        """At a random forward of the model, or between two."""
+        """Kill the server after a random number of forwards, restart it, and compare its kept replies."""
         start, wait = self.steps(), self.rng.randint(1, 120)
-        until(lambda: self.steps() >= start + wait or self.trouble(), f"{wait} forwards")
-        if self.trouble():
+        until(lambda: self.steps() >= start + wait or self.trainer_failed(), f"{wait} forwards")
+        if self.trainer_failed():
             return
         self.restart()
         state = self.server.state()
         self.warnings += len(state["http"]["journal"]["warnings"])
         for answered in list(self.rounds.values()):
-            round_id, said = answered[-1]
-            again = httpx.get(f"{self.server.url}/april/rounds/{round_id}", timeout=PATIENCE_S)
+            round_id, expected = answered[-1]
+            again = httpx.get(f"{self.server.url}/april/rounds/{round_id}", timeout=TIMEOUT_S)
             assert again.status_code == 200, f"{round_id}: {again.text[:500]}"
-            assert content(again.json()) == said, f"the reply of {round_id} has changed"
+            assert content(again.json()) == expected, f"the reply of {round_id} has changed"
             self.replayed += 1
         if "version" in state["closed"]:
             self.load(state["policy_version"])
         self.up.set()
 
     def restart(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """The end of one server and the start of the next. Trainers wait for `up`."""
+        """Kill the server and start it again. Trainers wait for `up`."""
         self.up.clear()
         self.server.stop()
         self.kills += 1
@@ -152,23 +154,23 @@ class Story:
     def steps(self) -> int:
         return len(self.server.forwards())
 
-    def trouble(self) -> bool:
+    def trainer_failed(self) -> bool:
         return any(trainer.done() for trainer in self.trainers)
 
     @contextlib.contextmanager
-    def beside(self, call: Callable[[], httpx.Response]) -> "Iterator[Future[httpx.Response]]":
-        """A request in a thread of its own, which does not outlive the test."""
+    def in_background(self, call: Callable[[], httpx.Response]) -> "Iterator[Future[httpx.Response]]":
+        """Send a request in a thread that ends with the test."""
         with ThreadPoolExecutor(max_workers=1) as threads:
             try:
                 yield threads.submit(call)
             except BaseException:
-                self.over.set()
+                self.finished.set()
                 raise
             finally:
                 self.up.set()
 
-    def tell(self, kills: int) -> None:
-        """The whole story; what goes wrong in a trainer's thread is raised here."""
+    def run(self, kills: int) -> None:
+        """Run the scenario; exceptions of the trainer threads are raised here."""
         with ThreadPoolExecutor(max_workers=2) as threads:
             self.trainers = [
                 threads.submit(self.train, f"{self.name}a", pushes=True),
@@ -178,19 +180,19 @@ class Story:
                 for _ in range(kills):
                     self.kill()
             except BaseException:
-                self.over.set()
+                self.finished.set()
                 raise
             finally:
-                self.ending.set()
+                self.stopping.set()
                 self.up.set()
             for trainer in self.trainers:
-                trainer.result(PATIENCE_S)
+                trainer.result(TIMEOUT_S)
         self.check()
 
     def check(self) -> None:
-        """Everything exactly once, and all of it right."""
+        """Assert that every sample was delivered exactly once with the right tokens."""
         delivered = [(g["id"], g["incarnation"], s["index"]) for g in self.groups for s in g["samples"]]
-        assert sorted(delivered) == sorted((name, 0, i) for name, p in self.asked.items() for i in range(p["n"]))
+        assert sorted(delivered) == sorted((name, 0, i) for name, p in self.requested.items() for i in range(p["n"]))
         oracle = Oracle({v: self.model(v % 2) for v in range(self.version() + 1)})
         for group in self.groups:
-            oracle.check(group, self.asked[group["id"]]["sampling_params"])
+            oracle.check(group, self.requested[group["id"]]["sampling_params"])

@@ -1,8 +1,8 @@
-"""What a sample must contain, computed without SGLang: Hugging Face forwards, our noise, plain arithmetic.
+"""Expected tokens and logprobs of a sample, computed without SGLang: Hugging Face forwards and the sampling noise.
 
-The oracle replays a sample span by span. A `fresh` or `recomputed` span starts from nothing under its version's
-weights; a `kept` span goes on from the cache that older weights filled. Every token is fed its true history, so one
-near-tie does not spoil what follows: each drawn token must win its own draw, within rounding.
+The oracle replays a sample span by span. A `fresh` or `recomputed` span starts from an empty cache under
+its version's weights; a `kept` span continues on the cache that older weights filled. The replay is teacher-forced, so
+one near-tie does not affect later tokens: each drawn token must win its own draw, within rounding.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur
 LOGPROB_LIMIT = 1e-4
 """Largest accepted difference of logprobs, float32."""
 TIE = 1e-3
-"""Two scores closer than this may change places."""
+"""Scores closer than this may swap their order."""
 
 
 @cache
@@ -31,14 +31,14 @@ def hf_model(path: Path) -> Any:
 
 
 @dataclass
-class Verdict:
-    """How a sample compares with its replay."""
+class ReplayResult:
+    """Comparison of a sample with its replay."""
 
     logprob_error: float = 0.0
     """Largest difference of a behaviour logprob."""
-    lost_draws: list[int] = field(default_factory=list)
+    mismatched_tokens: list[int] = field(default_factory=list)
     """Output tokens that lose their own draw by more than `TIE`."""
-    drift: float = 0.0
+    kv_drift: float = 0.0
     """KV drift: largest difference of a kept token's logprob to a plain forward under its version."""
     kept: int = 0
     """Tokens of `kept` spans."""
@@ -46,18 +46,18 @@ class Verdict:
 
 @dataclass
 class Oracle:
-    """The replay of samples whose policy versions are known: `policies[version]` is a model's folder."""
+    """Replays samples; `policies[version]` is the model folder of a policy version."""
 
     policies: Mapping[int, Path]
 
     def logits(self, prompt: list[int], output: list[int], version: int) -> torch.Tensor:
-        """[output_len, vocab] of a plain forward under one version."""
+        """[output_len, vocab] logits of a plain forward under one version."""
         with torch.inference_mode():
             ids = torch.tensor([prompt + output[:-1]])
             return hf_model(self.policies[version])(ids).logits[0, len(prompt) - 1 :].float()
 
     def replay(self, prompt: list[int], output: list[int], spans: list[dict[str, Any]]) -> torch.Tensor:
-        """[output_len, vocab] as the sample's own history gives them."""
+        """[output_len, vocab] logits of a replay, span by span."""
         from transformers import DynamicCache
 
         ids, rows = prompt + output, []
@@ -73,7 +73,7 @@ class Oracle:
             rows.append(out.logits[0, -(span["end"] - span["start"]) :].float())
         return torch.cat(rows)
 
-    def judge(self, prompt: list[int], sample: Mapping[str, Any], params: Mapping[str, Any]) -> Verdict:
+    def compare(self, prompt: list[int], sample: Mapping[str, Any], params: Mapping[str, Any]) -> ReplayResult:
         """Compare tokens and logprobs of a finished sample with its replay."""
         output, spans = list(sample["output_ids"]), list(sample["spans"])
         check_spans(spans, len(output))
@@ -81,23 +81,25 @@ class Oracle:
         got = torch.tensor(sample["logprobs"], dtype=torch.float64)
         rows = processed(self.replay(prompt, output, spans), output, params)
         expected = logprobs_of(rows, chosen)
-        verdict = Verdict(logprob_error=float((expected - got).abs().max()))
-        verdict.lost_draws = lost_draws(rows, chosen, len(prompt), sample["seed"], params)
+        result = ReplayResult(logprob_error=float((expected - got).abs().max()))
+        result.mismatched_tokens = mismatched_tokens(rows, chosen, len(prompt), sample["seed"], params)
         for span in (s for s in spans if s["kv"] == "kept"):
             plain = processed(self.logits(prompt, output, span["version"]), output, params)
             part = slice(span["start"], span["end"])
-            verdict.drift = max(verdict.drift, float((logprobs_of(plain, chosen)[part] - got[part]).abs().max()))
-            verdict.kept += span["end"] - span["start"]
-        return verdict
+            result.kv_drift = max(result.kv_drift, float((logprobs_of(plain, chosen)[part] - got[part]).abs().max()))
+            result.kept += span["end"] - span["start"]
+        return result
 
-    def check(self, group: Mapping[str, Any], params: Mapping[str, Any]) -> list[Verdict]:
-        """Every sample of a delivered group has the very tokens and logprobs that it must have."""
-        verdicts = [self.judge(list(group["prompt_ids"]), sample, params) for sample in group["samples"]]
-        for sample, verdict in zip(group["samples"], verdicts, strict=True):
+    def check(self, group: Mapping[str, Any], params: Mapping[str, Any]) -> list[ReplayResult]:
+        """Assert that every sample of a delivered group matches its replay."""
+        results = [self.compare(list(group["prompt_ids"]), sample, params) for sample in group["samples"]]
+        for sample, result in zip(group["samples"], results, strict=True):
             where = f"{group['id']}[{sample['index']}] {sample['spans']}"
-            assert verdict.logprob_error < LOGPROB_LIMIT, f"{where}: logprobs are off by {verdict.logprob_error}"
-            assert not verdict.lost_draws, f"{where}: tokens {verdict.lost_draws} were not drawn from these weights"
-        return verdicts
+            assert result.logprob_error < LOGPROB_LIMIT, f"{where}: logprobs are off by {result.logprob_error}"
+            assert not result.mismatched_tokens, (
+                f"{where}: tokens {result.mismatched_tokens} were not drawn from these weights"
+            )
+        return results
 
 
 def check_spans(spans: list[dict[str, Any]], length: int) -> None:
@@ -125,11 +127,11 @@ def processed(logits: torch.Tensor, output: list[int], params: Mapping[str, Any]
 
 
 def logprobs_of(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The chosen token's entry of every row, [output_len]."""
+    """Return the chosen token's entry of every row, [output_len]."""
     return rows.gather(1, chosen[:, None]).squeeze(1)
 
 
-def lost_draws(
+def mismatched_tokens(
     rows: torch.Tensor, chosen: torch.Tensor, prompt_len: int, seed: int, params: Mapping[str, Any]
 ) -> list[int]:
     """Positions where another token scores higher: by logprob if greedy, else by logprob plus the token's noise."""
@@ -146,7 +148,7 @@ def lost_draws(
 
 
 def _kept(rows: torch.Tensor, params: Mapping[str, Any], slack: float) -> torch.Tensor:
-    """What top-k, top-p and min-p leave, bool [output_len, vocab], with top-p and min-p moved by `slack`."""
+    """Tokens left by top-k, top-p and min-p, bool [output_len, vocab], with top-p and min-p moved by `slack`."""
     count = len(rows)
     top_k = torch.full((count,), params.get("top_k", TOP_K_ALL))
     top_p = params.get("top_p", 1.0)

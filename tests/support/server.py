@@ -49,7 +49,7 @@ class Server:
     """Where its log, its digest files and its guard switches are."""
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    warm: ForkServer | None = None
+    fork_server: ForkServer | None = None
     """Where it is forked from; without one it is a process that imports SGLang itself."""
     process: subprocess.Popen[bytes] | Forked | None = None
     http: httpx.Client = field(default_factory=httpx.Client)
@@ -57,7 +57,7 @@ class Server:
     """The last policy that a test pushed."""
     version: int = 0
     """The policy version after the last whole push; where the server has another, its weights are somebody else's."""
-    unrest: str = ""
+    reset_failure: str = ""
     """What the last `reset` could not undo."""
     _forwards: list[dict[str, Any]] = field(default_factory=list)
     _read_to: int = 0
@@ -87,9 +87,9 @@ class Server:
         argv = [f"--model-path={self.model}", f"--port={self.port}", "--april-quota=4", "--april-kv=keep"]
         argv += [*COMMON, *self.flags]
         with self.log.open("wb") as log:
-            if self.warm is not None:
+            if self.fork_server is not None:
                 assert all(name.startswith("SGLANG_APRIL") for name in self.env), "SGLang was imported without these"
-                self.process = self.warm.start(argv, env, self.log, ROOT)
+                self.process = self.fork_server.start(argv, env, self.log, ROOT)
                 return
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.launch", *argv],
@@ -166,12 +166,12 @@ class Server:
             self._undo()
             state = self.state()
         except (httpx.HTTPError, AssertionError, ValueError) as error:
-            self.unrest = f"{type(error).__name__}: {error}"
+            self.reset_failure = f"{type(error).__name__}: {error}"
             return False
         left = {name: state[name] for name in ("closed", "frozen", "rounds") if state[name]}
         if sum(state["samples"].values()):
             left["samples"] = state["samples"]
-        self.unrest = str(left) if left else ""
+        self.reset_failure = str(left) if left else ""
         return not left
 
     def _undo(self) -> None:

@@ -1,7 +1,7 @@
-"""A controller on the fake engine, and beside it a second bookkeeping that knows only the rules: S3, S4, S6, S10.
+"""Controllers on the fake engine, checked against the independent `ReferenceModel`.
 
-`ControllerHarness` plays events to one or more replicas, which must all say the same, and recounts everything
-after each.
+`ControllerHarness` sends the same events to one or more replicas, which must decide and answer alike
+(`rank-determinism`), and recounts everything after each event.
 """
 
 import io
@@ -29,7 +29,7 @@ def lengths(*sizes: int) -> dict[str, tuple[int, int, int]]:
 
 
 def given_as(prompts: dict[str, tuple[int, int, int]]) -> tuple[list[messages.Prompt], list[bytes]]:
-    """On the wire: prompts, and the parameters that they share."""
+    """The prompts as messages, and their shared parameters."""
     sizes = sorted({size for _, _, size in prompts.values()})
     given = [messages.Prompt(i, bytes(4 * m), n, sizes.index(size), 0) for i, (m, n, size) in prompts.items()]
     return given, list(map(msgspec.msgpack.encode, sizes))
@@ -40,7 +40,7 @@ Build = Callable[..., "ControllerHarness"]
 
 class ControllerHarness(EventChecks):
     def __init__(self, replicas: int = 1, every: int = 1, **engine: Any) -> None:
-        """Recounts after every so many events."""
+        """`every`: recount after so many events."""
         super().__init__()
         self.every, self.events = every, 0
         self.replicas, self.kind = replicas, engine
@@ -50,7 +50,7 @@ class ControllerHarness(EventChecks):
         self.answers: dict[int, messages.Answer] = {}
         self.replies: list[messages.RoundEnded] = []
         self.samples: dict[tuple[Key, int], messages.FinishedSample] = {}
-        """Of every sample that has finished."""
+        """Results of all finished samples."""
 
     def _start(self) -> None:
         self.digests = [io.StringIO() for _ in range(self.replicas)]
@@ -69,7 +69,7 @@ class ControllerHarness(EventChecks):
     def command(
         self, kind: type[messages.Command], then: Callable[[messages.Answer], None] = lambda answer: None, **fields: Any
     ) -> messages.Answer:
-        """A message to the scheduler; `then` is what a 200 means, in the moment in which it is said."""
+        """Send a command; `then` updates the model when a 200 is answered."""
         self.seq += 1
         self._then = then
         data = messages.encode(kind(seq=self.seq, **fields))
@@ -79,12 +79,12 @@ class ControllerHarness(EventChecks):
             self.check()
         return self.answers.pop(self.seq)
 
-    def end_what_is_over(self) -> None:
-        """Any message does; this one does nothing else."""
+    def end_due_rounds(self) -> None:
+        """Every command ends rounds that are over; this one does nothing else."""
         self.command(messages.GetState)
 
     def do(self, act: Callable[[FakeEngine], Any]) -> Any:
-        """Something that happens at the engine, on every replica."""
+        """Apply an engine event to every replica."""
         results = [act(e) for e in self.engines]
         self._version_moved()
         self.check()
@@ -107,7 +107,7 @@ class ControllerHarness(EventChecks):
         given, params = given_as(prompts)
         fields = {"quota": 1, "quota_unit": "group", "kv": "keep", "max_staleness": 5, **spec}
         fields |= {"round_id": f"r{self.seq}", "run": run}
-        self.end_what_is_over()
+        self.end_due_rounds()
         begun = sum(g.begun for g in self.ledger.runs[run].groups.values()) if run in self.ledger.runs else 0
         closed = self.controller.context.closed()
         taken = run in self.rounds or any(g.key[1] in prompts for g in self.of(run))
@@ -141,7 +141,7 @@ class ControllerHarness(EventChecks):
             self.fate |= {(key, i): "live" for i in range(prompt.n)}
 
     def stop(self, run: str, deliver: list[str] | None = None) -> None:
-        self.end_what_is_over()
+        self.end_due_rounds()
         if run in self.rounds:
             rnd = self.rounds[run]
             rnd.stop = messages.StopRound(0, rnd.spec.round_id, deliver)
@@ -149,8 +149,8 @@ class ControllerHarness(EventChecks):
             assert run not in self.rounds
 
     def judge(self, run: str, verdicts: dict[str, bool]) -> int:
-        """Verdicts by prompt id; all are taken or none, and the same again changes nothing."""
-        self.end_what_is_over()
+        """Send verdicts by prompt id: all are recorded or none, and repeating them changes nothing."""
+        self.end_due_rounds()
         rnd = self.rounds.get(run)
         groups = {g.key[1]: g for g in self.of(run)}
         wrong = [404 if i not in groups else 409 for i in verdicts if i not in groups or not groups[i].whole]
@@ -168,7 +168,7 @@ class ControllerHarness(EventChecks):
         return answer.status
 
     def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]]) -> int:
-        self.end_what_is_over()
+        self.end_due_rounds()
         rnd = self.rounds.get(run)
         taken = rnd is None or (quota_add and rnd.spec.quota is None) or any(g.key[1] in prompts for g in self.of(run))
         given, params = given_as(prompts)
@@ -222,7 +222,7 @@ class ControllerHarness(EventChecks):
         self.frozen = frozen
 
     def drain(self, limit: int = 3000) -> None:
-        """Everything that was accepted can be finished from any state, and nothing is left behind."""
+        """Finish everything that was accepted; no state may prevent it, and nothing may be left behind."""
         self.freeze(False)
         self.do(lambda e: setattr(e, "released", []))
         if self.controller.context.clock.closed:
@@ -252,7 +252,7 @@ class ControllerHarness(EventChecks):
         return self.ledger.runs[run].groups[name].samples[index]
 
     def reply(self, run: str = "run") -> messages.RoundEnded:
-        """What the run's open round ends with; steps until it does."""
+        """Step until the run's open round has ended; returns its reply."""
         for _ in range(1000):
             if run not in self.rounds:
                 break

@@ -1,4 +1,4 @@
-"""A `ControllerHarness` with a journal, whose server dies at any moment and comes back."""
+"""A `ControllerHarness` with a journal, whose server is killed and restarted at any moment."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample, State
 from tests.unit.controller_harness import ControllerHarness
-from tests.unit.fake_copies import Folder, Whose
-from tests.unit.fake_engine import FakeEngine, build, whose
+from tests.unit.fake_copies import Folder, SampleKey
+from tests.unit.fake_engine import FakeEngine, build, sample_key
 from tests.unit.fake_loop import token
 from tests.unit.recount import samples_of
 
@@ -27,7 +27,7 @@ KEPT = 2
 
 
 class PromptJournal(Journal):
-    """Writes in the moment in which it is told, so that a story can be told step by step."""
+    """Writes synchronously, so that tests are deterministic."""
 
     def start(self, written: OnWritten = lambda _last, _error: None) -> None:
         self._written = written
@@ -40,7 +40,7 @@ class PromptJournal(Journal):
 
 
 class CrashingHarness(ControllerHarness):
-    """Rank 0 has the journal, the other replicas have none and must decide the same."""
+    """Rank 0 has the journal; the other replicas have none and must decide alike."""
 
     def __init__(self, path: Path | str, replicas: int = 1, every: int = 1, **engine: Any) -> None:
         self.path = path
@@ -48,8 +48,8 @@ class CrashingHarness(ControllerHarness):
         self.folders = [Folder() for _ in range(replicas)]
         """The disk tier's directories, one per rank."""
         self.disk_cap = engine.get("disk_cap", 0)
-        self.histories: dict[Whose, list[Any]] = {}
-        """How the tokens of each sample came to be, up to its end or the last crash."""
+        self.histories: dict[SampleKey, list[Any]] = {}
+        """History of each sample's tokens, up to its end or the last crash."""
         self.regained = 0
         """Partials that had their KV again, over all restarts."""
         super().__init__(replicas, every, **engine)
@@ -75,18 +75,18 @@ class CrashingHarness(ControllerHarness):
         self.recorder.commit()
 
     def _look(self, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
-        asked = [(whose(sample), kv) for sample, kv in wanted]
+        asked = [(sample_key(sample), kv) for sample, kv in wanted]
         return agreed([KvSearch(e.copies.folder, self.saved.epoch).look(asked) for e in self.engines])
 
     def _begin(self, epoch: str) -> None:
         for e in self.engines:
             back = [s for s in samples_of(e.controller.context.ledger) if s.kv.pages is not None]
-            e.copies.folder.begin(epoch, [whose(s) for s in back])
+            e.copies.folder.begin(epoch, [sample_key(s) for s in back])
         self.regained += len(back)
 
     @staticmethod
     def _same(sent: list[bytes], other: list[bytes]) -> bool:
-        """With a journal, an answer that stands for itself overtakes what waits to be written."""
+        """With a journal, an answer that needs no record overtakes events that wait for one."""
         return sorted(sent) == sorted(other)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class CrashingHarness(ControllerHarness):
 
         `disk`: whether the next epoch has the disk tier.
         """
-        before = {whose(s): s for s in samples_of(self.ledger)}
+        before = {sample_key(s): s for s in samples_of(self.ledger)}
         self.histories |= {name: s.request.history for name, s in before.items() if s.request is not None}
         drawn = {name: list(s.request.drawn_under) for name, s in before.items() if s.request is not None}
         step, lost = self.controller.context.step, bool(self.recorder._records)
@@ -117,8 +117,8 @@ class CrashingHarness(ControllerHarness):
         assert self.controller.context.clock.version == self.version
         self._check_replies(self.saved)
         assert {(run, name): n for run, name, n in self.saved.ids} == dict(self.incarnations)
-        after = {whose(s): s for s in samples_of(self.ledger)}
-        assert after.keys() == before.keys(), "a sample is lost, or back from the dead"
+        after = {sample_key(s): s for s in samples_of(self.ledger)}
+        assert after.keys() == before.keys(), "a sample is lost or restored after its delivery"
         for name, sample in after.items():
             self._check(sample, before[name], drawn.get(name), step if lost else -1)
         self.ahead.clear()  # after a restart nothing runs ahead until a round is opened, and its figures are lost
@@ -128,7 +128,7 @@ class CrashingHarness(ControllerHarness):
             rnd.mandatory.clear()
             self.mark(rnd)
             assert self.controller.context.rounds[run].spec == rnd.spec
-        self.end_what_is_over()
+        self.end_due_rounds()
         self.check()
 
     def _check(self, sample: Sample, before: Sample, drawn: list[Any] | None, step: int) -> None:
@@ -148,7 +148,7 @@ class CrashingHarness(ControllerHarness):
         if sample.length:
             assert sample.request.output == [token(sample.seed, t) for t in range(sample.length)]
 
-    def _usable(self) -> dict[Whose, int]:
+    def _usable(self) -> dict[SampleKey, int]:
         """Samples with a sound file on every rank and their tokens in it, by what is there and not by its header."""
         names = set.intersection(*(set(folder.files) for folder in self.folders)) & self.histories.keys()
         usable = {}
@@ -159,21 +159,21 @@ class CrashingHarness(ControllerHarness):
                 usable[name] = tokens
         return usable
 
-    def _check_kv(self, usable: dict[Whose, int]) -> None:
+    def _check_kv(self, usable: dict[SampleKey, int]) -> None:
         """KV is back of just the tokens that the journal has; and of all that have such files, if there is room."""
         partials = [s for s in samples_of(self.ledger) if s.state is State.SUSPENDED]
         for sample in (s for s in partials if s.kv.pages is not None):
-            for file in (e.copies.folder.files[whose(sample)] for e in self.engines):
+            for file in (e.copies.folder.files[sample_key(sample)] for e in self.engines):
                 assert file.sound
                 assert file.history == sample.request.history, "KV of other tokens"
-        due = [s for s in partials if usable.get(whose(s)) == s.length]
+        due = [s for s in partials if usable.get(sample_key(s)) == s.length]
         if sum(s.request.prompt + s.length - 1 for s in due) <= self.kind.get("disk_cap", 0):
             assert all(s.kv.pages is not None for s in due), "KV that was there is not used"
 
     def _check_replies(self, saved: Saved) -> None:
-        """A kept reply says the same for ever; what is no longer kept is known to be gone."""
-        said = [r.round_id for r in self.replies]
-        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(said)
+        """A kept reply never changes; the ids of replies that are no longer kept are known."""
+        ended = [r.round_id for r in self.replies]
+        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(ended)
         for run in {r.run for r in self.replies}:
             kept = [r for r in saved.replies if r.spec.run == run]
             heard = [r for r in self.replies if r.run == run][-KEPT:]
@@ -185,7 +185,7 @@ class CrashingHarness(ControllerHarness):
                 assert [p.id for p in reply.prompts] == [d.id for d in reply.ended.deliver]
 
 
-def recall_all(engine: FakeEngine, histories: Mapping[Whose, list[Any]] | None = None) -> None:
+def recall_all(engine: FakeEngine, histories: Mapping[SampleKey, list[Any]] | None = None) -> None:
     """What the engine makes of restored samples when it first needs them; and what the test knows of their tokens."""
     ledger = engine.controller.context.ledger
     for sample in samples_of(ledger):
@@ -195,6 +195,6 @@ def recall_all(engine: FakeEngine, histories: Mapping[Whose, list[Any]] | None =
         if sample.journal.snapshot is not None:
             assert np.frombuffer(sample.journal.snapshot.logprobs, "<f4").tolist() == [-1.0] * sample.length
             request = build(sample)
-            history = histories[whose(sample)] if histories is not None else [(0, None)] * sample.length
+            history = histories[sample_key(sample)] if histories is not None else [(0, None)] * sample.length
             request.epochs = [epoch for epoch, _ in history][: sample.length]
     engine.starts = ledger._admissions

@@ -1,4 +1,4 @@
-"""What the scheduler says and does, held against the rules as it happens: the listening half of `World`."""
+"""Checks every event and forward of the scheduler against the `ReferenceModel` as it happens."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from sglang_april.scheduler.state import Sample, sample_seed
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Request, Row, token
 from tests.unit.recount import samples_of, spans_of
-from tests.unit.reference_model import EndedRound, Key, ModelRound, ReferenceModel, oldest_of
+from tests.unit.reference_model import FinishedEntry, Key, ModelRound, ReferenceModel, oldest_of
 
 
 class EventChecks(ReferenceModel):
-    """Called by the engine of the first replica, and for every event of each."""
+    """Receives the events of all replicas, and engine callbacks of the first one."""
 
     engine: FakeEngine
     controller: Controller
@@ -54,7 +54,7 @@ class EventChecks(ReferenceModel):
         assert len(s.logprobs) == len(s.output_ids)
         assert s.spans == spans_of(request)
         step = self.controller.context.step
-        group.finished[s.index] = EndedRound(step, self.engine.first_start[request.name], oldest_of(request))
+        group.finished[s.index] = FinishedEntry(step, self.engine.first_start[request.name], oldest_of(request))
         self.samples[group.key, s.index] = s
         assert s.whole == group.whole
         assert s.round_id == (self.rounds[s.run].spec.round_id if s.run in self.rounds else None)
@@ -89,15 +89,15 @@ class EventChecks(ReferenceModel):
         assert not running or (e.run in self.ahead and not self.rests(self.ahead[e.run]))
 
     def _forward(self, rows: list[Row]) -> None:
-        """At the moment in which a forward starts."""
+        """Called when a forward starts."""
         over = [r for r in self.rounds.values() if self.due(r)]
         assert not over or self.engine.late_abort, "a forward after the end of a round"
-        ours = [r.request.sample for r in rows if r.request.sample is not None]
+        stepping = [r.request.sample for r in rows if r.request.sample is not None]
         resting = {run for run, rnd in self.ahead.items() if self.rests(rnd)} if not self.engine.late_abort else set()
-        going = {*self.rounds, *self.ahead} - resting
-        assert {s.group.run.name for s in ours} <= going, "a sample steps outside of a round"
+        active = {*self.rounds, *self.ahead} - resting
+        assert {s.group.run.name for s in stepping} <= active, "a sample steps outside of a round"
         stopped = self.push_open or self.frozen or self.engine.flush_pending or self.engine.released
-        assert not ours or not (stopped or self.controller.context.clock.closed)
+        assert not stepping or not (stopped or self.controller.context.clock.closed)
         for run, rnd in (self.ahead | self.rounds).items():
             bound = rnd.spec.concurrency
             assert self.ledger.runs[run].running <= (bound if isinstance(bound, int) else self.engine.slots)
@@ -108,7 +108,7 @@ class EventChecks(ReferenceModel):
                 assert begun <= max(rnd.spec.quota, rnd.begun_before), "strict on-policy starts too many groups"
 
     def _results(self, rows: list[Row], grown: list[Request]) -> None:
-        """A step's results have been taken in: `grown` have one token more."""
+        """Called when a step's results are processed; `grown` have one more token."""
         for row in rows:
             sample = row.request.sample
             if sample is not None and sample.request is row.request and row.request.recomputed:
@@ -126,7 +126,7 @@ class EventChecks(ReferenceModel):
         return self.rounds[run] if run in self.rounds else self.ahead[run]
 
     def _retract(self, request: Request) -> None:
-        """Before the engine retracts, partials have given way and our newer samples are suspended."""
+        """Before the engine retracts, all partials are demoted and newer samples suspended (`partials-yield`)."""
         assert not any(s.kv.pages and s.kv.pages.tier == "device" for s in samples_of(self.ledger)), (
             "partials hold pages"
         )

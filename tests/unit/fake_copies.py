@@ -1,4 +1,4 @@
-"""What a rank's page store is to the controller, in memory: copies that take steps, and fail where a test says so."""
+"""An in-memory page store of one rank: copies take steps to complete, and fail where a test asks for it."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from sglang_april.api import messages
 from sglang_april.kv.kv_pages import Found, Pages
 
 Cells = list[tuple[str, int, int] | None]
-Whose = tuple[str, str, int, int]
-"""A sample: run, prompt, incarnation, index."""
+SampleKey = tuple[str, str, int, int]
+"""Identity of a sample: run, prompt id, incarnation, index."""
 
 
 @dataclass(eq=False, slots=True)
 class File:
-    """Of the disk tier: its header, its pages, and how each of its output tokens came to be (nothing reads that)."""
+    """A file of the disk tier: header, pages, and the history of its output tokens, which only checks read."""
 
     found: Found
     cells: Cells
@@ -24,12 +24,12 @@ class File:
 
 @dataclass(eq=False, slots=True)
 class Folder:
-    """A rank's directory, which outlives its server; searched as `Disk` is."""
+    """A rank's directory, which outlives its server; searched like `DiskTier`."""
 
-    files: dict[Whose, File] = field(default_factory=dict)
+    files: dict[SampleKey, File] = field(default_factory=dict)
     epoch: str = ""
 
-    def find(self, key: Whose, wanted: Found) -> int:
+    def find(self, key: SampleKey, wanted: Found) -> int:
         file = self.files.get(key)
         if file is None or file.found != wanted:
             return 0
@@ -37,16 +37,16 @@ class Folder:
             raise OSError("flipped")
         return 1
 
-    def write(self, key: Whose, file: File) -> None:
+    def write(self, key: SampleKey, file: File) -> None:
         self.files[key] = file
 
-    def read(self, key: Whose, _length: int) -> File:
+    def read(self, key: SampleKey, _length: int) -> File:
         return self.files[key]
 
-    def remove(self, key: Whose) -> None:
+    def remove(self, key: SampleKey) -> None:
         self.files.pop(key, None)
 
-    def begin(self, epoch: str, keep: Collection[Whose]) -> None:
+    def begin(self, epoch: str, keep: Collection[SampleKey]) -> None:
         self.files = {key: file for key, file in self.files.items() if key in keep}
         self.epoch = epoch
 
@@ -55,33 +55,33 @@ class Folder:
 class Order:
     number: int
     act: Callable[[], str]
-    """Returns why it failed, or an empty string."""
+    """Carries the order out; returns why it failed, or an empty string."""
     due: int
     failure: str | None = None
-    """None: not carried out yet."""
+    """None until it is carried out."""
 
 
 class Copies:
-    """Orders are carried out in turn, each so many steps after it was given; every so many-th fails (0: none)."""
+    """Carries out orders in sequence, each `delay` steps after it was given; every `fail_every`-th fails (0: none)."""
 
     def __init__(self, delay: int = 0, fail_every: int = 0) -> None:
         self.engine: Any = None
         self.held: dict[int, Cells] = {}
         self.on_disk: set[int] = set()
         self.folder: Any = Folder()
-        self._whose: dict[int, tuple[Whose, File]] = {}
-        """Copies by number, and the files that they are or would be."""
+        self._key: dict[int, tuple[SampleKey, File]] = {}
+        """Per copy, the sample and the file that it is or would be."""
         self._delay, self._fail_every = delay, fail_every
         self._orders: list[Order] = []
         self._step = 0
         self._discarded: set[int] = set()
 
-    def put(self, order: int, pages: Pages, whose: Whose, version: int, history: list[Any]) -> None:
+    def put(self, order: int, pages: Pages, key: SampleKey, version: int, history: list[Any]) -> None:
         number, tier, slots = pages.copy.number, pages.copy.tier, list(pages.slots)
-        self._whose[number] = whose, File(Found(pages.length, version), [], history)
+        self._key[number] = key, File(Found(pages.length, version), [], history)
 
         def act() -> str:
-            # Read now, not when it was ordered: a slot that was handed on meanwhile would show.
+            # Read now instead of at the order, so that a slot reused meanwhile is detected.
             self.held[number] = [self.engine.cells[slot] for slot in slots]
             if tier == "disk":
                 self._write(number)
@@ -120,7 +120,7 @@ class Copies:
             self.held.pop(number, None)
             if number in self.on_disk:
                 self.on_disk.discard(number)
-                self.folder.remove(self._whose[number][0])
+                self.folder.remove(self._key[number][0])
             return ""
 
         self._discarded.add(number)
@@ -128,24 +128,24 @@ class Copies:
 
     def _write(self, number: int) -> None:
         self.on_disk.add(number)
-        whose, file = self._whose[number]
+        key, file = self._key[number]
         file.cells = self.held[number]
-        self.folder.write(whose, file)
+        self.folder.write(key, file)
 
-    def regain(self, number: int, whose: Whose, length: int) -> None:
-        """A file that a search has found is the copy of this number."""
-        file = self.folder.read(whose, length)
-        self._whose[number] = whose, file
+    def recover(self, number: int, key: SampleKey, length: int) -> None:
+        """Register a file that a search found as the copy of this number."""
+        file = self.folder.read(key, length)
+        self._key[number] = key, file
         self.held[number] = file.cells
         self.on_disk.add(number)
 
     def carry_out_first(self, orders: int) -> None:
-        """A worker is as far as it is when its process dies."""
+        """Carry out only the first orders, as a worker whose process is killed."""
         for order in self._orders[:orders]:
             self._act(order)
 
     def carry_out(self, number: int) -> None:
-        """All up to this one."""
+        """Carry out all orders up to this one."""
         if any(o.number == number for o in self._orders):
             for order in self._orders:
                 self._act(order)
@@ -155,16 +155,16 @@ class Copies:
     def is_carried_out(self, number: int) -> bool:
         return all(o.failure is not None for o in self._orders if o.number == number)
 
-    def untold(self) -> bool:
-        """Whether an order has failed and the message that says so is still to come."""
+    def unreported_failure(self) -> bool:
+        """Whether an order has failed whose message is not sent yet."""
         return any(order.failure for order in self._orders)
 
-    def left(self) -> set[int]:
-        """Copies that remain once everything has been carried out."""
+    def remaining(self) -> set[int]:
+        """Copies that remain when all orders are carried out."""
         return self.held.keys() - self._discarded
 
     def end_of_step(self) -> messages.Moved | None:
-        """What rank 0 broadcasts before the next step."""
+        """The message that rank 0 broadcasts before the next step."""
         self._step += 1
         done, failed = [], {}
         while self._orders and self._orders[0].due <= self._step:

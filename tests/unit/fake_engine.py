@@ -1,4 +1,4 @@
-"""`sglang_april.scheduler.engine.Engine` in memory, with the real controller on it: no SGLang, no tensors."""
+"""An in-memory `sglang_april.scheduler.engine.Engine` under the real controller: no SGLang, no tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.state import Group, Sample
 from sglang_april.scheduler.version_clock import VersionClock
-from tests.unit.fake_copies import Copies, Whose
+from tests.unit.fake_copies import Copies, SampleKey
 from tests.unit.fake_loop import FakeLoop, Request
 
 
 def build(sample: Sample) -> Request:
-    """A request for a sample; one that a restart found suspended gets its tokens."""
+    """Build the request of a sample; a suspended sample restored from a journal gets its tokens."""
     group = sample.group
     prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
     name = f"{group.order}.{sample.index}"
@@ -30,7 +30,7 @@ def build(sample: Sample) -> Request:
     return request
 
 
-def whose(sample: Sample) -> Whose:
+def sample_key(sample: Sample) -> SampleKey:
     return sample.group.run.name, sample.group.id, sample.group.incarnation, sample.index
 
 
@@ -56,12 +56,12 @@ class FakeEngine(FakeLoop):
     ) -> None:
         super().__init__(slots, pool, chunk, overlap, queue_limit)
         self.first_start: dict[str, int] = {}
-        """Requests by name, numbered when they first came."""
+        """Number of each request's first start, by name."""
         self.starts = 0
         self.shares = shares
-        """Whether members of a group start on the KV of its prompt, as a tree with pages of one token lets them."""
+        """Whether members of a group can start on the KV of its prompt, as with a radix tree of one-token pages."""
         self.ended: dict[tuple[str, str, int, int], Request] = {}
-        """Requests of finished samples, for whoever checks them."""
+        """Requests of finished samples, for the checks."""
         self.on_event: Callable[[messages.Event], None] = lambda event: None
         self.copies = Copies(copy_delay, fail_every)
         self.copies.engine = self
@@ -76,9 +76,9 @@ class FakeEngine(FakeLoop):
         return self.forwards
 
     def free_slots(self) -> int:
-        ours = sum(r.sample is not None for r in self.waiting)
+        queued = sum(r.sample is not None for r in self.waiting)
         joining = {r.request for r in self.last or ()} | ({self.chunked} if self.chunked else set())
-        return self.slots - len(self.running) - len(joining) - ours
+        return self.slots - len(self.running) - len(joining) - queued
 
     def foreign_waiting(self) -> int:
         return sum(r.sample is None for r in self.waiting)
@@ -131,7 +131,7 @@ class FakeEngine(FakeLoop):
         return self.shares and group.prompt.n > 1 and len(group.prompt.input_ids) > 4
 
     def follow(self, sample: Sample) -> bool:
-        """As if the KV were shared: it gets slots of its own, and whoever stands on them cannot tell."""
+        """Copies the KV to slots of its own instead of sharing them; the difference is not observable."""
         tokens = len(sample.group.prompt.input_ids) // 4 - 1
         if self.prompts.get(sample.group) != (self.version, self.epoch) or len(self.free) < tokens:
             return False
@@ -160,7 +160,7 @@ class FakeEngine(FakeLoop):
         mine = {s.request: s for s in samples if s.request is not None}
         self.waiting = [r for r in self.waiting if r not in mine]
         if self.chunked in mine:
-            self.let_go(self.chunked)
+            self.free_slots_of(self.chunked)
             self.chunked = None
         for request in [r for r in self.running if r in mine and r.reason is None]:
             assert len(request.slots) == request.prompt + len(request.output) - 1
@@ -206,14 +206,14 @@ class FakeEngine(FakeLoop):
     # --- pages
 
     def recover_kv(self, sample: Sample) -> None:
-        self.copies.regain(sample.kv.pages.copy.number, whose(sample), sample.kv.pages.length)
+        self.copies.recover(sample.kv.pages.copy.number, sample_key(sample), sample.kv.pages.length)
 
     def rebuild_request(self, sample: Sample) -> bool:
         build(sample)
         return True
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        self.copies.put(order, sample.kv.pages, whose(sample), sample.kv.version, sample.request.history)
+        self.copies.put(order, sample.kv.pages, sample_key(sample), sample.kv.version, sample.request.history)
 
     def load(self, sample: Sample, order: int) -> bool:
         pages = sample.kv.pages

@@ -1,9 +1,8 @@
-"""A scheduling loop small enough to read, in the shape of SGLang's: what `fake_engine.py` puts our controller on.
+"""A small scheduling loop with the structure of SGLang's, on which `fake_engine.py` runs the real controller.
 
-A waiting queue, chunked prefills that go before decodes, a running batch, retracts when a decode does not fit and, in
-the overlap loop, one step in flight. Every slot of the KV pool remembers whose token it holds and which policy version
-wrote it, so that a page which is lost, shared or stale is noticed by the next forward. Output token t of a sample is a
-function of its seed and t.
+It has a waiting queue, chunked prefills with priority over decodes, a running batch, retracts when a decode does not
+fit and, in the overlap loop, one step in flight. Every slot of the KV pool records its token, position and policy
+version, so the next forward detects a lost, shared or stale page. Output token t is a function of the seed and t.
 """
 
 from collections.abc import Callable
@@ -22,37 +21,37 @@ def token(seed: int, position: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request in the engine; `sample` is None for one of `/generate`."""
+    """A request in the engine; `sample` is None for a stock request."""
 
     name: str
     seed: int
     prompt: int
-    """Tokens of the prompt."""
+    """Prompt tokens."""
     max_new: int
     ends_early: bool = True
     sample: Sample | None = None
     output: list[int] = field(default_factory=list)
     drawn_under: list[tuple[int, Provenance]] = field(default_factory=list)
-    """Per output token: the version, and how the KV beneath came to be, read off the slots themselves."""
+    """Per output token: the version, and the provenance of its KV as read from the slots."""
     epochs: list[int] = field(default_factory=list)
-    """Per output token: in which epoch of the server it was drawn."""
+    """Per output token: the server epoch in which it was drawn."""
     drawn: int = 0
-    """Output tokens that the device has drawn, the step in flight included."""
+    """Output tokens drawn on the device, including the step in flight."""
     slots: list[int] | None = None
     recomputed: bool = False
     leg: int = 0
-    """Results of an earlier leg are void (retracts)."""
+    """Incremented when KV is lost; results of an earlier leg are ignored."""
     reason: dict[str, Any] | None = None
-    giving_up: bool = False
+    abort_next: bool = False
 
     @property
     def length(self) -> int:
-        """Where it ends by itself."""
+        """Output tokens at which it stops."""
         return 1 + self.seed % self.max_new if self.ends_early else self.max_new
 
     @property
     def history(self) -> list[Any]:
-        """How each output token came to be: two that agree in it have the same KV beneath them."""
+        """Epoch, version and provenance per output token; requests equal in it have equal KV."""
         return list(zip(self.epochs, self.drawn_under, strict=True))
 
     @property
@@ -62,7 +61,7 @@ class Request:
 
 @dataclass(slots=True)
 class Row:
-    """What one forward did to one request."""
+    """The part of one forward that concerns one request."""
 
     request: Request
     leg: int
@@ -78,23 +77,23 @@ class FakeLoop:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
         self.version = self.epoch = 0
         self.cells: list[tuple[str, int, int] | None] = [None] * pool
-        """Per KV slot: whose token, its position, and the version that wrote it."""
+        """Per KV slot: the request of its token, the position, and the version that wrote it."""
         self.free = list(range(pool))
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.chunked: Request | None = None
         self.last: list[Row] | None = None
-        """The last batch, if it was a prefill whose rows have not joined the running batch."""
+        """The last prefill, until its rows join the running batch."""
         self.in_flight: list[Row] | None = None
         self.prompts: dict[Group, tuple[int, int]] = {}
-        """Whose KV the tree has: the version that wrote it, and in which epoch of the server."""
+        """Groups whose prompt KV is cached: the version and server epoch that wrote it."""
         self.followed = 0
         self.forwards = 0
         self.retracts = 0
         self.late_abort = False
-        """A retract met a full queue in this step, after `before_step`."""
+        """In this step a retract, after `before_step`, met a full queue."""
         self.retract_next = False
-        """SGLang's test switch: retract somebody at the next decode."""
+        """SGLang's test switch: retract a request at the next decode."""
         self.released: list[str] = []
         self.flush_pending = False
         self.on_forward: Callable[[list[Row]], None] = lambda rows: None
@@ -104,7 +103,7 @@ class FakeLoop:
     # --- the loop
 
     def step(self) -> bool:
-        """One turn of the scheduler's loop; whether a forward was launched."""
+        """One iteration of the scheduler loop; returns whether a forward was launched."""
         self.late_abort = False
         if (moved := self.copies.end_of_step()) is not None:
             self.controller.observe(moved)
@@ -175,7 +174,7 @@ class FakeLoop:
         if not self.retract_next:
             self.on_retract(request)
         self.running.remove(request)
-        self.let_go(request)
+        self.free_slots_of(request)
         request.recomputed = bool(request.output)
         if request.sample is not None:
             self.controller.retracted(request.sample)
@@ -185,7 +184,7 @@ class FakeLoop:
     def _write(self, request: Request, position: int, count: int) -> None:
         assert len(request.slots) == position, f"{request.name}: KV has a hole"
         for p, slot in enumerate(request.slots):
-            assert self.cells[slot][:2] == (request.name, p), f"{request.name} stands on {self.cells[slot]} at {p}"
+            assert self.cells[slot][:2] == (request.name, p), f"{request.name} has {self.cells[slot]} at {p}"
         for p in range(position, position + count):
             slot = self.free.pop()
             self.cells[slot] = (request.name, p, self.version)
@@ -208,12 +207,12 @@ class FakeLoop:
             request.drawn_under.append(row.drew)
             request.epochs.append(self.epoch)
             grown.append(request)
-            if request.giving_up:
+            if request.abort_next:
                 request.reason = {"type": "abort"}
             elif len(request.output) == request.length:
                 request.reason = {"type": "stop"}
             if request.reason is not None:
-                self.let_go(request)
+                self.free_slots_of(request)
         self.on_results(rows, grown)
         self.controller.progress(
             (r.request.sample, len(r.request.output), r.prefilled, r.request.reason is not None)
@@ -223,7 +222,7 @@ class FakeLoop:
             and r.request.sample.request is r.request
         )
 
-    def let_go(self, request: Request) -> None:
+    def free_slots_of(self, request: Request) -> None:
         self.free += request.slots or []
         request.slots = None
         request.leg += 1
@@ -233,16 +232,16 @@ class FakeLoop:
         if len(self.waiting) > self.queue_limit and request.sample is not None:
             self.abort_waiting(request)
 
-    # --- what others do to the engine
+    # --- engine events from outside
 
     def add_foreign_request(self, name: str, seed: int, prompt: int, max_new: int) -> Request:
-        """A request of `/generate`."""
+        """Queue a stock request."""
         request = Request(name, seed, prompt, max_new)
         self.waiting.append(request)
         return request
 
     def abort_waiting(self, request: Request) -> None:
-        """A request leaves the queue without ever passing through a batch."""
+        """Abort a request in the waiting queue."""
         self.waiting.remove(request)
         request.reason = {"type": "abort"}
         if request.sample is not None:
@@ -253,7 +252,7 @@ class FakeLoop:
         return self.chunked is None and not any(places)
 
     def flush(self, *, wait: bool = False) -> bool:
-        """`flush_cache`: pages that matter are out before everything is cleared."""
+        """`flush_cache`: evacuate, then clear the pool."""
         self.controller.pushes.interrupt()
         if not self.fully_idle():
             self.flush_pending = self.flush_pending or wait
@@ -269,7 +268,7 @@ class FakeLoop:
             self.flush_pending = False
 
     def weight_call(self, *, ok: bool, whole: bool, flush: bool) -> None:
-        """One of SGLang's weight calls, as the hook around it does it."""
+        """One of SGLang's weight calls, as the adapter's hook handles it."""
         self.controller.pushes.interrupt()
         ok = ok and (not flush or self.flush())
         self.controller.pushes.weight_call_ended(ok, "failed", whole=whole)
@@ -282,7 +281,7 @@ class FakeLoop:
         return True
 
     def settle(self) -> None:
-        """Take in the step in flight."""
+        """Process the step in flight."""
         rows, self.in_flight = self.in_flight, None
         if rows:
             self.process(rows)

@@ -1,4 +1,4 @@
-"""A ledger without an engine: samples are moved by driver, and tokens are numbers."""
+"""Drives a ledger without an engine: tests move the samples, and tokens are only counted."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def prompt(name: str, n: int = 1, seed: int = 0, tokens: int = 3) -> Prompt:
 
 
 class LedgerDriver:
-    """One run of a ledger, and the driver that plays the engine."""
+    """One run of a ledger; the methods take the place of the engine."""
 
     def __init__(self, name: str = "run", ledger: Ledger | None = None) -> None:
         self.ledger = ledger or Ledger()
@@ -45,13 +45,13 @@ class LedgerDriver:
             sample.kv.pages = Pages(pages, 0, list(range(pages)), None, None) if pages else None
 
     def begin(self, *samples: Sample, version: int = 0, tokens: int = 1) -> None:
-        """Samples become partials."""
+        """Turn samples into partials."""
         self.start(*samples, version=version)
         self.grow(*samples, tokens=tokens)
         self.suspend(*samples)
 
     def finish(self, *samples: Sample, version: int = 0) -> None:
-        """Samples end, all in one step."""
+        """Finish samples, all in one step."""
         self.step += 1
         for sample in samples:
             if sample.order < 0:

@@ -1,4 +1,4 @@
-"""Counters and places of every sample, recounted from scratch."""
+"""Recounts every counter, state and pool slot from scratch (`one-place`, `pool-accounting`)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ def samples_of(ledger: Ledger) -> Iterator[Sample]:
 
 
 def spans_of(request: Request) -> list[Span]:
-    """What the spans must be: the stretches of equal (version, provenance) among the tokens."""
+    """The expected spans: runs of tokens with equal (version, provenance)."""
     spans: list[Span] = []
     before = None
     for i, drawn in enumerate(request.drawn_under):
@@ -72,7 +72,7 @@ def _recount_run(run: Run) -> list[int]:
 
 
 def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -> None:
-    """A sample is in exactly one place."""
+    """Check that a sample is in exactly one place."""
     request: Request | None = sample.request
     assert (in_engine.count(request) if request is not None else 0) == (sample.state is RUNNING), sample.state
     if sample.state is QUEUED or sample.state is FINISHED:
@@ -95,29 +95,29 @@ def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -
 
 
 def _cells(engine: FakeEngine, pages: Pages) -> list[Any] | None:
-    """The KV itself; None of a copy that failed a moment ago, which the controller has not been told yet."""
+    """The KV itself; None for a failed copy whose failure is not reported yet."""
     assert pages.slots is not None or pages.copy is not None
     if pages.ready:
         return [engine.cells[slot] for slot in pages.slots]
     assert pages.copy is not None
     cells = engine.copies.held.get(pages.copy.number)
-    untold = engine.copies.untold()
-    assert cells is not None or pages.transfer is not None or untold, "no copy, and no slots to be read from"
+    unreported = engine.copies.unreported_failure()
+    assert cells is not None or pages.transfer is not None or unreported, "no copy, and no slots to be read from"
     return cells
 
 
 def _recount_store(engine: FakeEngine, pages: list[Pages]) -> None:
-    """Budgets are what the copies cost, and are kept."""
+    """Budgets equal the cost of the copies and are within their caps."""
     context, used = engine.controller.context, engine.controller.tiers.used
     for tier, cap in (("host", context.host_cap_tokens), ("disk", context.disk_cap_tokens)):
         costs = [p.copy.cost for p in pages if p.copy is not None and p.copy.tier == tier]
         assert used[tier] == sum(costs) <= cap
     numbers = {p.copy.number for p in pages if p.copy is not None}
-    assert not set(engine.copies.left()) - numbers, "copies that nobody discards"
+    assert not set(engine.copies.remaining()) - numbers, "leaked copies"
 
 
 def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Request]) -> None:
-    """Every pool token has exactly one owner."""
+    """Check that every pool token has exactly one owner."""
     owned = list(engine.free)
     for request in in_batches:
         owned += request.slots or []

@@ -1,4 +1,7 @@
-"""What the rules say of groups and rounds, from the events alone: S3 and S4 a second time, written differently."""
+"""An independent model of groups and rounds, fed with events only: when rounds end, and what they deliver.
+
+Checks `stop-in-step`, `quota-exact`, `staleness-bound` and `delivered-once`, written differently than the product.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,12 +16,12 @@ Key = tuple[str, str, int]
 """A group: run, id, incarnation."""
 
 
-class EndedRound(NamedTuple):
-    """A finished sample that is in no reply yet."""
+class FinishedEntry(NamedTuple):
+    """A finished sample that is not delivered yet."""
 
     step: int
     order: int
-    """Of its first admission."""
+    """Position of its first admission."""
     oldest: int | None
     """Version of its first token."""
 
@@ -27,10 +30,10 @@ class EndedRound(NamedTuple):
 class ModelGroup:
     key: Key
     undelivered: set[int]
-    finished: dict[int, EndedRound] = field(default_factory=dict)
+    finished: dict[int, FinishedEntry] = field(default_factory=dict)
     accepted: bool | None = None
     first_round: int | None = None
-    """In which it got its first token; ahead of a round counts as in it."""
+    """Round in which it got its first token; running ahead counts as the next round."""
 
     @property
     def whole(self) -> bool:
@@ -43,36 +46,36 @@ class ModelRound:
     begun_before: int = 0
     """Groups that had begun when the round opened."""
     number: int = 0
-    """Of the run's rounds, from 1."""
+    """Number of the round within its run, from 1."""
     mandatory: set[Key] = field(default_factory=set)
     stop: messages.StopRound | None = None
     generated: int = 0
     reprefilled: int = 0
     before: tuple[int, int] | None = None
-    """The same two of what ran ahead of it."""
+    """Tokens generated and prefilled again while the run ran ahead of this round."""
 
 
 class ReferenceModel:
     """Every sample that was ever accepted, and the open rounds."""
 
     ledger: Ledger
-    """Asked only for what the engine has of a sample."""
+    """Used only to find the engine's request of a sample."""
 
     def __init__(self) -> None:
         self.version = 0
         self.groups: dict[Key, ModelGroup] = {}
         """Undelivered groups."""
         self.rounds: dict[str, ModelRound] = {}
-        """By run."""
+        """Open rounds by run."""
         self.ahead: dict[str, ModelRound] = {}
-        """Rounds that are over, by run, where the run goes on."""
+        """Rounds that have ended, by run, while the run runs ahead."""
         self.opened: Counter[str] = Counter()
         self.incarnations: Counter[tuple[str, str]] = Counter()
         self.fate: dict[tuple[Key, int], str] = {}
-        """Of every sample ever accepted: "live", "delivered" or "dropped"."""
+        """Fate of every sample ever accepted: "live", "delivered" or "dropped"."""
 
     def due(self, rnd: ModelRound) -> messages.EndReason | None:
-        """Whether the round must end now."""
+        """Why the round must end now; None if it must not."""
         groups = list(self.of(rnd.spec.run))
         counted = [g for g in groups if self.counts(rnd, g)]
         done = (
@@ -87,7 +90,7 @@ class ReferenceModel:
         return rnd.spec.count == "finished" or group.accepted is True
 
     def rests(self, rnd: ModelRound) -> bool:
-        """Running ahead, as far as it may go."""
+        """Whether running ahead has reached its limit."""
         groups = list(self.of(rnd.spec.run))
         done = sum(len(g.finished) if rnd.spec.quota_unit == "sample" else g.whole for g in groups)
         if rnd.spec.quota is not None and done >= rnd.spec.ahead * rnd.spec.quota:
@@ -117,13 +120,13 @@ class ReferenceModel:
         return (g for k, g in self.groups.items() if k[0] == run)
 
     def requests(self, group: ModelGroup) -> Iterator[Request]:
-        """What the engine has of the group's unfinished samples."""
+        """The engine's requests of the group's unfinished samples."""
         run, name, _ = group.key
         live = (self.ledger.runs[run].groups[name].samples[i] for i in group.undelivered - set(group.finished))
         return (s.request for s in live if s.request is not None)
 
     def check_delivery(self, rnd: ModelRound, e: messages.RoundEnded) -> None:
-        """Who is delivered, how many, and in which order."""
+        """Check which units are delivered, how many, and in which order."""
         units: list[tuple[tuple[bool, int, int], Key, list[int]]] = []
         for group in self.of(e.run):
             if rnd.stop and rnd.stop.deliver is not None and group.key[1] not in rnd.stop.deliver:
@@ -137,7 +140,7 @@ class ReferenceModel:
             counting = [u for u in units if self.counts(rnd, self.groups[u[1]])]
             if e.end_reason == "quota":
                 counting = counting[: rnd.spec.quota]
-            units = [u for u in units if u in counting or self.anyway(rnd, self.groups[u[1]])]
+            units = [u for u in units if u in counting or self.always_delivered(rnd, self.groups[u[1]])]
         expected: dict[Key, list[int]] = {}
         for _, key, part in units:
             expected[key] = sorted(expected.get(key, []) + part)
@@ -146,19 +149,19 @@ class ReferenceModel:
         self.check_quota(rnd, e)
 
     def check_quota(self, rnd: ModelRound, e: messages.RoundEnded) -> None:
-        """Exactly `quota` units that count, and beyond them only what is delivered in any case, and surplus."""
+        """Exactly `quota` units that count; beyond them mandatory and rejected groups, and surplus if asked."""
         groups = [(d, self.groups[e.run, d.id, d.incarnation]) for d in e.deliver]
         if e.end_reason == "quota":
             size = [(len(d.indices) if rnd.spec.quota_unit == "sample" else 1, g) for d, g in groups]
             counted = sum(n for n, g in size if self.counts(rnd, g))
-            extra = sum(n for n, g in size if self.counts(rnd, g) and self.anyway(rnd, g))
+            extra = sum(n for n, g in size if self.counts(rnd, g) and self.always_delivered(rnd, g))
             assert counted >= (rnd.spec.quota or 0)
             assert counted == rnd.spec.quota or counted == extra or rnd.spec.surplus == "return"
             if rnd.spec.surplus == "carry":
-                assert all(self.counts(rnd, g) or self.anyway(rnd, g) for _, g in groups)
+                assert all(self.counts(rnd, g) or self.always_delivered(rnd, g) for _, g in groups)
 
-    def anyway(self, rnd: ModelRound, group: ModelGroup) -> bool:
-        """Delivered at the end, whole, whatever the quota."""
+    def always_delivered(self, rnd: ModelRound, group: ModelGroup) -> bool:
+        """Whether the group is delivered at the end of the round regardless of the quota."""
         return self.must(rnd, group) or (rnd.spec.count == "accepted" and group.accepted is False)
 
     def leave(self, key: Key, index: int, how: str) -> None:

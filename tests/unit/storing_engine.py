@@ -1,7 +1,7 @@
-"""An engine in memory whose copies are really made: by a page store, with its thread, its arena and its files.
+"""The in-memory engine with a real page store: its thread, its arena and its files.
 
-A token's row says what its cell says: whose it is, at which place, under which version. So a file that outlived its
-process can be held against the sample that it claims to be of.
+The row of a token holds the content of its cell: request, position, version. So a file that outlived its process can be
+checked against its sample.
 """
 
 import time
@@ -21,7 +21,7 @@ from sglang_april.kv.page_format import RawPages
 from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 from tests.unit.fake_copies import File
-from tests.unit.fake_engine import FakeEngine, whose
+from tests.unit.fake_engine import FakeEngine, sample_key
 
 PAGE = 4
 """Tokens."""
@@ -33,7 +33,7 @@ def key_of(sample: Sample) -> Key:
 
 
 class StoringEngine(FakeEngine):
-    """Each order is carried out in the moment in which it is given; its end is told when the engine in memory says."""
+    """Carries each order out at once; the in-memory copies decide when its end is reported."""
 
     def __init__(self, folder: Path, **loop: Any) -> None:
         super().__init__(**loop)
@@ -92,7 +92,7 @@ class StoringEngine(FakeEngine):
         rows = self.rows[: pages.length, 0].tolist()
         assert [row[:2] for row in rows] == [[_number(name), at] for at in range(pages.length)], "another sample's KV"
         cells = [(name, at, version) for _, at, version, _ in rows]
-        self.copies.folder.write(whose(sample), File(Found(pages.length, sample.kv.version), cells, []))
+        self.copies.folder.write(sample_key(sample), File(Found(pages.length, sample.kv.version), cells, []))
         super().recover_kv(sample)
 
 

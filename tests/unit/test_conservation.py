@@ -1,7 +1,7 @@
-"""Any interleaving of events keeps the rules: nothing is lost, nothing counted twice, rounds end as S3 and S4 say.
+"""Any sequence of events keeps the invariants: no sample is lost or counted twice, and rounds end as specified.
 
-`ControllerHarness` checks after every event; here are the events. `Rounds` is what hypothesis shrinks to a short story
-when a rule breaks; the ten thousand rounds go deeper with less talk.
+`ControllerHarness` checks after every event; this module generates the events. Hypothesis shrinks a failure of `Rounds`
+to a short sequence; the ten thousand rounds go deeper.
 """
 
 import random
@@ -47,15 +47,15 @@ SPECS: dict[str, tuple[Any, ...]] = {
 
 
 def abort(engine: FakeEngine, index: int) -> None:
-    """SGLang gives up a request that waits, or else one that runs."""
+    """SGLang aborts a waiting request, or else a running one."""
     if engine.waiting:
         engine.abort_waiting(engine.waiting[index % len(engine.waiting)])
     elif engine.running:
-        engine.running[index % len(engine.running)].giving_up = True
+        engine.running[index % len(engine.running)].abort_next = True
 
 
 def judge_finished(harness: ControllerHarness, run: str, least: int, accept: bool) -> None:
-    """The caller looks at the previews, once there are so many."""
+    """The caller judges finished groups, once there are `least` of them."""
     new = [g.key[1] for g in harness.of(run) if g.whole and g.accepted is None]
     if len(new) >= least and run in harness.rounds:
         harness.judge(run, {name: accept if i == 0 else not accept for i, name in enumerate(new)})
@@ -164,7 +164,7 @@ class Rounds(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_events_keeps_the_invariants() -> None:
-    """S10 and design rule 1 after every event, and no state from which work cannot be finished."""
+    """All checks pass after every event, and from every state the accepted work can be finished."""
     run_state_machine_as_test(
         Rounds,
         settings=settings(
@@ -178,7 +178,7 @@ def test_any_sequence_of_events_keeps_the_invariants() -> None:
 
 
 def play(seed: int, rounds: int) -> int:
-    """A long random story on one server: mostly rounds and steps, now and then all the rest."""
+    """A long random sequence on one server: mostly rounds and steps, sometimes any other event."""
     rng = random.Random(seed)
     harness = ControllerHarness(every=3, **{name: rng.choice(values) for name, values in ENGINES.items()})
     while len(harness.replies) < rounds:
@@ -198,7 +198,7 @@ def play(seed: int, rounds: int) -> int:
 
 
 def steer(harness: ControllerHarness, rng: random.Random) -> None:
-    """What a caller says to an open round."""
+    """Random requests to an open round."""
     run, yes = rng.choice(RUNS), rng.random() < 0.6
     if rng.random() < 0.5:
         judge_finished(harness, run, rng.randint(1, 2), yes)
@@ -245,7 +245,7 @@ def calm(harness: ControllerHarness) -> None:
 
 
 def test_ten_thousand_rounds() -> None:
-    """The same rules over 10,000 rounds, in stories of a hundred."""
+    """The same checks over 10,000 rounds, in sequences of a hundred."""
     played: list[int] = []
 
     @settings(max_examples=ROUNDS // 100, deadline=None, derandomize=True, database=None)

@@ -1,4 +1,4 @@
-"""Any story of a page store against a dictionary: puts, spills, resumes, drops, crashes."""
+"""Any sequence of page store operations, checked against a dictionary: copies, spills, loads, drops, crashes."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.unit.rank_store import ELSEWHERE, PAGE, RankStore, slots_of
 
 
 class Story(RuleBasedStateMachine):
-    """Put, spill, resume, drop, crash and reopen, in any order, against a dictionary."""
+    """Copy, spill, load, drop, crash and reopen in any order."""
 
     folder: Path
     names = st.integers(0, 5)
@@ -28,7 +28,7 @@ class Story(RuleBasedStateMachine):
         self.rank.disk.begin("epoch 0")
         self.epochs = 0
         self.known: dict[int, tuple[torch.Tensor, bool]] = {}
-        """KV by name, and whether it is on disk."""
+        """Expected KV by name, and whether it is on disk."""
         self.orders = 0
         self.free = 20
 
@@ -120,7 +120,7 @@ class Story(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_store_operations(tmp_path: Path) -> None:
-    """Put, promote, demote, evict, resume, drop, crash, reopen: what the model has comes back bit for bit."""
+    """Stored KV is always loaded bit for bit."""
     machine: Any = type("StoryHere", (Story,), {"folder": tmp_path})
     run_state_machine_as_test(
         machine,

@@ -32,15 +32,15 @@ REPEATS = 2
 log = logging.getLogger("sglang_april")
 
 
-def measure(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], rank_bytes_per_token: int) -> Rates | None:
+def measure(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], rank_bytes_per_token: int) -> Rates | None:
     """Called on every rank alike; None, and a line in the log, if one of them could not: everything is kept then.
 
     Args:
-        caps: tokens that each tier may hold.
+        budgets: tokens that each tier may hold.
         rank_bytes_per_token: of this rank's part of the KV.
     """
     try:
-        found = _rates(s, store, caps, rank_bytes_per_token)
+        found = _rates(s, store, budgets, rank_bytes_per_token)
     except Exception:
         log.exception("april: kv auto keeps everything, because its rates could not be measured")
         found = None
@@ -51,12 +51,12 @@ def measure(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], rank_byte
     return slowest_rank(known) if len(known) == len(ranks) else None
 
 
-def _rates(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], size: int) -> Rates:
+def _rates(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], size: int) -> Rates:
     times = [_prefills(s) for _ in range(REPEATS)]
     token_s, square_s = fit_prefill([(tokens, min(t[tokens] for t in times)) for tokens in times[0]])
     copied: dict[CopyTier, tuple[float, float]] = {}
-    for tier, cap in caps.items():
-        tokens = min(cap, s.max_total_num_tokens, COPIED_BYTES // max(1, size))
+    for tier, budget in budgets.items():
+        tokens = min(budget, s.max_total_num_tokens, COPIED_BYTES // max(1, size))
         if not tokens:
             continue
         slots = torch.randperm(tokens, device=s.token_to_kv_pool_allocator.device) + 1
@@ -74,12 +74,12 @@ def _prefills(s: Scheduler) -> dict[int, float]:
     """Seconds to prefill one sample up to so many tokens, chunk by chunk as the scheduler would."""
     page, allocator = s.page_size, s.token_to_kv_pool_allocator
     chunk = min(s.chunked_prefill_size or s.max_prefill_tokens, CHUNK.get(s.device, 2048))
-    room = min(s.max_total_num_tokens - 2 * page, s.model_config.context_len - 1)
-    chunk = min(chunk, room) // page * page
+    capacity = min(s.max_total_num_tokens - 2 * page, s.model_config.context_len - 1)
+    chunk = min(chunk, capacity) // page * page
     prefix = torch.empty(0, dtype=torch.int64, device=allocator.device)
     spent, after = 0.0, {}
     try:
-        for _ in range(min(CHUNKS, room // chunk)):
+        for _ in range(min(CHUNKS, capacity // chunk)):
             began = time.perf_counter()
             prefix = torch.cat([prefix, _prefill(s, prefix, chunk)])
             spent += time.perf_counter() - began

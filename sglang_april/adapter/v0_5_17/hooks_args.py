@@ -33,11 +33,11 @@ def refuse_requested(server_args: Any) -> None:
 def refuse_resolved(server_args: Any) -> None:
     """BEFORE ServerArgs.check_server_args: the final arguments and the model they name."""
     refusals.stop_if(refusals.find(server_args, os.environ) or refusals.find_in_model(server_args))
-    _try_journal()
+    _probe_journal()
 
 
 @functools.cache
-def _try_journal() -> None:
+def _probe_journal() -> None:
     """Once per process: later it is our own scheduler that has it open."""
     settings = config.load()
     try:

@@ -90,17 +90,17 @@ def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[
         log.exception("weights could not be loaded")
         ok, message = False, f"{type(error).__name__}: {error}"
     s = Process.scheduler
-    return (ok, message) if s is None else _over_all_ranks(s.tp_cpu_group, ok, message)
+    return (ok, message) if s is None else _combine_over_ranks(s.tp_cpu_group, ok, message)
 
 
-def _over_all_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
+def _combine_over_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
     """A control message over the TP group, not a scheduling step: a failure on any rank is a failure."""
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return ok, message
     outcomes: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(outcomes, (ok, message), group=group)
-    failures = [f"rank {rank}: {said}" for rank, (fine, said) in enumerate(outcomes) if not fine]
+    failures = [f"rank {rank}: {reason}" for rank, (succeeded, reason) in enumerate(outcomes) if not succeeded]
     return (False, "; ".join(failures)) if failures else (ok, message)
 
 

@@ -70,19 +70,21 @@ def attach(_: None, s: Scheduler) -> None:
     """AFTER Scheduler.init_request_dispatcher."""
     config = load()
     engine = SchedulerEngine(s, config)
-    caps = engine.caps
-    context = Context(engine, VersionClock(), caps.host, caps.disk, caps.page_tokens, digest=_digest_file(s))
+    budgets = engine.budgets
+    context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens, digest=_digest_file(s))
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
-    Process.step_times = StepTimes(engine.facts, s.max_running_requests)
+    Process.step_times = StepTimes(engine.broadcast, s.max_running_requests)
     restart(s, s.april, config, engine.store.disk)
     began = time.monotonic()
-    rates = measure(s, engine.store, {"host": caps.host, "disk": caps.disk}, engine.bytes_per_token // s.ps.tp_size)
+    rates = measure(
+        s, engine.store, {"host": budgets.host, "disk": budgets.disk}, engine.bytes_per_token // s.ps.tp_size
+    )
     took = time.monotonic() - began
     if rates is not None:
-        engine.facts.say(rates)
-    s._request_dispatcher._mapping[AprilReq] = functools.partial(_command, s.april)
-    log.info("april: %s, %d bytes per token, version %d", caps, engine.bytes_per_token, context.clock.version)
+        engine.broadcast.send(rates)
+    s._request_dispatcher._mapping[AprilReq] = functools.partial(_receive, s.april)
+    log.info("april: %s, %d bytes per token, version %d", budgets, engine.bytes_per_token, context.clock.version)
     log.info("april: measured in %.2f s: %s", took, cost_model.report(rates, engine.bytes_per_token))
 
 
@@ -91,12 +93,12 @@ def _digest_file(s: Scheduler) -> Any:
     return (Path(folder) / f"rank{s.ps.tp_rank}.log").open("w") if folder else None
 
 
-def _command(controller: Controller, message: AprilReq) -> None:
-    told = messages.decode_message(message.payload)
-    if isinstance(told, messages.Fact):
-        _observe(controller, told)
+def _receive(controller: Controller, message: AprilReq) -> None:
+    content = messages.decode_message(message.payload)
+    if isinstance(content, messages.Fact):
+        _observe(controller, content)
     else:
-        _run_command(controller, told)
+        _run_command(controller, content)
 
 
 @guarded
@@ -215,12 +217,12 @@ def add_held_tokens(result: int, _observer: Any) -> int:
 def renew_cache_key(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
     """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
     if Process.controller is not None and Process.engine is not None:
-        _queued(Process.controller, Process.engine, req, is_retracted)
+        _on_queued(Process.controller, Process.engine, req, is_retracted)
     return orig(s, req, is_retracted)
 
 
 @guarded
-def _queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
+def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
     """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head.
 
     What a request of a higher priority preempts is retracted too, but not said to be.

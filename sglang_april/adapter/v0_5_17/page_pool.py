@@ -26,7 +26,7 @@ class PagePool:
     def round_up(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
 
-    def take(self, req: Req) -> Pages:
+    def detach(self, req: Req) -> Pages:
         """Pages of a running request; its request slot is freed, its prefix stays locked in the tree."""
         length = req.kv_committed_len
         if not length == req.seqlen - 1 == req.kv.kv_allocated_len:
@@ -36,7 +36,7 @@ class PagePool:
         req.kv = None
         return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
 
-    def drop(self, req: Req) -> None:
+    def reset_request(self, req: Req) -> None:
         """Release the KV of a request in a batch and make it ready to be prefilled again."""
         release_kv_cache(req, self._s.tree_cache, is_insert=False)
         req.reset_for_retract()
@@ -57,7 +57,7 @@ class PagePool:
             self._s.tree_cache.dec_lock_ref(pages.node)
         pages.slots, pages.node, pages.protected = None, None, 0
 
-    def give_slots(self, pages: Pages) -> bool:
+    def alloc_slots(self, pages: Pages) -> bool:
         """New slots for all tokens, the sample's own; False when there is no room."""
         need = self.round_up(pages.length)
         evict_from_tree_cache(self._s.tree_cache, need)
@@ -72,7 +72,7 @@ class PagePool:
         if self._s.enable_overlap and self._s.device != "cpu":
             self._s.schedule_stream.wait_stream(self._s.forward_stream)
 
-    def put_back(self, reqs: list[Req], pages: list[Pages], on_old_kv: list[bool]) -> ScheduleBatch:
+    def build_decode_batch(self, reqs: list[Req], pages: list[Pages], on_old_kv: list[bool]) -> ScheduleBatch:
         """A decode batch of requests on their stored pages, as if they had never left.
 
         Args:

@@ -21,7 +21,7 @@ def replay_penalties(batch: ScheduleBatch, info: SamplingBatchInfo, rows: list[i
     if not orchestrator.is_required:
         return
     for row in rows:
-        tokens = _tokens_to_replay(batch.reqs[row], prefill)
+        tokens = _history(batch.reqs[row], prefill)
         if not len(tokens):
             continue
         history = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
@@ -30,7 +30,7 @@ def replay_penalties(batch: ScheduleBatch, info: SamplingBatchInfo, rows: list[i
                 _replay(penalizer, row, history)
 
 
-def _tokens_to_replay(req: Req, prefill: bool) -> list[int]:
+def _history(req: Req, prefill: bool) -> list[int]:
     return list(req.output_ids if prefill else req.output_ids[:-1])
 
 

@@ -50,7 +50,7 @@ class PromptPages:
         return Pages(length, length, slots, found.last_device_node, req.extra_key)
 
 
-def rest_of(sample: Sample) -> int:
+def reserved_output_tokens(sample: Sample) -> int:
     """Output tokens that SGLang's admission will set aside for a sample that has no request yet."""
     lengths = sample.group.prompt.max_new_tokens
     most = lengths[sample.index] if lengths is not None else params_of(sample.group).max_new_tokens

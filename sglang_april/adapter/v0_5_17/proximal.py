@@ -109,7 +109,7 @@ def _logprobs(
     return logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
 
 
-def collected(sample: Sample, length: int, behaviour: list[float]) -> tuple[list[float | None], int] | None:
+def proximal_logprobs(sample: Sample, length: int, behaviour: list[float]) -> tuple[list[float | None], int] | None:
     """Proximal logprobs of `length` output tokens and their version; None if no recompute gave any.
 
     Tokens drawn under that very version repeat their behaviour value; tokens of later versions have none.

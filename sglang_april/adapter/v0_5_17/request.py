@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_april.adapter.v0_5_17.proximal import collected
+from sglang_april.adapter.v0_5_17.proximal import proximal_logprobs
 from sglang_april.api.messages import FinishedSample
 from sglang_april.scheduler.state import Group, Sample
 
@@ -26,7 +26,7 @@ def rid_of(sample: Sample) -> str:
 
 
 def build_request(sample: Sample) -> TokenizedGenerateReqInput:
-    """A request for a sample that has none: a new one, or one whose tokens of earlier legs `recall` puts into it."""
+    """A request for a sample that has none. `restore_tokens` adds the tokens of earlier legs to it."""
     group = sample.group
     params = msgspec.structs.replace(params_of(group), sampling_seed=sample.seed)
     if group.prompt.max_new_tokens is not None:
@@ -69,7 +69,7 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
     if reason is None:
         reason = req.finished_reason.to_json() if req is not None and req.finished_reason else {"type": "abort"}
     group = sample.group
-    proximal = collected(sample, len(ids), logprobs)
+    proximal = proximal_logprobs(sample, len(ids), logprobs)
     return FinishedSample(
         run=group.run.name,
         id=group.id,

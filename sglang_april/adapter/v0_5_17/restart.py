@@ -65,7 +65,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTie
         controller.restore(saved)
         return
     search, began = KvSearch(disk, saved.epoch), time.monotonic()
-    controller.restore(saved, lambda wanted: _look(s, search, wanted))
+    controller.restore(saved, lambda wanted: _search_on_all_ranks(s, search, wanted))
     back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
     removed = disk.begin(saved.next_epoch, map(key_of, back))
     log.info(
@@ -77,12 +77,12 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTie
     )
 
 
-def _look(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
+def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
     """On all ranks together. A sample with a grammar is prefilled again in any case: its request waits for one."""
-    asked = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
-    said: list[Any] = [None] * s.ps.tp_size
-    torch.distributed.all_gather_object(said, search.look(asked), group=s.tp_cpu_group)
-    outcomes = iter(agreed(said))
+    wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
+    outcomes_by_rank: list[Any] = [None] * s.ps.tp_size
+    torch.distributed.all_gather_object(outcomes_by_rank, search.look(wanted_files), group=s.tp_cpu_group)
+    outcomes = iter(agreed(outcomes_by_rank))
     return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
 
 

@@ -28,11 +28,11 @@ def chunk_of(sample: Sample, start: int) -> Chunk:
         np.asarray(logprobs[start : sample.length], dtype="<f4").tobytes(),
         sample.closed_spans(),
         top_logprobs(req, start, sample.length) if sample.group.prompt.top_logprobs_num else None,
-        _sealed(proximal) if proximal is not None else None,
+        _serialize_proximal(proximal) if proximal is not None else None,
     )
 
 
-def _sealed(proximal: Proximal) -> tuple[int, list[tuple[int, bytes]]]:
+def _serialize_proximal(proximal: Proximal) -> tuple[int, list[tuple[int, bytes]]]:
     """One copy from the device, whatever the number of parts."""
     if not proximal.parts:
         return proximal.version, []
@@ -42,7 +42,7 @@ def _sealed(proximal: Proximal) -> tuple[int, list[tuple[int, bytes]]]:
     return proximal.version, [(i, v.tobytes()) for i, v in zip(firsts, np.split(values, ends[:-1]), strict=True)]
 
 
-def recall(req: Req, sample: Sample, chunk: Chunk) -> None:
+def restore_tokens(req: Req, sample: Sample, chunk: Chunk) -> None:
     """Put the tokens of earlier legs into a request that has just been made."""
     ids = np.frombuffer(chunk.output_ids, "<i4")
     req.output_ids = array("q", ids.astype(np.int64).tobytes())
@@ -58,7 +58,7 @@ def recall(req: Req, sample: Sample, chunk: Chunk) -> None:
         sample.recompute.proximal, sample.journal.proximal_version = Proximal(version, values), version
 
 
-def revive(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
+def restore_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
     """A request for a sample whose copy was found; False, and nothing has changed, if it is refused."""
     pages, tokens = sample.kv.pages, sample.journal.snapshot
     assert pages is not None

@@ -53,14 +53,14 @@ def draw(
     if rows is None or not any(rows.ours):
         return stock(sampler, probs, info, positions, simple)
     if all(rows.ours):
-        return _draw_ours(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
+        return _seeded_rows(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
     tokens = stock(sampler, probs, info, positions, simple)
     mine = torch.tensor([i for i, ours in enumerate(rows.ours) if ours], device=probs.device)
-    tokens[mine] = _draw_ours(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
+    tokens[mine] = _seeded_rows(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
     return tokens
 
 
-def _draw_ours(
+def _seeded_rows(
     probs: torch.Tensor, info: SamplingBatchInfo, seeds: torch.Tensor, positions: torch.Tensor, simple: bool, rows: Any
 ) -> torch.Tensor:
     keep = None if simple else keep_mask(probs, info.top_ks[rows], info.top_ps[rows], info.min_ps[rows])
