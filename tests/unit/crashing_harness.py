@@ -1,4 +1,4 @@
-"""A `ControllerHarness` with a journal, whose server dies at any moment and comes back."""
+"""A `ControllerHarness` with a journal, whose server is killed and restarted at any moment."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,7 +86,7 @@ class CrashingHarness(ControllerHarness):
 
     @staticmethod
     def _same(sent: list[bytes], other: list[bytes]) -> bool:
-        """With a journal, an answer that stands for itself overtakes what waits to be written."""
+        """With a journal, an answer that needs no record overtakes events that wait for one."""
         return sorted(sent) == sorted(other)
 
     def close(self) -> None:
@@ -170,10 +170,10 @@ class CrashingHarness(ControllerHarness):
         if sum(s.request.prompt + s.length - 1 for s in due) <= self.kind.get("disk_cap", 0):
             assert all(s.kv.pages is not None for s in due), "KV that was there is not used"
 
-    def _check_replies(self, saved: JournalSnapshot) -> None:
-        """A kept reply says the same for ever; what is no longer kept is known to be gone."""
-        said = [r.round_id for r in self.replies]
-        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(said)
+    def _check_replies(self, saved: Saved) -> None:
+        """A kept reply never changes; the ids of replies that are no longer kept are known."""
+        ended = [r.round_id for r in self.replies]
+        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(ended)
         for run in {r.run for r in self.replies}:
             kept = [r for r in saved.replies if r.spec.run == run]
             heard = [r for r in self.replies if r.run == run][-KEPT:]
