@@ -170,7 +170,7 @@ class CrashingHarness(ControllerHarness):
         if sum(s.request.prompt + s.length - 1 for s in due) <= self.kind.get("disk_cap", 0):
             assert all(s.kv.pages is not None for s in due), "KV that was there is not used"
 
-    def _check_replies(self, saved: Saved) -> None:
+    def _check_replies(self, saved: JournalSnapshot) -> None:
         """A kept reply never changes; the ids of replies that are no longer kept are known."""
         ended = [r.round_id for r in self.replies]
         assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(ended)
