@@ -96,7 +96,7 @@ class Story(RuleBasedStateMachine):
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
-        said = KvSearch(disk, f"epoch {self.epochs}").look(wanted)
+        said = KvSearch(disk, f"epoch {self.epochs}").find_all(wanted)
         good = [not lost and name in there and name not in spoilt | older for name in range(6)]
         assert [outcome == "" for outcome in said] == good
         assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]

@@ -18,8 +18,8 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal import Journal, JournalError
-from sglang_april.recovery.journal_snapshot import Saved, restored_event
-from sglang_april.recovery.kv_recovery import KvSearch, Outcome, agreed
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
+from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
@@ -59,7 +59,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         _log(config, saved, version)
 
 
-def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTier | None) -> None:
+def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, disk: DiskTier | None) -> None:
     if disk is None:
         controller.restore(saved)
         return
@@ -80,8 +80,8 @@ def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[
     """Search on all ranks. Samples with a grammar are prefilled again: their requests wait for its compilation."""
     wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
     outcomes_by_rank: list[Any] = [None] * s.ps.tp_size
-    torch.distributed.all_gather_object(outcomes_by_rank, search.look(wanted_files), group=s.tp_cpu_group)
-    outcomes = iter(agreed(outcomes_by_rank))
+    torch.distributed.all_gather_object(outcomes_by_rank, search.find_all(wanted_files), group=s.tp_cpu_group)
+    outcomes = iter(combine_outcomes(outcomes_by_rank))
     return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
 
 
@@ -93,17 +93,17 @@ def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
     c.engine.version = UNNAMED if unnamed else version
 
 
-def _on_all_ranks(s: Scheduler, saved: Saved | None) -> Saved:
+def _on_all_ranks(s: Scheduler, saved: JournalSnapshot | None) -> JournalSnapshot:
     """Rank 0's copy, on every rank: part of the start, not of a scheduling step."""
     if s.ps.tp_size == 1:
         assert saved is not None
         return saved
     box: list[Any] = [msgspec.msgpack.encode(saved) if saved is not None else None]
     torch.distributed.broadcast_object_list(box, src=s.tp_group.first_rank, group=s.tp_cpu_group)
-    return msgspec.msgpack.decode(box[0], type=Saved)
+    return msgspec.msgpack.decode(box[0], type=JournalSnapshot)
 
 
-def _log(config: AprilConfig, saved: Saved, version: int) -> None:
+def _log(config: AprilConfig, saved: JournalSnapshot, version: int) -> None:
     samples = [x for g in saved.groups for x in g.samples]
     log.info(
         "april: journal %s (%s): version %d, %d undelivered samples (%d finished, %d with tokens), %d open rounds, "
