@@ -23,7 +23,7 @@ DEFAULT_HOST_GB = 64.0
 
 
 class ConfigError(ValueError):
-    """A flag that is wrong; the message is one sentence that names it."""
+    """An invalid flag; the message is one sentence that names it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class AprilConfig:
 
 @dataclass(frozen=True)
 class Flag:
-    """One row of the table: a field of `AprilConfig`, how it is read and what `--help` says."""
+    """One row of the table: a field of `AprilConfig`, its parser and its help text."""
 
     field: str
     parse: Callable[[Any], Any]
@@ -76,7 +76,11 @@ class Flag:
         return PREFIX + self.field.replace("_", "-")
 
     def read(self, value: Any) -> Any:
-        """The value as `AprilConfig` holds it, or a ConfigError that names the flag."""
+        """The parsed value.
+
+        Raises:
+            ConfigError: it names the flag.
+        """
         try:
             return self.parse(value)
         except ValueError as error:
@@ -182,21 +186,21 @@ _BY_FIELD = {flag.field: flag for flag in FLAGS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Show our flags in SGLang's `--help`, as plain text values that `from_mapping` checks."""
+    """Add the flags to SGLang's `--help`, as text values that `from_mapping` checks."""
     group = parser.add_argument_group("sglang-april", "native partial-rollout scheduling")
     for flag in FLAGS:
         group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=flag.help)
 
 
 def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> bool:
-    """Whether this process was asked for partial rollouts, by an argument or by the environment."""
+    """Whether an argument or the environment activates the plugin (`explicit-activation`)."""
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     return bool(env.get(ENV)) or any(arg.startswith(PREFIX) for arg in argv)
 
 
 def from_argv(argv: Sequence[str]) -> dict[str, str]:
-    """Our flags among SGLang's, as they were typed."""
+    """The plugin's flags among SGLang's, as typed."""
     parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag in FLAGS:
         parser.add_argument(flag.option, dest=flag.field)
@@ -222,7 +226,11 @@ def from_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
-    """Checked settings from flags as typed or as JSON; None stands for a flag that was not given."""
+    """Checked settings from flags as typed or as JSON; None means that a flag was not given.
+
+    Raises:
+        ConfigError: it names the flag.
+    """
     checked: dict[str, Any] = {"host_gb": default_host_gb()}
     for field, value in values.items():
         if field not in _BY_FIELD:
@@ -241,7 +249,7 @@ def default_host_gb() -> float:
 
 
 def publish(values: Mapping[str, Any]) -> AprilConfig:
-    """Check settings and write them where every process started from here finds them."""
+    """Check settings and write them to the environment, which child processes inherit."""
     settings = from_mapping(values)
     os.environ[ENV] = json.dumps(dataclasses.asdict(settings))
     return settings

@@ -1,4 +1,4 @@
-"""`python -m sglang_april.launch_server`: SGLang's own server, with partial rollouts guaranteed to be in it."""
+"""`python -m sglang_april.launch_server`: SGLang's server, which starts only if the plugin is loaded."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ PLUGIN = "april"
 PLATFORM = "april_cpu"
 
 
-def hidden_by(env: Mapping[str, str]) -> str | None:
-    """Why SGLang would pass over the plugin without a word, if it would."""
+def reason_not_loaded(env: Mapping[str, str]) -> str | None:
+    """Why SGLang would silently skip the plugin, or None."""
     platform = env.get("SGLANG_PLATFORM")
     if platform and platform != PLATFORM:
         return f"SGLANG_PLATFORM={platform} makes SGLang pass over every plugin that ships another platform"
@@ -23,7 +23,7 @@ def hidden_by(env: Mapping[str, str]) -> str | None:
 
 def main(argv: Sequence[str]) -> None:
     """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
-    reason = hidden_by(os.environ)
+    reason = reason_not_loaded(os.environ)
     if reason is not None:
         raise SystemExit(f"sglang-april: {reason}.")
     try:

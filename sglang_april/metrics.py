@@ -1,4 +1,4 @@
-"""Prometheus figures beside SGLang's own, in the same multiprocess directory; only with --enable-metrics."""
+"""Prometheus metrics next to SGLang's own, in the same multiprocess directory; only with --enable-metrics."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Metrics:
-    """Fed by every reply. `labels` are set on every figure, as SGLang's `model_name` is."""
+    """Updated with every reply. `labels`, such as SGLang's `model_name`, are set on every metric."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         # SGLang sets the multiprocess directory at start, and prometheus_client reads it when it is imported.

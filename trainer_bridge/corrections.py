@@ -5,8 +5,8 @@ w = π_old/μ per token, without gradient. A correction multiplies the loss of a
 - `none`: 1.
 - `tis`: clamp(w, low, high). Truncated importance sampling (Ionides 2008), as in slime, OpenRLHF and NeMo-RL.
 - `icepop`: w if low ≤ w ≤ high, else 0. Ring-1T, arXiv 2510.18855.
-- `seq_mask`: w clamped as for tis if the geometric mean of w over the response is within its own bounds, else 0.
-  OpenRLHF's seq-mask-tis.
+- `seq_mask`: w clamped as for tis if the geometric mean of w over the response is within `seq_mask_low` and
+  `seq_mask_high`, else 0. OpenRLHF's seq-mask-tis.
 - `mask_stale`: 1 if the trainer's version drew the token, else 0. slime's `mask_offpolicy_in_partial_rollout`.
 - `decoupled`: w. Decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298.
 

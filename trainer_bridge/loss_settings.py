@@ -1,4 +1,4 @@
-"""The settings of the policy loss. Field names as users write them are the encoded names."""
+"""The settings of the policy loss. Where `name=` is given, it is the name in YAML and flags."""
 
 from typing import Annotated, Literal, get_args
 

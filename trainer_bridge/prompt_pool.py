@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from trainer_bridge.data import PromptData
 from trainer_bridge.rewards import TrainingPrompt
@@ -59,6 +60,11 @@ class PromptPool:
     def _remove(self, prompt_id: str) -> None:
         self.prompts.pop(prompt_id, None)
         self.engine_of.pop(prompt_id, None)
+
+    def body(self, prompt: TrainingPrompt, n: int) -> dict[str, Any]:
+        """The prompt as a request has it, with `n` samples and, for `EnginePool`, its engine."""
+        body = prompt.body(n)
+        return body if self.engines == 1 else {**body, "engine": self.engine_of[prompt.id]}
 
     def find(self, prompt_id: str) -> TrainingPrompt:
         """A prompt by id, whether it is in the pool or not."""

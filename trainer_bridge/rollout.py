@@ -53,21 +53,14 @@ class RolloutDriver:
             pool,
             self.rewards,
             self._store,
+            self._config,
             round_id,
-            prompt_body=self._prompt_body,
-            samples_per_prompt=self._config.n_samples_per_prompt,
-            replaces=self._config.quota_unit == "group" and quota is not None,
-            judges=self._config.dynamic_sampling and quota is not None,
-            resend=resend,
+            quota,
+            resend,
         )
         rollout = collector.collect(self._request(round_id, unsent, quota))
         self.engines_with_carry = all_engines
         return rollout
-
-    def _prompt_body(self, prompt: TrainingPrompt) -> dict[str, Any]:
-        """The prompt as the request has it; with several engines `EnginePool` reads the field `engine`."""
-        body = prompt.body(self._config.n_samples_per_prompt)
-        return body if self.pool.engines == 1 else {**body, "engine": self.pool.engine_of[prompt.id]}
 
     def _request(self, round_id: str, prompts: list[TrainingPrompt], quota: int | None) -> dict[str, Any]:
         """The request. It depends on checkpoint and configuration only, so that a repeated one is identical."""
@@ -75,7 +68,7 @@ class RolloutDriver:
         return {
             "run": self._run,
             "round_id": round_id,
-            "prompts": [self._prompt_body(prompt) for prompt in prompts],
+            "prompts": [self.pool.body(prompt, config.n_samples_per_prompt) for prompt in prompts],
             "sampling_params": config.rollout_params,
             "quota": quota,
             "quota_unit": config.quota_unit,

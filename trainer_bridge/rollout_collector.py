@@ -17,6 +17,7 @@ import httpx
 from sglang_april.client import AprilClient, AprilError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from trainer_bridge.checkpoints import Checkpoints
+from trainer_bridge.config import Config
 from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, RewardSample, Score, TrainingPrompt
@@ -69,20 +70,18 @@ class RolloutCollector:
         pool: PromptPool,
         rewards: Rewards,
         store: Checkpoints,
+        config: Config,
         round_id: str,
-        *,
-        prompt_body: Callable[[TrainingPrompt], dict[str, Any]],
-        samples_per_prompt: int,
-        replaces: bool,
-        judges: bool,
+        quota: int | None,
         resend: list[TrainingPrompt],
     ) -> None:
-        """`replaces`: extend the round for groups that cannot be trained on; `judges`: send a verdict on every group;
-        `resend`: prompts that an interrupted attempt at this round may have extended it by.
-        """
+        """`resend`: prompts that an interrupted attempt at this round may have extended it by."""
         self._client, self._pool, self._rewards, self._store, self._id = client, pool, rewards, store, round_id
-        self._prompt_body, self._samples_per_prompt = prompt_body, samples_per_prompt
-        self._replaces, self._judges, self._resend = replaces, judges, list(resend)
+        self._samples_per_prompt, self._resend = config.n_samples_per_prompt, list(resend)
+        self._replaces = config.quota_unit == "group" and quota is not None
+        """Whether the round is extended for groups that cannot be trained on."""
+        self._judges = config.dynamic_sampling and quota is not None
+        """Whether the engine waits for a verdict on every group."""
         self._extensions = [prompt.id for prompt in resend]
         """Ids of all prompts that the round is extended by."""
         self._replaced = 0
@@ -176,13 +175,14 @@ class RolloutCollector:
         """Add a prompt to the round; False if the round has ended."""
         if self._resend:
             # An earlier attempt may have delivered it. An engine that has it refuses, and changes nothing.
-            body = self._prompt_body(self._resend.pop(0))
+            body = self._pool.body(self._resend.pop(0), self._samples_per_prompt)
             self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[body])
             return True
         (prompt,) = self._pool.draw(1)
         self._extensions.append(prompt.id)
         self._store.note_extended(self._id, self._extensions)
-        if self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[self._prompt_body(prompt)]):
+        body = self._pool.body(prompt, self._samples_per_prompt)
+        if self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[body]):
             return True
         self._extensions.pop()
         self._store.note_extended(self._id, self._extensions)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.april_demo.engine import Engine, Watch
-from examples.april_demo.measure import Result, figures, run_interleaved
+from bench.rollout.engine_client import EngineClient
 from examples.april_demo.report import (
     TITLES,
     draw_learning,
@@ -26,15 +26,15 @@ from examples.april_demo.report import (
     show_training,
     write_summary,
 )
+from examples.april_demo.rounds import VARIANTS, Result, make_variants, metrics, run_interleaved
 from examples.april_demo.server import has_gpu, running_server
 from examples.april_demo.settings import ROOT, Settings, Training
 from examples.april_demo.training import TRAINED, Trained, configuration, import_trainer, prepare, train
 from examples.april_demo.training import figures as training_figures
-from examples.april_demo.variants import VARIANTS
 from sglang_april.client import AprilError
 
 Row = dict[str, Any]
-FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError)
+FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError, aiohttp.ClientError)
 """What the server, the engine's routes and the trainer raise, each with a message that says why."""
 
 
@@ -43,8 +43,8 @@ def arguments() -> argparse.Namespace:
     default = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m examples.april_demo",
-        description="Runs rounds with weight updates between them three ways: waiting for all, APRIL from outside the "
-        "engine, and sglang-april. Then trains the tiny model twice, waiting for all and with sglang-april. Ends with "
+        description="Runs rollout rounds with weight updates three ways: waiting for all, APRIL from a client, and a "
+        "batch quota in the engine. Then trains the tiny model twice, waiting for all and with the quota. Writes "
         "tables, pictures and out/demo/summary.json.",
         epilog="Options after -- are passed to the server, for example: -- --attention-backend triton",
     )
@@ -56,7 +56,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples-per-group", type=int, default=default.samples_per_group, help="n (%(default)s)")
     parser.add_argument("--slots", type=int, default=default.slots, help="samples at once (%(default)s)")
     parser.add_argument(
-        "--over-provision", type=float, default=default.over_provision, help="outside only (%(default)s)"
+        "--over-provision",
+        type=float,
+        default=default.over_provision,
+        help="over-sampling factor of the client-side baseline (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of prompts and sampling (%(default)s)")
     parser.add_argument("--steps", type=int, default=default.training.steps, help="of training; 0: none (%(default)s)")
@@ -105,20 +108,18 @@ async def run_all(url: str, settings: Settings, console: Console, started: float
             first_groups = first_groups or time.monotonic() - started
             rate = "warming up"
             if result.rounds:
-                seconds = sum(measured.seconds for measured in result.rounds)
-                rate = f"{sum(measured.tokens for measured in result.rounds) / seconds:,.0f} delivered tokens/s"
+                rate = f"{result.tokens / result.seconds:,.0f} delivered tokens/s"
             bars.update(tasks[result.name], completed=done, rate=rate)
 
-        async with Engine(url) as engine:
-            variants = [VARIANTS[name](engine, settings) for name in settings.variants]
-            results = await run_interleaved(variants, Watch(engine), settings, progress)
+        async with EngineClient(url, patched=True) as engine:
+            results = await run_interleaved(make_variants(engine, settings), engine, settings, progress)
     return results, first_groups
 
 
 def run_rounds(url: str, settings: Settings, out: Path, console: Console, started: float) -> tuple[list[Row], float]:
     """First part: the variants' rounds in turn; their rows, and the seconds to the first finished round."""
     results, first = asyncio.run(run_all(url, settings, console, started))
-    rows = [figures(result, settings) | training_figures(None) for result in results]
+    rows = [metrics(result, settings) | training_figures(None) for result in results]
     draw_timeline(out / "running_batch.png", results, rows, settings)
     return rows, first
 

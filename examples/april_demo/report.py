@@ -19,15 +19,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from examples.april_demo.measure import Result, mean_running, timeline
+from examples.april_demo.rounds import Result, mean_running, timeline
 from examples.april_demo.settings import Settings
 from examples.april_demo.training import Trained
 
 COLOURS = {"synchronous": "#8c8c8c", "outside": "#d9822b", "april": "#1f6fb4"}
 TITLES = {
     "synchronous": "synchronous: wait for all",
-    "outside": "APRIL from outside: count, abort, send again",
-    "april": "sglang-april: one request with a quota",
+    "outside": "APRIL from a client: count, abort, resend",
+    "april": "sglang-april: one request with a batch quota",
 }
 NARROW: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0}
 """Tables that a terminal of 80 columns shows whole."""
@@ -143,7 +143,7 @@ def draw_timeline(path: Path, results: list[Result], rows: list[dict[str, Any]],
     figure, panels = plt.subplots(len(results), 1, sharex=True, sharey=True, figsize=size, squeeze=False)
     for axes, result, row in zip(panels[:, 0], results, rows, strict=True):
         _panel(axes, result, row, settings)
-    longest = max(sum(measured.seconds for measured in result.rounds) for result in results)
+    longest = max(result.seconds for result in results)
     panels[0, 0].set_xlim(0, longest * 1.01)
     panels[-1, 0].set_xlabel(
         f"rollout time in seconds, pushes included: {settings.rounds} rounds of {settings.groups} groups each; "

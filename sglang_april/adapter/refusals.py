@@ -1,6 +1,6 @@
-"""What sglang-april cannot serve, as data: each row ends the start with one sentence.
+"""Unsupported configurations, as data: a row that applies ends the start with one sentence (`fail-closed`).
 
-Requests have refusals of their own (for example hidden states); they are answered with 400 and live with the routes.
+Unsupported requests (for example for hidden states) are answered with 400 by `http/`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Refusal:
-    """`what` is refused where `applies`, because of `why`."""
+    """`what` is refused if `applies` returns true, because of `why`."""
 
     what: str
     applies: Callable[[Any, Environment], bool]
@@ -50,7 +50,7 @@ def _timeout_with_tp(name: str) -> Callable[[Any, Environment], bool]:
     return applies
 
 
-BY_TOKENS = "such a cache may find KV by tokens alone, and give one policy's to another"
+KEYED_BY_TOKENS = "such a cache may find KV by tokens alone, and give one policy's to another"
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("--speculative-algorithm", _set("speculative_algorithm"), "its drafts are not kept across a suspend"),
@@ -79,9 +79,9 @@ REFUSALS: tuple[Refusal, ...] = (
         _set("enable_hierarchical_cache"),
         "its host copies of the radix tree were never tried beside ours",
     ),
-    Refusal("--enable-lmcache", _set("enable_lmcache"), BY_TOKENS),
-    Refusal("--enable-flexkv", _set("enable_flexkv"), BY_TOKENS),
-    Refusal("--radix-cache-backend", _set("radix_cache_backend"), BY_TOKENS),
+    Refusal("--enable-lmcache", _set("enable_lmcache"), KEYED_BY_TOKENS),
+    Refusal("--enable-flexkv", _set("enable_flexkv"), KEYED_BY_TOKENS),
+    Refusal("--radix-cache-backend", _set("radix_cache_backend"), KEYED_BY_TOKENS),
     Refusal("--dcp-size above 1", _above_one("dcp_size"), "a partial's pages would be spread over ranks"),
     Refusal("--enable-pdmux", _set("enable_pdmux"), "its event loop passes the hooks by"),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "a diffusion model does not write token after token"),
@@ -122,12 +122,12 @@ RECURRENT_STATE = Refusal(
 
 
 def find(server_args: Any, env: Environment) -> Refusal | None:
-    """The first row that stands against these arguments."""
+    """The first row that applies to these arguments, or None."""
     return next((row for row in REFUSALS if row.applies(server_args, env)), None)
 
 
 def find_in_model(server_args: Any) -> Refusal | None:
-    """What stands against the model itself; reads its config file, not its weights."""
+    """Why the model is not supported, or None; reads its config file, not its weights."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model = server_args.get_model_config()

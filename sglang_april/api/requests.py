@@ -1,7 +1,7 @@
-"""Step 1 (request): the bodies of all routes, decoded from JSON or msgpack into checked structs.
+"""The bodies of all routes, decoded from JSON or msgpack into checked structs.
 
-Types, ranges and names are checked here, without an engine; `limits.py` checks what depends on other fields, and
-`prepare.py` what depends on the model. Every error is a `RequestError` that names the field (`prompts[3].n`).
+Types, ranges and names are checked here. `http/validation.py` checks what depends on several fields, and
+`http/prepare.py` what depends on the model. Every error is a `RequestError` that names the field (`prompts[3].n`).
 """
 
 import re
@@ -31,10 +31,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingBody(Body):
-    """SGLang's own sampling parameters; null stands for SGLang's default, absent for the round's."""
+    """SGLang's sampling parameters. Null means SGLang's default; an absent field means the round's value."""
 
     max_new_tokens: Count | list[Count] | UnsetType | None = UNSET
-    """On a prompt also a list of `n`, one for each sample."""
+    """On a prompt also a list of `n` limits, one per sample."""
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | UnsetType | None = UNSET
     stop: Text | list[Text] | UnsetType | None = UNSET
     stop_token_ids: list[TokenId] | UnsetType | None = UNSET
@@ -58,7 +58,7 @@ class SamplingBody(Body):
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | UnsetType | None = UNSET
 
     def given(self) -> dict[str, Any]:
-        """The parameters that the caller wrote, nulls included."""
+        """The parameters in the request, nulls included."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
 
 
@@ -67,7 +67,7 @@ class PromptBody(Body):
 
     id: Name
     input_ids: list[TokenId] | bytes | None = None
-    """A list, or in msgpack also raw little-endian int32; `limits.check_rollout` leaves it as those bytes."""
+    """A list, or in msgpack also raw little-endian int32; `check_rollout` converts a list to such bytes."""
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     n: Annotated[int, Meta(ge=1, le=2**14)] = 1
@@ -115,7 +115,7 @@ class JudgeBody(Body):
 
 
 class ExtendBody(Body):
-    """`POST /april/rounds/{id}/extend`: a greater quota and more prompts for an open round."""
+    """`POST /april/rounds/{id}/extend`: a larger quota and more prompts for an open round."""
 
     quota_add: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     prompts: list[PromptBody] = []
@@ -139,7 +139,7 @@ class EmptyBody(Body):
 
 
 REFUSED_FIELDS = {
-    "n": "stands on the prompt, not among the sampling parameters",
+    "n": "belongs to the prompt, not to the sampling parameters",
     "stream_interval": "has no meaning here: a round streams whole groups",
     "custom_params": "is not supported: custom logit processors are not",
     "custom_logit_processor": "is not supported",
@@ -180,7 +180,7 @@ def decoder(kind: type[T]) -> Callable[[bytes, bool], T]:
 
 
 def _named(message: str) -> RequestError:
-    """Turn msgspec's `reason - at `$.path`` into a field and a reason."""
+    """Split msgspec's `reason - at `$.path`` into a field and a reason."""
     reason, _, place = message.rpartition(" - at ")
     if not reason:
         reason, place = message, ""
@@ -208,7 +208,11 @@ decode_nothing = decoder(EmptyBody)
 
 
 def check_round_id(round_id: str) -> str:
-    """The id of a round in a URL, or a 400."""
+    """Check the id of a round in a URL.
+
+    Raises:
+        RequestError: 400.
+    """
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,256}", round_id):
         raise bad("round_id", "must be 1 to 256 of the characters A-Z a-z 0-9 . _ -")
     return round_id

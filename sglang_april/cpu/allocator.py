@@ -26,12 +26,11 @@ def make_allocator(
 
 
 class SweepAllocator(TokenToKVPoolAllocator):
-    """SGLang's allocator with a bit for each slot: it sweeps over the pool, again and again, and takes what is free.
+    """SGLang's allocator with a flag per slot. It sweeps over the pool cyclically and takes free slots in order.
 
-    What is taken together so lies together, as far as long responses leave room, and decode attention reads in order.
-    The parent hands slots out in the order in which they were freed: after a while those of one step lie anywhere, and
-    attention takes half as long again (64 rows of 90 tokens) or more; and for every free it makes a new list of all
-    that is free, megabytes in a large pool.
+    Slots allocated together are mostly adjacent, so decode attention reads in order. The parent returns slots in the
+    order in which they were freed: after a while the slots of a step are scattered, and attention takes 1.5 times as
+    long (64 rows of 90 tokens) or more. It also copies the whole free list at every free, megabytes in a large pool.
     """
 
     @property
@@ -66,7 +65,7 @@ class SweepAllocator(TokenToKVPoolAllocator):
         if not self.is_not_in_free_group:
             super().free(free_index)
             return
-        freed = int(_give_back(self._taken, free_index.long().contiguous().numpy()))
+        freed = int(_release(self._taken, free_index.long().contiguous().numpy()))
         self._free += freed
         if freed < free_index.numel():
             raise ValueError(f"{free_index.numel()} slots are freed, and {freed} of them were taken")
@@ -74,7 +73,7 @@ class SweepAllocator(TokenToKVPoolAllocator):
 
 @compiled("i8(b1[::1], i8, i8[::1])")
 def _take(taken: Bits, at: int, slots: Ints) -> int:
-    """Marks and writes the free slots from `at` on, around the end; there must be enough. Returns where to go on."""
+    """Take free slots from `at` on, wrapping around; there must be enough. Returns the position of the next sweep."""
     for i in range(slots.shape[0]):
         while at >= taken.shape[0] or taken[at]:
             at = at + 1 if at < taken.shape[0] else 0
@@ -85,7 +84,7 @@ def _take(taken: Bits, at: int, slots: Ints) -> int:
 
 
 @compiled("i8(b1[::1], i8[::1])")
-def _give_back(taken: Bits, slots: Ints) -> int:
+def _release(taken: Bits, slots: Ints) -> int:
     """Unmarks slots; returns how many of them were marked."""
     count = 0
     for slot in slots:
@@ -114,7 +113,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
             )
-        if not self._take(num_new_pages):
+        if not self._ensure_free(num_new_pages):
             return None
         slots = torch.empty((extend_num_tokens,), dtype=torch.int64, device=self.device)
         alloc_extend_naive(prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device)
@@ -127,14 +126,14 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         """One slot for each request: beside its last one, or at the start of a new page."""
         opens_page = (seq_lens - 1) % self.page_size == 0
         num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
-        if not self._take(num_new_pages):
+        if not self._ensure_free(num_new_pages):
             return None
         slots = last_loc.to(torch.int64) + 1
         slots[opens_page] = self.free_pages[:num_new_pages].to(torch.int64) * self.page_size
         self.free_pages = self.free_pages[num_new_pages:]
         return slots
 
-    def _take(self, pages: int) -> bool:
+    def _ensure_free(self, pages: int) -> bool:
         if self.need_sort and pages > len(self.free_pages):
             self.merge_and_sort_free()
         return pages <= len(self.free_pages)

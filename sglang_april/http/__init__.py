@@ -1,1 +1,1 @@
-"""Steps 1 and 6: the HTTP process. Plain Python; what it needs of SGLang comes through `engine.Engine`."""
+"""The HTTP process. Plain Python: `frontend.Frontend` is its interface to SGLang."""

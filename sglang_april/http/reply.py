@@ -1,4 +1,4 @@
-"""Step 6 (reply): finished groups as JSON, or as msgpack with raw arrays, and the figures of what was delivered.
+"""The reply of a round: groups as JSON, or as msgpack with raw arrays, and statistics of the delivery.
 
 In msgpack, ids are little-endian int32 and logprobs little-endian float32 as raw bytes, and an absent proximal logprob
 is NaN; in JSON they are lists, exact to the last bit of the float32, and absent is null.

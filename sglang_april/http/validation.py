@@ -1,4 +1,4 @@
-"""Step 1 (request): the rules of a rollout request that no single field can tell (`refusal-changes-nothing`)."""
+"""Checks of a rollout request that span several fields (`refusal-changes-nothing`)."""
 
 import hashlib
 import math
@@ -16,10 +16,13 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def check_rollout(body: RolloutBody, packed: bool) -> str:
-    """Check what spans several fields, bring `input_ids` into one form, and return the request's fingerprint.
+    """Check a request, convert its `input_ids` to bytes, and return the request's fingerprint.
 
-    The fingerprint tells a repeated request from another one under the same `round_id`. How the reply travels
-    (`stream`, JSON or msgpack) is not part of it.
+    The fingerprint distinguishes a repeated request from a different one with the same `round_id`. The form of the
+    reply (`stream`, JSON or msgpack) is not part of it.
+
+    Raises:
+        RequestError: 400 with the field.
     """
     if body.round_id in (".", ".."):
         raise bad("round_id", "must not be . or .., which no URL can name")
@@ -30,7 +33,11 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
 
 
 def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
-    """Check the prompts of one request, and bring their `input_ids` into one form."""
+    """Check the prompts of one request, and convert their `input_ids` to bytes (int32).
+
+    Raises:
+        RequestError: 400 with the field.
+    """
     first_seen: dict[str, int] = {}
     samples = 0
     for i, prompt in enumerate(prompts):
@@ -44,7 +51,7 @@ def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
 
 
 def check_judge(body: JudgeBody) -> None:
-    """No group may be judged both ways at once."""
+    """Refuse a message that both accepts and rejects a group."""
     accepted = set(body.accept)
     for i, name in enumerate(body.reject):
         if name in accepted:
@@ -52,7 +59,7 @@ def check_judge(body: JudgeBody) -> None:
 
 
 def fingerprint(body: RolloutBody) -> str:
-    """A digest of all that a request asks for."""
+    """A digest of the request body without `stream`."""
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(body, stream=False))
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
@@ -100,7 +107,7 @@ def _check_messages(messages: list[dict[str, Any]], field: str) -> None:
 
 
 def _check_sampling(params: SamplingBody, at: str, n: int | None = None) -> None:
-    """`n`: samples of the prompt whose parameters these are; None for those of a round."""
+    """`n`: samples of the prompt that the parameters belong to; None for the round's parameters."""
     _check_lengths(params, f"{at}.max_new_tokens", n)
     if params.top_k == 0:
         raise bad(f"{at}.top_k", "must be -1 (off) or at least 1")
@@ -123,7 +130,7 @@ def _check_lengths(params: SamplingBody, field: str, n: int | None) -> None:
 
 
 def _check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """Metadata comes back in JSON or msgpack, so it may hold only what both can say."""
+    """Metadata is returned as JSON or msgpack, so it may hold only what both can express."""
     if depth > MAX_DEPTH:
         raise bad(field, f"is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, (str, bool)):

@@ -4,7 +4,7 @@
 SQLite in WAL mode, one writer thread; what is put while a transaction is written becomes the next one. With
 `synchronous=NORMAL` a committed transaction survives the death of the process; with FULL, loss of power too (SQLite
 documentation, "PRAGMA synchronous"). Every record carries a CRC-32: a damaged one costs the tokens behind it, which are
-drawn again, and is counted; it is never used.
+generated again, and is counted; it is never used.
 """
 
 import logging
@@ -15,13 +15,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sglang_april.recovery.journal_snapshot import Saved, read_saved, seal
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, read_snapshot, seal
 from sglang_april.recovery.schema import SCHEMA, TABLES, Op
 
 log = logging.getLogger("sglang_april")
 
 RETRY_S = 0.5
-"""How long the writer waits before it tries again what could not be written."""
+"""Seconds before the writer retries a failed transaction."""
 
 OnWritten = Callable[[int, str], None]
 
@@ -40,17 +40,17 @@ def probe(path: Path | str) -> None:
 
 
 class Journal:
-    """Batches of records are put by the scheduler's thread and written by one of the journal's own."""
+    """The scheduler's thread puts batches of records; the journal's own thread writes them."""
 
     def __init__(self, path: Path | str, sync: str = "normal") -> None:
-        """Open or create the file. It is locked: no second server can open it.
+        """Open or create the file, and lock it against other servers.
 
         Raises:
-            JournalError: it cannot be opened or written, is in use, or is of another schema.
+            JournalError: the file cannot be opened or written, is in use, or has another schema.
         """
         self.path = str(path)
         self.error = ""
-        """Why the last transaction failed; empty when all is written. What was put is kept and tried again."""
+        """Why the last transaction failed; empty if it succeeded. Failed records are kept and tried again."""
         self._queue: queue.SimpleQueue[list[Op] | None] = queue.SimpleQueue()
         self._put = 0
         self._thread: threading.Thread | None = None
@@ -62,11 +62,11 @@ class Journal:
 
     def _open(self, sync: str) -> sqlite3.Connection:
         for path in (Path(self.path), Path(self.path).parent):
-            # SQLite would call it a disk I/O error. It writes a second file beside the first.
+            # SQLite reports this as a disk I/O error. It also writes a second file beside the first.
             if path.exists() and not os.access(path, os.W_OK, effective_ids=True):
                 raise JournalError(f"the journal {self.path} cannot be used: {path} is read-only")
         db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-        # The lock is held from the first access on; it also spares SQLite its shared memory file.
+        # The lock is held from the first access on, and avoids SQLite's shared memory file.
         db.execute("PRAGMA locking_mode=EXCLUSIVE")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
@@ -84,18 +84,18 @@ class Journal:
         db.execute("COMMIT")
         return db
 
-    def load(self) -> Saved:
+    def load(self) -> JournalSnapshot:
         """Everything undelivered, the open rounds and the kept replies. Called before `start`.
 
-        What is damaged is deleted, so that new records cannot come to stand beside it.
+        Damaged records are deleted, so that new ones cannot be combined with them.
 
         Raises:
-            JournalError: the file itself is damaged, so that records may be missing.
+            JournalError: the file itself is damaged, so records may be missing.
         """
         try:
-            if (said := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise sqlite3.DatabaseError(said)
-            saved = read_saved(self._db)
+            if (check := self._db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(check)
+            saved = read_snapshot(self._db)
             self._db.execute("BEGIN IMMEDIATE")
             for statement, row in saved.repairs:
                 self._db.execute(statement, row)
@@ -117,7 +117,7 @@ class Journal:
         return self._put
 
     def close(self) -> None:
-        """Write what can be written, and let the file go."""
+        """Write the remaining records, if that is possible, and close the file."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -137,10 +137,10 @@ class Journal:
             error = self._transaction(pending) if pending else ""
             if not error:
                 pending = []
-            self._tell(taken, error)
+            self._report(taken, error)
 
     def _take(self) -> list[list[Op] | None]:
-        """All batches that are there; waits for the first, but not for ever when something waits to be written."""
+        """All queued batches. Waits for the first one, or only `RETRY_S` if a failed transaction must be retried."""
         try:
             batches = [self._queue.get(timeout=RETRY_S if self.error else None)]
         except queue.Empty:
@@ -149,19 +149,19 @@ class Journal:
             batches.append(self._queue.get())
         return batches
 
-    def _tell(self, taken: int, error: str) -> None:
+    def _report(self, taken: int, error: str) -> None:
         if error and error != self.error:
-            log.error("%s; it is tried again, and replies wait until then", error)
+            log.error("%s; the write is retried, and replies wait for it", error)
         elif self.error and not error:
             log.info("the journal can be written again")
         self.error = error
         try:
             self._written(0 if error else taken, error)
         except Exception:
-            log.exception("what waited for the journal could not be sent")
+            log.exception("a message that waited for the journal could not be sent")
 
     def _transaction(self, ops: list[Op]) -> str:
-        """Run all operations, or none; returns why it failed."""
+        """Run all operations in one transaction; returns why it failed, or an empty string."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for op in ops:

@@ -1,4 +1,4 @@
-"""Step 5 of 9 (store): what a journal holds, read back after a restart."""
+"""Read the content of a journal after a restart."""
 
 import secrets
 import sqlite3
@@ -29,30 +29,30 @@ class Chunk(msgspec.Struct, array_like=True):
         return len(self.output_ids) // 4
 
 
-class SavedSample(msgspec.Struct, array_like=True):
+class SnapshotSample(msgspec.Struct, array_like=True):
     """A sample of an undelivered group: finished, or with the tokens it had at its last record."""
 
     index: int
     place: int = -1
-    """In admission order; -1 if it never entered the engine."""
+    """Position in admission order; -1 if it never entered the engine."""
     number: int = -1
-    """Round of its run in which it first did."""
+    """Number of the round, within its run, in which it first entered the engine."""
     chunk: Chunk | None = None
     finished: FinishedSample | None = None
     step: int = 0
-    """In which it finished."""
+    """Step in which it finished."""
 
 
-class SavedGroup(msgspec.Struct, array_like=True):
+class SnapshotGroup(msgspec.Struct, array_like=True):
     gid: int
     run: str
     incarnation: int
     prompt: Prompt
     params: bytes
-    samples: list[SavedSample]
+    samples: list[SnapshotSample]
     """The undelivered ones."""
     accepted: bool | None = None
-    """The caller's verdict on it."""
+    """The caller's verdict; None if there is none."""
 
     @property
     def whole(self) -> bool:
@@ -60,21 +60,21 @@ class SavedGroup(msgspec.Struct, array_like=True):
         return all(s.finished is not None for s in self.samples)
 
 
-class SavedRound(msgspec.Struct, array_like=True):
+class SnapshotRound(msgspec.Struct, array_like=True):
     """A round that was open; its prompts are among the groups."""
 
     spec: RoundSpec
     number: int
 
 
-class Saved(msgspec.Struct):
-    """All of it. msgpack can carry it from rank 0 to the others."""
+class JournalSnapshot(msgspec.Struct):
+    """The content of a journal. Rank 0 sends it to the other ranks as msgpack."""
 
     version: int = 0
     next_gid: int = 0
-    groups: list[SavedGroup] = []
+    groups: list[SnapshotGroup] = []
     """In arrival order."""
-    rounds: list[SavedRound] = []
+    rounds: list[SnapshotRound] = []
     replies: list[KeptReply] = []
     gone: list[str] = []
     """Ids of rounds whose replies are no longer kept."""
@@ -86,9 +86,9 @@ class Saved(msgspec.Struct):
     next_epoch: str = ""
     """Name of the epoch that begins."""
     corrupt: int = 0
-    """Records that did not verify; their tokens are drawn again."""
+    """Number of damaged records; their tokens are generated again."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
-    """Statements that delete them."""
+    """Statements that delete the damaged records."""
 
 
 class CorruptRecordError(ValueError):
@@ -96,16 +96,16 @@ class CorruptRecordError(ValueError):
 
 
 def seal(value: Any, *key: Any) -> bytes:
-    """msgpack behind a CRC-32 of it and of the columns that say whose it is."""
+    """msgpack preceded by a CRC-32 over it and over the key columns of its row."""
     body = msgspec.msgpack.encode(value)
     return _crc(body, key) + body
 
 
 def unseal(blob: Any, kind: Any, *key: Any) -> Any:
-    """What `seal` was given.
+    """The value that was given to `seal`.
 
     Raises:
-        CorruptRecordError: the record is not what was written, or not where.
+        CorruptRecordError: the record was changed, or moved to another row.
     """
     if not isinstance(blob, bytes) or len(blob) < 4 or blob[:4] != _crc(body := blob[4:], key):
         raise CorruptRecordError
@@ -119,9 +119,9 @@ def _crc(body: bytes, key: tuple[Any, ...]) -> bytes:
     return zlib.crc32(body, zlib.crc32(msgspec.msgpack.encode(key))).to_bytes(4, "little")
 
 
-def read_saved(db: sqlite3.Connection) -> Saved:
-    """Read a journal back. A damaged record costs what it held, never more, and is counted in `corrupt`."""
-    saved = Saved()
+def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
+    """Read a journal. A damaged record loses only its own content, and is counted in `corrupt`."""
+    saved = JournalSnapshot()
     meta = dict(db.execute("SELECT key, value FROM meta"))
     saved.next_gid = meta.get("next_gid", 0)
     saved.epoch, saved.next_epoch = str(meta.get("epoch", "")), secrets.token_hex(16)
@@ -137,7 +137,7 @@ def read_saved(db: sqlite3.Connection) -> Saved:
             saved.repairs.append(("DELETE FROM groups WHERE gid=?", (gid,)))
             continue
         if samples := _undelivered(db, saved, gid, prompt.n):
-            group = SavedGroup(gid, run, incarnation, prompt, params, samples)
+            group = SnapshotGroup(gid, run, incarnation, prompt, params, samples)
             if accepted is not None and group.whole:  # damage may have made it unfinished again
                 group.accepted = bool(accepted)
             saved.groups.append(group)
@@ -146,8 +146,8 @@ def read_saved(db: sqlite3.Connection) -> Saved:
     return saved
 
 
-def _version(saved: Saved, record: Any) -> int:
-    """The policy version; if its record is damaged, at least the newest that anything was written under."""
+def _version(saved: JournalSnapshot, record: Any) -> int:
+    """The policy version; if its record is damaged, the newest version in any other record."""
     try:
         return unseal(record, int, "version")
     except CorruptRecordError:
@@ -157,7 +157,7 @@ def _version(saved: Saved, record: Any) -> int:
     return max([span.version for span in spans] + [r.ended.policy_version for r in saved.replies], default=0)
 
 
-def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list[SavedSample]:
+def _undelivered(db: sqlite3.Connection, saved: JournalSnapshot, gid: int, n: int) -> list[SnapshotSample]:
     rows = {i: rest for i, *rest in db.execute(
         "SELECT idx, start, step, body, round_id FROM finished WHERE gid=?", (gid,))}  # fmt: skip
     first = {i: rest for i, *rest in db.execute("SELECT idx, place, number FROM admitted WHERE gid=?", (gid,))}
@@ -167,7 +167,7 @@ def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list
         if round_id is not None:
             continue
         place, number = first.get(index, (-1, -1))
-        sample = SavedSample(index, place, number, step=step)
+        sample = SnapshotSample(index, place, number, step=step)
         sample.chunk = _tokens(db, saved, gid, index)
         if body is not None:
             try:
@@ -180,8 +180,8 @@ def _undelivered(db: sqlite3.Connection, saved: Saved, gid: int, n: int) -> list
     return samples
 
 
-def _tokens(db: sqlite3.Connection, saved: Saved, gid: int, index: int) -> Chunk | None:
-    """The chunks of a sample as one, up to the first that is missing or damaged."""
+def _tokens(db: sqlite3.Connection, saved: JournalSnapshot, gid: int, index: int) -> Chunk | None:
+    """The chunks of a sample joined into one, up to the first missing or damaged one."""
     whole: Chunk | None = None
     query = "SELECT start, body FROM chunks WHERE gid=? AND idx=? ORDER BY start"
     for start, body in db.execute(query, (gid, index)):
@@ -210,7 +210,7 @@ def _joined(whole: Chunk, more: Chunk) -> Chunk:
 
 
 def _whole(tail: FinishedSample, start: int, chunk: Chunk | None) -> FinishedSample:
-    """A finished sample from its chunks and what it drew after the last of them."""
+    """A finished sample from its chunks and its final record, which has the tokens from `start` on."""
     if start == 0:
         return tail
     if chunk is None or chunk.length < start:
@@ -224,7 +224,7 @@ def _whole(tail: FinishedSample, start: int, chunk: Chunk | None) -> FinishedSam
     )
 
 
-def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
+def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot) -> None:
     for round_id, number, spec_blob, ended_blob in db.execute(
         "SELECT round_id, number, spec, ended FROM rounds ORDER BY seq"
     ).fetchall():
@@ -234,7 +234,7 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
         try:
             spec = unseal(spec_blob, RoundSpec, round_id, number)
             if ended_blob is None:
-                saved.rounds.append(SavedRound(spec, number))
+                saved.rounds.append(SnapshotRound(spec, number))
             else:
                 ended = unseal(ended_blob, RoundEnded, round_id)
                 saved.replies.append(_reply(db, saved, spec, ended))
@@ -244,7 +244,7 @@ def _read_rounds(db: sqlite3.Connection, saved: Saved) -> None:
             saved.repairs.append(("UPDATE rounds SET spec=x'', ended=x'' WHERE round_id=?", (round_id,)))
 
 
-def _reply(db: sqlite3.Connection, saved: Saved, spec: RoundSpec, ended: RoundEnded) -> KeptReply:
+def _reply(db: sqlite3.Connection, saved: JournalSnapshot, spec: RoundSpec, ended: RoundEnded) -> KeptReply:
     rows = db.execute(
         "SELECT gid, idx, f.start, f.step, f.body, g.run, g.incarnation, g.prompt "
         "FROM finished f JOIN groups g USING(gid) "
@@ -268,9 +268,9 @@ def _reply(db: sqlite3.Connection, saved: Saved, spec: RoundSpec, ended: RoundEn
     return KeptReply(spec, ended, prompts, samples)
 
 
-def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
-    """What the HTTP process has to know again; `unnamed`: admission waits for the policy version to be named."""
-    warnings = [f"{saved.corrupt} journal records were damaged; their tokens are drawn again"] if saved.corrupt else []
+def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
+    """The journal's content for the HTTP process; `unnamed`: no round is admitted until the version is named."""
+    damage = f"{saved.corrupt} journal records were damaged; their tokens are generated again"
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(
         groups=[(g.run, g.prompt) for g in saved.groups],
@@ -280,12 +280,12 @@ def restored_event(saved: Saved, *, unnamed: bool) -> Restored:
         replies=saved.replies,
         gone=saved.gone,
         unnamed=unnamed,
-        warnings=warnings,
+        warnings=[damage] if saved.corrupt else [],
     )
 
 
-def _finished(group: SavedGroup) -> list[tuple[int, FinishedSample]]:
-    """(step, sample) of a group as they ended; the last one completes it, unless damage has undone another."""
+def _finished(group: SnapshotGroup) -> list[tuple[int, FinishedSample]]:
+    """(step, sample) of a group in finish order; the last one completes the group if all others are undamaged."""
     done = [(s.step, msgspec.structs.replace(s.finished, whole=False)) for s in group.samples if s.finished is not None]
     done.sort(key=lambda row: row[0])
     if group.whole:

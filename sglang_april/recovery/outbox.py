@@ -1,8 +1,8 @@
-"""Step 6 of 9 (reply): what may leave only once it is on disk, in its order (`journal-before-reply`).
+"""Hold events back until their journal records are written, in order (`journal-before-reply`).
 
-Acceptance is written before the round's 200, delivery before its reply. The scheduler's loop never waits for a disk, so
-such a message waits here, and the writer's thread lets it go. What must come behind it waits too; all else leaves at
-once.
+Acceptance is written before the round's 200, delivery before its reply. The scheduler's loop never waits for a disk:
+such an event waits here until the writer's thread releases it. Later events wait behind it; answers without a record
+are sent at once.
 """
 
 import threading
@@ -13,10 +13,10 @@ from sglang_april.api.messages import Answer, Event, JournalFault
 
 
 class Outbox:
-    """Used by two threads: the scheduler's sends, the journal's writer releases."""
+    """Used by two threads: the scheduler's thread sends, the journal's writer thread releases."""
 
     def __init__(self, transmit: Callable[[Event], None]) -> None:
-        """`transmit` must bear being called from either thread; never from both at once."""
+        """`transmit` is called from either thread, but never from both at once."""
         self._transmit = transmit
         self._lock = threading.Lock()
         self._waiting: deque[tuple[int, Event]] = deque()
@@ -26,9 +26,9 @@ class Outbox:
         return len(self._waiting)
 
     def send(self, event: Event, batch: int = 0) -> None:
-        """Send an event once the batch of this number has been written, and behind those sent earlier.
+        """Send an event after the batch of this number has been written and after all events sent earlier.
 
-        An answer that needs no batch stands for itself: it overtakes what waits.
+        An answer without a batch overtakes the waiting events.
         """
         with self._lock:
             overtakes = isinstance(event, Answer | JournalFault) and not batch

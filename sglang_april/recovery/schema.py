@@ -1,8 +1,8 @@
-"""Step 5 of 9 (store): the journal's tables, and what each record does to them.
+"""The journal's tables, and the records that change them.
 
-Every function here returns an operation: it is called in the scheduler's thread and run in the writer's, inside a
-transaction. A group is named by its number (`gid`, arrival order over the whole history of the journal), in messages by
-(run, id, incarnation).
+Each function returns an operation. The scheduler's thread calls the function; the writer's thread runs the operation
+inside a transaction. The tables identify a group by `gid`, its arrival number over the whole history of
+the journal; messages identify it by (run, id, incarnation).
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from sglang_april.recovery.journal_snapshot import Chunk, seal
 
 SCHEMA = 2
 REMEMBERED = 2**16
-"""How many ids of rounds whose replies are gone are remembered, to tell 410 from 404."""
+"""Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -53,7 +53,7 @@ def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
 
 
 def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
-    """An open round, the `number`th of its run, has changed (its quota), or has more groups."""
+    """An open round, the `number`th of its run, has a new quota or more groups."""
     new, run = list(groups), spec.run
     row = (seal(spec, spec.round_id, number), spec.round_id)
 
@@ -65,7 +65,7 @@ def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
 
 
 def judged(verdicts: Iterable[tuple[bool, int]]) -> Op:
-    """The caller has accepted groups, or rejected them: (verdict, gid) each."""
+    """Verdicts of the caller: (accepted, gid) of each group."""
     rows = list(verdicts)
     return lambda db: db.executemany("UPDATE groups SET accepted=? WHERE gid=?", rows)
 
@@ -79,25 +79,25 @@ def _insert_groups(db: sqlite3.Connection, run: str, groups: list[NewGroup]) -> 
 
 
 def admitted(gid: int, index: int, place: int, number: int) -> Op:
-    """A sample enters the engine for the first time: its place in admission order, and its run's round."""
+    """A sample enters the engine for the first time: its position in admission order, and the number of the round."""
     return lambda db: db.execute("INSERT OR REPLACE INTO admitted VALUES(?,?,?,?)", (gid, index, place, number))
 
 
 def tokens(gid: int, index: int, start: int, chunk: Chunk) -> Op:
-    """Tokens [start, start + n) of an unfinished sample: only new ones are appended."""
+    """New output tokens of an unfinished sample, from `start` on."""
     key = gid, index, start
     return lambda db: db.execute("INSERT OR REPLACE INTO chunks VALUES(?,?,?,?)", (*key, seal(chunk, *key)))
 
 
 def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
-    """A sample has ended; `tail` has its tokens from `start` on, and all else of it."""
+    """A sample has finished; `tail` has its tokens from `start` on and all other fields."""
     statement = "INSERT OR REPLACE INTO finished VALUES(?,?,?,?,?,NULL)"
     key = gid, tail.index, start, step
     return lambda db: db.execute(statement, (*key, seal(tail, *key)))
 
 
 def ended(event: RoundEnded, keep: int) -> Op:
-    """A round's reply is fixed, with the samples that it names; the last `keep` of its run stay."""
+    """A round's reply is fixed; the last `keep` replies of its run are kept."""
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
@@ -113,7 +113,7 @@ def ended(event: RoundEnded, keep: int) -> Op:
 
 
 def acknowledged(round_id: str, run: str, keep: int) -> Op:
-    """The caller has the reply for good: it is kept like any other."""
+    """The caller has stored the reply: it is now kept like any other."""
 
     def op(db: sqlite3.Connection) -> None:
         db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
@@ -123,7 +123,7 @@ def acknowledged(round_id: str, run: str, keep: int) -> Op:
 
 
 def dropped(gids: Iterable[int]) -> Op:
-    """Groups that are deleted undelivered. Samples of theirs that a kept reply has stay with that reply."""
+    """Groups are deleted undelivered. Their samples in kept replies stay."""
     rows = [(gid,) for gid in gids]
 
     def op(db: sqlite3.Connection) -> None:
@@ -147,7 +147,7 @@ def epoch(name: str) -> Op:
 
 
 def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:
-    """Replies beyond the last few of a run go, with the groups that only they still named."""
+    """Delete replies beyond the last `keep` of a run, and groups that only they referred to."""
     query = "SELECT seq, round_id, held FROM rounds WHERE run=? AND length(ended) > 0 ORDER BY seq DESC"
     for seq, round_id, held in db.execute(query, (run,)).fetchall()[keep:]:
         if not held:
@@ -159,7 +159,7 @@ def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:
 
 
 def _forget_groups(db: sqlite3.Connection, gids: list[int]) -> None:
-    """Delete those whose samples are all in replies that are no longer kept."""
+    """Delete the groups whose samples are all in replies that are no longer kept."""
     gone = "SELECT gid FROM groups g WHERE gid=? AND n = (SELECT count(*) FROM finished WHERE gid=g.gid AND body=x'')"
     rows = [row for gid in gids for row in db.execute(gone, (gid,))]
     for statement in DROP_GROUP:

@@ -1,4 +1,4 @@
-"""Step 2 of 9 and around it: what each broadcast message does. A refusal changes nothing."""
+"""Execute the broadcast commands. A refused one changes nothing (`refusal-changes-nothing`)."""
 
 from typing import Any
 
@@ -17,15 +17,21 @@ MAX_QUOTA = 2**31 - 1
 
 
 class Commands:
-    def __init__(self, context: Context, suspender: Suspender, endings: RoundEnd, pushes: Pushes, tiers: Tiers) -> None:
+    def __init__(
+        self, context: Context, suspender: Suspender, round_end: RoundEnd, pushes: Pushes, tiers: Tiers
+    ) -> None:
         self._c = context
         self._suspender = suspender
-        self._endings = endings
+        self._round_end = round_end
         self._pushes = pushes
         self._tiers = tiers
 
-    def carry_out(self, cmd: messages.Command) -> dict[str, Any] | None:
-        """Returns the data of the answer, None if it comes later; raises Refused."""
+    def execute(self, cmd: messages.Command) -> dict[str, Any] | None:
+        """Execute a command; returns the data of its answer, or None if the answer is sent later.
+
+        Raises:
+            RequestError: the command is refused.
+        """
         match cmd:
             case messages.OpenRound():
                 return self._open(cmd)
@@ -82,13 +88,13 @@ class Commands:
         c.rounds[spec.run] = rnd
         if ahead := c.ahead.pop(spec.run, None):
             rnd.stats.ahead = ahead.stats
-        self._endings.look()
+        self._round_end.mark_due()
         unjudged = [g.id for g in run.groups.values() if g.whole and g.accepted is None] if spec.judged else []
         incarnations = [g.incarnation for g in groups]
         return {"incarnations": incarnations, "policy_version": c.clock.version, "unjudged": unjudged}
 
     def _keep_within(self, run: Run, limit: int) -> None:
-        """A run that runs ahead goes on without a gap; what is beyond the new round's `concurrency` is suspended."""
+        """Suspend what a run that ran ahead has running beyond the new round's `concurrency`."""
         if run.running > limit:
             self._c.engine.settle()
             self._suspender.suspend(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
@@ -98,21 +104,21 @@ class Commands:
         return next((r for r in self._c.rounds.values() if r.spec.round_id == round_id), None)
 
     def _judge(self, cmd: messages.JudgeRound) -> dict[str, Any]:
-        """The quota counts what has been accepted; generation goes on meanwhile (`verdict-final`)."""
+        """Take the verdicts, by which the quota counts (`verdict-final`); generation does not wait for them."""
         rnd = self._find(cmd.round_id)
         if rnd is None:
-            raise _over(cmd.round_id)
+            raise _round_over(cmd.round_id)
         if not rnd.judged:
             raise RequestError(409, "round_id", f"round {cmd.round_id} has count: finished, and nothing to judge")
         self._c.ledger.judge(rnd.run, cmd.accept, cmd.reject)
         self._c.recorder.judged(rnd.run.named([*cmd.accept, *cmd.reject]))
-        self._endings.look()
+        self._round_end.mark_due()
         return {"quota": rnd.spec.quota, "counted": rnd.counted()}
 
     def _extend(self, cmd: messages.ExtendRound) -> dict[str, Any]:
         c, rnd = self._c, self._find(cmd.round_id)
         if rnd is None:
-            raise _over(cmd.round_id)
+            raise _round_over(cmd.round_id)
         if cmd.quota_add:
             if rnd.spec.quota is None:
                 raise RequestError(409, "quota_add", f"round {cmd.round_id} has no quota to add to")
@@ -123,14 +129,14 @@ class Commands:
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
         c.recorder.extended(rnd.spec, rnd.number, groups)
-        self._endings.look()
+        self._round_end.mark_due()
         return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
 
     def _stop(self, cmd: messages.StopRound) -> dict[str, Any]:
         rnd = self._find(cmd.round_id)
         if rnd is None:
             return {"open": False}
-        self._endings.stop(rnd, cmd.deliver)
+        self._round_end.stop(rnd, cmd.deliver)
         return {"open": True}
 
     def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
@@ -138,23 +144,23 @@ class Commands:
         run = c.ledger.runs.get(cmd.run)
         if run is None:
             return {"groups": [], "samples": 0}
-        doomed = run.named(cmd.ids)
-        if any(g.counts[State.RUNNING] for g in doomed):
+        dropped_groups = run.named(cmd.ids)
+        if any(g.counts[State.RUNNING] for g in dropped_groups):
             c.engine.settle()
-            self._endings.end_due()  # the step in flight may have met a quota
-            doomed = run.named(cmd.ids)
-            self._suspender.suspend([s for g in doomed for s in g.samples.values()])
-        samples = c.ledger.drop(run, [g.id for g in doomed])
-        c.recorder.dropped(doomed)
+            self._round_end.end_due()  # the step in flight may have met a quota
+            dropped_groups = run.named(cmd.ids)
+            self._suspender.suspend([s for g in dropped_groups for s in g.samples.values()])
+        samples = c.ledger.drop(run, [g.id for g in dropped_groups])
+        c.recorder.dropped(dropped_groups)
         c.trace("drop", samples)
         for sample in samples:
             self._tiers.release(sample)
             c.engine.forget(sample)
         if not run.groups:
             c.ahead.pop(cmd.run, None)
-        self._endings.look()
-        return {"groups": [[g.id, g.incarnation] for g in doomed], "samples": len(samples)}
+        self._round_end.mark_due()
+        return {"groups": [[g.id, g.incarnation] for g in dropped_groups], "samples": len(samples)}
 
 
-def _over(round_id: str) -> RequestError:
+def _round_over(round_id: str) -> RequestError:
     return RequestError(409, "round_id", f"round {round_id} has ended")

@@ -92,7 +92,7 @@ class ConcurrencyTuner:
         if before is not None and before[0] != here:
             self._compare({before[0]: before[1], here: now})
         elif here > 0 and before is None and here - 1 not in self._gains:
-            # A pause interrupted the try. Rounds are too short for one; assume a gain of 1, or it is tried for ever.
+            # A pause interrupted the try: rounds are too short for one. Assume a gain of 1, so that tries end.
             self._gains[here - 1] = 1.0, self._steps
         return now
 

@@ -68,7 +68,7 @@ class Context:
         return self.host_cap_tokens if tier == "host" else self.disk_cap_tokens
 
     def may_step(self) -> bool:
-        """Whether samples of ours may take a step."""
+        """Whether rollout samples may take a step."""
         return not (self.frozen or self.flushing or self.closed())
 
     def round_of(self, sample: Sample) -> Round | None:

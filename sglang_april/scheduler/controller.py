@@ -10,12 +10,12 @@ from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.api.errors import RequestError
-from sglang_april.recovery.journal_snapshot import Saved
+from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import PromptSharing
 from sglang_april.scheduler.pushes import Pushes
-from sglang_april.scheduler.restore import Look, regain, restore
+from sglang_april.scheduler.restore import FindKv, recover_kv, restore
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.state import Group, Run, Sample, State
@@ -38,12 +38,12 @@ class Controller:
         self.pushes = Pushes(context, self.suspender, self.round_end)
         self._commands = Commands(context, self.suspender, self.round_end, self.pushes, self.tiers)
 
-    def restore(self, saved: Saved, look: Look | None = None) -> None:
-        """After a restart, before anything else: restore the journal's state and the KV that `look` finds."""
+    def restore(self, saved: JournalSnapshot, find_kv: FindKv | None = None) -> None:
+        """After a restart, before anything else: restore the journal's state and the KV that `find_kv` finds."""
         restore(self.context, saved)
-        if look is not None:
-            regain(self.context, self.tiers, look)
-        self.round_end.look()
+        if find_kv is not None:
+            recover_kv(self.context, self.tiers, find_kv)
+        self.round_end.mark_due()
 
     # --- commands
 
@@ -54,7 +54,7 @@ class Controller:
         """
         self.round_end.end_due()
         try:
-            data = self._commands.carry_out(cmd)
+            data = self._commands.execute(cmd)
             answer = messages.Answer(cmd.seq, data=data) if data is not None else None
         except RequestError as error:
             answer = messages.Answer(cmd.seq, error.status, error.field, error.reason)
@@ -166,7 +166,7 @@ class Controller:
     def _announce(self, done: list[messages.FinishedSample]) -> None:
         if not done:
             return
-        self.round_end.look()
+        self.round_end.mark_due()
         self.context.recorder.send(messages.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
-from sglang_april.recovery.journal_snapshot import Saved, SavedGroup
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State, sample_seed
 
 
@@ -53,7 +53,7 @@ class Ledger:
             groups.append(group)
         return groups
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: JournalSnapshot) -> None:
         """Fill an empty ledger from a journal."""
         self._groups_seen = saved.next_gid
         for run_name, prompt_id, incarnation in saved.ids:
@@ -63,7 +63,7 @@ class Ledger:
         for known in saved.groups:
             self._restore_group(known)
 
-    def _restore_group(self, known: SavedGroup) -> None:
+    def _restore_group(self, known: SnapshotGroup) -> None:
         run, prompt = self.run(known.run), known.prompt
         group = Group(run, prompt, known.params, known.incarnation, known.gid)
         for kept in known.samples:

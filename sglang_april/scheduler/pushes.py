@@ -47,7 +47,7 @@ class Pushes:
         for rnd in (*c.rounds.values(), *c.ahead.values()):
             rnd.mark_mandatory(c.clock.version)
             rnd.stats.pushes += 1
-        self._round_end.look()
+        self._round_end.mark_due()
         c.recorder.commit()
 
     def freeze(self) -> None:

@@ -1,7 +1,7 @@
-"""Step 3 of 9 (count): when a round ends and what it delivers (`quota-exact`).
+"""When a round ends and what it delivers (`quota-exact`).
 
-Pure functions of the ledger and the policy version. "Counted units" are whole groups (`unit: group`) or finished
-samples (`unit: sample`).
+Pure functions of the ledger and the policy version. "Counted units" are whole groups (`quota_unit: group`) or
+finished samples (`quota_unit: sample`).
 """
 
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from sglang_april.scheduler.stats import RoundStats
 
 @dataclass(eq=False, slots=True)
 class Round:
-    """One rollout request, from its arrival to its reply."""
+    """A round in the scheduler: what its request asks for, and its progress."""
 
     spec: RoundSpec
     run: Run
     number: int
     mandatory: set[Group] = field(default_factory=set)
-    """Groups that must be whole before the round ends. A prompt id may come back as another group."""
+    """Groups that must be whole before the round ends (`staleness-bound`). A prompt id may recur as another group."""
     cohort: set[Group] = field(default_factory=set)
-    """With `quota_mode: cohort`, the groups that first ran `cohort_rounds` ago or earlier: in before the end, too."""
+    """With `quota_mode: cohort`, groups that first ran at least `cohort_rounds` rounds ago (`cohort-before-end`)."""
     stats: RoundStats = field(default_factory=RoundStats)
     tuned: Tuned | None = None
-    """What `concurrency: auto` stands for now; None: all slots."""
-    rests: bool = False
-    """The round is over, and its run has run ahead as far as it may (`update_rest`)."""
+    """The current value of `concurrency: auto`; None: all slots."""
+    limit_reached: bool = False
+    """The round is over and its run has reached the limit of running ahead (`update_limit_reached`)."""
 
     @property
     def on_policy(self) -> bool:
@@ -35,11 +35,11 @@ class Round:
         return self.spec.max_staleness == 0
 
     def mark_mandatory(self, version: int) -> None:
-        """At the start of the round and after every push inside it."""
+        """Add the stale groups; called at the start of the round and after every push inside it."""
         self.mandatory |= {g for g in self.run.groups.values() if g.is_stale(version, self.spec.max_staleness)}
 
     def mark_cohort(self) -> None:
-        """At the start of the round."""
+        """Select the cohort; called at the start of the round."""
         if self.spec.quota_mode == "cohort":
             last = self.number - self.spec.cohort_rounds
             self.cohort = {g for g in self.run.groups.values() if 0 <= g.first_round <= last}
@@ -71,20 +71,20 @@ class Round:
         return self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
 
     def ends_now(self) -> EndReason | None:
-        """Why the round is over, or None while it goes on."""
+        """Why the round is over, or None."""
         if self.spec.quota is not None and self.counted() >= self.spec.quota:
-            return None if self._someone_must_finish() else "quota"
+            return None if self._any_must_finish() else "quota"
         settled = self.run.whole if not self.judged else len(self.run.verdicts)
         return "exhausted" if settled == len(self.run.groups) else None
 
-    def _someone_must_finish(self) -> bool:
+    def _any_must_finish(self) -> bool:
         groups = self.run.groups
         if self.on_policy and any(not g.whole and g.oldest_version() is not None for g in groups.values()):
             return True
         return any(not g.whole and groups.get(g.id) is g for g in (*self.mandatory, *self.cohort))
 
     def starts_left(self) -> int | None:
-        """How many more groups may start (None = any). Strict on-policy rounds start what the quota needs."""
+        """How many more groups may start; None: any number. With `max_staleness: 0` no more than the quota needs."""
         if not self.on_policy or self.spec.quota is None:
             return None
         begun = [g for g in self.run.groups.values() if g.begun and not (self.judged and g.accepted is False)]
@@ -94,18 +94,18 @@ class Round:
 
     # --- after the reply
 
-    def go_ahead(self) -> None:
-        """The round is over and its run goes on (`after_quota: continue`); what it does is counted apart."""
+    def run_ahead(self) -> None:
+        """The round is over and its run runs ahead (`after_quota: continue`), with statistics of its own."""
         self.mandatory = {g for g in self.mandatory if self.run.groups.get(g.id) is g}
         self.cohort, self.stats = set(), RoundStats()
 
-    def update_rest(self) -> bool:
+    def update_limit_reached(self) -> bool:
         """Whether to stop running ahead: `ahead` quotas wait, or some group has reached the bound."""
         waiting = self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
         enough = self.spec.quota is not None and waiting >= self.spec.ahead * self.spec.quota
         bound = any(self.run.groups.get(g.id) is g for g in self.mandatory)
-        self.rests = enough or bound or self.on_policy
-        return self.rests
+        self.limit_reached = enough or bound or self.on_policy
+        return self.limit_reached
 
     # --- delivery
 
@@ -127,7 +127,7 @@ class Round:
         return [ledger.deliver(group, indices) for group, indices in chosen.items()]
 
     def _without_surplus(self, units: list[list[Sample]], quota: int | None) -> list[list[Sample]]:
-        """Of ordered units the first `quota` (None: all) that count, and those that are delivered in any case."""
+        """Of ordered units, the first `quota` (None: all) that count, and those that are always delivered."""
         chosen, left = [], len(units) if quota is None else quota
         for unit in units:
             group = unit[0].group

@@ -1,7 +1,7 @@
-"""Step 5 of 9 (store): what the journal is told, and when. On ranks other than 0, and without a journal: nothing.
+"""Write state changes to the journal, on rank 0 only and only with a journal.
 
-Records of one step or message are gathered and put to the journal together (`commit`). Nothing that is decided depends
-on the journal: the ranks without one decide the same (`rank-determinism`).
+Records of one step or command are collected and put into the journal together (`commit`). No decision depends on the
+journal: ranks without one decide alike (`rank-determinism`).
 """
 
 from collections.abc import Iterable
@@ -17,36 +17,36 @@ from sglang_april.scheduler.state import Group, Sample
 
 
 class Unrecorded:
-    """Without a journal: events go out at once."""
+    """Without a journal: events are sent at once and nothing is recorded."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def send(self, event: Event) -> None:
-        """To the HTTP process."""
+        """Send an event to the HTTP process."""
         self._engine.send(event)
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:  # noqa: ARG002
-        """To the HTTP process; a `lasting` one, with a journal, once what the command changed is written."""
+        """Send an answer to the HTTP process; with a journal, a `lasting` one once its changes are written."""
         self._engine.send(answer)
 
     def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
 
     def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
-        """An open round has another quota, or more groups."""
+        """An open round has a new quota, or more groups."""
 
     def judged(self, groups: Iterable[Group]) -> None:
-        """The caller has given his verdict on them."""
+        """The caller has judged these groups."""
 
     def admitted(self, sample: Sample) -> None:
-        """It enters the engine; of interest the first time only."""
+        """A sample enters the engine; only the first time is recorded."""
 
     def suspended(self, sample: Sample) -> None: ...
 
     def finished(self, sample: Sample, result: FinishedSample) -> None: ...
 
     def ended(self, event: RoundEnded) -> None:
-        """The reply is fixed; it leaves once it is written."""
+        """The reply is fixed; with a journal it is sent once it is written."""
         self._engine.send(event)
 
     def acknowledged(self, round_id: str, run: str) -> None: ...
@@ -56,7 +56,7 @@ class Unrecorded:
     def version(self, number: int) -> None: ...
 
     def commit(self) -> None:
-        """End of a step or a message."""
+        """End of a step or a command."""
 
 
 class Recorder(Unrecorded):
@@ -71,7 +71,7 @@ class Recorder(Unrecorded):
         journal.start(self._written)
 
     def _written(self, batch: int, error: str) -> None:
-        """In the writer's thread."""
+        """Called in the writer's thread."""
         self._outbox.release(batch)
         if error != self._fault:
             self._fault = error
@@ -154,7 +154,7 @@ class Recorder(Unrecorded):
             self._records = []
 
     def close(self) -> None:
-        """Write what is there (tests; a server that is killed needs no such thing)."""
+        """Write everything and close the journal; only tests call it, because a server needs no clean end."""
         self.commit()
         self._journal.close()
 

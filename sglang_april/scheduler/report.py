@@ -1,4 +1,4 @@
-"""What a scheduler says of itself: what a run carries, all that is there, and its partials."""
+"""Reports for replies and for `GET /april/state` and `GET /april/partials`."""
 
 from array import array
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from sglang_april.scheduler.state import Run, Sample, State
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:
-    """What the run leaves for its next round."""
+    """The `carried` field of a reply: what the run carries over to its next round."""
     ages = [g.staleness(c.clock.version) for g in run.groups.values()]
     tokens, by_tier = _tiers(c, run.suspended)
     return {
@@ -25,7 +25,7 @@ def carried(c: Context, run: Run) -> dict[str, Any]:
 
 
 def concurrency(rnd: Round) -> dict[str, Any]:
-    """What a round may run at once at its end, and for `auto` the step times behind it."""
+    """The concurrency of a round at its end, and for `auto` the step times behind it."""
     auto = rnd.tuned if rnd.spec.concurrency == "auto" else None
     return {"concurrency": rnd.concurrency, "step_ms": [list(point) for point in auto.step_ms] if auto else None}
 
@@ -46,7 +46,7 @@ def sizes(run: Run) -> dict[str, int]:
 
 
 def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[str, int]]:
-    """KV tokens and bytes by tier; `none` counts output tokens whose KV is gone."""
+    """KV tokens and bytes by tier; `none` counts output tokens without KV."""
     tokens = {"device": 0, "host": 0, "disk": 0, "none": 0}
     for sample in samples:
         if sample.kv.pages is None:
@@ -63,7 +63,7 @@ def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[
 
 
 def state(c: Context) -> dict[str, Any]:
-    """`GET /april/state`, as far as the scheduler knows."""
+    """The scheduler's part of `GET /april/state`."""
     stored = [s for run in c.ledger.runs.values() for s in run.suspended]
     tokens, by_tier = _tiers(c, stored)
     held = sum(c.engine.held_tokens(s.kv.pages) for s in stored if s.kv.pages is not None)
@@ -85,7 +85,7 @@ def state(c: Context) -> dict[str, Any]:
             for r in c.rounds.values()
         ],
         "tuned": {"concurrency": c.tuned.concurrency, "step_ms": c.tuned.step_ms} if c.tuned is not None else None,
-        "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.rests} for r in c.ahead.values()],
+        "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.limit_reached} for r in c.ahead.values()],
         "samples": c.ledger.census(),
         "runs": {run.name: sizes(run) for run in c.ledger.runs.values()},
         "tokens": tokens,
@@ -98,7 +98,7 @@ def state(c: Context) -> dict[str, Any]:
 
 
 def kv_cost(c: Context) -> dict[str, Any] | None:
-    """What `kv: auto` decides by."""
+    """The costs by which `kv: auto` decides."""
     return cost_model.report(c.rates, c.engine.bytes_per_token)
 
 
@@ -122,7 +122,7 @@ def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
 
 
 def unstarted(c: Context, run: str | None) -> list[dict[str, Any]]:
-    """Groups of which no sample has been admitted yet: what a caller can drop without losing a token."""
+    """Groups without an admitted sample: a caller can drop them without losing a token."""
     runs = [r for r in c.ledger.runs.values() if run is None or r.name == run]
     return [
         {"run": r.name, "id": g.id, "incarnation": g.incarnation}

@@ -4,9 +4,9 @@ Each step is decided from scratch. Without these claims, two parties could take 
 every step, and neither would ever run:
 
 - `loading`: a sample that has a slot keeps the device pages that are loaded for it. Memory for a request that waits for
-  a prefill comes from other partials; otherwise the sample and the request could evict each other's memory for ever.
+  a prefill comes from other partials; otherwise the sample and the request could evict each other's memory endlessly.
 - `hold_turn`: while such a sample waits for its pages or for memory, its run stays first in the round-robin order;
-  otherwise two runs could load into each other's memory for ever.
+  otherwise two runs could load into each other's memory endlessly.
 - `owe_prefill`: samples that join the batch as decode rows leave no room for a prefill in that step. The next such step
   belongs to the request that waits for a prefill.
 - `rollout_slots`: a single free slot alternates between rollouts and stock requests; of several, each side gets some.

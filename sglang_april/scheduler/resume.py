@@ -75,7 +75,7 @@ class Resumer:
         return bool(pick(_with_work(self._c.rounds), 1) or pick(self._running_ahead(), 1))
 
     def _running_ahead(self) -> list[Round]:
-        return [r for r in _with_work(self._c.ahead) if not r.rests]
+        return [r for r in _with_work(self._c.ahead) if not r.limit_reached]
 
     def _needs_no_prefill(self, sample: Sample) -> bool:
         pages = sample.kv.pages

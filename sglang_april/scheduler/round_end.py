@@ -1,4 +1,4 @@
-"""Steps 3 to 6 of 9: when rounds are looked at, and what happens when one ends (`quota.py` says whether it does)."""
+"""Check rounds after relevant events and end those that are due; `quota.py` decides whether one is."""
 
 from sglang_april.api import messages
 from sglang_april.scheduler import report
@@ -15,18 +15,18 @@ class RoundEnd:
         self._tiers = tiers
         self._dirty = False
 
-    def look(self) -> None:
-        """Something has happened that may end a round."""
+    def mark_due(self) -> None:
+        """Check all rounds at the next `end_due`: an event may have ended one."""
         self._dirty = True
 
     def end_due(self) -> None:
-        """Stop in the step that meets the quota. What ends in the step in flight is surplus (`stop-in-step`)."""
+        """End every round that is due (`stop-in-step`). Samples that finish in the step in flight are surplus."""
         if not self._dirty:
             return
         self._dirty = False
         c = self.context
         over = [r for r in c.rounds.values() if self._is_over(r)]
-        if not over and not any(r.update_rest() and r.run.running for r in c.ahead.values()):
+        if not over and not any(r.update_limit_reached() and r.run.running for r in c.ahead.values()):
             return
         c.engine.settle()
         self._dirty = False
@@ -36,7 +36,7 @@ class RoundEnd:
             else:
                 rnd.stats.quota_not_met()  # the step in flight has drawn the first token of a group that must finish
         for rnd in c.ahead.values():
-            if rnd.update_rest():
+            if rnd.update_limit_reached():
                 self._suspender.suspend_run(rnd.run, rnd.spec.tier)
 
     @staticmethod
@@ -52,12 +52,12 @@ class RoundEnd:
         self.end(rnd, "stopped", ids)
 
     def end(self, rnd: Round, reason: messages.EndReason, ids: list[str] | None) -> None:
-        """Step 4 and 6: the reply is fixed; the rest is suspended, or runs ahead. The step in flight is settled."""
+        """Fix the reply, and suspend the rest or let it run ahead. The step in flight must be settled."""
         c = self.context
         rnd.stats.quota_met()
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
-        goes_on = rnd.spec.after_quota == "continue"
-        if not goes_on or rnd.update_rest():
+        runs_ahead = rnd.spec.after_quota == "continue"
+        if not runs_ahead or rnd.update_limit_reached():
             self._suspender.suspend_run(rnd.run, rnd.spec.tier)
         carried = report.carried(c, rnd.run)
         del c.rounds[rnd.run.name]
@@ -70,6 +70,6 @@ class RoundEnd:
                 rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats, lengths
             )
         )
-        if goes_on and rnd.run.groups:
-            rnd.go_ahead()
+        if runs_ahead and rnd.run.groups:
+            rnd.run_ahead()
             c.ahead[rnd.run.name] = rnd

@@ -1,4 +1,4 @@
-"""Step 6 of 9 (reply): the figures of one round, as the scheduler sees them.
+"""The scheduler's statistics of one round.
 
 Clocks are read here for reporting only; no decision depends on one (`rank-determinism`).
 """
@@ -14,7 +14,7 @@ TIMELINE_POINTS = 2000
 
 @dataclass(eq=False, slots=True)
 class Timeline:
-    """Running samples of a run over time, one point per change, thinned when it grows long."""
+    """Running samples of a run over time: one point per change, thinned when there are too many."""
 
     points: list[tuple[float, int]] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
@@ -52,14 +52,14 @@ class RoundStats:
     resumed_recomputed: int = 0
     started: int = 0
     started_on_prompt_kv: int = 0
-    """Of these, who needed no prefill: another member of the group had brought the prompt's KV."""
+    """Of these, samples without a prefill of their own: another member of the group had computed the prompt's KV."""
     retracted: int = 0
     suspended_for_memory: int = 0
     kv_fallback: int = 0
     kv_lost: int = 0
     """Partials whose stored KV could not be written or did not verify, since the run's last round."""
     kept: Counter[str] = field(default_factory=Counter)
-    """`kv: auto`: samples that went on on KV of an older version, by the tier from which it came."""
+    """`kv: auto`: samples resumed on KV of an older version, by the tier it was in."""
     recomputed: Counter[str] = field(default_factory=Counter)
     """`kv: auto`: samples that were prefilled again, by reason."""
     over_bound: int = 0
@@ -67,7 +67,7 @@ class RoundStats:
     """The quota was reached, and groups that must finish were not whole yet."""
     pushes: int = 0
     ahead: "RoundStats | None" = None
-    """What the run did between the last reply and this round (`after_quota: continue`)."""
+    """Statistics of the run between the last reply and this round (`after_quota: continue`)."""
     warnings: list[str] = field(default_factory=list)
 
     def quota_met(self) -> None:
@@ -75,7 +75,7 @@ class RoundStats:
             self.t_quota_met = time.time()
 
     def quota_not_met(self) -> None:
-        """The round goes on after all."""
+        """The quota was met, but a group must finish first: the round continues."""
         self.t_quota_met, self.tokens_after_quota = None, 0
 
     def warn(self, text: str) -> None:
@@ -83,7 +83,7 @@ class RoundStats:
             self.warnings.append(text)
 
     def counters(self) -> dict[str, Any]:
-        """What is counted while no round is open."""
+        """The counters that apply while no round is open."""
         names = ("tokens_generated", "reprefilled_tokens", "started", "resumed_kept", "resumed_recomputed", "retracted")
         return {"seconds": time.time() - self.t_opened, **{name: getattr(self, name) for name in names}}
 

@@ -55,9 +55,9 @@ class Tiers:
         """Discard the sample's KV; only its tokens remain."""
         pages = sample.kv.pages
         if pages is not None:
+            if pages.loading:
+                self._cancel_load(pages)
             if pages.copy is not None:
-                if pages.loading:
-                    self._cancel_load(pages)
                 self._discard_copy(pages)
             self._c.engine.release(sample)
             if pages.state is not KvState.RELEASED:
@@ -71,6 +71,7 @@ class Tiers:
             sample.kv.prefix = None
 
     def round_ended(self) -> None:
+        """The round's mandatory samples may be evicted like others again."""
         for queue in self._queues.values():
             queue.reset_mandatory()
 
@@ -144,11 +145,9 @@ class Tiers:
     def _make_room(self, tier: CopyTier, newcomer: Sample, pages: Pages) -> bool:
         """Evict what the newcomer displaces; False, and nothing changes, if there is no room for it."""
         need, cap = self._budget.round_up(pages.length), self._c.cap(tier)
-        if need > cap:
-            return False
         short = self.used[tier] + need - cap
-        if short <= 0:
-            return True
+        if need > cap or short <= 0:
+            return need <= cap
         mandatory = self._c.must_finish(newcomer)
         victims = select_victims(self._queues[tier], newcomer, mandatory=mandatory, freed=copy_cost, short=short)
         for sample in victims or ():

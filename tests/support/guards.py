@@ -22,14 +22,14 @@ def _unaccounted(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return 0
 
 
-def _some_steps_later(guarded: Callable[..., Any], endings: Any) -> None:
-    step = endings.context.step
-    if not any(r.ends_now() for r in endings.context.rounds.values()):
-        endings.over_since = None
-    elif getattr(endings, "over_since", None) is None:
-        endings.over_since = step
-    elif step - endings.over_since >= 3:
-        guarded(endings)
+def _some_steps_later(guarded: Callable[..., Any], round_end: Any) -> None:
+    step = round_end.context.step
+    if not any(r.ends_now() for r in round_end.context.rounds.values()):
+        round_end.over_since = None
+    elif getattr(round_end, "over_since", None) is None:
+        round_end.over_since = step
+    elif step - round_end.over_since >= 3:
+        guarded(round_end)
 
 
 def _keep_delivered(guarded: Callable[..., Any], ledger: Any, group: Any, indices: list[int]) -> Any:
@@ -56,7 +56,7 @@ def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "tree insert": (APRIL + "adapter.v0_5_17.page_pool.PagePool.put_back", _insert_anyway),
+    "tree insert": (APRIL + "adapter.v0_5_17.page_pool.PagePool.build_decode_batch", _insert_anyway),
     "version key": (APRIL + "adapter.v0_5_17.request.versioned_key", _no_version),
     "flush rescue": (APRIL + "scheduler.suspend.Suspender.evacuate", _nothing),
     "accounting": (APRIL + "adapter.v0_5_17.engine.SchedulerEngine.held_tokens", _unaccounted),

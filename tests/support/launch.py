@@ -62,7 +62,7 @@ def force_rates(text: str) -> None:
     Forced.measured = Forced.measured or Process.controller.context.rates
     Forced.text, rates = text, messages.Rates(*json.loads(text)) if text else Forced.measured
     if rates is not None:
-        Process.engine.facts.say(rates)
+        Process.engine.broadcast.send(rates)
 
 
 class Forced:

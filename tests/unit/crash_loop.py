@@ -78,7 +78,7 @@ class CrashLoop:
         self.context.clock.version = self.engine.version = version
         self.context.clock.unnamed = unnamed
         search = KvSearch(self.engine.disk, saved.epoch)
-        self.engine.controller.restore(saved, lambda wanted: search.look([(key_of(s), kv) for s, kv in wanted]))
+        self.engine.controller.restore(saved, lambda wanted: search.find_all([(key_of(s), kv) for s, kv in wanted]))
         recall_all(self.engine)
         recount(self.engine, self.context.ledger)
         back = [key_of(s) for s in samples_of(self.context.ledger) if s.kv.pages is not None]

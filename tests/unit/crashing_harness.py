@@ -1,4 +1,4 @@
-"""A `ControllerHarness` with a journal, whose server dies at any moment and comes back."""
+"""A `ControllerHarness` with a journal, whose server is killed and restarted at any moment."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ import numpy as np
 from sglang_april.api import messages
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal import Journal, OnWritten
-from sglang_april.recovery.journal_snapshot import Saved
-from sglang_april.recovery.kv_recovery import KvSearch, Outcome, agreed
+from sglang_april.recovery.journal_snapshot import JournalSnapshot
+from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
@@ -67,7 +67,7 @@ class CrashingHarness(ControllerHarness):
             context = e.controller.context
             context.clock.version = e.version = version
             context.clock.unnamed = unnamed
-            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), Saved), self._look)
+            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._look)
             recall_all(e, self.histories)
         self._begin(saved.next_epoch)
         self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, KEPT)
@@ -76,7 +76,7 @@ class CrashingHarness(ControllerHarness):
 
     def _look(self, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
         asked = [(sample_key(sample), kv) for sample, kv in wanted]
-        return agreed([KvSearch(e.copies.folder, self.saved.epoch).look(asked) for e in self.engines])
+        return combine_outcomes([KvSearch(e.copies.folder, self.saved.epoch).find_all(asked) for e in self.engines])
 
     def _begin(self, epoch: str) -> None:
         for e in self.engines:
@@ -86,7 +86,7 @@ class CrashingHarness(ControllerHarness):
 
     @staticmethod
     def _same(sent: list[bytes], other: list[bytes]) -> bool:
-        """With a journal, an answer that stands for itself overtakes what waits to be written."""
+        """With a journal, an answer that needs no record overtakes events that wait for one."""
         return sorted(sent) == sorted(other)
 
     def close(self) -> None:
@@ -170,10 +170,10 @@ class CrashingHarness(ControllerHarness):
         if sum(s.request.prompt + s.length - 1 for s in due) <= self.kind.get("disk_cap", 0):
             assert all(s.kv.pages is not None for s in due), "KV that was there is not used"
 
-    def _check_replies(self, saved: Saved) -> None:
-        """A kept reply says the same for ever; what is no longer kept is known to be gone."""
-        said = [r.round_id for r in self.replies]
-        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(said)
+    def _check_replies(self, saved: JournalSnapshot) -> None:
+        """A kept reply never changes; the ids of replies that are no longer kept are known."""
+        ended = [r.round_id for r in self.replies]
+        assert sorted([r.spec.round_id for r in saved.replies] + saved.gone) == sorted(ended)
         for run in {r.run for r in self.replies}:
             kept = [r for r in saved.replies if r.spec.run == run]
             heard = [r for r in self.replies if r.run == run][-KEPT:]

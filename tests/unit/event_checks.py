@@ -92,12 +92,12 @@ class EventChecks(ReferenceModel):
         """Called when a forward starts."""
         over = [r for r in self.rounds.values() if self.due(r)]
         assert not over or self.engine.late_abort, "a forward after the end of a round"
-        ours = [r.request.sample for r in rows if r.request.sample is not None]
+        stepping = [r.request.sample for r in rows if r.request.sample is not None]
         resting = {run for run, rnd in self.ahead.items() if self.rests(rnd)} if not self.engine.late_abort else set()
-        going = {*self.rounds, *self.ahead} - resting
-        assert {s.group.run.name for s in ours} <= going, "a sample steps outside of a round"
+        active = {*self.rounds, *self.ahead} - resting
+        assert {s.group.run.name for s in stepping} <= active, "a sample steps outside of a round"
         stopped = self.push_open or self.frozen or self.engine.flush_pending or self.engine.released
-        assert not ours or not (stopped or self.controller.context.clock.closed)
+        assert not stepping or not (stopped or self.controller.context.clock.closed)
         for run, rnd in (self.ahead | self.rounds).items():
             bound = rnd.spec.concurrency
             assert self.ledger.runs[run].running <= (bound if isinstance(bound, int) else self.engine.slots)

@@ -76,9 +76,9 @@ class FakeEngine(FakeLoop):
         return self.forwards
 
     def free_slots(self) -> int:
-        ours = sum(r.sample is not None for r in self.waiting)
+        queued = sum(r.sample is not None for r in self.waiting)
         joining = {r.request for r in self.last or ()} | ({self.chunked} if self.chunked else set())
-        return self.slots - len(self.running) - len(joining) - ours
+        return self.slots - len(self.running) - len(joining) - queued
 
     def foreign_waiting(self) -> int:
         return sum(r.sample is None for r in self.waiting)

@@ -10,7 +10,7 @@ import numpy as np
 from sglang_april.api.messages import Delivery, FinishedSample, OpenRound, Prompt, RoundEnded, RoundSpec, Span
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
-from sglang_april.recovery.journal_snapshot import Chunk, Saved
+from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot
 from tests.unit.crashing_harness import PromptJournal
 
 
@@ -56,7 +56,7 @@ def written(path: Path, *records: schema.Op) -> Path:
     return path
 
 
-def read(path: Path) -> Saved:
+def read(path: Path) -> JournalSnapshot:
     journal = Journal(path)
     saved = journal.load()
     journal.close()

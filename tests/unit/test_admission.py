@@ -1,4 +1,4 @@
-"""Who gets a free slot next: partials, groups already begun, new groups, in turns over runs."""
+"""Admission order: partials, begun groups, new groups; slots are shared round-robin over runs."""
 
 from sglang_april.scheduler.admission import PrefillBatcher, candidates, pick
 from sglang_april.scheduler.ledger import Ledger
@@ -8,7 +8,6 @@ from tests.unit.ledger_driver import LedgerDriver, names
 
 
 def test_admission_order_is_partials_then_begun_groups_then_new_groups() -> None:
-    """Admission."""
     driver = LedgerDriver()
     _, begun, partial, _ = driver.groups(1, 3, 1, 1)
     driver.begin(partial.samples[0])
@@ -17,7 +16,7 @@ def test_admission_order_is_partials_then_begun_groups_then_new_groups() -> None
 
 
 def test_partials_keep_their_old_batch_order() -> None:
-    """The order of their first admission, not that of their suspension."""
+    """The order of their first admission, not of their suspension."""
     driver = LedgerDriver()
     a, b, c = driver.groups(1, 1, 1)
     driver.start(b.samples[0], c.samples[0], a.samples[0])
@@ -27,7 +26,7 @@ def test_partials_keep_their_old_batch_order() -> None:
 
 
 def test_near_complete_groups_come_first() -> None:
-    """Fewest unfinished members first, then as they arrived."""
+    """Fewest unfinished members first, then arrival order."""
     driver = LedgerDriver()
     far, near, also_near = driver.groups(4, 4, 3)
     driver.finish(far.samples[0])
@@ -47,7 +46,7 @@ def test_mandatory_samples_lead_their_class() -> None:
 
 
 def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
-    """`max_staleness: 0`; with more groups begun than that, none."""
+    """With `max_staleness: 0`; none if more groups have begun already."""
     driver = LedgerDriver()
     groups = driver.groups(1, 2, 1, 1)
     assert names(list(candidates(driver.round(quota=2, max_staleness=0)))) == ["g0.0", "g1.0", "g1.1"]
@@ -56,7 +55,7 @@ def test_strict_on_policy_starts_only_what_the_quota_needs() -> None:
 
 
 def test_no_more_samples_are_picked_than_slots() -> None:
-    """What gets no slot stays untouched."""
+    """Samples without a slot stay untouched."""
     driver = LedgerDriver()
     driver.groups(3, 3)
     rnd = driver.round()
@@ -66,7 +65,7 @@ def test_no_more_samples_are_picked_than_slots() -> None:
 
 
 def test_runs_share_slots_round_robin() -> None:
-    """Round-robin over the open rounds, in their order; a run without candidates gives its turns away."""
+    """Over the open rounds in their order; a run without candidates is skipped."""
     ledger = Ledger()
     drivers = [LedgerDriver(name, ledger) for name in ("a", "b", "c")]
     drivers[0].groups(1, 1, 1)
@@ -77,7 +76,7 @@ def test_runs_share_slots_round_robin() -> None:
 
 
 def test_concurrency_bounds_a_run() -> None:
-    """What is in the engine already counts."""
+    """Running samples count towards the bound."""
     ledger = Ledger()
     bounded, free = LedgerDriver("bounded", ledger), LedgerDriver("free", ledger)
     group, *_ = bounded.groups(1, 1, 1, 1)
@@ -90,7 +89,7 @@ def test_concurrency_bounds_a_run() -> None:
 
 
 def test_the_same_ledger_gives_the_same_choice() -> None:
-    """No clock, no hash order, no rank."""
+    """The choice does not depend on clock, hash order or rank."""
 
     def chosen() -> list[str]:
         driver = LedgerDriver()
@@ -103,7 +102,7 @@ def test_the_same_ledger_gives_the_same_choice() -> None:
 
 
 def waits(gathering: PrefillBatcher, rnd: Round, slots: int) -> int:
-    """Steps in which a choice for so many free slots is put off."""
+    """Steps for which the batcher delays a prefill for `slots` free slots."""
     steps = 0
     while not gathering.is_due([rnd], pick([rnd], slots), slots):
         steps += 1
@@ -111,7 +110,7 @@ def waits(gathering: PrefillBatcher, rnd: Round, slots: int) -> int:
 
 
 def crowd(running: int, queued: int = 100, **spec: object) -> Round:
-    """A round with so many samples that run, and so many groups of one that nobody has begun."""
+    """A round with `running` running samples and `queued` new groups of one."""
     driver = LedgerDriver()
     driver.start(*(g.samples[0] for g in driver.groups(*[1] * running)))
     driver.groups(*[1] * queued)
@@ -119,7 +118,7 @@ def crowd(running: int, queued: int = 100, **spec: object) -> Round:
 
 
 def test_prefill_waits_until_idle_slots_have_lost_its_cost() -> None:
-    """A prefill stalls all that run for about a step; a free slot loses a token a step."""
+    """A prefill stalls all running samples for about a step; a free slot loses one token per step."""
     assert [waits(PrefillBatcher(), crowd(60), free) for free in (1, 4, 7, 60)] == [59, 14, 8, 0]
     assert waits(PrefillBatcher(), crowd(0), 64) == 0
     gathering, rnd = PrefillBatcher(), crowd(6)
@@ -128,7 +127,7 @@ def test_prefill_waits_until_idle_slots_have_lost_its_cost() -> None:
 
 
 def test_prefill_of_samples_that_hold_a_round_open_does_not_wait() -> None:
-    """The last samples there are, groups that must finish, strict on-policy rounds."""
+    """The last queued samples, mandatory groups, strict on-policy rounds."""
     assert waits(PrefillBatcher(), crowd(60, queued=3), 4) == 0
     assert waits(PrefillBatcher(), crowd(60, max_staleness=0, quota=200), 4) == 0
     driver = LedgerDriver()
@@ -140,12 +139,12 @@ def test_prefill_of_samples_that_hold_a_round_open_does_not_wait() -> None:
 
 
 def test_prefills_are_batched_within_a_concurrency_bound() -> None:
-    """A run of 8 at most gets its eighth not at once, however many slots are free."""
+    """A run with `concurrency: 8` delays its eighth sample, however many slots are free."""
     assert waits(PrefillBatcher(), crowd(7, concurrency=8), 64) == 6
 
 
 def test_batched_admission_saves_prefills(harness: Build) -> None:
-    """The same samples in fewer forwards: what is saved is prefills, and each was a step in which nothing decoded."""
+    """Fewer prefills for the same samples; nothing decodes in the step of a prefill."""
     w = harness(slots=16, pool=2000, chunk=64)
     prefills = 0
 

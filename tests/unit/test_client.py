@@ -107,7 +107,7 @@ def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:
         client.get_round("none")
 
 
-def test_a_push_and_a_push_that_fails(client: AprilClient) -> None:
+def test_failed_push_stays_open(client: AprilClient) -> None:
     before = client.state()["policy_version"]
     with client.push():
         pass
@@ -123,7 +123,7 @@ def test_a_push_and_a_push_that_fails(client: AprilClient) -> None:
 
 
 @pytest.mark.parametrize("stopped", [KeyboardInterrupt, SystemExit])
-def test_a_push_that_is_interrupted_says_so_and_hides_nothing(
+def test_interrupted_push_keeps_the_exception_type_and_adds_a_note(
     client: AprilClient, stopped: type[BaseException]
 ) -> None:
     with pytest.raises(stopped) as caught, client.push():
@@ -132,7 +132,7 @@ def test_a_push_that_is_interrupted_says_so_and_hides_nothing(
     client.push_end()
 
 
-def test_a_time_limit_ends_an_asynchronous_push_as_ever(url: str) -> None:
+def test_timeout_ends_an_asynchronous_push(url: str) -> None:
     async def scenario() -> None:
         async with AsyncAprilClient(url) as client:
             with pytest.raises(TimeoutError) as caught:
@@ -159,7 +159,7 @@ def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
     assert client.partials("slow")
 
 
-def test_a_client_that_hangs_up_leaves_the_round_open(client: AprilClient, url: str) -> None:
+def test_disconnected_client_leaves_the_round_open(client: AprilClient, url: str) -> None:
     async def hang_up() -> None:
         async with AsyncAprilClient(url) as leaving:
             waiting = asyncio.ensure_future(leaving.rollout(run="slow", round_id="left"))
@@ -177,7 +177,7 @@ def test_a_client_that_hangs_up_leaves_the_round_open(client: AprilClient, url: 
     assert reply.end_reason == "stopped"
 
 
-def test_the_asynchronous_client_does_the_same(url: str) -> None:
+def test_asynchronous_client_has_the_same_calls(url: str) -> None:
     async def scenario() -> None:
         async with AsyncAprilClient(url) as client:
             asked = prompt(n=2, metadata=None)
@@ -198,7 +198,7 @@ def test_the_asynchronous_client_does_the_same(url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_sglang_without_the_plugin_is_told_apart() -> None:
+def test_sglang_without_the_plugin_raises_not_patched() -> None:
     server, address = serve(FastAPI())
     try:
         with AprilClient(address) as client, pytest.raises(NotPatchedError, match=r"sglang_april\.launch_server"):

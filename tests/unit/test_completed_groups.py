@@ -66,7 +66,7 @@ def test_a_sample_is_delivered_once() -> None:
     in_loop(scenario)
 
 
-def test_if_one_sample_is_missing_none_is_taken() -> None:
+def test_missing_sample_leaves_the_store_unchanged() -> None:
     def scenario(groups: CompletedGroups) -> None:
         groups.add_prompts("r", [a_prompt("a"), a_prompt("b")])
         groups.add(a_sample("a"))
@@ -77,7 +77,7 @@ def test_if_one_sample_is_missing_none_is_taken() -> None:
     in_loop(scenario)
 
 
-def test_a_part_leaves_the_rest_of_its_group() -> None:
+def test_partial_delivery_keeps_the_rest_of_the_group() -> None:
     def scenario(groups: CompletedGroups) -> None:
         groups.add_prompts("r", [a_prompt()])
         groups.add(a_sample(index=0))
@@ -90,7 +90,7 @@ def test_a_part_leaves_the_rest_of_its_group() -> None:
     in_loop(scenario)
 
 
-def test_runs_do_not_see_each_other_and_a_drop_removes_only_named_groups() -> None:
+def test_runs_are_separate_and_a_drop_removes_only_named_groups() -> None:
     def scenario(groups: CompletedGroups) -> None:
         groups.add_prompts("r", [a_prompt("a"), a_prompt("b")])
         groups.add_prompts("s", [a_prompt("a")])
@@ -118,12 +118,12 @@ def test_runs_do_not_see_each_other_and_a_drop_removes_only_named_groups() -> No
         ({"type": "abort", "message": "x"}, False, "abc"),
     ],
 )
-def test_text_ends_where_sglang_would_end_it(finish_reason: dict[str, Any], no_trim: bool, text: str) -> None:
+def test_text_is_trimmed_as_in_sglang(finish_reason: dict[str, Any], no_trim: bool, text: str) -> None:
     sample = a_sample(text="abc", finish_reason=finish_reason)
     assert visible_text(ScriptedEngine().decode, a_prompt(no_stop_trim=no_trim), sample) == text
 
 
-def test_a_sample_that_drew_no_token_has_an_empty_text() -> None:
+def test_sample_without_tokens_has_empty_text() -> None:
     assert visible_text(ScriptedEngine().decode, a_prompt(), a_sample(text="", spans=[])) == ""
 
 
@@ -138,7 +138,7 @@ def parts_with(*spans: list[messages.Span]) -> list[GroupSlice]:
     return asyncio.run(build())
 
 
-def test_figures_of_a_delivery() -> None:
+def test_delivery_statistics() -> None:
     parts = parts_with(
         [messages.Span(0, 4, 1, "fresh"), messages.Span(4, 10, 2, "kept")],
         [messages.Span(0, 1, 1, "fresh"), messages.Span(1, 5, 2, "recomputed"), messages.Span(5, 10, 2, "fresh")],
@@ -152,7 +152,7 @@ def test_figures_of_a_delivery() -> None:
     assert figures["length"]["mean"] == 10
 
 
-def test_figures_of_an_empty_delivery() -> None:
+def test_statistics_of_an_empty_delivery() -> None:
     figures = delivery_stats([], 0)
     assert (figures["tokens"], figures["off_policy_share"], figures["length"]) == (0, 0.0, {})
 

@@ -1,4 +1,4 @@
-"""`concurrency: auto`: where more samples stop to pay, and what a message about it does to a scheduler."""
+"""`concurrency: auto`: the tuner, and the effect of its limit on the scheduler."""
 
 import math
 import random
@@ -47,7 +47,7 @@ def run(tuner: ConcurrencyTuner, curve: Curve, steps: int, noise: float = 0.0, s
 def test_the_limit_settles_where_more_samples_stop_paying_off(
     curve: Curve, least: int, most: int, noise: float
 ) -> None:
-    """Flat steps: every slot pays. Steps as long as their batch: one sample gives all there is to have."""
+    """Constant step time: all slots. Step time proportional to the batch: one sample."""
     for seed in range(5):
         limits = run(ConcurrencyTuner(256), curve, LOOK * 40, noise, seed)
         settled = limits[20:]
@@ -55,7 +55,7 @@ def test_the_limit_settles_where_more_samples_stop_paying_off(
 
 
 def test_a_smaller_batch_is_tried_once() -> None:
-    """Nothing can be said of the worth of samples that have always been there."""
+    """Without a comparison, the gain of the largest level is unknown."""
     tuner = ConcurrencyTuner(64)
     assert tuner.tune() == 64
     limits = run(tuner, flat, LOOK * 30)
@@ -72,7 +72,7 @@ def test_old_measurements_expire() -> None:
 
 
 def test_drifting_machine_speed_does_not_move_the_limit() -> None:
-    """Twice as slow within a minute and fast again, as shared ones are, while the batch varies: every slot pays."""
+    """The speed of a shared machine halves and recovers while the batch varies; the limit stays at all slots."""
     for period in (9000, 18_000, 36_000):
         rng, tuner, limits = random.Random(period), ConcurrencyTuner(64), []
         for step in range(60_000):
@@ -86,8 +86,8 @@ def test_drifting_machine_speed_does_not_move_the_limit() -> None:
 
 @pytest.mark.parametrize(("pauses", "then"), [(False, 32), (True, 64)])
 def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
-    """Between two looks other runs had the engine, or nobody: without it the larger batch would seem to be worth less
-    than nothing; with it nothing has been found, and the larger is tried again."""
+    """In between, other rounds or none used the engine. Compared, the larger batch would seem to have a negative gain;
+    not compared, it is tried again."""
     tuner = ConcurrencyTuner(64)
     assert run(tuner, linear, LOOK) == [45]
     if pauses:
@@ -96,7 +96,7 @@ def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
 
 
 def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
-    """With a pause after every hundred steps no two looks can be compared: one try, and no more for long."""
+    """With a pause after every hundred steps there is no comparison: the smaller level is tried once."""
     tuner, limits = ConcurrencyTuner(64), []
     for step in range(LOOK * 40):
         if step % 100 == 0:
@@ -159,7 +159,7 @@ def test_auto_takes_all_slots_before_the_first_limit(harness: Build) -> None:
 
 
 def test_a_new_limit_suspends_no_running_sample(harness: Build) -> None:
-    """Whoever is beyond a new limit goes on; nobody is admitted until fewer run. Twice is as good as once."""
+    """Samples beyond the limit keep running, and none is admitted until fewer run; repeating it changes nothing."""
     w = harness(slots=8)
     w.open("run", many(8, 40) | {"next": (2, 1, -3)}, quota=None, concurrency="auto")
     w.step(5)

@@ -19,17 +19,17 @@ def test_defaults_are_those_of_the_design() -> None:
     assert 0 < settings.host_gb <= 64
 
 
-def test_flags_are_found_among_sglang_s_own() -> None:
+def test_flags_are_parsed_among_sglang_flags() -> None:
     settings = read("--model-path", "m", "--april-quota", "32", "--tp-size", "2", "--april-kv=recompute")
     assert (settings.quota, settings.kv) == (32, "recompute")
 
 
-def test_the_command_line_goes_before_the_environment() -> None:
+def test_command_line_overrides_the_environment() -> None:
     settings = read("--april-quota", "8", env='{"quota": 32, "host_gb": 1.5}')
     assert (settings.quota, settings.host_bytes) == (8, 1_500_000_000)
 
 
-def test_each_kv_policy_is_its_own() -> None:
+def test_every_kv_policy_is_accepted() -> None:
     assert [read("--april-kv", kv).kv for kv in ("keep", "recompute", "auto")] == ["keep", "recompute", "auto"]
 
 
@@ -74,7 +74,7 @@ def test_a_wrong_flag_is_named_in_one_sentence(argv: list[str], reason: str) -> 
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[1]", "32", '{"quota": '])
-def test_an_environment_that_is_no_object_is_refused(text: str) -> None:
+def test_environment_without_a_json_object_is_refused(text: str) -> None:
     with pytest.raises(config.ConfigError, match="SGLANG_APRIL must be a JSON object"):
         read(env=text)
 
@@ -96,11 +96,11 @@ def test_the_environment_is_checked_like_the_flags(values: dict[str, object], re
         read(env=json.dumps(values))
 
 
-def test_a_null_in_the_environment_stands_for_a_flag_not_given() -> None:
+def test_null_in_the_environment_means_flag_not_given() -> None:
     assert read(env='{"quota": null, "host_gb": null}').host_gb == config.default_host_gb()
 
 
-def test_what_is_published_is_read_back_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_settings_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(config.ENV, "")
     argv = ["--april-quota", "7", "--april-kv", "auto", "--april-host-gb", "0.25"]
     published = config.publish(config.from_argv(argv))

@@ -9,7 +9,7 @@ from tests.unit.controller_harness import Build, ids, lengths
 
 
 def test_generation_continues_after_the_reply_into_the_next_round(harness: Build) -> None:
-    """Nobody leaves the batch, and what finishes meanwhile is first in the next reply."""
+    """No sample leaves the batch, and the next reply begins with what has finished meanwhile."""
     w = harness()
     w.open("run", lengths(2, 5, 40, 40), quota=1, ahead=2, after_quota="continue")
     reply = w.reply()
@@ -56,7 +56,7 @@ def test_running_ahead_stops_at_the_limit_of_waiting_quotas(harness: Build, ahea
 
 
 def test_running_ahead_stops_at_the_staleness_bound(harness: Build) -> None:
-    """A push brings a group to the bound; nothing more of the run is generated until the next round."""
+    """A push brings a group to the bound; the run generates nothing until its next round."""
     w = harness()
     w.open("run", lengths(2, 40, 40), quota=1, max_staleness=2, after_quota="continue")
     w.reply()
@@ -80,7 +80,7 @@ def test_strict_on_policy_never_runs_ahead(harness: Build) -> None:
 
 
 def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(harness: Build) -> None:
-    """Running ahead: with begin and end, and as a bare weight call."""
+    """With begin and end, and as a weight call without them."""
     w = harness()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -99,7 +99,6 @@ def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(harness: B
 
 
 def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(harness: Build) -> None:
-    """The right column."""
     w = harness()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -114,7 +113,7 @@ def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(harness: B
 
 
 def test_a_memory_release_suspends_running_ahead(harness: Build) -> None:
-    """Release evacuates; what runs ahead goes on after the resume."""
+    """The release moves all pages out; running ahead continues after the resume."""
     w = harness()
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
@@ -140,7 +139,7 @@ def test_a_stopped_round_continues_too_and_a_drop_ends_it(harness: Build) -> Non
 
 
 def test_an_open_round_of_another_run_gets_free_slots_first(harness: Build) -> None:
-    """What runs ahead takes what open rounds leave."""
+    """Running ahead gets the slots that open rounds leave."""
     w = harness(slots=2)
     w.open("ahead", lengths(2, 9, 9, 9), quota=1, ahead=3, after_quota="continue")
     w.reply("ahead")
@@ -163,7 +162,7 @@ def test_a_smaller_concurrency_suspends_the_newest(harness: Build) -> None:
 
 
 def test_a_cohort_finishes_before_the_round_ends(harness: Build) -> None:
-    """Groups that first ran in the last round are delivered first, whatever overtakes them."""
+    """Groups that first ran in the last round are delivered first, even if others finish before them."""
     w = harness()
     w.open("run", lengths(2, 20, 25), quota=1, quota_mode="cohort")
     assert ids(w.reply()) == ["p0"]
@@ -187,7 +186,7 @@ def test_a_cohort_of_two_rounds_waits_a_round_longer(harness: Build) -> None:
 
 
 def test_a_group_that_never_ran_is_in_no_cohort(harness: Build) -> None:
-    """Its first forward counts, not its arrival."""
+    """The first forward counts, not the arrival."""
     w = harness(slots=1)
     w.open("run", lengths(2, 30), quota=1, quota_mode="cohort")
     w.reply()

@@ -1,4 +1,4 @@
-"""The controller on the fake engine, rule by rule: rounds and what they deliver, staleness, ids."""
+"""The controller on the fake engine: when rounds end, what they deliver, staleness, ids."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from sglang_april.scheduler import report
 from sglang_april.scheduler.state import State, sample_seed
 from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 
-# --- S3: when a round ends, and what it delivers
+# --- when a round ends, and what it delivers
 
 
 def test_the_round_ends_in_the_step_that_meets_the_quota(harness: Build) -> None:
-    """No forward after it; what is left is suspended with its KV."""
+    """No forward follows; unfinished samples are suspended with their KV."""
     w = harness()
     w.open("run", lengths(2, 4, 9, 9), quota=2)
     reply = w.reply()
@@ -27,7 +27,7 @@ def test_the_round_ends_in_the_step_that_meets_the_quota(harness: Build) -> None
 
 
 def test_finishes_of_the_step_in_flight_are_carried_and_delivered_first() -> None:
-    """Finishes of the drained step are carried; if they meet the next quota, it ends without a forward."""
+    """If they meet the next quota, that round ends without a forward."""
     w = ControllerHarness(overlap=True)
     w.open("run", lengths(2, 3, 9), quota=1)
     assert ids(w.reply()) == ["p0"]
@@ -39,7 +39,7 @@ def test_finishes_of_the_step_in_flight_are_carried_and_delivered_first() -> Non
 
 
 def test_surplus_of_one_step_is_carried_or_returned(harness: Build) -> None:
-    """Exactly the quota in admission order, the surplus first next time; `surplus: return` delivers it at once."""
+    """Exactly the quota in admission order; the next round delivers the surplus first, `surplus: return` at once."""
     w = harness()
     w.open("run", lengths(3, 3, 3, 9), quota=2)
     assert ids(w.reply()) == ["p0", "p1"]
@@ -50,7 +50,7 @@ def test_surplus_of_one_step_is_carried_or_returned(harness: Build) -> None:
 
 
 def test_no_part_of_an_unfinished_group_is_delivered(harness: Build) -> None:
-    """Unit group: finished members wait for the others."""
+    """With unit `group`, finished members wait for the others."""
     w = harness()
     ends = [1 + sample_seed(0, "p", 0, i) % 20 for i in range(3)]
     w.open("run", {"p": (3, 3, 20), "q": (3, 1, -min(ends) - 2)}, quota=1)
@@ -63,7 +63,7 @@ def test_no_part_of_an_unfinished_group_is_delivered(harness: Build) -> None:
 
 
 def test_unit_sample_delivers_the_rest_of_a_group_under_the_same_id(harness: Build) -> None:
-    """Unit sample: `complete` is false until the last member has left."""
+    """`complete` is false until the last member is delivered."""
     w = harness()
     w.open("run", {"p": (3, 4, 20)}, quota=1, quota_unit="sample", surplus="return")
     assert [d.complete for d in w.reply().deliver] == [False]
@@ -84,7 +84,7 @@ def test_a_round_ends_when_everything_has_finished(harness: Build, quota: int | 
 
 
 def test_an_empty_round_ends_at_once(harness: Build) -> None:
-    """Empty prompts and an empty carry: `exhausted`, nothing finished; under a pause too, which has no steps."""
+    """No prompts and no carry: `exhausted`, also under a pause, which has no steps."""
     w = harness()
     w.freeze(True)
     w.open("run", {}, quota=3)
@@ -92,7 +92,7 @@ def test_an_empty_round_ends_at_once(harness: Build) -> None:
 
 
 def test_stop_delivers_finished_groups_or_those_named(harness: Build) -> None:
-    """The rest is carried; to stop again changes nothing."""
+    """The rest is carried; a second stop changes nothing."""
     w = harness()
     w.open("run", lengths(1, 1, 1, 9), quota=None)
     w.step(3)
@@ -107,7 +107,7 @@ def test_stop_delivers_finished_groups_or_those_named(harness: Build) -> None:
 
 @pytest.mark.parametrize("place", ["queue", "batch"])
 def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(harness: Build, place: str) -> None:
-    """With the engine's `finish_reason`, and with the tokens that it has."""
+    """With the engine's `finish_reason` and the tokens so far."""
     w = harness(chunk=16)
     w.open("run", {"p": (20, 1, -20), "q": (20, 1, -20)}, quota=1)
     w.step(1 if place == "queue" else 5)
@@ -123,7 +123,7 @@ def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(harness: Build, 
 
 
 def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
-    """The engine's queue limit gives samples up while they are queued, which meets the quota."""
+    """The engine's queue limit aborts queued samples, which meets the quota."""
     w = ControllerHarness(queue_limit=1, slots=4)
     w.open("run", lengths(9, 9, 9), quota=2)
     w.step()
@@ -132,7 +132,7 @@ def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
 
 
 def test_a_drop_can_end_a_round_and_deletes_nothing_else(harness: Build) -> None:
-    """Dropped samples are gone wherever they were."""
+    """Dropped samples are deleted from any state."""
     w = harness(slots=2)
     w.open("run", lengths(1, 9, 9, 9), quota=None)
     w.step(4)
@@ -145,7 +145,7 @@ def test_a_drop_can_end_a_round_and_deletes_nothing_else(harness: Build) -> None
 
 
 def test_the_step_in_flight_can_meet_the_quota_before_a_drop() -> None:
-    """What had finished when the drop arrived belongs to the round."""
+    """Samples that finished before the drop belong to the round."""
     w = ControllerHarness(overlap=True)
     w.open("run", lengths(1, 9), quota=1)
     w.step()
@@ -155,11 +155,11 @@ def test_the_step_in_flight_can_meet_the_quota_before_a_drop() -> None:
     assert w.replies[-1].stats["tokens_after_quota"] <= 1
 
 
-# --- S4: staleness
+# --- staleness
 
 
 def test_a_stale_group_must_finish_and_the_batch_stays_full_meanwhile(harness: Build) -> None:
-    """The round does not end without it, new groups go on starting, and it is delivered first."""
+    """The round waits for it while new groups start, and delivers it first."""
     w = harness(slots=2)
     w.open("run", lengths(1, 30), quota=1, max_staleness=2)
     w.reply()
@@ -220,7 +220,7 @@ def test_strict_on_policy_starts_what_the_quota_needs(harness: Build, unit: str,
 
 
 def test_strict_on_policy_with_more_partials_than_the_quota(harness: Build) -> None:
-    """`max_staleness: 0`: what was carried with tokens finishes here, and nothing new starts."""
+    """`max_staleness: 0`: carried partials finish in this round, and nothing new starts."""
     w = harness()
     w.open("run", lengths(1, 9, 9, 9), quota=1)
     w.reply()
@@ -231,7 +231,7 @@ def test_strict_on_policy_with_more_partials_than_the_quota(harness: Build) -> N
 
 
 def test_groups_that_have_not_begun_are_named(harness: Build) -> None:
-    """`GET /april/partials`: what a caller may drop without losing a token, and nothing else."""
+    """`GET /april/partials`: exactly the groups that can be dropped without losing a token."""
     w = harness()
     w.open("run", {f"p{i}": (3, 2, 1 + 8 * i) for i in range(8)}, quota=1)
     w.reply()
@@ -244,11 +244,11 @@ def test_groups_that_have_not_begun_are_named(harness: Build) -> None:
     assert not begun & unstarted
 
 
-# --- S5: ids
+# --- ids
 
 
 def test_an_id_is_taken_until_its_group_is_delivered_or_dropped(harness: Build) -> None:
-    """409 for the whole request, changing nothing; afterwards a new incarnation with another seed."""
+    """409 refuses the whole request; afterwards the id gets a new incarnation with another seed."""
     w = harness()
     w.open("run", lengths(1, 9), quota=1)
     w.reply()

@@ -1,4 +1,4 @@
-"""Restarts: what was accepted, drawn, finished and delivered before a crash is there after it."""
+"""Restarts with a journal: nothing accepted, generated, finished or delivered is lost (`restart-loses-nothing`)."""
 
 import tempfile
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_a_version_below_the_journal_s_is_refused() -> None:
 
 
 class Restarts(Rounds):
-    """All that can happen, and now and then the end of the process."""
+    """All events of `Rounds`, and crashes."""
 
     @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
     def start(self, engine: dict[str, Any]) -> None:

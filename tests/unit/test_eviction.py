@@ -1,4 +1,4 @@
-"""Which partials give way when memory runs short: pure functions of lengths, orders and budgets in tokens."""
+"""Eviction order and victims: pure functions of lengths, versions, admission order and token budgets."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from tests.unit.ledger_driver import LedgerDriver, names
 
 
 def stored(*lengths: int, versions: tuple[int, ...] = ()) -> list[Sample]:
-    """Suspended samples with so many tokens of KV, admitted in this order."""
+    """Suspended samples with these KV lengths, admitted in this order."""
     driver = LedgerDriver()
     samples = [g.samples[0] for g in driver.groups(*[1] * len(lengths))]
     for i, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
@@ -46,12 +46,11 @@ def test_short_samples_are_evicted_before_long_ones() -> None:
 
 
 def test_equal_lengths_evict_the_less_stale_then_the_last_admitted() -> None:
-    """Issue of the page store, S6: newest first."""
     assert in_order(queue_of(stored(10, 10, 10, versions=(1, 2, 1)))) == ["g1.0", "g2.0", "g0.0"]
 
 
 def test_mandatory_samples_are_evicted_last() -> None:
-    """Whatever its length; and no longer when its round has ended."""
+    """Regardless of length, until their round has ended."""
     samples = stored(1, 30, 20)
     mandatory = [samples[0]]
     queue = queue_of(samples, mandatory.__contains__)
@@ -67,7 +66,7 @@ def test_mandatory_samples_are_evicted_last() -> None:
     [(100, []), (60, []), (59, ["g0.0"]), (50, ["g0.0"]), (49, ["g0.0", "g1.0"]), (30, ["g0.0", "g1.0"]), (29, None)],
 )
 def test_as_few_samples_as_needed_are_evicted(cap: int, evicted: list[str] | None) -> None:
-    """A byte cap for the host tier; the cheapest go, and only until the newcomer fits."""
+    """The lowest priorities go, until the newcomer fits."""
     *there, newcomer = stored(10, 20, 30)
     queue = queue_of(there)
     gone = select_victims(queue, newcomer, mandatory=False, freed=length, short=30 + 30 - cap)
@@ -76,7 +75,7 @@ def test_as_few_samples_as_needed_are_evicted(cap: int, evicted: list[str] | Non
 
 
 def test_a_newcomer_never_evicts_higher_priority_or_mandatory_samples() -> None:
-    """It falls back to its tokens itself."""
+    """The newcomer is not stored then."""
     long, short, newcomer = stored(30, 10, 20)
     assert select_victims(queue_of([long]), newcomer, mandatory=False, freed=length, short=1) is None
     must = queue_of([short], lambda s: s is short)
@@ -86,7 +85,7 @@ def test_a_newcomer_never_evicts_higher_priority_or_mandatory_samples() -> None:
 
 
 def test_a_sample_can_be_queued_again_at_the_same_length() -> None:
-    """Suspended, resumed and suspended in one step: other pages, the same worth."""
+    """Suspended, resumed and suspended in one step: other pages, the same priority."""
     samples = stored(5, 4)
     queue = queue_of(samples)
     samples[0].kv.pages = Pages(5, 0, [0] * 5, None, None)
@@ -96,7 +95,7 @@ def test_a_sample_can_be_queued_again_at_the_same_length() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=40))
 def test_the_queue_equals_a_sorted_list(items: list[tuple[int, bool, bool]]) -> None:
-    """Whoever leaves behind its back, comes twice, or must finish."""
+    """With samples that left the tier, were queued twice, or are mandatory."""
     samples = stored(*(size for size, _, _ in items))
     gone = {s for s, (_, left, _) in zip(samples, items, strict=True) if left}
     must = {s for s, (_, _, must) in zip(samples, items, strict=True) if must}
@@ -109,7 +108,7 @@ def test_the_queue_equals_a_sorted_list(items: list[tuple[int, bool, bool]]) -> 
 
 
 def test_a_sample_queued_twice_is_evicted_once() -> None:
-    """Put on the queue twice, and its tokens are set free once."""
+    """Its tokens are counted as freed once."""
     short, middle, long = stored(10, 20, 40)
     queue = queue_of([short, middle, short])
     assert select_victims(queue, long, mandatory=False, freed=length, short=15) == [short, middle]

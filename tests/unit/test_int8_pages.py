@@ -29,8 +29,8 @@ class Rank:
         generator = torch.Generator().manual_seed(0)
         shape = (SLOTS, 2, 128)
         self.buffers = [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(4)]
-        self.form = QuantizedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
-        copier = CpuCopier(self.form, chunk_bytes=1)
+        self.page_format = QuantizedPages(PlaneTable.mha(self.buffers[:2], self.buffers[2:]), PAGE)
+        copier = CpuCopier(self.page_format, chunk_bytes=1)
         self.arena = HostArena(32, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words)
         self.ends: dict[int, str] = {}
@@ -111,7 +111,9 @@ def test_damage_is_detected(rank: Rank, where: str, tmp_path: Path) -> None:
 
 
 def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None:
-    forms: dict[str, PageFormat] = {name: form(rank.form.table, PAGE) for name, form in PAGE_FORMATS.items()}
+    forms: dict[str, PageFormat] = {
+        name: page_format(rank.page_format.table, PAGE) for name, page_format in PAGE_FORMATS.items()
+    }
     assert isinstance(forms["full"], RawPages)
     assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
@@ -121,7 +123,7 @@ def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None
 
 def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> None:
     """With the flag, the same gigabytes hold more tokens, and the file header names the page format."""
-    from sglang_april.adapter.v0_5_17.build_store import _layout, caps, page_form
+    from sglang_april.adapter.v0_5_17.build_store import _layout, select_page_format, tier_budgets
 
     pool = SimpleNamespace(k_buffer=rank.buffers[:2], v_buffer=rank.buffers[2:])
     scheduler: Any = SimpleNamespace(
@@ -131,12 +133,14 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> Non
         ps=SimpleNamespace(tp_rank=0, tp_size=2),
     )
     config = AprilConfig(host_gb=1.0, disk_gb=2.0, disk_dir="here")
-    full, lossy = (page_form(scheduler, replace(config, kv_pages=name)) for name in ("full", "int8"))
+    full, lossy = (select_page_format(scheduler, replace(config, kv_pages=name)) for name in ("full", "int8"))
     row = 2 * 2 * 2 * 128 * 2  # K and V, layers, heads, dim, bytes
-    assert caps(config, full, 2).host == 10**9 // (16 * row * 2) * 16
-    assert caps(config, lossy, 2).host / caps(config, full, 2).host == pytest.approx(1 / 0.516, rel=0.01)
-    assert caps(config, lossy, 2).disk == pytest.approx(2 * caps(config, lossy, 2).host, abs=16)
+    assert tier_budgets(config, full, 2).host == 10**9 // (16 * row * 2) * 16
+    assert tier_budgets(config, lossy, 2).host / tier_budgets(config, full, 2).host == pytest.approx(
+        1 / 0.516, rel=0.01
+    )
+    assert tier_budgets(config, lossy, 2).disk == pytest.approx(2 * tier_budgets(config, lossy, 2).host, abs=16)
     assert _layout(scheduler, full) != _layout(scheduler, lossy)
     pool.k_buffer = pool.v_buffer = [torch.zeros(8, 2, 16, dtype=torch.uint8)]  # SGLang's fp8 pools
     with pytest.raises(SystemExit, match="--april-kv-pages int8 cannot be served: int8 pages need one dtype"):
-        page_form(scheduler, replace(config, kv_pages="int8"))
+        select_page_format(scheduler, replace(config, kv_pages="int8"))

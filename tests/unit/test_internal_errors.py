@@ -1,4 +1,4 @@
-"""An exception of ours ends our rounds, and nobody waits for them for ever; SGLang, and the scheduler, go on."""
+"""An exception of the plugin ends its rounds with an error; SGLang keeps serving (`contained-faults`)."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 
 class Scheduler(SimpleNamespace):
-    """As much of a scheduler as our hooks look at; `stock` notes what SGLang's own part was called with."""
+    """The parts of a scheduler that the hooks use; `stock` records calls of SGLang's own functions."""
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
@@ -44,13 +44,13 @@ class Scheduler(SimpleNamespace):
 
     @property
     def broken(self) -> list[str]:
-        """What the HTTP process has been told."""
+        """Reasons reported to the HTTP process."""
         return [event.reason for event in self.sent if isinstance(event, messages.Broken)]
 
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    """Where an exception of ours does not end the process, as it does in the live tests."""
+    """Exceptions of the plugin do not end the process, unlike in the live tests."""
     scheduler = Scheduler()
     monkeypatch.setattr(hooks_scheduler, "CHECK", False)
     monkeypatch.setattr(Process, "controller", scheduler.april)
@@ -122,7 +122,7 @@ def test_weights_do_not_change_under_samples_that_could_not_be_suspended(
 
 
 def broken_while(engine: ScriptedEngine, *, late: bool) -> None:
-    """The scheduler breaks; `late`: the answer to the last round that it opened has been waiting for the journal."""
+    """The scheduler fails; `late`: the answer to its last opened round was waiting for the journal."""
     engine.tell(messages.Broken(REASON))
     if late:
         engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
@@ -130,7 +130,7 @@ def broken_while(engine: ScriptedEngine, *, late: bool) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_waiting_clients_get_the_error(late: bool) -> None:
-    """Nor does a round that is over keep weight calls waiting."""
+    """Weight calls do not wait for a failed round either."""
 
     async def scenario() -> None:
         april, engine = service()

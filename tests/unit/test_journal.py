@@ -19,7 +19,7 @@ from tests.unit.crashing_harness import PromptJournal
 from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, request, sample, written
 
 
-def test_tokens_come_back_in_one_piece(tmp_path: Path) -> None:
+def test_chunks_are_joined_on_reading(tmp_path: Path) -> None:
     more = msgspec.structs.replace(chunk(7, start=2), proximal=(3, [(0, ids(1))]))
     path = written(
         tmp_path / "j",
@@ -40,7 +40,7 @@ def test_tokens_come_back_in_one_piece(tmp_path: Path) -> None:
     assert (saved.ids, saved.next_gid) == ([("run", "p", 1), ("run", "q", 1)], 2)
 
 
-def test_a_finished_sample_appends_only_what_is_new(tmp_path: Path) -> None:
+def test_finished_sample_appends_only_new_tokens(tmp_path: Path) -> None:
     whole = sample("p", 0, 5, 6, 7, 1)
     tail = msgspec.structs.replace(
         whole, output_ids=ids(7, 1), logprobs=whole.logprobs[8:], top_logprobs=whole.top_logprobs[2:]
@@ -55,7 +55,7 @@ def test_a_finished_sample_appends_only_what_is_new(tmp_path: Path) -> None:
     assert (group.samples[0].finished, group.samples[0].chunk, group.samples[0].step) == (whole, None, 9)
 
 
-def test_what_is_delivered_leaves_with_its_reply(tmp_path: Path) -> None:
+def test_delivered_samples_are_deleted_with_their_reply(tmp_path: Path) -> None:
     path = written(
         tmp_path / "j", accept(0, request("a", "p", "q")), *finish_both(0, "p"), schema.ended(ended("a", "p"), keep=2)
     )
@@ -86,7 +86,7 @@ def test_only_the_last_replies_and_the_unacknowledged_are_kept(tmp_path: Path) -
     assert left == [1, 2, 0], "only the kept reply's group is there"
 
 
-def test_dropped_groups_do_not_come_back(tmp_path: Path) -> None:
+def test_dropped_groups_are_not_restored(tmp_path: Path) -> None:
     records = [accept(0, request("a", "p", "q")), schema.tokens(0, 0, 0, chunk(5)), schema.dropped([0])]
     saved = read(written(tmp_path / "j", *records))
     assert [g.prompt.id for g in saved.groups] == ["q"]
@@ -124,7 +124,7 @@ def test_an_unusable_path_is_one_sentence(tmp_path: Path, path: str) -> None:
         probe(tmp_path / path)
 
 
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_foreign_file_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "j").write_text("precious " * 1000)
     with pytest.raises(JournalError, match="not a database"):
         probe(tmp_path / "j")
@@ -179,7 +179,7 @@ def test_a_read_only_journal_is_refused() -> None:
 # --- the writer
 
 
-def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     told: list[tuple[int, str]] = []
     again = threading.Event()
@@ -205,7 +205,7 @@ def test_a_full_disk_is_told_and_tried_again(tmp_path: Path) -> None:
     assert (saved.version, saved.groups[0].samples[0].chunk) == (3, full)
 
 
-def test_a_step_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_batch_is_written_atomically(tmp_path: Path) -> None:
     journal = PromptJournal(tmp_path / "j")
 
     def fails(db: sqlite3.Connection) -> None:

@@ -17,7 +17,7 @@ def flipped(path: Path, table: str, where: str) -> None:
     query(path, f"UPDATE {table} SET body=? WHERE {where}", body[:-1] + bytes([body[-1] ^ 1]))
 
 
-def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_path: Path) -> None:
+def test_damaged_chunk_loses_the_tokens_after_it_for_good(tmp_path: Path) -> None:
     pieces = [schema.tokens(0, 0, start, chunk(10 + start, start=start)) for start in range(4)]
     path = written(tmp_path / "j", accept(0, request("a", "p")), *pieces)
     flipped(path, "chunks", "start=2")
@@ -32,7 +32,7 @@ def test_a_damaged_chunk_costs_the_tokens_behind_it_and_never_comes_back(tmp_pat
 
 
 @pytest.mark.parametrize("where", ["chunks", "finished"])
-def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
+def test_damaged_finished_sample_is_generated_again(tmp_path: Path, where: str) -> None:
     records = [
         accept(0, request("a", "p")),
         schema.tokens(0, 0, 0, chunk(5)),
@@ -48,14 +48,14 @@ def test_a_damaged_finish_is_drawn_again(tmp_path: Path, where: str) -> None:
     assert read(path).corrupt == 0
 
 
-def test_a_damaged_reply_is_gone_and_says_so(tmp_path: Path) -> None:
+def test_damaged_reply_is_reported_as_gone(tmp_path: Path) -> None:
     path = written(tmp_path / "j", accept(0, request("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p"), 2))
     flipped(path, "finished", "idx=1")
     saved = read(path)
     assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
 
 
-def test_a_damaged_round_or_prompt_costs_itself_alone(tmp_path: Path) -> None:
+def test_damaged_round_or_prompt_loses_only_itself(tmp_path: Path) -> None:
     path = written(tmp_path / "j", accept(0, request("a", "p", "q")))
     query(path, "UPDATE rounds SET spec=x'00112233'")
     query(path, "UPDATE groups SET prompt=x'00112233' WHERE id='p'")

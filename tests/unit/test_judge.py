@@ -17,7 +17,7 @@ from tests.unit.scripted_engine import prompt, service
 
 
 def test_the_quota_counts_what_is_accepted(harness: Build) -> None:
-    """Generation goes on until then; rejected groups are delivered too, marked, and the rest is carried."""
+    """Generation continues until then; rejected groups are delivered with their verdict, and the rest is carried."""
     w = harness()
     w.open("run", lengths(1, 2, 3, 30), quota=2, count="accepted")
     w.step(8)

@@ -12,7 +12,7 @@ KILLS = 1000
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_thousand_kills(tmp_path: Path) -> None:
+def test_nothing_is_lost_over_a_thousand_kills(tmp_path: Path) -> None:
     """The parent that forks is a process of its own, without the threads that a test run has."""
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.unit.test_kill_process", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -21,7 +21,7 @@ def test_a_thousand_kills(tmp_path: Path) -> None:
 
 
 def kills(tmp_path: Path) -> None:
-    """Moments are counted in words of the dying process, never in time."""
+    """Kill moments are counted in messages of the killed process, not in time."""
     client, rng = CrashClient(), random.Random(7)
     words = whole = halves = 0
     for epoch in range(KILLS):

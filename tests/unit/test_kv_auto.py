@@ -1,4 +1,4 @@
-"""`kv: auto` on the controller: what is kept, recomputed or not even copied, and what the reply says of it."""
+"""`kv: auto` on the controller: which KV is kept, recomputed or not copied, and what the reply reports."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CHEAP_COPIES = messages.Rates(1.0, 0.0, {"host": (1e-6, 1e-6), "disk": (1e-6, 1e
 
 
 def say(w: ControllerHarness, rates: messages.Rates) -> None:
-    """As rank 0 broadcasts it."""
+    """Broadcast the rates to all replicas."""
     w.do(lambda e: e.controller.observe(rates))
 
 
@@ -40,7 +40,7 @@ def provenance(w: ControllerHarness, name: str) -> list[str]:
 def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
     harness: Build, rates: messages.Rates | None, kept: dict[str, int], recomputed: dict[str, int]
 ) -> None:
-    """Before the rates are known, as `keep`."""
+    """Without rates, `auto` decides as `keep`."""
     w = harness()
     if rates is not None:
         say(w, rates)
@@ -57,7 +57,7 @@ def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
 
 
 def test_only_short_samples_are_recomputed(harness: Build) -> None:
-    """Attention makes the long ones dear."""
+    """Attention makes the recompute of long samples expensive."""
     w = harness()
     say(w, messages.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
     w.open("run", {"short": (3, 1, -20), "long": (40, 1, -20), "q": (3, 1, -1)}, quota=1, kv="auto", tier="host")
@@ -77,7 +77,7 @@ def test_pages_that_never_left_the_device_cost_nothing(harness: Build) -> None:
 
 
 def test_kv_of_the_current_version_is_kept_without_a_decision(harness: Build) -> None:
-    """Whatever copies cost."""
+    """Regardless of the rates."""
     w = harness()
     say(w, DEAR_COPIES)
     w.open("run", lengths(1, 20), quota=1, kv="auto", tier="host")
@@ -90,7 +90,7 @@ def test_kv_of_the_current_version_is_kept_without_a_decision(harness: Build) ->
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_kv_older_than_the_bound_is_never_kept(harness: Build, tier: str) -> None:
-    """Even where keeping is free."""
+    """Even if keeping it costs nothing."""
     w = harness()
     say(w, CHEAP_COPIES)
     w.open("run", lengths(1, 20, 20), quota=1, kv="auto", tier=tier, max_staleness=2)
@@ -100,7 +100,7 @@ def test_kv_older_than_the_bound_is_never_kept(harness: Build, tier: str) -> Non
 
 
 def test_kv_that_a_push_makes_old_is_not_copied_if_a_recompute_is_cheaper(harness: Build) -> None:
-    """A flush inside a push: nobody pays for a copy that the resume would throw away. Outside of one it is copied."""
+    """A flush inside a push makes no copy that the resume would discard; outside of a push it does."""
     for rates, pushing, there in (
         (DEAR_COPIES, True, "none"),
         (DEAR_COPIES, False, "host"),
@@ -127,7 +127,7 @@ def test_kv_that_a_push_makes_old_is_not_copied_if_a_recompute_is_cheaper(harnes
 
 
 def flush_in_a_push(w: ControllerHarness, kv: str) -> str:
-    """Where the partial is then that a round of this policy left on the device."""
+    """The tier of a device partial after a flush inside a push."""
     w.open("run", lengths(1, 20), quota=1, kv=kv)
     w.reply()
     assert w.push_begin() == 200
@@ -137,7 +137,7 @@ def flush_in_a_push(w: ControllerHarness, kv: str) -> str:
 
 
 def test_another_policy_ignores_the_rates(harness: Build) -> None:
-    """`keep` copies and loads whatever it costs; what an earlier round's `auto` let go is counted as its fallback."""
+    """`keep` copies and loads at any cost; KV that an earlier `auto` round discarded counts as fallback."""
     w = harness()
     say(w, DEAR_COPIES)
     assert flush_in_a_push(w, "keep") == "host"
@@ -149,7 +149,7 @@ def test_another_policy_ignores_the_rates(harness: Build) -> None:
 
 
 def test_rates_apply_from_the_step_in_which_they_arrive(harness: Build) -> None:
-    """A message like any other, between any two steps; replicas agree, and everybody is decided once."""
+    """Rates can arrive between any two steps, repeatedly; replicas agree, and each sample is decided once."""
     for before in range(8):
         w = harness(slots=8, copy_delay=2)
         w.open("run", lengths(2, 20, 30, 25, 22), quota=1, kv="auto", tier="host")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_april.recovery.kv_recovery import Outcome, agreed
+from sglang_april.recovery.kv_recovery import Outcome, combine_outcomes
 from tests.unit.controller_harness import lengths
 from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.test_pressure import tiers
@@ -47,7 +47,7 @@ def rest(harness: CrashingHarness) -> dict[str, Any]:
     return harness.reply().stats
 
 
-def test_partials_resume_on_the_kv_of_the_server_before(harness: CrashingHarness) -> None:
+def test_partials_resume_on_kv_of_the_previous_server(harness: CrashingHarness) -> None:
     """Nothing is prefilled again, and with the same policy nothing shows in the spans."""
     suspended_to_disk(harness, 30, 40)
     harness.crash()
@@ -63,7 +63,7 @@ def test_partials_resume_on_the_kv_of_the_server_before(harness: CrashingHarness
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_kv_of_an_older_policy_is_what_it_was(harness: CrashingHarness, kv: str) -> None:
+def test_kv_of_an_older_policy_keeps_its_version(harness: CrashingHarness, kv: str) -> None:
     """`kept` under whichever version is named later; `recompute` prefills it again."""
     suspended_to_disk(harness, 30)
     harness.push_begin()
@@ -78,7 +78,7 @@ def test_kv_of_an_older_policy_is_what_it_was(harness: CrashingHarness, kv: str)
     assert [(s.version, s.kv) for s in sample.spans] == [(0, "fresh"), (3, "kept" if kv == "keep" else "recomputed")]
 
 
-def test_a_bound_of_staleness_reaches_over_the_restart(harness: CrashingHarness) -> None:
+def test_staleness_bound_applies_across_a_restart(harness: CrashingHarness) -> None:
     """What is too old must finish in its first round, on its kept KV."""
     suspended_to_disk(harness, 30)
     harness.push_begin()
@@ -94,7 +94,7 @@ def test_a_bound_of_staleness_reaches_over_the_restart(harness: CrashingHarness)
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_has_not_none_uses(harness: CrashingHarness, rank: int, fault: str) -> None:
+def test_file_missing_on_one_rank_is_used_on_none(harness: CrashingHarness, rank: int, fault: str) -> None:
     """Both decide alike; damage is counted and told, a file that was not there yet is no fault."""
     suspended_to_disk(harness, 30, 40)
     damage(harness, rank, 0, fault)
@@ -108,7 +108,7 @@ def test_what_one_rank_has_not_none_uses(harness: CrashingHarness, rank: int, fa
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["kv_lost"]) == (1, 1, int(fault == "flip"))
 
 
-def test_a_round_that_was_open_is_told_of_the_damage(harness: CrashingHarness) -> None:
+def test_reopened_round_reports_damaged_kv(harness: CrashingHarness) -> None:
     suspended_to_disk(harness, 30)
     harness.open("run", {}, quota=None)
     damage(harness, 1, 0, "flip")
@@ -133,7 +133,7 @@ def test_an_older_file_is_not_used(tmp_path: Path) -> None:
     assert not any(folder.files for folder in harness.folders)
 
 
-def test_a_life_without_the_disk_tier_makes_its_files_strangers(harness: CrashingHarness) -> None:
+def test_epoch_without_the_disk_tier_invalidates_its_files(harness: CrashingHarness) -> None:
     """They may be of another history of the same samples: as many tokens, drawn again."""
     suspended_to_disk(harness, 30)
     harness.crash(disk=False)
@@ -166,8 +166,8 @@ def test_a_smaller_budget_keeps_the_longest(harness: CrashingHarness) -> None:
         ([[], []], []),
     ],
 )
-def test_ranks_agree_on_the_worst(said: list[list[Outcome]], together: list[Outcome]) -> None:
-    assert agreed(said) == together
+def test_combined_outcome_is_the_worst_of_all_ranks(said: list[list[Outcome]], together: list[Outcome]) -> None:
+    assert combine_outcomes(said) == together
 
 
 class Lives:
@@ -227,7 +227,7 @@ class Lives:
         self.harness.crash(disk=self.rng.random() < 0.8)
 
 
-def test_any_story_of_lives_with_a_disk_tier(tmp_path: Path) -> None:
+def test_any_sequence_of_epochs_with_a_disk_tier(tmp_path: Path) -> None:
     """After every crash: KV of other tokens is never used, and what is sound on all ranks is used."""
     regained = crashes = 0
     for seed in range(STORIES):

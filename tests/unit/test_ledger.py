@@ -1,4 +1,4 @@
-"""The ledger: a sample is in one place, leaves once, and every counter says so; ids and seeds."""
+"""The ledger: one state per sample, one delivery, correct counters; ids and seeds."""
 
 import pytest
 
@@ -20,7 +20,7 @@ ALLOWED = {
 @pytest.mark.parametrize("before", State)
 @pytest.mark.parametrize("after", State)
 def test_only_allowed_transitions_change_the_state(before: State, after: State) -> None:
-    """A finished sample never comes back, a queued one has no tokens to suspend."""
+    """A finished sample stays finished, and a queued one cannot be suspended."""
     driver = LedgerDriver()
     (group,) = driver.groups(1)
     sample = group.samples[0]
@@ -37,7 +37,7 @@ def test_only_allowed_transitions_change_the_state(before: State, after: State) 
 
 
 def test_a_suspended_sample_without_a_token_is_queued_again() -> None:
-    """Prompts never started stay untouched."""
+    """Its group counts as new again."""
     driver = LedgerDriver()
     group, _ = driver.groups(2, 1)
     driver.start(*group.samples.values())
@@ -71,7 +71,7 @@ def test_order_is_fixed_at_the_first_admission() -> None:
 
 
 def test_a_group_leaves_with_its_last_sample() -> None:
-    """Parts of it first, under the same id and incarnation; nothing can be delivered twice."""
+    """Its parts have the same id and incarnation; no sample is delivered twice."""
     driver = LedgerDriver()
     (group,) = driver.groups(3)
     driver.finish(group.samples[0], group.samples[2])
@@ -95,7 +95,7 @@ def test_an_unfinished_sample_cannot_be_delivered() -> None:
 
 
 def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
-    """The only thing that deletes samples; counters and shelves forget them."""
+    """Counters and admission queues are updated."""
     driver = LedgerDriver()
     _, begun, partial, done, kept = driver.groups(1, 2, 1, 1, 1)
     driver.start(begun.samples[0])
@@ -111,7 +111,7 @@ def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
 
 
 def test_a_delivered_id_can_be_used_again_as_a_new_incarnation() -> None:
-    """The whole request is refused and changes nothing; another run has ids of its own."""
+    """Before, the whole request is refused; another run has its own ids."""
     driver = LedgerDriver()
     (group,) = driver.groups(1)
     with pytest.raises(RequestError) as no:
@@ -151,7 +151,7 @@ def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
 
 
 def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
-    """Suspending and resuming on pages of the same version opens none; a span without tokens is none."""
+    """Resuming on pages of the same version opens none, and empty spans are left out."""
     driver = LedgerDriver()
     (group,) = driver.groups(1)
     sample = group.samples[0]
@@ -171,7 +171,7 @@ def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:
 
 
 def test_the_oldest_version_of_a_group_includes_finished_members() -> None:
-    """Staleness is that of any undelivered sample; unstarted ones have no version."""
+    """Delivered and unstarted samples do not count."""
     driver = LedgerDriver()
     (group,) = driver.groups(3)
     assert group.oldest_version() is None

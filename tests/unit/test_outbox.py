@@ -22,7 +22,7 @@ def ended(round_id: str = "r") -> messages.RoundEnded:
     return messages.RoundEnded(round_id, "run", 0, "quota", [], {}, {})
 
 
-def test_what_needs_a_batch_waits_for_it_and_what_follows_waits_too() -> None:
+def test_event_waits_for_its_batch_and_later_events_wait_behind_it() -> None:
     said: list[Any] = []
     outbox = Outbox(said.append)
     outbox.send(FINISHED)
@@ -38,7 +38,7 @@ def test_what_needs_a_batch_waits_for_it_and_what_follows_waits_too() -> None:
     assert len(outbox) == 0
 
 
-def test_a_batch_that_is_written_already_is_not_waited_for() -> None:
+def test_event_of_a_written_batch_is_sent_at_once() -> None:
     said: list[Any] = []
     outbox = Outbox(said.append)
     outbox.release(3)
@@ -49,7 +49,7 @@ def test_a_batch_that_is_written_already_is_not_waited_for() -> None:
 
 
 class Heard:
-    """Events as they leave, from whichever thread."""
+    """Sent events, from either thread."""
 
     def __init__(self) -> None:
         self.events: list[messages.Event] = []
@@ -89,8 +89,8 @@ class SmallDisk(Journal):
         return super()._transaction(ops)
 
 
-def test_a_full_disk_holds_promises_and_nothing_else(tmp_path: Path) -> None:
-    """Generation goes on, questions are answered, the fault is told; with room again everything leaves in its order."""
+def test_full_disk_holds_back_only_events_with_records(tmp_path: Path) -> None:
+    """Generation continues, queries are answered, the fault is reported; with space again all events leave in order."""
     engine, heard = FakeEngine(), Heard()
     engine.on_event = heard
     journal = SmallDisk(tmp_path / "j")

@@ -21,7 +21,7 @@ TOKENS = 300
 
 
 def batch(number: int) -> list[schema.Op]:
-    """Batch 1 opens a round; each has the next tokens of one sample, and says its number as the version."""
+    """Batch 1 opens a round; each batch has the next tokens of one sample, and its number as the version."""
     start = (number - 1) * TOKENS
     ids = np.arange(start, start + TOKENS, dtype="<i4").tobytes()
     chunk = Chunk(ids, ids, [Span(0, start + TOKENS, 0, "fresh")])
@@ -34,7 +34,7 @@ def batch(number: int) -> list[schema.Op]:
 
 
 def recording_of(folder: Path, lib: ctypes.CDLL, sync: str) -> list[Act]:
-    """A journal's whole life, up to the moment before it is closed."""
+    """Everything a journal writes until just before it is closed."""
     with recorded(lib) as recording:
         journal = PromptJournal(folder / "journal", "full" if sync == "full" else "normal")
         journal.start(lambda last, error: recording.mark(last))
@@ -80,16 +80,16 @@ def lib() -> ctypes.CDLL:
     return lib
 
 
-def test_full_keeps_every_promise(tmp_path: Path, lib: ctypes.CDLL) -> None:
+def test_full_sync_survives_power_loss(tmp_path: Path, lib: ctypes.CDLL) -> None:
     assert lost_promises(recording_of(tmp_path, lib, "full"), tmp_path) == 0
 
 
-def test_normal_may_lose_the_last_steps_and_nothing_else(tmp_path: Path, lib: ctypes.CDLL) -> None:
+def test_normal_sync_loses_at_most_the_last_steps(tmp_path: Path, lib: ctypes.CDLL) -> None:
     lost_promises(recording_of(tmp_path, lib, "normal"), tmp_path)
 
 
-def test_this_disk_does_forget(tmp_path: Path, lib: ctypes.CDLL) -> None:
-    """The control: a journal that never syncs loses what it promised, or cannot be read at all."""
+def test_unsynced_journal_loses_data_on_the_lossy_disk(tmp_path: Path, lib: ctypes.CDLL) -> None:
+    """The control: a journal that never syncs loses acknowledged records or cannot be read."""
     try:
         lost = lost_promises(recording_of(tmp_path, lib, "off"), tmp_path)
     except (AssertionError, JournalError):

@@ -1,4 +1,4 @@
-"""The controller on the fake engine: slots, memory and resuming, and what gives way when there is too little."""
+"""The controller on the fake engine: slots, memory, resuming, and demotion under memory pressure."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def tiers(w: ControllerHarness, run: str) -> dict[str, str]:
 
 
 def leave_partials(w: ControllerHarness, sizes: dict[str, int], run: str = "idle") -> None:
-    """A run without an open round, with one partial of about so many KV tokens each, on the device."""
+    """A run without an open round, with one partial on the device per entry, of about that many KV tokens."""
     for name, size in sizes.items():
         w.open(run, {name: (size, 1, -6)}, quota=None)
         w.step(-(-size // w.engine.chunk) + 1)
@@ -21,7 +21,7 @@ def leave_partials(w: ControllerHarness, sizes: dict[str, int], run: str = "idle
 
 @pytest.mark.parametrize(("host_cap", "tier"), [(1000, "host"), (0, "none")])
 def test_partials_of_another_run_are_demoted_for_a_waiting_sample(harness: Build, host_cap: int, tier: str) -> None:
-    """Device -> host -> tokens only; a round is served though partials of an idle run hold the pool."""
+    """To the host, or to tokens only: a round is served although partials of an idle run hold the pool."""
     w = harness(pool=60, chunk=64, host_cap=host_cap)
     leave_partials(w, {"a": 20, "b": 25})
     w.open("run", {"p": (20, 1, -20)}, quota=1)
@@ -34,7 +34,7 @@ def test_partials_of_another_run_are_demoted_for_a_waiting_sample(harness: Build
 
 
 def test_partials_are_demoted_for_a_waiting_stock_request(harness: Build) -> None:
-    """A `/generate` that arrives while partials hold all memory is served."""
+    """`/generate` is served although partials hold all memory."""
     w = harness(pool=60, chunk=64)
     leave_partials(w, {"a": 20, "b": 25})
     foreign = w.do(lambda e: e.add_foreign_request("s", 19, 20, 20))
@@ -44,7 +44,7 @@ def test_partials_are_demoted_for_a_waiting_stock_request(harness: Build) -> Non
 
 
 def test_as_few_partials_as_needed_are_demoted_shortest_first(harness: Build) -> None:
-    """By worth, the least worthy in front."""
+    """In the order of `eviction_priority`."""
     w = harness(pool=100, chunk=100)
     leave_partials(w, {"a": 30, "b": 10, "c": 20})
     w.do(lambda e: e.add_foreign_request("s", 0, 30, 10))
@@ -53,7 +53,7 @@ def test_as_few_partials_as_needed_are_demoted_shortest_first(harness: Build) ->
 
 
 def test_mandatory_groups_are_demoted_last(harness: Build) -> None:
-    """Whatever their length."""
+    """Regardless of length."""
     w = harness(pool=100, chunk=100, slots=4)
     leave_partials(w, {"short": 10}, "run")
     assert (w.push_begin(), w.push_end()) == (200, 200)
@@ -67,7 +67,7 @@ def test_mandatory_groups_are_demoted_last(harness: Build) -> None:
 
 
 def test_partials_are_demoted_for_running_samples(harness: Build) -> None:
-    """As many as the next decodes need room for; nothing that runs is suspended."""
+    """As many as the next decodes need; no running sample is suspended."""
     w = harness(pool=68, chunk=64)
     leave_partials(w, {"a": 8, "b": 12})
     for run in ("run", "other"):
@@ -81,7 +81,7 @@ def test_partials_are_demoted_for_running_samples(harness: Build) -> None:
 
 
 def test_running_work_is_suspended_only_when_no_partial_holds_the_device(harness: Build) -> None:
-    """First the partials of others move out, then ours are suspended, the newest first; nothing is retracted."""
+    """Partials are demoted first, then running samples suspended, newest first; none is retracted."""
     w = harness(pool=64, chunk=64, slots=4)
     leave_partials(w, {"idle": 20})
     w.open("run", {f"p{i}": (4, 1, -24) for i in range(4)}, quota=None)
@@ -102,7 +102,7 @@ def test_running_work_is_suspended_only_when_no_partial_holds_the_device(harness
 
 
 def test_a_sample_alone_gets_all_memory_and_never_runs_out(harness: Build) -> None:
-    """With others suspended for memory, the last one goes on; the rest resume when it has ended."""
+    """The others are suspended for memory and resume when it has ended."""
     w = harness(pool=32, chunk=32, slots=4, host_cap=0)
     w.open("run", {f"p{i}": (4, 1, -25) for i in range(4)}, quota=None)
     reply = w.reply()
@@ -111,7 +111,7 @@ def test_a_sample_alone_gets_all_memory_and_never_runs_out(harness: Build) -> No
 
 
 def test_when_nothing_runs_the_first_partial_evicts_the_others(harness: Build) -> None:
-    """A sample suspended for memory waits until its estimate fits or nothing else runs; no deadlock then."""
+    """A sample waits until its estimate fits or nothing else runs; then there is no deadlock."""
     w = harness(pool=60, chunk=64, slots=1)
     w.open("run", {"first": (20, 1, -20)}, quota=1, tier="host")
     w.step(3)
@@ -141,7 +141,7 @@ def test_a_resume_leaves_room_for_the_next_decode() -> None:
 
 
 def test_a_prompt_as_large_as_the_pool_allows_is_served(harness: Build) -> None:
-    """Beside partials of its own run and of others."""
+    """Although partials of its own and of other runs hold memory."""
     w = harness(pool=60, chunk=8)
     leave_partials(w, {"a": 20, "b": 25})
     leave_partials(w, {"small": 3}, "run")
@@ -151,7 +151,7 @@ def test_a_prompt_as_large_as_the_pool_allows_is_served(harness: Build) -> None:
 
 @pytest.mark.parametrize("tier", ["auto", "device", "host", "none"])
 def test_a_round_can_force_the_tier_of_its_partials(harness: Build, tier: str) -> None:
-    """The debug field; resuming on the same version changes nothing but for `none`, which recomputes."""
+    """Resuming under the same version keeps the spans, except for `none`, which recomputes."""
     w = harness()
     w.open("run", lengths(2, 9, 9), quota=1, tier=tier)
     reply = w.reply()
@@ -207,7 +207,7 @@ def test_runs_share_a_single_slot_round_robin(harness: Build) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_stock_requests_and_rounds_both_progress(harness: Build, slots: int) -> None:
-    """While both wait for slots all the time, neither starves."""
+    """Both wait for slots all the time, and neither starves."""
     w = harness(slots=slots)
     w.open("run", {f"p{i}": (2, 1, -4) for i in range(100)}, quota=100)
     foreign_requests = []

@@ -1,4 +1,4 @@
-"""A group's prompt is prefilled once: who leads, who follows, and who leads when the KV is gone."""
+"""A group's prompt is prefilled once: leaders, followers, and new leaders when the KV is evicted."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def prompts() -> PromptSharing:
 
 
 def prefills(w: ControllerHarness) -> list[int]:
-    """Per prefill from now on: how many samples it was for."""
+    """The number of samples of each prefill from now on."""
     seen: list[int] = []
     check = w.engine.on_forward
 
@@ -32,7 +32,7 @@ def prefills(w: ControllerHarness) -> list[int]:
 
 
 def led(prompts: PromptSharing) -> tuple[LedgerDriver, Sample, Sample]:
-    """A group whose first member is being prefilled: that one, and another."""
+    """A group whose first member is being prefilled; returns that member and another."""
     driver = LedgerDriver()
     (group,) = driver.groups(3)
     leader, other, _ = group.samples.values()
@@ -42,7 +42,7 @@ def led(prompts: PromptSharing) -> tuple[LedgerDriver, Sample, Sample]:
 
 
 def test_one_sample_per_group_is_prefilled(prompts: PromptSharing) -> None:
-    """For eight free slots: groups whose members fill them, and whoever nobody follows."""
+    """For eight free slots: leaders of groups that fill them, and samples without followers."""
     driver = LedgerDriver()
     driver.groups(4, 1, 2, 4, 4)
     assert names(list(prompts.select_for_prefill(driver.round(), 8))) == ["g0.0", "g1.0", "g2.0", "g3.0"]
@@ -50,7 +50,7 @@ def test_one_sample_per_group_is_prefilled(prompts: PromptSharing) -> None:
 
 
 def test_leaders_of_a_whole_batch_share_a_prefill(prompts: PromptSharing) -> None:
-    """Five slots are free and 24 samples run: followers of as many will find slots before the next prefill."""
+    """With 24 running samples and five free slots, followers of 29 samples find slots before the next prefill."""
     driver = LedgerDriver()
     driver.start(*(g.samples[0] for g in driver.groups(*[1] * 24)))
     driver.groups(*[8] * 9)
@@ -100,7 +100,7 @@ def test_without_sharing_every_member_is_prefilled(harness: Build) -> None:
 
 
 def test_a_new_policy_version_needs_new_leaders(harness: Build) -> None:
-    """KV of one version is never a prefix under another."""
+    """KV of one version is never a prefix under another (`no-mixed-version-prefix`)."""
     w = harness(slots=2, pool=300, chunk=64, shares=True)
     rows = prefills(w)
     w.open("run", {"p": (5, 8, -20)}, quota=1)
@@ -113,7 +113,7 @@ def test_a_new_policy_version_needs_new_leaders(harness: Build) -> None:
 
 
 def test_evicted_prompt_kv_is_computed_again(harness: Build) -> None:
-    """The tree may let a prompt go that nobody stands on; a flush empties it."""
+    """The radix tree can evict an unused prompt, and a flush clears it."""
     w = harness(slots=2, pool=300, chunk=64, shares=True)
     rows = prefills(w)
     w.open("run", {"p": (5, 8, -20)}, quota=1)
@@ -125,7 +125,7 @@ def test_evicted_prompt_kv_is_computed_again(harness: Build) -> None:
 
 
 def test_evicted_prompt_kv_is_searched_once_per_step(harness: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader has ended, and one follows in its place; then seven slots come free together."""
+    """One lookup fails; the new leader's six followers find the KV."""
     w = harness(slots=8, pool=1000, chunk=64, shares=True)
     w.open("run", {"p": (5, 16, -20)}, quota=1)
     while w.engine.followed < 8:
@@ -139,7 +139,7 @@ def test_evicted_prompt_kv_is_searched_once_per_step(harness: Build, monkeypatch
 
 
 def test_stock_requests_are_served_while_followers_join(harness: Build) -> None:
-    """A join launches no prefill; `/generate` gets every second step then, and both progress."""
+    """A join launches no prefill, so `/generate` gets every second step."""
     w = harness(slots=2, pool=300, chunk=64, shares=True)
     w.open("run", {f"p{i}": (5, 8, -2) for i in range(8)}, quota=8)
     w.step(3)
@@ -150,7 +150,7 @@ def test_stock_requests_are_served_while_followers_join(harness: Build) -> None:
 
 
 def test_stock_requests_are_served_while_followers_join_in_every_step(harness: Build) -> None:
-    """A join launches no prefill; whoever waits for one has every second step, however many slots are free."""
+    """A waiting prefill gets every second step, however many slots are free."""
     w = harness(slots=24, pool=4000, chunk=64, shares=True)
     for length in (3, 4, 5, 7):
         w.open(f"run-{length}", {"p": (5, 100, -length)}, quota=1)
@@ -161,8 +161,8 @@ def test_stock_requests_are_served_while_followers_join_in_every_step(harness: B
 
 
 def test_leaders_do_not_give_their_slots_to_running_ahead(harness: Build) -> None:
-    """What one run's leaders leave of its free slots is for their followers, not for a run that runs ahead; its
-    partials wait, and go on on their KV."""
+    """The slots that leaders leave free are for their followers, not for a run that runs ahead; its partials wait and
+    resume on their KV."""
     w = harness(slots=8, pool=2000, chunk=64, shares=True)
     w.open("b", lengths(2, 40, 40, 40, 40, 40), quota=1, ahead=4, after_quota="continue")
     w.reply("b")

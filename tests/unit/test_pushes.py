@@ -1,4 +1,4 @@
-"""The controller on the fake engine: pushes and all that happens around a round."""
+"""The controller on the fake engine: pushes and interruptions."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def spans(w: ControllerHarness, name: str) -> list[tuple[int, str]]:
 
 
 def test_a_push_of_ten_buckets_suspends_samples_and_moves_the_version_once(harness: Build) -> None:
-    """The round stays open and goes on at the new version, on kept KV."""
+    """The round stays open and continues at the new version on kept KV."""
     w = harness()
     w.open("run", lengths(9, 9), quota=2)
     w.step(3)
@@ -32,7 +32,7 @@ def test_a_push_of_ten_buckets_suspends_samples_and_moves_the_version_once(harne
 
 
 def test_weight_calls_without_begin_are_one_push_until_the_next_forward(harness: Build) -> None:
-    """The version moves at the first accepted call after any forward, anyone's."""
+    """The version moves at the first accepted call after any forward, including stock requests'."""
     w = harness()
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
     w.do(lambda e: e.weight_call(ok=True, whole=False, flush=True))
@@ -44,7 +44,7 @@ def test_weight_calls_without_begin_are_one_push_until_the_next_forward(harness:
 
 
 def test_a_refused_push_changes_nothing(harness: Build) -> None:
-    """409 for a version that is not greater and for an end without a begin; what runs goes on running."""
+    """409 for a version that is not greater and for an end without a begin; running samples keep running."""
     w = harness()
     w.open("run", lengths(9), quota=1)
     w.step(3)
@@ -68,7 +68,7 @@ def test_begin_again_starts_the_push_over_and_end_may_name_the_version(harness: 
 
 @pytest.mark.parametrize("heal", ["push", "disk"])
 def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(harness: Build, heal: str) -> None:
-    """Nothing of ours steps on half pushed weights, rounds get 503 with the reason, one bucket heals nothing."""
+    """No rollout sample steps, rounds get 503 with the reason, and a single bucket does not heal it."""
     w = harness()
     w.open("run", lengths(9), quota=1)
     w.step(3)
@@ -88,7 +88,7 @@ def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(harness: Bu
 
 
 def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(harness: Build) -> None:
-    """The round ended in that step; the push that follows at once makes nothing of it mandatory."""
+    """The round ended in that step, so the push makes none of its groups mandatory."""
     w = harness()
     w.open("run", lengths(2, 9), quota=1, max_staleness=1)
     while not w.controller.context.rounds["run"].counted():
@@ -98,7 +98,7 @@ def test_a_quota_met_just_before_a_push_ends_the_round_under_the_old_version(har
 
 
 def test_a_paused_round_continues_unchanged(harness: Build) -> None:
-    """No step of ours while frozen, SGLang's own requests included in none of it; no span opens."""
+    """No rollout sample steps while paused, stock requests do, and no span opens."""
     w = harness()
     w.open("run", lengths(9), quota=1)
     w.step(3)
@@ -115,7 +115,7 @@ def test_a_paused_round_continues_unchanged(harness: Build) -> None:
 
 @pytest.mark.parametrize("policy", ["keep", "auto", "recompute"])
 def test_only_kv_of_an_older_version_is_recomputed(harness: Build, policy: str) -> None:
-    """`recompute` keeps pages of the same version; `auto` means keep for now."""
+    """`recompute` keeps pages of the same version; `auto` without rates keeps."""
     w = harness()
     w.open("run", lengths(1, 20), quota=1, kv=policy)
     w.reply()
@@ -131,7 +131,7 @@ def test_only_kv_of_an_older_version_is_recomputed(harness: Build, policy: str) 
 
 
 def test_a_flush_moves_pages_to_the_host_within_its_cap(harness: Build) -> None:
-    """The longest first; those without room keep their tokens, and nothing is lost."""
+    """The longest first; samples without room keep their tokens."""
     w = harness(host_cap=12)
     w.open("run", {f"p{i}": (3 + i, 1, -20) for i in range(4)} | {"q": (3, 1, -1)}, quota=1)
     w.reply()
@@ -152,7 +152,7 @@ def test_a_flush_moves_pages_to_the_host_within_its_cap(harness: Build) -> None:
 
 
 def test_a_waiting_flush_keeps_samples_suspended(harness: Build) -> None:
-    """With a timeout; afterwards the round goes on."""
+    """`flush_cache?timeout=`; afterwards the round continues."""
     w = harness()
     w.open("run", lengths(9), quota=1)
     w.do(lambda e: e.add_foreign_request("s", 4, 3, 5))

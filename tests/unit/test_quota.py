@@ -28,7 +28,7 @@ def delivered(
         (None, "sample", None),
     ],
 )
-def test_units_that_count(quota: int | None, unit: str, reason: str | None) -> None:
+def test_quota_counts_groups_or_samples(quota: int | None, unit: str, reason: str | None) -> None:
     """Whole groups, or finished samples; here one group of two is whole and one of two half finished."""
     driver = LedgerDriver()
     whole, half = driver.groups(2, 2)
@@ -51,7 +51,7 @@ def test_an_empty_round_is_exhausted() -> None:
 
 
 @pytest.mark.parametrize("unit", ["group", "sample"])
-def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> None:
+def test_mandatory_group_keeps_the_round_open_until_it_is_whole(unit: str) -> None:
     """All its members, unstarted ones too."""
     driver = LedgerDriver()
     done, stale = driver.groups(1, 2)
@@ -65,7 +65,7 @@ def test_a_mandatory_group_holds_the_round_open_until_it_is_whole(unit: str) -> 
     assert rnd.ends_now() == "quota"
 
 
-def test_a_dropped_mandatory_group_holds_nothing() -> None:
+def test_dropped_mandatory_group_does_not_keep_the_round_open() -> None:
     """`stop` overrides the staleness bound."""
     driver = LedgerDriver()
     done, stale = driver.groups(1, 1)
@@ -157,7 +157,7 @@ def test_strict_on_policy_counts_samples_of_begun_groups(quota: int, left: int) 
 # --- deliver
 
 
-def test_the_quota_exactly_in_finish_then_admission_order() -> None:
+def test_quota_is_delivered_in_finish_then_admission_order() -> None:
     """Carried ones first, then the finish step, then admission, whatever the order of arrival."""
     driver = LedgerDriver()
     a, b, c, d = driver.groups(1, 1, 1, 1)
@@ -189,7 +189,7 @@ def test_mandatory_groups_lead_and_go_beyond_the_quota() -> None:
     assert list(driver.run.groups) == ["g0"]
 
 
-def test_what_is_over_the_bound_is_counted() -> None:
+def test_groups_over_the_bound_are_counted() -> None:
     """`stats.over_bound` counts them."""
     driver = LedgerDriver()
     at, over = driver.groups(1, 1)
@@ -214,7 +214,7 @@ def test_samples_of_unfinished_groups_in_units_of_samples() -> None:
     assert [(d.id, d.indices, d.complete) for d in parts] == [("g0", [1], True)]
 
 
-def test_a_quota_of_samples_may_cut_a_whole_group() -> None:
+def test_sample_quota_may_split_a_whole_group() -> None:
     """What is left of it is surplus and comes under the same id."""
     driver = LedgerDriver()
     (group,) = driver.groups(3)

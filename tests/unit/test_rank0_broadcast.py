@@ -1,4 +1,4 @@
-"""What ranks observe reaches the scheduler's own inbox once all have said it, and failed if one did."""
+"""Observations of ranks reach the scheduler's inbox once all ranks have reported, as failed if one rank failed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +11,11 @@ from sglang.srt.managers.io_struct import sock_recv
 from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.api import messages
 
-SAID_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Scheduler(SimpleNamespace):
-    """As much of a scheduler as Facts looks at."""
+    """The attributes of a scheduler that Rank0Broadcast uses."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         inbox: Any = zmq.Context.instance().socket(zmq.PULL) if rank == 0 else None
@@ -27,10 +27,10 @@ class Scheduler(SimpleNamespace):
             tp_cpu_group=None,
         )
 
-    def told(self) -> Any:
+    def received(self) -> Any:
         """The next message in the inbox that rank 0 pulls and broadcasts."""
         inbox = self.ipc_channels.recv_from_tokenizer
-        assert inbox.poll(SAID_S * 1000)
+        assert inbox.poll(TIMEOUT_S * 1000)
         return messages.decode_message(sock_recv(inbox).payload)
 
 
@@ -43,17 +43,17 @@ def own_context(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("own_context")
-def test_one_rank_speaks_for_itself() -> None:
+def test_single_rank_reports_are_sent_at_once() -> None:
     s = Scheduler(0, 1)
-    facts = Rank0Broadcast(s)  # type: ignore[arg-type]
-    facts.report(3)
-    facts.report(4, "disk full")
-    assert s.told() == messages.Moved([3])
-    assert s.told() == messages.Moved([], {4: "disk full"})
+    broadcast = Rank0Broadcast(s)  # type: ignore[arg-type]
+    broadcast.report(3)
+    broadcast.report(4, "disk full")
+    assert s.received() == messages.Moved([3])
+    assert s.received() == messages.Moved([], {4: "disk full"})
 
 
 @pytest.mark.usefixtures("own_context")
-def test_ready_is_all_ranks_and_failed_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_is_ready_on_all_ranks_or_failed_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order and however late one rank reports."""
     address: list[str] = []
 
@@ -69,11 +69,11 @@ def test_ready_is_all_ranks_and_failed_is_any(monkeypatch: pytest.MonkeyPatch) -
     ranks[0].report(2)
     ranks[0].report(3, "bad page")
     ranks[1].report(2)
-    assert first.told() == messages.Moved([2])
+    assert first.received() == messages.Moved([2])
     ranks[1].report(3)
-    assert first.told() == messages.Moved([], {3: "rank 0: bad page"})
+    assert first.received() == messages.Moved([], {3: "rank 0: bad page"})
     ranks[1].report(1, "disk full")
-    assert first.told() == messages.Moved([], {1: "rank 1: disk full"})
-    ranks[1].say(messages.Moved([9]))
-    ranks[0].say(messages.Moved([8]))
-    assert first.told() == messages.Moved([8])
+    assert first.received() == messages.Moved([], {1: "rank 1: disk full"})
+    ranks[1].send(messages.Moved([9]))
+    ranks[0].send(messages.Moved([8]))
+    assert first.received() == messages.Moved([8])

@@ -1,4 +1,4 @@
-"""The HTTP process after a restart: one server's life told to the next, and a journal that cannot be written."""
+"""The HTTP process after a restart: the state restored from the journal, and journal faults."""
 
 import asyncio
 import threading
@@ -15,8 +15,10 @@ from tests.unit.test_routes import client_of, open_round, run, until
 BODY: dict[str, Any] = {"run": "r", "round_id": "open", "prompts": [prompt(id="late", text="x", input_ids=None)]}
 
 
-async def life(april: AprilService, engine: ScriptedEngine, *rounds: str, **body: Any) -> dict[str, tuple[Any, bytes]]:
-    """Rounds of one group each, from request to reply; what the scheduler was told, and what was replied."""
+async def run_rounds(
+    april: AprilService, engine: ScriptedEngine, *rounds: str, **body: Any
+) -> dict[str, tuple[Any, bytes]]:
+    """Run rounds of one group each; returns the command and the reply of each."""
     lived = {}
     async with client_of(april) as client:
         for name in rounds:
@@ -64,16 +66,16 @@ def told() -> tuple[AprilService, ScriptedEngine]:
 
 
 async def before(*names: str) -> tuple[dict[str, tuple[Any, bytes]], messages.OpenRound]:
-    """What a first server replied, and the round that it had open when it died."""
+    """The replies of a first server, and the round that was open when it died."""
     april, engine = told()
-    lived = await life(april, engine, *names)
+    lived = await run_rounds(april, engine, *names)
     async with client_of(april) as client:
         task = await open_round(client, engine, **BODY)
         task.cancel()
     return lived, engine.opened
 
 
-def test_requests_wait_until_the_last_server_s_life_is_told() -> None:
+def test_requests_wait_for_the_restored_state() -> None:
     async def scenario() -> None:
         lived, _ = await before("one")
         april, engine = with_journal()
@@ -111,7 +113,7 @@ def test_a_round_that_was_open_is_open_again_for_the_same_body() -> None:
 
 
 def test_a_reopened_round_that_ends_at_once_does_not_push_out_newer_replies() -> None:
-    """Its reply is the newest of its run, though its text is there before theirs."""
+    """Its reply is the newest of its run, although its text is decoded before theirs."""
 
     async def scenario() -> None:
         lived, opened = await before("one", "two")
@@ -136,7 +138,7 @@ def test_a_reopened_round_that_ends_at_once_does_not_push_out_newer_replies() ->
     run(scenario())
 
 
-def test_what_had_finished_is_streamed_again() -> None:
+def test_restored_finished_samples_are_streamed_again() -> None:
     async def scenario() -> None:
         _, opened = await before()
         april, engine = with_journal()
@@ -148,7 +150,7 @@ def test_what_had_finished_is_streamed_again() -> None:
     run(scenario())
 
 
-def test_nothing_holds_the_weights_until_their_version_is_named() -> None:
+def test_no_reader_is_held_until_the_version_is_named() -> None:
     """A weight call that names it must not wait for a round that waits for the name."""
 
     async def scenario() -> None:
@@ -168,10 +170,10 @@ def test_nothing_holds_the_weights_until_their_version_is_named() -> None:
     run(scenario())
 
 
-def test_a_journal_that_cannot_be_written_takes_nothing_new_and_keeps_its_word() -> None:
+def test_journal_fault_refuses_new_rounds_and_keeps_open_ones() -> None:
     async def scenario() -> None:
         april, engine = told()
-        lived = await life(april, engine, "one")
+        lived = await run_rounds(april, engine, "one")
         async with client_of(april) as client:
             waiting = await open_round(client, engine, run="other", round_id="two", prompts=[prompt(id="x")])
             engine.tell(messages.JournalFault("the journal cannot be written: disk full"))
@@ -194,12 +196,12 @@ def test_a_journal_that_cannot_be_written_takes_nothing_new_and_keeps_its_word()
 
 
 @pytest.mark.parametrize("journal", [None, "/journal"])
-def test_the_journal_hears_of_an_ack(journal: str | None) -> None:
+def test_ack_is_written_to_the_journal(journal: str | None) -> None:
     async def scenario() -> None:
         april, engine = service(journal=journal)
         if journal:
             engine.tell(restored())
-        await life(april, engine, "one", keep_until_ack=True)
+        await run_rounds(april, engine, "one", keep_until_ack=True)
         assert engine.opened.spec.keep_until_ack
         async with client_of(april) as client:
             reply: httpx.Response = await client.post("/april/rounds/one/ack")
@@ -210,7 +212,7 @@ def test_the_journal_hears_of_an_ack(journal: str | None) -> None:
     run(scenario())
 
 
-def test_damage_is_told() -> None:
+def test_damage_is_reported_in_the_state() -> None:
     async def scenario() -> None:
         april, engine = with_journal()
         engine.tell(restored(warnings=["2 journal records were damaged"]))

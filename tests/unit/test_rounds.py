@@ -70,7 +70,7 @@ async def test_a_reply_kept_until_ack_outlives_the_last_ones() -> None:
 
 
 @scenario
-async def test_unacknowledged_replies_beyond_the_memory_stop_new_rounds_and_lose_nothing() -> None:
+async def test_unacknowledged_replies_beyond_the_memory_refuse_new_rounds() -> None:
     rounds = RoundRegistry(2, 25)
     for i in range(3):
         ended(rounds, f"r{i}", keep=True)
@@ -93,7 +93,7 @@ async def test_replies_of_many_runs_stay_within_the_memory() -> None:
 
 
 @scenario
-async def test_acknowledging_too_early_or_the_unknown() -> None:
+async def test_ack_before_the_reply_or_of_an_unknown_round_is_refused() -> None:
     rounds = RoundRegistry(2, 100)
     rounds.admit(record("open", "run", "body"))
     assert status(lambda: rounds.acknowledge("open")) == 409
@@ -115,7 +115,7 @@ async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
 
 
 @scenario
-async def test_a_hold_keeps_a_writer_waiting_until_it_is_given_up() -> None:
+async def test_reader_blocks_a_writer_until_it_is_released() -> None:
     lock = sglang_rwlock()
     weight_lock = WeightLock(lock)
     await weight_lock.acquire("a")
@@ -137,7 +137,7 @@ async def test_a_hold_keeps_a_writer_waiting_until_it_is_given_up() -> None:
 
 
 @scenario
-async def test_push_and_pause_together_are_both_waited_for() -> None:
+async def test_readers_return_after_both_push_and_pause_end() -> None:
     lock = sglang_rwlock()
     weight_lock = WeightLock(lock)
     await weight_lock.acquire("a")
@@ -152,7 +152,7 @@ async def test_push_and_pause_together_are_both_waited_for() -> None:
 
 
 @scenario
-async def test_a_round_that_ends_while_it_waits_for_the_lock_holds_nothing() -> None:
+async def test_round_that_ends_while_waiting_for_the_lock_holds_no_reader() -> None:
     lock = sglang_rwlock()
     weight_lock = WeightLock(lock)
     await weight_lock.acquire("a")
@@ -167,7 +167,7 @@ async def test_a_round_that_ends_while_it_waits_for_the_lock_holds_nothing() -> 
 
 
 @scenario
-async def test_an_opening_that_gets_the_lock_in_a_push_lets_go_of_it() -> None:
+async def test_reader_acquired_during_a_push_is_released() -> None:
     lock = sglang_rwlock()
     weight_lock = WeightLock(lock)
     await lock.acquire_writer()

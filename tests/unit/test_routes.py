@@ -44,7 +44,7 @@ def test_a_round_from_request_to_reply() -> None:
     run(scenario())
 
 
-def test_msgpack_both_ways_says_the_same_as_json() -> None:
+def test_msgpack_and_json_replies_are_equal() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
@@ -127,7 +127,7 @@ def test_a_refused_round_leaves_nothing_behind() -> None:
     run(scenario())
 
 
-def test_a_prompt_that_is_in_use_keeps_what_it_has() -> None:
+def test_refused_duplicate_prompt_leaves_the_first_unchanged() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
@@ -228,7 +228,7 @@ def test_bad_input_is_named(method: str, path: str, content: bytes, field: str, 
     run(scenario())
 
 
-def test_a_sample_that_never_arrived_is_an_error_and_not_a_silent_gap() -> None:
+def test_missing_sample_fails_the_round() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:

@@ -11,7 +11,7 @@ from tests.unit.http_app import client_of, open_round, run, until
 from tests.unit.scripted_engine import prompt, service
 
 
-def test_a_client_that_leaves_ends_only_its_wait() -> None:
+def test_disconnect_ends_only_that_request() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
@@ -27,8 +27,8 @@ def test_a_client_that_leaves_ends_only_its_wait() -> None:
     run(scenario())
 
 
-def test_a_stream_whose_client_leaves_takes_no_text_from_the_others() -> None:
-    """It leaves while a text is being decoded, which the reply and the other stream wait for too."""
+def test_cancelled_stream_does_not_cancel_decoding_for_others() -> None:
+    """The client disconnects while a text is decoded that the reply and another stream wait for."""
 
     async def scenario() -> None:
         april, engine = service()
@@ -51,8 +51,8 @@ def test_a_stream_whose_client_leaves_takes_no_text_from_the_others() -> None:
     run(scenario())
 
 
-def test_a_reply_that_cannot_be_built_is_an_error_and_no_endless_wait() -> None:
-    """A text that somebody has cancelled raises what is no `Exception`."""
+def test_failed_reply_answers_with_an_error() -> None:
+    """A cancelled text raises `CancelledError`, which is no `Exception`."""
 
     async def scenario() -> None:
         april, engine = service()
@@ -71,8 +71,8 @@ def test_a_reply_that_cannot_be_built_is_an_error_and_no_endless_wait() -> None:
     run(scenario())
 
 
-def test_an_end_that_cannot_be_handled_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with it, and not only a sample that is missing here."""
+def test_failed_round_end_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any exception in the handler, not only a missing sample."""
 
     async def scenario() -> None:
         april, engine = service()
@@ -93,7 +93,7 @@ def test_an_end_that_cannot_be_handled_is_an_error_and_no_endless_wait(monkeypat
 
 @pytest.mark.parametrize(("tokens", "on_the_loop"), [(8, True), (routes.SMALL, False)])
 def test_a_large_event_is_encoded_off_the_loop(tokens: int, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or every other request would wait for it."""
+    """Otherwise every other request would wait for it."""
     threads, encode = [], routes.encode_group
     monkeypatch.setattr(
         routes, "encode_group", lambda *a, **k: (threads.append(threading.get_ident()), encode(*a, **k))[1]
@@ -111,7 +111,7 @@ def test_a_large_event_is_encoded_off_the_loop(tokens: int, on_the_loop: bool, m
     run(scenario())
 
 
-def test_stop_is_idempotent_and_waits_for_nothing() -> None:
+def test_stop_is_idempotent_and_does_not_wait_for_the_reply() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
@@ -127,7 +127,7 @@ def test_stop_is_idempotent_and_waits_for_nothing() -> None:
     run(scenario())
 
 
-def test_a_stop_before_the_round_is_open_is_kept() -> None:
+def test_stop_before_the_round_is_open_takes_effect_later() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
@@ -172,7 +172,7 @@ def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
 def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiting(
     interruption: str, asked: str
 ) -> None:
-    """With a journal the round's answer waits for a write, and the end of the pause or push overtakes it."""
+    """With a journal, the round's answer waits for a write and the end of the pause or push overtakes it."""
 
     async def scenario() -> None:
         april, engine = service()
@@ -203,7 +203,7 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
     run(scenario())
 
 
-def test_a_push_that_the_scheduler_refuses_gives_no_reader_up() -> None:
+def test_refused_push_releases_no_reader() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:

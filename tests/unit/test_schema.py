@@ -153,7 +153,7 @@ def test_nan_and_infinity_are_refused_in_msgpack_and_in_json(name: str, value: f
         b'{"quota": 01}',
     ],
 )
-def test_what_is_no_json_is_refused_as_the_body(data: bytes) -> None:
+def test_invalid_json_is_refused_as_the_body(data: bytes) -> None:
     if not data:
         assert decode_rollout(data, False) == RolloutBody()
         return
@@ -162,7 +162,7 @@ def test_what_is_no_json_is_refused_as_the_body(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xc1", b"\x81", b"\x81\xa3run\xa1\xff", b"\x81\xa3run\xa9a", b"\x80\x80"])
-def test_what_is_no_msgpack_is_refused_as_the_body(data: bytes) -> None:
+def test_invalid_msgpack_is_refused_as_the_body(data: bytes) -> None:
     with pytest.raises(RequestError, match=r"^body: "):
         decode_rollout(data, True)
 
@@ -177,7 +177,7 @@ def test_deep_nesting_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [b"raw", {1: 2}, {None: 1}, msgspec.msgpack.Ext(5, b"x"), [b""], {"a": {2: 3}}])
-def test_metadata_that_json_cannot_say_is_refused(value: Any) -> None:
+def test_metadata_without_a_json_form_is_refused(value: Any) -> None:
     assert refuse(one(metadata=value), packed=True).field == "prompts[0].metadata"
 
 
@@ -203,7 +203,7 @@ def test_a_message_is_a_role_and_a_text(message: dict[str, Any], field: str) -> 
     assert refuse(body).field == f"prompts[0].messages[0].{field}"
 
 
-def test_what_a_chat_template_refuses_is_refused() -> None:
+def test_error_of_the_chat_template_is_refused() -> None:
     body = {"prompts": [{"id": "a", "messages": [{"role": "assistant", "content": "x"}]}]}
     assert refuse(body).field == "prompts[0].messages"
 
@@ -271,7 +271,7 @@ def test_priority_needs_a_server_that_schedules_by_it() -> None:
 @pytest.mark.parametrize(
     "name", ["lora_path", "return_routed_experts", "return_hidden_states", "image_data", "input_embeds"]
 )
-def test_what_is_refused_by_name_says_why(name: str) -> None:
+def test_unsupported_sglang_field_is_refused_with_a_reason(name: str) -> None:
     for body in (one(**{name: "x"}), {name: "x"}):
         refused = refuse(body)
         assert refused.field.endswith(name)
@@ -284,7 +284,7 @@ def test_an_unknown_field_with_a_strange_name_is_still_an_error() -> None:
     assert len(refuse({"x" * 100_000: 1}).field) <= 500
 
 
-def test_defaults_of_the_round_stand_under_those_of_the_prompt() -> None:
+def test_prompt_parameters_override_round_parameters() -> None:
     body = {
         "sampling_params": {"temperature": 0.5, "stop": "x", "sampling_seed": 5},
         "prompts": [
@@ -300,7 +300,7 @@ def test_defaults_of_the_round_stand_under_those_of_the_prompt() -> None:
     assert [prompt.seed for prompt in opened.prompts] == [5, 6, 7]
 
 
-def test_launch_flags_stand_in_for_absent_fields_but_not_for_null() -> None:
+def test_launch_flags_replace_absent_fields_but_not_null() -> None:
     assert accept({}).spec.quota == 8
     assert accept({"quota": None}).spec.quota is None
     assert accept({}).spec.max_staleness == 5
@@ -317,7 +317,7 @@ def test_raw_ids_equal_a_list() -> None:
     assert refuse(one(input_ids=negative), packed=True).field == "prompts[0].input_ids[1]"
 
 
-def test_the_fingerprint_is_of_what_is_asked_and_not_of_how_it_travels() -> None:
+def test_fingerprint_ignores_encoding_and_streaming() -> None:
     def fingerprint(body: dict[str, Any], packed: bool = False) -> str:
         data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
         return check_rollout(decode_rollout(data, packed), packed)

@@ -1,4 +1,4 @@
-"""Any story of a page store against a dictionary: puts, spills, resumes, drops, crashes."""
+"""Any sequence of page store operations, checked against a dictionary: copies, spills, loads, drops, crashes."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.unit.rank_store import ELSEWHERE, PAGE, RankStore, slots_of
 
 
 class Story(RuleBasedStateMachine):
-    """Put, spill, resume, drop, crash and reopen, in any order, against a dictionary."""
+    """Copy, spill, load, drop, crash and reopen in any order."""
 
     folder: Path
     names = st.integers(0, 5)
@@ -28,7 +28,7 @@ class Story(RuleBasedStateMachine):
         self.rank.disk.begin("epoch 0")
         self.epochs = 0
         self.known: dict[int, tuple[torch.Tensor, bool]] = {}
-        """KV by name, and whether it is on disk."""
+        """Expected KV by name, and whether it is on disk."""
         self.orders = 0
         self.free = 20
 
@@ -96,7 +96,7 @@ class Story(RuleBasedStateMachine):
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
-        said = KvSearch(disk, f"epoch {self.epochs}").look(wanted)
+        said = KvSearch(disk, f"epoch {self.epochs}").find_all(wanted)
         good = [not lost and name in there and name not in spoilt | older for name in range(6)]
         assert [outcome == "" for outcome in said] == good
         assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]
@@ -120,7 +120,7 @@ class Story(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_store_operations(tmp_path: Path) -> None:
-    """Put, promote, demote, evict, resume, drop, crash, reopen: what the model has comes back bit for bit."""
+    """Stored KV is always loaded bit for bit."""
     machine: Any = type("StoryHere", (Story,), {"folder": tmp_path})
     run_state_machine_as_test(
         machine,

@@ -1,11 +1,11 @@
-"""Which tier pages are in, decision by decision: prompts stored once, budgets, failures, checks."""
+"""Decisions of `Tiers`: shared prompts, budgets, failed copies, integrity checks."""
 
 from typing import Any
 
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.kv.kv_pages import Pages
+from sglang_april.kv.kv_pages import KvState, KvStateError, Pages
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
@@ -18,7 +18,7 @@ PAGE = 16
 
 
 class Orders:
-    """An engine that only writes down what it is asked for."""
+    """An engine that records its orders."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -86,7 +86,7 @@ class Group:
 
 
 def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
-    """40 tokens stand in the tree: 32 of them, whole pages of 16, are stored once, for later suspensions too."""
+    """Of 40 tokens in the radix tree, 32 (whole pages of 16) are stored once, also for later suspensions."""
     g = Group()
     for sample in g.samples:
         g.tiers.demote(sample)
@@ -109,7 +109,7 @@ def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
 
 
 def test_a_leader_and_its_followers_share_a_prefix() -> None:
-    """The leader stands on all 48 tokens of its prompt, a follower on 47: 32 of them, in whole pages, are both's."""
+    """The leader's prefix has 48 tokens, a follower's 47; both share the 32 in whole pages."""
     g = Group(prompt_tokens=48)
     for sample, protected in zip(g.samples, (47, 48, 47, 48), strict=True):
         sample.kv.pages.protected = protected  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def test_a_leader_and_its_followers_share_a_prefix() -> None:
 
 
 def test_a_recomputed_prompt_is_another_prefix() -> None:
-    """Shared among members prefilled together; another tree node may hold other bits."""
+    """Another tree node may hold different bits."""
     g = Group()
     g.tiers.demote(g.samples[0])
     g.node = object()
@@ -129,7 +129,7 @@ def test_a_recomputed_prompt_is_another_prefix() -> None:
 
 
 def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
-    """Others stand on what this order reads, from slots that its sample no longer protects."""
+    """Other samples use the prefix that this order reads from slots that are no longer protected."""
     g = Group()
     g.tiers.demote(g.samples[0])
     order = g.engine.calls[0][1]
@@ -139,7 +139,7 @@ def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
 
 
 def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:
-    """Device, host, disk, tokens only; the least worthy moves down, whole files on the disk."""
+    """The lowest priority moves down: device, host, disk, tokens only."""
     g = Group(host=96, disk=64)
     for sample in g.samples:
         g.tiers.demote(sample)
@@ -152,7 +152,7 @@ def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:
 
 
 def test_slots_are_held_until_all_ranks_report_the_copy() -> None:
-    """Neither the order nor this rank's own copy frees them."""
+    """Neither the order nor this rank's own copy frees them (`pool-accounting`)."""
     g = Group()
     g.tiers.demote(g.samples[0])
     pages = g.samples[0].kv.pages
@@ -169,7 +169,7 @@ def test_slots_are_held_until_all_ranks_report_the_copy() -> None:
 
 @pytest.mark.parametrize("fail_every", [1, 2])
 def test_a_failed_copy_is_recomputed_counted_and_warned_of(harness: Build, fail_every: int) -> None:
-    """Never a wrong token, never a lost sample: `stats.kv_lost`, a warning, and the sum in `/april/state`."""
+    """Reported in `stats.kv_lost`, a warning, and the total in `/april/state`."""
     w = harness(fail_every=fail_every)
     w.open("run", lengths(2, 30, 30), quota=1, tier="host")
     w.reply()
@@ -185,7 +185,7 @@ def test_a_failed_copy_is_recomputed_counted_and_warned_of(harness: Build, fail_
 
 
 def test_an_integrity_check_is_answered_when_all_ranks_have_reported(harness: Build) -> None:
-    """`GET /april/state?check=1`: not before."""
+    """`GET /april/state?check=1`."""
     w = harness()
     w.open("run", lengths(2, 30), quota=1, tier="host")
     w.reply()
@@ -196,3 +196,40 @@ def test_an_integrity_check_is_answered_when_all_ranks_have_reported(harness: Bu
     assert seq not in w.answers
     w.step(2)
     assert w.answers.pop(seq).data == {"ok": True, "problem": ""}
+
+
+K = KvState
+KV_TRANSITIONS = {
+    (K.DEVICE, K.COPYING_OUT),
+    (K.DEVICE, K.RELEASED),
+    (K.DEVICE_WITH_COPY, K.DEVICE),
+    (K.DEVICE_WITH_COPY, K.STORED),
+    (K.COPYING_OUT, K.DEVICE),
+    (K.COPYING_OUT, K.COPYING_OUT_SLOTS_FREED),
+    (K.COPYING_OUT, K.STORED),
+    (K.COPYING_OUT_SLOTS_FREED, K.STORED),
+    (K.COPYING_OUT_SLOTS_FREED, K.LOADING),
+    (K.COPYING_OUT_SLOTS_FREED, K.RELEASED),
+    (K.STORED, K.LOADING),
+    (K.STORED, K.RELEASED),
+    (K.LOADING, K.DEVICE_WITH_COPY),
+    (K.LOADING, K.STORED),
+}
+
+
+@pytest.mark.parametrize("before", KvState)
+@pytest.mark.parametrize("after", KvState)
+def test_only_allowed_transitions_change_the_kv_state(before: KvState, after: KvState) -> None:
+    pages = Pages(5, 0, None, None, None, before)
+    if (before, after) in KV_TRANSITIONS:
+        pages.change(after, transfer=1)
+        assert pages.state is after
+    else:
+        with pytest.raises(KvStateError):
+            pages.change(after, transfer=1)
+        assert pages.state is before
+
+
+def test_a_state_in_transfer_needs_a_transfer() -> None:
+    with pytest.raises(KvStateError):
+        Pages(5, 0, None, None, None).change(KvState.COPYING_OUT)

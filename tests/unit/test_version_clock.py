@@ -1,4 +1,4 @@
-"""S1: the policy version, on the pure `VersionClock`."""
+"""`VersionClock`: one version per push."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def test_ten_buckets_between_begin_and_end_move_the_version_once_at_the_end() ->
 
 
 def test_a_push_without_any_call_moves_the_version_too() -> None:
-    """The trainer may bring the weights by a way of its own."""
+    """The trainer may transfer the weights by other means."""
     clock = VersionClock()
     clock.begin(None)
     assert clock.end(None) == 1
@@ -150,7 +150,7 @@ actions = st.one_of(
 def test_the_version_rises_once_per_push_and_never_falls(
     steps: list[tuple[str, int | None]],
 ) -> None:
-    """Any order of messages: never back, at most one move per message, none while closed."""
+    """Any order of messages: at most one increment per message, none while closed."""
     clock, forwards = VersionClock(), 0
     for name, value in steps:
         before, closed = clock.version, clock.closed

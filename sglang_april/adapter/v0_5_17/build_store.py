@@ -1,4 +1,4 @@
-"""Step 5 of 9 (store): one rank's page store on SGLang's KV pool, MHA or MLA."""
+"""Builds one rank's page store on SGLang's KV pool (MHA or MLA)."""
 
 import hashlib
 from pathlib import Path
@@ -18,28 +18,32 @@ from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 
 PAGE_TOKENS = 16
-"""Of a page of the store, whatever the pool's page size is: at most 15 tokens of room are lost per partial."""
+"""Tokens per page of the store, for every page size of the pool; a partial wastes at most 15 tokens."""
 
 
-class Caps(NamedTuple):
-    """Budgets in tokens, in whole pages of the store."""
+class TierBudgets(NamedTuple):
+    """Tokens that each tier may hold, a multiple of the store's page."""
 
     host: int
     disk: int
     page_tokens: int
 
 
-def page_form(s: Scheduler, config: AprilConfig) -> PageFormat:
-    """Ends the start with one sentence if the pool's layout or dtype cannot be stored in pages like that."""
+def select_page_format(s: Scheduler, config: AprilConfig) -> PageFormat:
+    """The page format that `--april-kv-pages` names.
+
+    Raises:
+        SystemExit: the format does not support the pool's layout or dtype.
+    """
     try:
         return PAGE_FORMATS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
     except ValueError as error:
         raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
 
 
-def caps(config: AprilConfig, form: PageFormat, ranks: int) -> Caps:
-    page = 4 * form.page_words * ranks
-    return Caps(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
+def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int) -> TierBudgets:
+    page = 4 * page_format.page_words * ranks
+    return TierBudgets(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
 
 
 def key_of(sample: Sample) -> Key:
@@ -47,31 +51,41 @@ def key_of(sample: Sample) -> Key:
     return Key(group.run.name, group.id, group.incarnation, sample.index)
 
 
-def build_store(s: Scheduler, config: AprilConfig, form: PageFormat, limits: Caps, facts: Rank0Broadcast) -> PageStore:
-    """Ends the start with one sentence if the disk tier's directory cannot be used."""
-    copier = copier_for(form)
+def build_store(
+    s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: TierBudgets, broadcast: Rank0Broadcast
+) -> PageStore:
+    """This rank's page store.
+
+    Raises:
+        SystemExit: the disk tier's directory cannot be used.
+    """
+    copier = copier_for(page_format)
     disk = None
     try:
         if config.disk_dir is not None:
-            rank, layout = s.ps.tp_rank, _layout(s, form)
-            disk = DiskTier(Path(config.disk_dir), rank, layout, limits.page_tokens, copier.page_words)
+            rank, layout = s.ps.tp_rank, _layout(s, page_format)
+            disk = DiskTier(Path(config.disk_dir), rank, layout, budgets.page_tokens, copier.page_words)
     except DiskError as error:
         raise SystemExit(f"sglang-april: {error}.") from error
-    pinned = form.table.device.type != "cpu"
+    pinned = page_format.table.device.type != "cpu"
     return PageStore(
-        copier, HostArena(limits.host // limits.page_tokens, copier.page_words, pinned=pinned), disk, facts.report
+        copier, HostArena(budgets.host // budgets.page_tokens, copier.page_words, pinned=pinned), disk, broadcast.report
     )
 
 
 def plane_table(pool: KVCache) -> PlaneTable:
-    """ValueError for a layout that the kernels do not move (head-major, page-major)."""
+    """The buffers of the pool.
+
+    Raises:
+        ValueError: the kernels do not support the layout (head-major, page-major).
+    """
     if isinstance(pool, MLATokenToKVPool):
         return PlaneTable.mla(pool.kv_buffer)
     return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
 
 
-def _layout(s: Scheduler, form: PageFormat) -> str:
-    """Not the model's path: a later checkpoint is another policy version, and goes on from older KV by `kv: keep`."""
-    rows = [form.name, *((str(b.dtype), *b.shape[1:]) for b in form.table.buffers)]
+def _layout(s: Scheduler, page_format: PageFormat) -> str:
+    """Digest of the KV layout, without the model's path: with `kv: keep`, a later checkpoint resumes from older KV."""
+    rows = [page_format.name, *((str(b.dtype), *b.shape[1:]) for b in page_format.table.buffers)]
     text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

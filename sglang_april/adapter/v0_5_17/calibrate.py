@@ -1,9 +1,7 @@
-"""What `kv: auto` decides by, measured once while the server starts: prefills of the model, copies of the store
-(`rank-determinism`).
+"""Measures the rates of `kv: auto` while the server starts: the model's prefills and the store's copies.
 
-Every rank measures alongside the others, before its first step, with the pool still empty, so that nothing waits and
-nothing of anybody's is touched; a collective of the start, not of a step, finds the slowest. The outcome takes the way
-of every observation: a message that rank 0 broadcasts. Prefills go the way of SGLang's own `benchmark/one_batch.py`.
+All ranks measure at the same time, before the first step, while the pool is empty. A collective call finds the slowest
+rank, and rank 0 broadcasts the result (`rank-determinism`). Prefills run as in SGLang's `benchmark/one_batch.py`.
 """
 
 import logging
@@ -23,24 +21,24 @@ from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.kv.page_store import PageStore
 
 CHUNK = {"cpu": 256}
-"""Tokens of one prefill at most; 2,048 keep a GPU busy, and more tell nothing new."""
+"""Tokens of one prefill at most; 2,048 keep a GPU busy."""
 CHUNKS = 4
 COPIED_BYTES = 16 << 20
 REPEATS = 2
-"""The faster counts: the first prefill, and the first copy to a tier, pay for what is set up only once."""
+"""The fastest is used: the first prefill and the first copy to a tier include one-time set-up."""
 
 log = logging.getLogger("sglang_april")
 
 
-def measure(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], rank_bytes_per_token: int) -> Rates | None:
-    """Called on every rank alike; None, and a line in the log, if one of them could not: everything is kept then.
+def measure(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], rank_bytes_per_token: int) -> Rates | None:
+    """Measure on all ranks. Returns None, and logs why, if one of them failed: `kv: auto` then keeps everything.
 
     Args:
-        caps: tokens that each tier may hold.
+        budgets: tokens that each tier may hold.
         rank_bytes_per_token: of this rank's part of the KV.
     """
     try:
-        found = _rates(s, store, caps, rank_bytes_per_token)
+        found = _rates(s, store, budgets, rank_bytes_per_token)
     except Exception:
         log.exception("april: kv auto keeps everything, because its rates could not be measured")
         found = None
@@ -51,12 +49,12 @@ def measure(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], rank_byte
     return slowest_rank(known) if len(known) == len(ranks) else None
 
 
-def _rates(s: Scheduler, store: PageStore, caps: dict[CopyTier, int], size: int) -> Rates:
+def _rates(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], size: int) -> Rates:
     times = [_prefills(s) for _ in range(REPEATS)]
     token_s, square_s = fit_prefill([(tokens, min(t[tokens] for t in times)) for tokens in times[0]])
     copied: dict[CopyTier, tuple[float, float]] = {}
-    for tier, cap in caps.items():
-        tokens = min(cap, s.max_total_num_tokens, COPIED_BYTES // max(1, size))
+    for tier, budget in budgets.items():
+        tokens = min(budget, s.max_total_num_tokens, COPIED_BYTES // max(1, size))
         if not tokens:
             continue
         slots = torch.randperm(tokens, device=s.token_to_kv_pool_allocator.device) + 1
@@ -74,12 +72,12 @@ def _prefills(s: Scheduler) -> dict[int, float]:
     """Seconds to prefill one sample up to so many tokens, chunk by chunk as the scheduler would."""
     page, allocator = s.page_size, s.token_to_kv_pool_allocator
     chunk = min(s.chunked_prefill_size or s.max_prefill_tokens, CHUNK.get(s.device, 2048))
-    room = min(s.max_total_num_tokens - 2 * page, s.model_config.context_len - 1)
-    chunk = min(chunk, room) // page * page
+    capacity = min(s.max_total_num_tokens - 2 * page, s.model_config.context_len - 1)
+    chunk = min(chunk, capacity) // page * page
     prefix = torch.empty(0, dtype=torch.int64, device=allocator.device)
     spent, after = 0.0, {}
     try:
-        for _ in range(min(CHUNKS, room // chunk)):
+        for _ in range(min(CHUNKS, capacity // chunk)):
             began = time.perf_counter()
             prefix = torch.cat([prefix, _prefill(s, prefix, chunk)])
             spent += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Steps 2 and 9: slots and pool tokens that are free now, as SGLang's own admission counts them."""
+"""Free slots and pool tokens, counted as SGLang's own admission counts them."""
 
 import itertools
 
@@ -7,12 +7,12 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.v0_5_17.accounting import pool_tokens
-from sglang_april.adapter.v0_5_17.prompt_pages import rest_of
+from sglang_april.adapter.v0_5_17.prompt_pages import reserved_output_tokens
 from sglang_april.scheduler.state import Sample
 
 
 class Capacity:
-    """The part of the engine that only looks."""
+    """The read-only part of the engine."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._s = scheduler
@@ -20,12 +20,12 @@ class Capacity:
 
     def free_slots(self) -> int:
         s = self._s
-        joining = self._joining()
+        joining = self._last_prefill_reqs()
         taken = len(s.running_batch.reqs) + len(joining) + (s.chunked_req is not None and s.chunked_req not in joining)
-        ours_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
-        return s.get_num_allocatable_reqs(taken) - ours_waiting
+        april_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
+        return s.get_num_allocatable_reqs(taken) - april_waiting
 
-    def _joining(self) -> list[Req]:
+    def _last_prefill_reqs(self) -> list[Req]:
         """Requests of the last prefill, which join the running batch at the top of the next step."""
         last = self._s.last_batch
         if last is None or last is self._s.running_batch or not last.forward_mode.is_extend():
@@ -56,7 +56,7 @@ class Capacity:
 
     def tokens_for_next_decode(self) -> int:
         s = self._s
-        alive = [r for r in itertools.chain(s.running_batch.reqs, self._joining()) if not r.finished()]
+        alive = [r for r in itertools.chain(s.running_batch.reqs, self._last_prefill_reqs()) if not r.finished()]
         return sum(r.kv_committed_len % s.page_size == 0 for r in alive if r is not s.chunked_req) * s.page_size
 
     def prefill_budget(self) -> int:
@@ -77,16 +77,18 @@ class Capacity:
 
     def first_waiting_need(self) -> int:
         queue = self._s.waiting_queue
-        return queue[0].seqlen + _rest(queue[0]) + self.page_size if queue else 0
+        return queue[0].seqlen + _reserved_for_request(queue[0]) + self.page_size if queue else 0
 
     def remaining_estimate(self, sample: Sample) -> int:
-        return (_rest(sample.request) if sample.request is not None else rest_of(sample)) + self.page_size
+        req = sample.request
+        reserved = _reserved_for_request(req) if req is not None else reserved_output_tokens(sample)
+        return reserved + self.page_size
 
     @property
     def _grammar_queue(self) -> list[Req]:
         return self._s.grammar_manager.grammar_queue
 
 
-def _rest(req: Req) -> int:
+def _reserved_for_request(req: Req) -> int:
     """Output tokens that SGLang's admission sets aside for a request (`PrefillAdder.add_one_req`)."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)

@@ -1,6 +1,6 @@
-"""Steps 2, 4 and 9 on the real scheduler: samples into and out of SGLang's queues and batches.
+"""Moves samples into and out of the queues and batches of SGLang's scheduler.
 
-Modelled on what 0.5.17 itself does when it merges a prefill into the running batch (`Scheduler.get_next_batch_to_run`)
+Follows what SGLang 0.5.17 does when it merges a prefill into the running batch (`Scheduler.get_next_batch_to_run`)
 and when it builds a decode batch from stored KV (`Scheduler._build_hisparse_decode_batch`).
 """
 
@@ -13,7 +13,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
-from sglang_april.adapter.v0_5_17.build_store import build_store, caps, key_of, page_form
+from sglang_april.adapter.v0_5_17.build_store import build_store, key_of, select_page_format, tier_budgets
 from sglang_april.adapter.v0_5_17.capacity import Capacity
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput
 from sglang_april.adapter.v0_5_17.page_pool import PagePool
@@ -21,7 +21,7 @@ from sglang_april.adapter.v0_5_17.prompt_pages import PromptPages
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
-from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, recall, revive
+from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, restore_request, restore_tokens
 from sglang_april.api.messages import Event, FinishedSample, encode
 from sglang_april.config import AprilConfig
 from sglang_april.kv.kv_pages import Pages
@@ -41,18 +41,19 @@ class SchedulerEngine(Capacity):
         size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
         kv_bytes = sum(size) if isinstance(size, tuple) else size
         self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
-        self.facts = Rank0Broadcast(scheduler)
-        form, ranks = page_form(scheduler, config), scheduler.ps.tp_size
-        self.kv_pages, self.stored_bytes_per_token = form.name, 4 * form.page_words // form.page_tokens * ranks
-        self.caps = caps(config, form, ranks)
-        self.store = build_store(scheduler, config, form, self.caps, self.facts)
+        self.broadcast = Rank0Broadcast(scheduler)
+        page_format, ranks = select_page_format(scheduler, config), scheduler.ps.tp_size
+        self.kv_pages = page_format.name
+        self.stored_bytes_per_token = 4 * page_format.page_words // page_format.page_tokens * ranks
+        self.budgets = tier_budgets(config, page_format, ranks)
+        self.store = build_store(scheduler, config, page_format, self.budgets, self.broadcast)
         self.samples: dict[str, Sample] = {}
-        """Our samples that have a request, by its rid."""
+        """Samples that have a request, by rid."""
 
-    # --- the request made by SGLang for a sample of ours
+    # --- requests that SGLang creates for samples
 
     def adopt(self, req: Req) -> None:
-        """After `Req.__init__`: version every request's cache key, and tie ours to its sample."""
+        """After `Req.__init__`: add the policy version to its cache key, and link it to its sample if it has one."""
         req.april_base_key = req.extra_key
         req.extra_key = versioned_key(req.extra_key, self.version)
         req.april = self.samples.get(req.rid)
@@ -60,7 +61,7 @@ class SchedulerEngine(Capacity):
         if sample is not None:
             sample.request = req
             if sample.journal.snapshot is not None:
-                recall(req, sample, sample.journal.snapshot)
+                restore_tokens(req, sample, sample.journal.snapshot)
 
     def send(self, event: Event) -> None:
         self._s.ipc_channels.send_to_tokenizer.send_output(AprilOutput(payload=encode(event)))
@@ -68,7 +69,7 @@ class SchedulerEngine(Capacity):
     # --- steps
 
     def settle(self) -> None:
-        """Process the step in flight, merge the last prefill as the loop would, let go of what has just finished."""
+        """Process the step in flight, merge the last prefill as the loop would, and remove finished requests."""
         s = self._s
         queue = getattr(s, "result_queue", None)
         while queue:
@@ -114,7 +115,7 @@ class SchedulerEngine(Capacity):
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
-        batch = self.pages.put_back(reqs, pages, [x.kv.version < self.version for x in samples])
+        batch = self.pages.build_decode_batch(reqs, pages, [x.kv.version < self.version for x in samples])
         for sample in samples:
             sample.kv.pages = None
         self._s.running_batch = _merged(self._s.running_batch, batch)
@@ -129,7 +130,7 @@ class SchedulerEngine(Capacity):
         batch = s.running_batch
         taken = [r for r in batch.reqs if r in mine and not r.finished()]
         for req in taken:
-            mine[req].kv.pages = self.pages.take(req)
+            mine[req].kv.pages = self.pages.detach(req)
         if taken:
             gone = set(taken)
             batch.filter_batch(keep_indices=[i for i, r in enumerate(batch.reqs) if r not in gone and not r.finished()])
@@ -143,7 +144,7 @@ class SchedulerEngine(Capacity):
         s.chunked_req = None
         if s._pending_chunked_abort_req is req:
             s._pending_chunked_abort_req = None
-        self.pages.drop(req)
+        self.pages.reset_request(req)
 
     def forget(self, sample: Sample) -> None:
         self.release(sample)
@@ -170,7 +171,7 @@ class SchedulerEngine(Capacity):
         self.store.register_file(pages.copy.number, key_of(sample), pages.length)
 
     def rebuild_request(self, sample: Sample) -> bool:
-        return revive(self._s, self.samples, sample)
+        return restore_request(self._s, self.samples, sample)
 
     # --- pages
 
@@ -190,7 +191,7 @@ class SchedulerEngine(Capacity):
         pages = sample.kv.pages
         assert pages is not None
         assert pages.copy is not None
-        if not self.pages.give_slots(pages):
+        if not self.pages.alloc_slots(pages):
             return False
         self.pages.after_forward()
         self.store.load(order, pages.copy.number, pages.slots)
@@ -206,7 +207,7 @@ class SchedulerEngine(Capacity):
         try:
             check_accounting(self._s, stored)
         except AccountingError as error:
-            self.facts.report(order, str(error))
+            self.broadcast.report(order, str(error))
         else:
             self.store.verify(order)
 
@@ -215,7 +216,7 @@ class SchedulerEngine(Capacity):
 
     def free_pages(self, pages: Pages) -> None:
         self.pages.free_slots(pages)
-        self._made_room()
+        self._clear_batch_full()
 
     def discard(self, number: int) -> None:
         self.store.discard(number)
@@ -224,10 +225,10 @@ class SchedulerEngine(Capacity):
         if sample.kv.pages is not None:
             self.pages.free(sample.kv.pages, sample.request)
             sample.kv.pages = None
-            self._made_room()
+            self._clear_batch_full()
 
-    def _made_room(self) -> None:
-        """SGLang remembers that a prefill did not fit until a running request ends; with none running, for ever."""
+    def _clear_batch_full(self) -> None:
+        """SGLang keeps `batch_is_full` set until a running request ends; with none running, it would stay set."""
         self._s.running_batch.batch_is_full = False
 
     def held_tokens(self, pages: Pages) -> int:
@@ -241,7 +242,7 @@ class SchedulerEngine(Capacity):
                 self._renew(req)
         tree, allocator = self._s.tree_cache, self._s.token_to_kv_pool_allocator
         if not tree.is_chunk_cache():
-            # What nobody stands on is of older versions now, and would be looked through for room at every step.
+            # Unlocked nodes belong to older versions now and would only slow down eviction in later steps.
             allocator.free_group_begin()
             tree.evict(EvictParams(num_tokens=tree.evictable_size()))
             allocator.free_group_end()

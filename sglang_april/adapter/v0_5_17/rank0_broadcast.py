@@ -1,8 +1,8 @@
-"""What only one rank can see becomes a message that rank 0 broadcasts, and takes effect on all ranks alike.
+"""Broadcasts local observations from rank 0, so that they take effect on all ranks alike (`rank-determinism`).
 
-Rank 0's scheduler reads one more socket with its own: what is sent there is pulled, and broadcast over the TP group,
-with the HTTP process's messages, and wakes a scheduler that sleeps when idle. Ranks report to a thread of rank 0,
-which speaks when all have.
+Rank 0's scheduler socket is connected to a second address. Messages sent there are received and broadcast over the
+TP group together with those of the HTTP process, and wake a scheduler that sleeps. Ranks report to a thread of rank 0,
+which sends one message when all have reported.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TO_SCHEDULER = "inproc://april-facts"
 
 
 class Rank0Broadcast:
-    """This rank's end. Its methods may be called from any thread."""
+    """One rank's endpoint. Its methods may be called from any thread."""
 
     def __init__(self, s: Scheduler) -> None:
         self._ranks, self._rank = s.ps.tp_size, s.ps.tp_rank
@@ -39,45 +39,45 @@ class Rank0Broadcast:
             inbox.connect(_TO_SCHEDULER)
         self._to_rank_0 = self._join(s) if self._ranks > 1 else None
 
-    def say(self, fact: messages.Fact) -> None:
-        """Rank 0's own observation; other ranks are not asked, and say nothing."""
+    def send(self, fact: messages.Fact) -> None:
+        """Broadcast an observation of rank 0. On other ranks this does nothing."""
         if self._to_scheduler is not None:
             with self._lock:
                 sock_send(self._to_scheduler, AprilReq(payload=messages.encode(fact)))
 
     def report(self, move: int, failure: str = "") -> None:
-        """This rank has completed a copy, or could not. Once all ranks have reported, `messages.Moved` is broadcast."""
+        """Report a completed or failed copy. Once all ranks have reported, `messages.Moved` is broadcast."""
         if self._to_rank_0 is None:
-            self.say(_moved({move: [failure]}))
+            self.send(_moved({move: [failure]}))
         else:
             with self._lock:
                 self._to_rank_0.send(msgpack.encode((move, f"rank {self._rank}: {failure}" if failure else "")))
 
     def _join(self, s: Scheduler) -> "zmq.Socket[bytes]":
-        """A collective, at start: all ranks connect to a socket of rank 0's."""
-        where = [""]
+        """Connect this rank to a socket of rank 0. A collective call during the start."""
+        address = [""]
         if self._rank == 0:
             inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-            where = [_bind(inbox, across_nodes=s.server_args.nnodes > 1)]
+            address = [_bind(inbox, across_nodes=s.server_args.nnodes > 1)]
             threading.Thread(target=self._collect, args=(inbox,), name="april-facts", daemon=True).start()
-        torch.distributed.broadcast_object_list(where, src=s.tp_group.ranks[0], group=s.tp_cpu_group)
+        torch.distributed.broadcast_object_list(address, src=s.tp_group.ranks[0], group=s.tp_cpu_group)
         to_rank_0: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        to_rank_0.connect(where[0])
+        to_rank_0.connect(address[0])
         return to_rank_0
 
     def _collect(self, inbox: "zmq.Socket[bytes]") -> None:
-        said: dict[int, list[str]] = {}
+        failures_by_move: dict[int, list[str]] = {}
         while True:
             move, failure = msgpack.decode(inbox.recv())
-            said.setdefault(move, []).append(failure)
-            if len(said[move]) == self._ranks:
-                self.say(_moved({move: said.pop(move)}))
+            failures_by_move.setdefault(move, []).append(failure)
+            if len(failures_by_move[move]) == self._ranks:
+                self.send(_moved({move: failures_by_move.pop(move)}))
 
 
-def _moved(said: dict[int, list[str]]) -> messages.Moved:
+def _moved(failures_by_move: dict[int, list[str]]) -> messages.Moved:
     """Ready = all ranks, failed = any rank."""
-    failed = {move: next(f for f in failures if f) for move, failures in said.items() if any(failures)}
-    return messages.Moved([move for move in said if move not in failed], failed)
+    failed = {move: next(f for f in failures if f) for move, failures in failures_by_move.items() if any(failures)}
+    return messages.Moved([move for move in failures_by_move if move not in failed], failed)
 
 
 def _bind(inbox: Any, *, across_nodes: bool) -> str:

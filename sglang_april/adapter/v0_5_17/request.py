@@ -1,4 +1,4 @@
-"""Steps 2 and 6: a sample as an SGLang request, and a finished request as a result."""
+"""Builds SGLang's request for a sample, and the result of a finished request."""
 
 from array import array
 from typing import Any
@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_april.adapter.v0_5_17.proximal import collected
+from sglang_april.adapter.v0_5_17.proximal import proximal_logprobs
 from sglang_april.api.messages import FinishedSample
 from sglang_april.scheduler.state import Group, Sample
 
@@ -26,7 +26,7 @@ def rid_of(sample: Sample) -> str:
 
 
 def build_request(sample: Sample) -> TokenizedGenerateReqInput:
-    """A request for a sample that has none: a new one, or one whose tokens of earlier legs `recall` puts into it."""
+    """A request for a sample that has none. `restore_tokens` adds the tokens of earlier legs to it."""
     group = sample.group
     params = msgspec.structs.replace(params_of(group), sampling_seed=sample.seed)
     if group.prompt.max_new_tokens is not None:
@@ -49,13 +49,13 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
 
 
 def has_grammar(group: Group) -> bool:
-    """Its outputs have to follow a grammar, which SGLang compiles while a request waits for its prefill."""
+    """Whether outputs must follow a grammar, which SGLang compiles while the request waits for its prefill."""
     params = params_of(group)
     return any(x is not None for x in (params.json_schema, params.regex, params.ebnf, params.structural_tag))
 
 
 def params_of(group: Group) -> SamplingParams:
-    """Decoded once; not to be changed."""
+    """The group's sampling parameters, decoded once. Do not modify them."""
     if group.engine_params is None:
         group.engine_params = msgspec.msgpack.decode(group.params, type=SamplingParams)
     return group.engine_params
@@ -69,7 +69,7 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
     if reason is None:
         reason = req.finished_reason.to_json() if req is not None and req.finished_reason else {"type": "abort"}
     group = sample.group
-    proximal = collected(sample, len(ids), logprobs)
+    proximal = proximal_logprobs(sample, len(ids), logprobs)
     return FinishedSample(
         run=group.run.name,
         id=group.id,
@@ -87,7 +87,7 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
 
 
 def top_logprobs(req: Req | None, start: int, end: int) -> list[list[tuple[float, int]]]:
-    """Of output tokens [start, end): pairs (logprob, token id) each."""
+    """Pairs (logprob, token id) for each output token in [start, end)."""
     if req is None or not req.logprob.output_top_logprobs_val:
         return []
     values, ids = req.logprob.output_top_logprobs_val[start:end], req.logprob.output_top_logprobs_idx[start:end]

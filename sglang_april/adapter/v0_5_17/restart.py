@@ -1,7 +1,6 @@
-"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds
-(`restart-loses-nothing`).
+"""Restores the journal's state on every rank after a restart (`restart-loses-nothing`).
 
-And the KV that the disk tier has of it; what else is in the tier's directory is removed.
+KV of restored samples is recovered from the disk tier; all other files in its directory are removed.
 """
 
 import logging
@@ -19,24 +18,24 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
 from sglang_april.kv.kv_pages import Found
 from sglang_april.recovery.journal import Journal, JournalError
-from sglang_april.recovery.journal_snapshot import Saved, restored_event
-from sglang_april.recovery.kv_recovery import KvSearch, Outcome, agreed
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
+from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample
 
 UNNAMED = -1
-"""In cache keys, until the policy version of the weights is named."""
+"""Version in cache keys until the policy version of the weights is named."""
 
 log = logging.getLogger("sglang_april")
 
 
 def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: DiskTier | None) -> None:
-    """Give a controller what the journal holds, and rank 0's the journal itself.
+    """Restore the journal's state into a controller; rank 0 continues the journal.
 
     Raises:
-        SystemExit: the journal or the directory cannot be used, or `--april-version` stands against it; one sentence.
+        SystemExit: the journal or the directory cannot be used, or `--april-version` contradicts it.
     """
     try:
         if config.journal is None:
@@ -60,12 +59,12 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         _log(config, saved, version)
 
 
-def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTier | None) -> None:
+def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, disk: DiskTier | None) -> None:
     if disk is None:
         controller.restore(saved)
         return
     search, began = KvSearch(disk, saved.epoch), time.monotonic()
-    controller.restore(saved, lambda wanted: _look(s, search, wanted))
+    controller.restore(saved, lambda wanted: _search_on_all_ranks(s, search, wanted))
     back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
     removed = disk.begin(saved.next_epoch, map(key_of, back))
     log.info(
@@ -77,34 +76,34 @@ def _take_over(s: Scheduler, controller: Controller, saved: Saved, disk: DiskTie
     )
 
 
-def _look(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
-    """On all ranks together. A sample with a grammar is prefilled again in any case: its request waits for one."""
-    asked = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
-    said: list[Any] = [None] * s.ps.tp_size
-    torch.distributed.all_gather_object(said, search.look(asked), group=s.tp_cpu_group)
-    outcomes = iter(agreed(said))
+def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
+    """Search on all ranks. Samples with a grammar are prefilled again: their requests wait for its compilation."""
+    wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
+    outcomes_by_rank: list[Any] = [None] * s.ps.tp_size
+    torch.distributed.all_gather_object(outcomes_by_rank, search.find_all(wanted_files), group=s.tp_cpu_group)
+    outcomes = iter(combine_outcomes(outcomes_by_rank))
     return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
 
 
 def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
     c = controller.context
     c.clock.version, c.clock.unnamed = version, unnamed
-    # What SGLang's own requests leave in the tree until the version is named may be of any weights, and the version
-    # that is named may be this very one.
+    # Until the version is named, KV in the tree may belong to any weights, even to those of the version named later.
+    # Its cache keys must therefore differ from those of every version.
     c.engine.version = UNNAMED if unnamed else version
 
 
-def _on_all_ranks(s: Scheduler, saved: Saved | None) -> Saved:
+def _on_all_ranks(s: Scheduler, saved: JournalSnapshot | None) -> JournalSnapshot:
     """Rank 0's copy, on every rank: part of the start, not of a scheduling step."""
     if s.ps.tp_size == 1:
         assert saved is not None
         return saved
     box: list[Any] = [msgspec.msgpack.encode(saved) if saved is not None else None]
     torch.distributed.broadcast_object_list(box, src=s.tp_group.first_rank, group=s.tp_cpu_group)
-    return msgspec.msgpack.decode(box[0], type=Saved)
+    return msgspec.msgpack.decode(box[0], type=JournalSnapshot)
 
 
-def _log(config: AprilConfig, saved: Saved, version: int) -> None:
+def _log(config: AprilConfig, saved: JournalSnapshot, version: int) -> None:
     samples = [x for g in saved.groups for x in g.samples]
     log.info(
         "april: journal %s (%s): version %d, %d undelivered samples (%d finished, %d with tokens), %d open rounds, "

@@ -1,6 +1,6 @@
-"""Steps 2 and 9: rows of ours are drawn with per-sample noise, rows of others by SGLang's own sampler.
+"""Samples rows of rollouts with per-sample seeds, and other rows with SGLang's own sampler (`seed-independence`).
 
-SGLang's seeds are a property of a whole batch (one tensor, refused with flashinfer's top-p), so ours travel beside it:
+SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p). The per-row seeds are therefore kept apart:
 `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
 """
 
@@ -19,13 +19,13 @@ from sglang_april.scheduler.state import Sample
 
 @dataclass(slots=True)
 class RowSeeds:
-    """Which rows of a batch are ours, their seeds, and what a recompute is to return."""
+    """Which rows of a batch belong to rollouts, their seeds, and the rows that need proximal logprobs."""
 
     ours: list[bool]
     seeds: torch.Tensor
-    """int64 [rows] on the device of the batch; 0 where the row is not ours."""
+    """int64 [rows] on the device of the batch; 0 in rows of other requests."""
     proximal: list[Sample | None] | None = None
-    """Rows of a prefill whose old tokens' logprobs are wanted (proximal.py); gone after it."""
+    """Rows of a prefill that need proximal logprobs (proximal.py); None after it."""
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
@@ -53,14 +53,14 @@ def draw(
     if rows is None or not any(rows.ours):
         return stock(sampler, probs, info, positions, simple)
     if all(rows.ours):
-        return _draw_ours(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
+        return _seeded_rows(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
     tokens = stock(sampler, probs, info, positions, simple)
     mine = torch.tensor([i for i, ours in enumerate(rows.ours) if ours], device=probs.device)
-    tokens[mine] = _draw_ours(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
+    tokens[mine] = _seeded_rows(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
     return tokens
 
 
-def _draw_ours(
+def _seeded_rows(
     probs: torch.Tensor, info: SamplingBatchInfo, seeds: torch.Tensor, positions: torch.Tensor, simple: bool, rows: Any
 ) -> torch.Tensor:
     keep = None if simple else keep_mask(probs, info.top_ks[rows], info.top_ps[rows], info.min_ps[rows])

@@ -1,4 +1,4 @@
-"""How long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
+"""Times decode steps on rank 0 and broadcasts the tuned concurrency (`messages.Tuned`)."""
 
 import time
 
@@ -9,15 +9,15 @@ from sglang_april.api import messages
 from sglang_april.scheduler.concurrency import ConcurrencyTuner
 from sglang_april.scheduler.context import Context
 
-EVERY = 128
-"""Decode steps between two looks at the curve."""
+TUNE_INTERVAL = 128
+"""Decode steps between two evaluations of the curve."""
 
 
 class StepTimes:
     """A step is timed from one boundary to the next: in the overlap loop, too, the next comes when its results have."""
 
-    def __init__(self, facts: Rank0Broadcast, slots: int) -> None:
-        self._facts = facts
+    def __init__(self, broadcast: Rank0Broadcast, slots: int) -> None:
+        self._broadcast = broadcast
         self._tuner = ConcurrencyTuner(slots)
         self._began, self._rows, self._steps = 0.0, 0, 0
 
@@ -31,10 +31,12 @@ class StepTimes:
             return
         self._tuner.note(self._rows, self._began - before)
         self._steps += 1
-        if self._steps % EVERY == 0:
+        if self._steps % TUNE_INTERVAL == 0:
             curve = self._tuner.curve().values()
-            self._facts.say(messages.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve]))
+            self._broadcast.send(
+                messages.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve])
+            )
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """What the step runs."""
+        """Record the batch that the step runs."""
         self._rows = len(batch.reqs) if batch is not None and batch.forward_mode.is_decode() else 0
