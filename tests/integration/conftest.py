@@ -1,7 +1,7 @@
 """Live servers, shared over a session. At most `ALIVE` run at once; tests are ordered so that each starts once.
 
-A test finds each server at rest, whatever the one before it left behind. One that fails is tried once more: these tests
-share few cores with the servers that they speak to. Both are said at the end of the output.
+Each server is reset before a test. A failed test is rerun once, because tests and servers share few cores. Resets that
+needed a new server and reruns are reported at the end of the output.
 """
 
 import itertools
@@ -31,9 +31,9 @@ SMALL = ["--max-total-tokens=400", "--max-running-requests=12", "--april-host-gb
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live tests get a second try. Servers of few tests come first, then the shared two; what ends them is last.
+    """Allow live tests one rerun. Servers of few tests come first, then the shared two, then tests that end them.
 
-    One worker has the shared servers and all tests of theirs, so that no second one starts them too.
+    One worker runs all tests of the shared servers, so that they start only once.
     """
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -51,13 +51,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The guards and the tests that went red without them (test_guards.py); tests that took two tries."""
     again = [f"{report.nodeid}: {_reason(report)}" for report in terminalreporter.stats.get("rerun", ())]
     if again:
-        terminalreporter.section("live tests that were tried again")
+        terminalreporter.section("live tests that were rerun")
         for line in again:
             terminalreporter.write_line(line)
     passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
     shown = [(dict(report.user_properties).get("guard"), report.nodeid) for report in passed]
     if any(guard for guard, _ in shown):
-        terminalreporter.section("guards, and the tests that failed without them as they should")
+        terminalreporter.section("guards, and the tests that fail without them")
         for guard, test in shown:
             if guard:
                 terminalreporter.write_line(f"{guard:14} {test}")
@@ -81,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pat
 
 
 class Pool:
-    """Starts servers on demand; the one used longest ago makes room."""
+    """Starts servers on demand and stops the least recently used one at the limit."""
 
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
         self._models, self._folder, self._fork_server = models, folder, ForkServer()
@@ -96,10 +96,10 @@ class Pool:
         *,
         forked: bool = False,
     ) -> Server:
-        """The live server of this name, at rest; started if it does not run (any more).
+        """Return the live server of this name after a reset; start it if it does not run.
 
-        `forked`: from a process that has imported SGLang (tests/support/fork_server.py), for servers of few tests, and
-        such as are killed: each start takes seconds.
+        `forked`: start it from the fork server (tests/support/fork_server.py), for servers that few tests use or that
+        are killed; each start takes seconds.
         """
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
@@ -118,7 +118,7 @@ class Pool:
         return server
 
     def make_room(self) -> None:
-        """For one server more."""
+        """Stop servers until another one may start."""
         while len(self._live) >= ALIVE:
             self._live.popitem(last=False)[1].stop()
 
@@ -156,7 +156,7 @@ def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[LiveS
 
 @pytest.fixture
 def second(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
-    """One more like the first."""
+    """A second server like the first."""
     with live_server(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
         yield live
 
@@ -189,5 +189,5 @@ _names = itertools.count()
 
 @pytest.fixture
 def run() -> str:
-    """A run name that no other test has."""
+    """A unique run name."""
     return f"run-{next(_names)}"

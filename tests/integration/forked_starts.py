@@ -1,7 +1,7 @@
-"""Many real starts for the price of one import: SGLang is imported once, then each start is a fork of that process.
+"""Run many real starts as forks of one process that has imported SGLang.
 
 Importing SGLang takes most of a start that is refused. Plugins are loaded, flags parsed and servers launched in the
-fork by SGLang's own code; the fork is a session of its own, so that whatever it leaves behind is seen.
+fork by SGLang's own code; the fork is a session of its own, so that processes left behind are detected.
 
     python forked_starts.py < starts.json > outcomes.json
 """
@@ -46,7 +46,7 @@ def outcome(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def signal_session(leader: int) -> bool:
-    """End what is left of a session; whether there was anything."""
+    """Kill what is left of a session; return whether anything was."""
     for _ in range(20):
         try:
             os.killpg(leader, 0)
@@ -90,16 +90,16 @@ def with_arguments_built_before_plugins(start: dict[str, Any]) -> None:
     launch_server(ServerArgs(**start["arguments"]))
 
 
-def without_a_target(start: dict[str, Any]) -> None:
-    """What SGLang's loader only logs: a hook that cannot be applied."""
+def without_hook_target(start: dict[str, Any]) -> None:
+    """A hook that cannot be applied, which SGLang's loader only logs."""
     from sglang.srt.managers.scheduler import Scheduler
 
     del Scheduler.get_init_info
     as_module(start)
 
 
-def without_asking(_: dict[str, Any]) -> None:
-    """An installed plugin that nobody asked for registers nothing."""
+def without_activation(_: dict[str, Any]) -> None:
+    """An installed plugin that is not activated registers nothing."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -113,8 +113,8 @@ ENTRIES = {
     "command": as_command,
     "engine": as_engine,
     "prebuilt": with_arguments_built_before_plugins,
-    "without_target": without_a_target,
-    "inactive": without_asking,
+    "without_target": without_hook_target,
+    "inactive": without_activation,
 }
 
 

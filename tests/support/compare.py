@@ -1,4 +1,4 @@
-"""Are two samples the same? And how much of a difference is the engine's own."""
+"""Comparison of samples, bit for bit or within the engine's own batch noise."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ from tests.support.server import Server
 Key = tuple[str, int, int]
 """(prompt id, incarnation, index): names a sample of one run."""
 ALLOWED = 4
-"""Times the noise that the stock server shows in the same session."""
+"""Accepted multiple of the stock server's noise in the same session."""
 
 _noise: dict[str, float] = {}
 
 
 def by_key(groups: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
-    """Samples of groups as a reply has them; a sample that comes twice fails."""
+    """Index the samples of a reply's groups; fail on a duplicate."""
     found: dict[Key, dict[str, Any]] = {}
     for group in groups:
         for sample in group["samples"]:
@@ -67,7 +67,7 @@ def difference(a: dict[str, Any], b: dict[str, Any], tie: float, *, seeded: bool
 
 
 def _score(sample: dict[str, Any], token: int, seeded: bool) -> float:
-    """What was maximised over the vocabulary: the logprob, plus the token's Gumbel noise if it was drawn."""
+    """Return the sampling score: the logprob, plus the token's Gumbel noise for seeded samples."""
     score = float(sample["logprobs"][token])
     if seeded:
         position = len(sample["prompt_ids"]) + token - 1

@@ -1,6 +1,6 @@
-"""A client's own books of a server: what was accepted, what came back, what was dropped.
+"""A client-side record of accepted, delivered and dropped samples.
 
-They use nothing that the server says of itself but its replies, so they notice what it loses or counts twice.
+It uses only the server's replies, so it detects samples that the server loses or delivers twice.
 """
 
 from collections import Counter
@@ -16,17 +16,17 @@ Group = tuple[str, int]
 
 @dataclass
 class DeliveryRecord:
-    """One run's books."""
+    """The record of one run."""
 
     lengths: dict[Key, int] = field(default_factory=dict)
-    """Every sample ever accepted, and how many tokens it must have."""
+    """Expected output length of every accepted sample."""
     delivered: set[Key] = field(default_factory=set)
     dropped: set[Group] = field(default_factory=set)
     dropped_samples: int = 0
     incarnations: Counter[str] = field(default_factory=Counter)
 
     def accept(self, prompts: list[dict[str, Any]]) -> None:
-        """The server has taken these prompts."""
+        """Record accepted prompts."""
         for prompt in prompts:
             name = prompt["id"]
             for index in range(prompt["n"]):
@@ -35,11 +35,11 @@ class DeliveryRecord:
             self.incarnations[name] += 1
 
     def deliver(self, reply: dict[str, Any]) -> None:
-        """A reply has come: nothing in it is unknown, comes twice, or is of a wrong length."""
+        """Record a reply; fail on unknown, duplicate or wrongly sized samples."""
         for group in reply["finished"]:
             for sample in group["samples"]:
                 key = group["id"], group["incarnation"], sample["index"]
-                assert key in self.lengths, f"{key} was never asked for"
+                assert key in self.lengths, f"{key} was never requested"
                 assert key not in self.delivered, f"{key} was delivered twice"
                 self.delivered.add(key)
                 length = len(sample["output_ids"])
@@ -47,7 +47,7 @@ class DeliveryRecord:
                 check_spans(sample["spans"], length)
 
     def drop(self, answer: dict[str, Any]) -> None:
-        """The server has deleted these groups."""
+        """Record deleted groups."""
         self.dropped |= {(name, incarnation) for name, incarnation in answer["groups"]}
         self.dropped_samples += answer["samples"]
 

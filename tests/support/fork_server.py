@@ -1,11 +1,11 @@
-"""Many real servers for the price of one import: each is a fork of a process that has imported SGLang.
+"""Starts test servers as forks of a process that has imported SGLang, which saves the import.
 
-Importing SGLang three times (HTTP process, scheduler, detokenizer) takes most of a server's start. Here nothing else is
-saved: a fork is a session of its own, in which the test server's main runs from its first line; plugins are loaded and
-hooks applied there. SGLang then asks for `spawn` and gets `fork`, so that its scheduler and detokenizer need no import
-either, and are children and members of the process group as ever: kill -9 of the group ends all of a server.
+Importing SGLang three times (HTTP process, scheduler, detokenizer) takes most of a server's start. A fork is its own
+session and runs the test server's main from the start; plugins are loaded and hooks applied there. SGLang's request for
+`spawn` is replaced by `fork`, so that its scheduler and detokenizer need no import either. They remain members of the
+process group, so kill -9 of the group ends the whole server.
 
-    python -m tests.support.fork_server        # started by `ForkServer`, which speaks to it over stdin and stdout
+    python -m tests.support.fork_server        # started by `ForkServer`, which communicates over stdin and stdout
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 BEFORE_IMPORT = {
-    # The platform is chosen while SGLang is imported, and its sampler reads the second: before anybody asks for rounds.
+    # SGLang reads both while it is imported.
     "SGLANG_APRIL_CPU": "1",
     "SYNC_TOKEN_IDS_ACROSS_TP": "1",
 }
@@ -33,12 +33,12 @@ BEFORE_IMPORT = {
 
 @dataclass
 class Forked:
-    """What `subprocess.Popen` gives of a server, for one that is no child of ours. It leaves no zombie behind."""
+    """The part of `subprocess.Popen` that servers need, for a process that is not a child of this one."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """None while it runs."""
+        """Return None while the process runs."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -51,9 +51,9 @@ class Forked:
 
 
 class ForkServer:
-    """The process that forks. It imports when the first server is asked for, in that server's environment.
+    """The forking process. It imports SGLang at the first `start`, in that server's environment.
 
-    It ends with whoever made it, and servers that still run with it: none outlives a test that was cut off.
+    It ends with its parent and then kills its servers, so that none outlives an interrupted test session.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class ForkServer:
         asked.write(json.dumps({"argv": list(argv), "env": dict(env), "log": str(log)}) + "\n")
         asked.flush()
         answer = answers.readline()
-        assert answer, "the warm process has died"
+        assert answer, "the fork server has died"
         return Forked(int(answer))
 
     def close(self) -> None:
-        """Servers that still run end too."""
+        """End the process and its running servers."""
         if self._process is not None:
             self._process.communicate()
             self._process = None
@@ -88,10 +88,10 @@ class ForkServer:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints while it is imported is no answer
+    os.dup2(2, 1)  # keeps SGLang's output during import out of the answers
     _import()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for servers: they leave no zombies
-    servers: dict[int, int] = {}  # by a descriptor that names the very process, whatever becomes of its number
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers are not waited for and must leave no zombies
+    servers: dict[int, int] = {}  # by pidfd, which stays valid if the pid is reused
     for line in sys.stdin:
         if not (pid := os.fork()):
             _serve(json.loads(line), answers.fileno())
@@ -114,16 +114,16 @@ def _import() -> None:
     from setproctitle import getproctitle
 
     getproctitle()  # so that forks can be renamed: the first call must find the environment where it was at the start
-    # A fork has the one thread that forks; jemalloc's thread knows about forks.
+    # A fork keeps only the forking thread; jemalloc's background thread handles forks.
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert threads <= {Path("/proc/self/comm").read_text().strip(), "jemalloc_bg_thd"}, threads
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
-    gc.freeze()  # a collection in a fork does not write to, and so copy, what all share
+    gc.freeze()  # a collection in a fork then does not write to shared pages
 
 
 def _serve(start: dict[str, Any], answers: int) -> NoReturn:
-    """The fork: from here on what `python -m tests.support.launch` would be."""
+    """Run `tests.support.launch` in the fork."""
     code = 1
     try:
         os.setsid()

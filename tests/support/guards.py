@@ -1,4 +1,4 @@
-"""The guards whose removal a test must notice: name -> (our function, what happens without it)."""
+"""Guards that tests remove: name -> (function of the plugin, its replacement)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,12 +1,10 @@
 """`python -m tests.support.launch`: the patched server with instruments that only tests have.
 
-SGLang spawns its scheduler, and a spawned process imports this file again, so what is registered at module level is
-applied there too, together with the plugin's own hooks. The instruments: a wrapper around the model's forward that
-writes one line per call (independent of our own counters) and can be slowed down; the rates of `kv: auto` as a test
-wants them; pages that a flush freed are spoiled; grammars whose compilation can be held; faults of rank 1's page store
-(faults.py); and guards that can be taken away while the server runs (`Server.remove_guard`), to prove that a test for
-them can fail. Each switch is a file in the
-server's folder (tests/support/server.py).
+SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
+there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
+per call and can slow it down; forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar
+compilation; faults of rank 1 (faults.py); and guards that can be removed while the server runs (`Server.remove_guard`),
+to prove that their tests can fail. Each switch is a file in the server's folder (tests/support/server.py).
 """
 
 import json
@@ -47,7 +45,7 @@ def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *a
 
 
 def note_sleep(stock: Callable[..., Any], sleeper: Any) -> None:
-    """One line as the idle loop goes to sleep, until somebody writes to it or a second has passed."""
+    """One line as the idle loop goes to sleep, until a message arrives or a second has passed."""
     with (FOLDER / "sleeps.jsonl").open("a") as out:
         out.write(json.dumps({"at": time.time()}) + "\n")
     stock(sleeper)
@@ -73,14 +71,14 @@ class Forced:
 
 
 def hold_grammar(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A regex is not compiled while the switch `grammars` is on; this runs in a thread of SGLang's own."""
+    """Block the compilation of a regex, in SGLang's thread, while the switch `grammars` is on."""
     while switch("grammars"):
         time.sleep(0.01)
     return stock(*args, **kwargs)
 
 
-def spoil_free_pages(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """After a flush every page is free: what is read from one without being written again is not a number.
+def overwrite_free_pages(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Fill the pool with NaN after a flush, when every page is free.
 
     On a GPU a released pool is unmapped; here its memory would keep its contents and hide a copy that was never made.
     """
@@ -92,7 +90,7 @@ def spoil_free_pages(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any) -
 
 
 def switch(name: str) -> str:
-    """What a switch of this server is set to; empty when it is off."""
+    """Return the value of a switch; empty when it is off."""
     try:
         return (FOLDER / name).read_text()
     except FileNotFoundError:
@@ -131,7 +129,7 @@ def install() -> None:
         "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", note_sleep, HookType.AROUND
     )
     note_copies(FOLDER)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", spoil_free_pages, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", overwrite_free_pages, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_regex", hold_grammar, HookType.AROUND
     )

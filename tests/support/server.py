@@ -1,4 +1,4 @@
-"""A real patched SGLang server on the CPU, for tests: started once, spoken to over HTTP, killed by process group."""
+"""A patched SGLang server on the CPU for tests, driven over HTTP and killed by process group."""
 
 import contextlib
 import json
@@ -46,17 +46,17 @@ class Server:
     model: Path
     flags: Sequence[str]
     folder: Path
-    """Where its log, its digest files and its guard switches are."""
+    """Folder of its log, digest files and switches."""
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     fork_server: ForkServer | None = None
-    """Where it is forked from; without one it is a process that imports SGLang itself."""
+    """The process it is forked from; None starts a process that imports SGLang itself."""
     process: subprocess.Popen[bytes] | Forked | None = None
     http: httpx.Client = field(default_factory=httpx.Client)
     loaded: Path | None = None
     """The last policy that a test pushed."""
     version: int = 0
-    """The policy version after the last whole push; where the server has another, its weights are somebody else's."""
+    """The policy version after the last `push`; if the server has another one, its weights are unknown."""
     reset_failure: str = ""
     """What the last `reset` could not undo."""
     _forwards: list[dict[str, Any]] = field(default_factory=list)
@@ -144,11 +144,11 @@ class Server:
         return list(self.http.get("/april/partials", params={"run": run}).json()["partials"])
 
     def drain(self, run: str, **body: Any) -> list[dict[str, Any]]:
-        """Finish everything a run has left; returns the groups."""
+        """Finish everything a run has left and return the groups."""
         return list(self.rollout(run=run, prompts=[], quota=None, **body)["finished"])
 
     def push(self, model: Path, *, version: int | None = None, flush: bool = True) -> int:
-        """A whole push by disk, as a trainer does it; returns the new policy version."""
+        """Push a model from disk between begin and end; return the new policy version."""
         named = {} if version is None else {"version": version}
         self.post("/april/push/begin", named)
         self.loaded = model
@@ -158,7 +158,7 @@ class Server:
         return self.version
 
     def reset(self) -> bool:
-        """Undo whatever a test, or its failure, left behind; False if the server has to be replaced.
+        """Reset the server after a test, also a failed one; return False if it has to be replaced.
 
         Afterwards nothing is paused, released, pushed or open, no run has anything left, and the policy is the first.
         """
@@ -190,12 +190,12 @@ class Server:
     # --- instruments (tests/support/launch.py)
 
     def remove_guard(self, name: str | None) -> None:
-        """Take one guard away in the running scheduler (None: all are back)."""
+        """Remove one guard in the running scheduler (None restores all)."""
         (self.folder / "guard").write_text(name or "")
 
     @contextlib.contextmanager
     def slowed(self, seconds: float = 0.1) -> Iterator[None]:
-        """Every forward takes at least so long: what is to be running while a test looks still runs, on any machine."""
+        """Every forward takes at least this long, so that samples still run when a test checks them."""
         with self._switched("slow", str(seconds)):
             yield
 
@@ -207,15 +207,15 @@ class Server:
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """Something is wrong with the page store of rank 1 (faults.py)."""
+        """Activate a fault of rank 1 (faults.py)."""
         with self._switched("fault", name):
             yield
 
     @contextlib.contextmanager
     def rates(self, token_s: float, copy_s: float) -> Iterator[None]:
-        """`kv: auto` decides by these: seconds to prefill a token, and to copy one out, or back, from any tier.
+        """Set the rates of `kv: auto`: seconds to prefill a token, and to copy one to or from any tier.
 
-        The scheduler looks at the switch in a forward and broadcasts what it finds, so that it counts some steps later.
+        The scheduler reads the switch in a forward and broadcasts the rates, so they apply some steps later.
         """
         copies = {"host": [copy_s, copy_s], "disk": [copy_s, copy_s]}
         with self._switched("rates", json.dumps([token_s, 0.0, copies])):
@@ -238,12 +238,12 @@ class Server:
             (self.folder / name).write_text("")
 
     def sleeps(self) -> list[float]:
-        """When the idle loop went to sleep, in seconds since the epoch, each time so far."""
+        """Return the times at which the idle loop went to sleep, in seconds since the epoch."""
         path = self.folder / "sleeps.jsonl"
         return [json.loads(line)["at"] for line in path.read_text().splitlines()] if path.exists() else []
 
     def forwards(self) -> list[dict[str, Any]]:
-        """Every forward of the model so far, as an independent wrapper on the model runner saw it."""
+        """Return every forward of the model so far, recorded by a wrapper on the model runner."""
         path = self.folder / "forwards.jsonl"
         if path.exists():
             with path.open("rb") as lines:

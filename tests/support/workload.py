@@ -34,12 +34,12 @@ def prompt(name: str, length: int, *, ids: Sequence[int] | int = 3, n: int = 1, 
 
 
 def stoppers(lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """One prompt per stop: with `quota=1`, round k ends in the step in which the k-th has so many tokens."""
+    """One prompt per stop: with `quota=1`, round k ends in the step in which the k-th prompt reaches its length."""
     return [prompt(f"stop-{length}", length) for length in lengths]
 
 
 def in_one_round(server: Server, run: str, prompts: list[dict[str, Any]], **body: Any) -> dict[Key, dict[str, Any]]:
-    """Samples that were never stopped. The tree is empty before, so that equal requests give equal batches."""
+    """Return samples that were never stopped. The tree is emptied first, so that equal requests give equal batches."""
     flush(server)
     return by_key(server.rollout(run=run, prompts=prompts, quota=None, **body)["finished"])
 
@@ -64,7 +64,7 @@ def flush(server: Server) -> None:
 
 
 class Forwards:
-    """Forwards of the model from now on, as the independent wrapper saw them (tests/support/launch.py)."""
+    """Forwards of the model since construction, recorded by tests/support/launch.py."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._before = server, len(server.forwards())
