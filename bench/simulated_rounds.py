@@ -1,4 +1,4 @@
-"""A discrete-event model of rounds on one engine or many, for bench/simulate.py; `VARIANTS` describes each variant."""
+"""A discrete-event model of rounds on one engine or many, for bench/simulate.py; `VARIANTS` describes the variants.
 
 A round begins with a push and what the variant puts beside it, on all engines at once; it ends in the step that
 completes the quota, wherever that is, and every engine finishes its step in flight. Everything is counted in engine
