@@ -18,7 +18,7 @@ HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
 class SGLangFrontend:
-    """An `http.engine.Engine` on top of a TokenizerManager."""
+    """An `http.frontend.Frontend` on top of a TokenizerManager."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
