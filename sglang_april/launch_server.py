@@ -1,4 +1,4 @@
-"""`python -m sglang_april.launch_server`: SGLang's own server, with partial rollouts guaranteed to be in it."""
+"""`python -m sglang_april.launch_server`: SGLang's server, which starts only if the plugin is loaded."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ PLATFORM = "april_cpu"
 
 
 def reason_not_loaded(env: Mapping[str, str]) -> str | None:
-    """Why SGLang would pass over the plugin without a word, if it would."""
+    """Why SGLang would silently skip the plugin, or None."""
     platform = env.get("SGLANG_PLATFORM")
     if platform and platform != PLATFORM:
         return f"SGLANG_PLATFORM={platform} makes SGLang pass over every plugin that ships another platform"

@@ -1,12 +1,12 @@
 """SGLang's entry point into sglang-april: registers hooks, and nothing else.
 
-SGLang calls `register` in every process that loads plugins. Its loader logs and swallows exceptions, and would then
-serve without us; only SystemExit escapes it, so everything that goes wrong here becomes one.
+SGLang calls `register` in every process that loads plugins. Its loader logs and swallows exceptions and would
+serve without the plugin. Only SystemExit escapes it, so every error becomes one.
 """
 
 
 def register() -> None:
-    """Check that this SGLang is one we know, and hook it; do nothing unless activated."""
+    """Check the installed SGLang and apply the hooks; do nothing unless activated (`explicit-activation`)."""
     try:
         _register()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""What sglang-april cannot serve, as data: each row ends the start with one sentence.
+"""Unsupported configurations, as data: a row that applies ends the start with one sentence (`fail-closed`).
 
-Requests have refusals of their own (for example hidden states); they are answered with 400 and live with the routes.
+Unsupported requests (for example for hidden states) are answered with 400 by `http/`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Refusal:
-    """`what` is refused where `applies`, because of `why`."""
+    """`what` is refused if `applies` returns true, because of `why`."""
 
     what: str
     applies: Callable[[Any, Environment], bool]
@@ -122,12 +122,12 @@ RECURRENT_STATE = Refusal(
 
 
 def find(server_args: Any, env: Environment) -> Refusal | None:
-    """The first row that stands against these arguments."""
+    """The first row that applies to these arguments, or None."""
     return next((row for row in REFUSALS if row.applies(server_args, env)), None)
 
 
 def find_in_model(server_args: Any) -> Refusal | None:
-    """What stands against the model itself; reads its config file, not its weights."""
+    """Why the model is not supported, or None; reads its config file, not its weights."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model = server_args.get_model_config()

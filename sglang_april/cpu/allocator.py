@@ -26,12 +26,11 @@ def make_allocator(
 
 
 class SweepAllocator(TokenToKVPoolAllocator):
-    """SGLang's allocator with a bit for each slot: it sweeps over the pool, again and again, and takes what is free.
+    """SGLang's allocator with a flag per slot. It sweeps over the pool cyclically and takes free slots in order.
 
-    What is taken together so lies together, as far as long responses leave room, and decode attention reads in order.
-    The parent hands slots out in the order in which they were freed: after a while those of one step lie anywhere, and
-    attention takes half as long again (64 rows of 90 tokens) or more; and for every free it makes a new list of all
-    that is free, megabytes in a large pool.
+    Slots allocated together are mostly adjacent, so decode attention reads in order. The parent returns slots in the
+    order in which they were freed: after a while the slots of a step are scattered, and attention takes 1.5 times as
+    long (64 rows of 90 tokens) or more. It also copies the whole free list at every free, megabytes in a large pool.
     """
 
     @property
@@ -74,7 +73,7 @@ class SweepAllocator(TokenToKVPoolAllocator):
 
 @compiled("i8(b1[::1], i8, i8[::1])")
 def _take(taken: Bits, at: int, slots: Ints) -> int:
-    """Marks and writes the free slots from `at` on, around the end; there must be enough. Returns where to go on."""
+    """Take free slots from `at` on, wrapping around; there must be enough. Returns the position of the next sweep."""
     for i in range(slots.shape[0]):
         while at >= taken.shape[0] or taken[at]:
             at = at + 1 if at < taken.shape[0] else 0

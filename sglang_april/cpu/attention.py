@@ -106,12 +106,12 @@ class TorchCpuAttention(TorchNativeAttnBackend):
 def ragged_slots(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, list[int]]:
-    """The slots of all requests one after the other, int [sum of lengths], and the lengths.
+    """The slots of all requests, concatenated, int [sum of lengths], and the lengths.
 
-    By the positions in the flat table: a table as wide as the longest request would cost every step what that one has.
+    Indexes the flat table: a padded table would cost as much per request as the longest one.
     """
     lengths = seq_lens.tolist()
-    # All tokens of a request are as far from where they go to.
+    # Distance between a token's position in the flat table and in the result, equal for all tokens of a request.
     shift = req_pool_indices * req_to_token.stride(0) - (seq_lens.cumsum(0) - seq_lens)
     where = torch.repeat_interleave(shift, seq_lens, output_size=sum(lengths))
     where += torch.arange(len(where), device=where.device)

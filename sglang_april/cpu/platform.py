@@ -1,9 +1,9 @@
 """A portable PyTorch CPU platform, so that the real engine runs on any machine.
 
 SGLang's own CPU mode needs kernels built for the processor. This one needs PyTorch alone: native forward, the
-`torch_native` attention, the ordinary KV pools. It is for trying, teaching and testing, not for speed.
+`torch_native` attention, the ordinary KV pools. It is meant for development and tests, not for speed.
 
-SGLang asks for the platform while it is itself being imported, so most of its modules are imported late here.
+SGLang resolves the platform while it is being imported, so this module imports most of SGLang lazily.
 """
 
 import os
@@ -19,13 +19,13 @@ DEFAULT_RUNNING_REQUESTS = 64
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
-    """What SGLang asks of a platform, answered with portable PyTorch."""
+    """SGLang's platform interface, implemented with portable PyTorch."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose what works on a CPU wherever SGLang's own choice, or the user's silence, would not."""
-        # By now SGLang has filled in what it would take itself.
+        """Choose settings that work on a CPU where SGLang's defaults would not."""
+        # SGLang has already filled in its own default.
         upstream_default = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
         if server_args.attention_backend in (None, upstream_default):
             server_args.attention_backend = "torch_native"
@@ -51,7 +51,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
         return "cpu"
 
     def init_backend(self) -> None:
-        """Our decode attention and draws, in each worker."""
+        """Install the decode attention and the sampler, in each worker."""
         from sglang_april.cpu import attention, sampling
 
         attention.install()
@@ -89,7 +89,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
 
 
 def cores_by_rank(ranks: int) -> str:
-    """The machine's cores divided among the ranks, as SGLang wants it: `0-3|4-7`; ranks share cores if they must."""
+    """Cores per rank in SGLang's format (`0,1|2,3`); ranks share cores if there are too few."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     each = max(1, len(cores) // ranks)
     starts = [(rank * each) % len(cores) for rank in range(ranks)]

@@ -1,7 +1,7 @@
 """SGLang's KV pool for the CPU platform, on huge pages.
 
-A decode step reads some hundred bytes for each token, wherever the token lies: in a large pool that has been in use for
-a while each is on a page of its own, and looking the pages up takes as long as the rest of decode attention.
+A decode step reads some hundred bytes per token. In a large pool that has been in use for a while each token is on a
+memory page of its own, and the TLB misses take as long as the rest of decode attention.
 """
 
 import torch
@@ -11,7 +11,7 @@ from april_kernels.kv_pages import blocks
 
 
 class HugePagesPool(MHATokenToKVPool):
-    """The parent with its buffers on huge pages, where there are any and the buffers are large."""
+    """The parent with large buffers on huge pages, where the system has them."""
 
     def _create_buffers_normal(self) -> None:
         super()._create_buffers_normal()
@@ -21,7 +21,7 @@ class HugePagesPool(MHATokenToKVPool):
 
 
 def on_huge_pages(zeros: torch.Tensor) -> torch.Tensor:
-    """Zeros of the same shape and dtype; the given ones if they are few."""
+    """Zeros of the same shape and dtype on huge pages; the argument itself if it is small."""
     if zeros.nbytes < blocks.FRESH_BYTES:
         return zeros
     memory = blocks.empty((-(-zeros.nbytes // 4),)).zero_()

@@ -1,7 +1,7 @@
-"""Draws for the CPU platform: what `torch.multinomial` does, without an exponential for every column of every row.
+"""Sampling for the CPU platform: like `torch.multinomial`, without an exponential for every column of every row.
 
-It stands in for SGLang's plain draw, without seeds: a stock server on this platform draws as fast as ours, whose seeded
-draws are compiled too, so that a comparison of the two says nothing of samplers.
+It replaces SGLang's sampling without seeds. The plugin's seeded sampling is compiled too, so comparisons between a
+stock server and the plugin on this platform do not measure the sampler.
 """
 
 import functools
@@ -16,7 +16,7 @@ from april_kernels.compiled import compiled
 
 
 def install() -> None:
-    """Puts it in the place of SGLang's; called in each worker."""
+    """Replace SGLang's function; called in each worker."""
     if not isinstance(sampler.sampling_from_probs_torch, functools.partial):
         sampler.sampling_from_probs_torch = functools.partial(_sample, sampler.sampling_from_probs_torch)
 
@@ -50,7 +50,7 @@ def _draw(probs: NDArray[np.float32], uniform: NDArray[np.float64], out: NDArray
         bar, total, chosen = uniform[row] * total, 0.0, 0
         for column in range(columns):
             if probs[row, column] > 0:
-                # By rounding the sum may end at the bar: then it is the last that is possible.
+                # By rounding the sum may end at the bar; then the last possible column is chosen.
                 chosen = column
                 total += np.float64(probs[row, column])
                 if total > bar:

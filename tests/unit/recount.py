@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_april.api.messages import Span
-from sglang_april.kv.kv_pages import Pages
+from sglang_april.kv.kv_pages import KvState, Pages
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.state import Run, Sample, State
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Request
 
 STATES = QUEUED, RUNNING, SUSPENDED, FINISHED = tuple(State)
+
+
+WITH_SLOTS = {KvState.DEVICE, KvState.DEVICE_WITH_COPY, KvState.COPYING_OUT, KvState.LOADING}
+IN_TRANSFER = {KvState.COPYING_OUT, KvState.COPYING_OUT_SLOTS_FREED, KvState.LOADING}
 
 
 def samples_of(ledger: Ledger) -> Iterator[Sample]:
@@ -124,6 +128,10 @@ def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Re
     pages = [s.kv.pages for s in samples if s.kv.pages is not None]
     for p in pages:
         owned += p.slots or []
+        assert p.state is not KvState.RELEASED
+        assert (p.slots is not None) == (p.state in WITH_SLOTS)
+        assert (p.copy is not None) == (p.state is not KvState.DEVICE)
+        assert (p.transfer is not None) == (p.state in IN_TRANSFER)
     assert len(owned) == len(set(owned)) == engine.pool, "a slot is lost or owned twice"
     _recount_store(engine, pages)
     assert len(in_batches) <= engine.slots

@@ -1,4 +1,4 @@
-"""What ranks observe reaches the scheduler's own inbox once all have said it, and failed if one did."""
+"""Observations of ranks reach the scheduler's inbox once all ranks have reported, as failed if one rank failed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0
 
 
 class Scheduler(SimpleNamespace):
-    """As much of a scheduler as Facts looks at."""
+    """The attributes of a scheduler that Rank0Broadcast uses."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         inbox: Any = zmq.Context.instance().socket(zmq.PULL) if rank == 0 else None
@@ -43,7 +43,7 @@ def own_context(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("own_context")
-def test_one_rank_speaks_for_itself() -> None:
+def test_single_rank_reports_are_sent_at_once() -> None:
     s = Scheduler(0, 1)
     broadcast = Rank0Broadcast(s)  # type: ignore[arg-type]
     broadcast.report(3)
@@ -53,7 +53,7 @@ def test_one_rank_speaks_for_itself() -> None:
 
 
 @pytest.mark.usefixtures("own_context")
-def test_ready_is_all_ranks_and_failed_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_is_ready_on_all_ranks_or_failed_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order and however late one rank reports."""
     address: list[str] = []
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.kv.kv_pages import Pages
+from sglang_april.kv.kv_pages import KvState, KvStateError, Pages
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
@@ -196,3 +196,40 @@ def test_an_integrity_check_is_answered_when_all_ranks_have_reported(harness: Bu
     assert seq not in w.answers
     w.step(2)
     assert w.answers.pop(seq).data == {"ok": True, "problem": ""}
+
+
+K = KvState
+KV_TRANSITIONS = {
+    (K.DEVICE, K.COPYING_OUT),
+    (K.DEVICE, K.RELEASED),
+    (K.DEVICE_WITH_COPY, K.DEVICE),
+    (K.DEVICE_WITH_COPY, K.STORED),
+    (K.COPYING_OUT, K.DEVICE),
+    (K.COPYING_OUT, K.COPYING_OUT_SLOTS_FREED),
+    (K.COPYING_OUT, K.STORED),
+    (K.COPYING_OUT_SLOTS_FREED, K.STORED),
+    (K.COPYING_OUT_SLOTS_FREED, K.LOADING),
+    (K.COPYING_OUT_SLOTS_FREED, K.RELEASED),
+    (K.STORED, K.LOADING),
+    (K.STORED, K.RELEASED),
+    (K.LOADING, K.DEVICE_WITH_COPY),
+    (K.LOADING, K.STORED),
+}
+
+
+@pytest.mark.parametrize("before", KvState)
+@pytest.mark.parametrize("after", KvState)
+def test_only_allowed_transitions_change_the_kv_state(before: KvState, after: KvState) -> None:
+    pages = Pages(5, 0, None, None, None, before)
+    if (before, after) in KV_TRANSITIONS:
+        pages.change(after, transfer=1)
+        assert pages.state is after
+    else:
+        with pytest.raises(KvStateError):
+            pages.change(after, transfer=1)
+        assert pages.state is before
+
+
+def test_a_state_in_transfer_needs_a_transfer() -> None:
+    with pytest.raises(KvStateError):
+        Pages(5, 0, None, None, None).change(KvState.COPYING_OUT)

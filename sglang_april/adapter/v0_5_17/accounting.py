@@ -1,4 +1,4 @@
-"""Every pool token and every request slot has exactly one owner, at every step boundary."""
+"""Checks that every pool token and request slot has exactly one owner at a step boundary (`pool-accounting`)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -52,7 +52,7 @@ def check_accounting(s: Scheduler, held: Iterable[Pages]) -> dict[str, int]:
 
 
 def pool_tokens(s: Scheduler) -> dict[str, int]:
-    """KV pool tokens by owner, from the counters; what partials hold is the only owner not among them."""
+    """KV pool tokens by owner, from SGLang's counters, without the tokens that partials hold."""
     page = s.token_to_kv_pool_allocator.page_size
     return {
         "available": s.token_to_kv_pool_allocator.available_size(),

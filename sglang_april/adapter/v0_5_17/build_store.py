@@ -1,4 +1,4 @@
-"""Step 5 of 9 (store): one rank's page store on SGLang's KV pool, MHA or MLA."""
+"""Builds one rank's page store on SGLang's KV pool (MHA or MLA)."""
 
 import hashlib
 from pathlib import Path
@@ -18,11 +18,11 @@ from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 
 PAGE_TOKENS = 16
-"""Of a page of the store, whatever the pool's page size is: at most 15 tokens of room are lost per partial."""
+"""Tokens per page of the store, for every page size of the pool; a partial wastes at most 15 tokens."""
 
 
 class TierBudgets(NamedTuple):
-    """Budgets in tokens, in whole pages of the store."""
+    """Tokens that each tier may hold, a multiple of the store's page."""
 
     host: int
     disk: int
@@ -30,7 +30,11 @@ class TierBudgets(NamedTuple):
 
 
 def select_page_format(s: Scheduler, config: AprilConfig) -> PageFormat:
-    """Ends the start with one sentence if the pool's layout or dtype cannot be stored in pages like that."""
+    """The page format that `--april-kv-pages` names.
+
+    Raises:
+        SystemExit: the format does not support the pool's layout or dtype.
+    """
     try:
         return PAGE_FORMATS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
     except ValueError as error:
@@ -50,7 +54,11 @@ def key_of(sample: Sample) -> Key:
 def build_store(
     s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: TierBudgets, broadcast: Rank0Broadcast
 ) -> PageStore:
-    """Ends the start with one sentence if the disk tier's directory cannot be used."""
+    """This rank's page store.
+
+    Raises:
+        SystemExit: the disk tier's directory cannot be used.
+    """
     copier = copier_for(page_format)
     disk = None
     try:
@@ -66,14 +74,18 @@ def build_store(
 
 
 def plane_table(pool: KVCache) -> PlaneTable:
-    """ValueError for a layout that the kernels do not move (head-major, page-major)."""
+    """The buffers of the pool.
+
+    Raises:
+        ValueError: the kernels do not support the layout (head-major, page-major).
+    """
     if isinstance(pool, MLATokenToKVPool):
         return PlaneTable.mla(pool.kv_buffer)
     return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
 
 
 def _layout(s: Scheduler, page_format: PageFormat) -> str:
-    """Not the model's path: a later checkpoint is another policy version, and goes on from older KV by `kv: keep`."""
+    """Digest of the KV layout, without the model's path: with `kv: keep`, a later checkpoint resumes from older KV."""
     rows = [page_format.name, *((str(b.dtype), *b.shape[1:]) for b in page_format.table.buffers)]
     text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

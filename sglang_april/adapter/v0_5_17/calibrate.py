@@ -1,9 +1,7 @@
-"""What `kv: auto` decides by, measured once while the server starts: prefills of the model, copies of the store
-(`rank-determinism`).
+"""Measures the rates of `kv: auto` while the server starts: the model's prefills and the store's copies.
 
-Every rank measures alongside the others, before its first step, with the pool still empty, so that nothing waits and
-nothing of anybody's is touched; a collective of the start, not of a step, finds the slowest. The outcome takes the way
-of every observation: a message that rank 0 broadcasts. Prefills go the way of SGLang's own `benchmark/one_batch.py`.
+All ranks measure at the same time, before the first step, while the pool is empty. A collective call finds the slowest
+rank, and rank 0 broadcasts the result (`rank-determinism`). Prefills run as in SGLang's `benchmark/one_batch.py`.
 """
 
 import logging
@@ -23,17 +21,17 @@ from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.kv.page_store import PageStore
 
 CHUNK = {"cpu": 256}
-"""Tokens of one prefill at most; 2,048 keep a GPU busy, and more tell nothing new."""
+"""Tokens of one prefill at most; 2,048 keep a GPU busy."""
 CHUNKS = 4
 COPIED_BYTES = 16 << 20
 REPEATS = 2
-"""The faster counts: the first prefill, and the first copy to a tier, pay for what is set up only once."""
+"""The fastest is used: the first prefill and the first copy to a tier include one-time set-up."""
 
 log = logging.getLogger("sglang_april")
 
 
 def measure(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], rank_bytes_per_token: int) -> Rates | None:
-    """Called on every rank alike; None, and a line in the log, if one of them could not: everything is kept then.
+    """Measure on all ranks. Returns None, and logs why, if one of them failed: `kv: auto` then keeps everything.
 
     Args:
         budgets: tokens that each tier may hold.

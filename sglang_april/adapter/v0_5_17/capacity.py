@@ -1,4 +1,4 @@
-"""Steps 2 and 9: slots and pool tokens that are free now, as SGLang's own admission counts them."""
+"""Free slots and pool tokens, counted as SGLang's own admission counts them."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from sglang_april.scheduler.state import Sample
 
 
 class Capacity:
-    """The part of the engine that only looks."""
+    """The read-only part of the engine."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._s = scheduler

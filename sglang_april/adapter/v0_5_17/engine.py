@@ -1,6 +1,6 @@
-"""Steps 2, 4 and 9 on the real scheduler: samples into and out of SGLang's queues and batches.
+"""Moves samples into and out of the queues and batches of SGLang's scheduler.
 
-Modelled on what 0.5.17 itself does when it merges a prefill into the running batch (`Scheduler.get_next_batch_to_run`)
+Follows what SGLang 0.5.17 does when it merges a prefill into the running batch (`Scheduler.get_next_batch_to_run`)
 and when it builds a decode batch from stored KV (`Scheduler._build_hisparse_decode_batch`).
 """
 
@@ -48,12 +48,12 @@ class SchedulerEngine(Capacity):
         self.budgets = tier_budgets(config, page_format, ranks)
         self.store = build_store(scheduler, config, page_format, self.budgets, self.broadcast)
         self.samples: dict[str, Sample] = {}
-        """Our samples that have a request, by its rid."""
+        """Samples that have a request, by rid."""
 
-    # --- the request made by SGLang for a sample of ours
+    # --- requests that SGLang creates for samples
 
     def adopt(self, req: Req) -> None:
-        """After `Req.__init__`: version every request's cache key, and tie ours to its sample."""
+        """After `Req.__init__`: add the policy version to its cache key, and link it to its sample if it has one."""
         req.april_base_key = req.extra_key
         req.extra_key = versioned_key(req.extra_key, self.version)
         req.april = self.samples.get(req.rid)
@@ -69,7 +69,7 @@ class SchedulerEngine(Capacity):
     # --- steps
 
     def settle(self) -> None:
-        """Process the step in flight, merge the last prefill as the loop would, let go of what has just finished."""
+        """Process the step in flight, merge the last prefill as the loop would, and remove finished requests."""
         s = self._s
         queue = getattr(s, "result_queue", None)
         while queue:
@@ -228,7 +228,7 @@ class SchedulerEngine(Capacity):
             self._clear_batch_full()
 
     def _clear_batch_full(self) -> None:
-        """SGLang remembers that a prefill did not fit until a running request ends; with none running, for ever."""
+        """SGLang keeps `batch_is_full` set until a running request ends; with none running, it would stay set."""
         self._s.running_batch.batch_is_full = False
 
     def held_tokens(self, pages: Pages) -> int:
@@ -242,7 +242,7 @@ class SchedulerEngine(Capacity):
                 self._renew(req)
         tree, allocator = self._s.tree_cache, self._s.token_to_kv_pool_allocator
         if not tree.is_chunk_cache():
-            # What nobody stands on is of older versions now, and would be looked through for room at every step.
+            # Unlocked nodes belong to older versions now and would only slow down eviction in later steps.
             allocator.free_group_begin()
             tree.evict(EvictParams(num_tokens=tree.evictable_size()))
             allocator.free_group_end()

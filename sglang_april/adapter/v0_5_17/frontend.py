@@ -1,4 +1,4 @@
-"""The HTTP process's side of SGLang: what `http/` needs of a TokenizerManager, and our service attached to it."""
+"""The frontend that `http/` uses, on top of SGLang's TokenizerManager, and the service attached to it."""
 
 import sys
 from typing import Any
@@ -18,14 +18,14 @@ HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
 class SGLangFrontend:
-    """An `http.frontend.Frontend` on top of a TokenizerManager."""
+    """`http.frontend.Frontend` for a TokenizerManager."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
         self.lock = manager.model_update_lock
 
     def server_info(self) -> ServerInfo:
-        """Known once the schedulers have reported, which is before the first request."""
+        """Available once the schedulers have reported, which is before the first request."""
         manager, args = self._manager, self._manager.server_args
         return ServerInfo(
             vocab_size=manager.model_config.vocab_size,
@@ -44,7 +44,7 @@ class SGLangFrontend:
         self._manager.auto_create_handle_loop()
 
     async def send(self, payload: bytes) -> None:
-        """To the scheduler, after SGLang's loop that reads its messages has been started."""
+        """Send to the scheduler, after starting SGLang's loop that reads its replies."""
         self.listen()
         await self._manager._async_dispatch_to_scheduler(AprilReq(payload=payload))
 

@@ -1,4 +1,4 @@
-"""Handlers around the start: flags in, refusals out, and the report of the hooks from each process."""
+"""Handlers of the start: flags, refusals, and the report of verified hooks from each process."""
 
 import argparse
 import functools
@@ -11,12 +11,12 @@ from sglang_april.recovery.journal import JournalError, probe
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER ServerArgs.add_cli_args: our flags, in SGLang's own parser and help."""
+    """AFTER ServerArgs.add_cli_args: add the --april-* flags to SGLang's parser and help."""
     config.add_arguments(parser)
 
 
 def publish_flags(_: type, args: argparse.Namespace) -> None:
-    """BEFORE ServerArgs.from_cli_args: the flags as SGLang's parser read them, wherever they came from."""
+    """BEFORE ServerArgs.from_cli_args: publish the flags as SGLang's parser read them."""
     typed = {flag.field: getattr(args, f"april_{flag.field}", None) for flag in config.FLAGS}
     given = {field: value for field, value in typed.items() if value is not None}
     try:
@@ -26,19 +26,19 @@ def publish_flags(_: type, args: argparse.Namespace) -> None:
 
 
 def refuse_requested(server_args: Any) -> None:
-    """BEFORE ServerArgs.__post_init__: what was asked for, as it was asked for."""
+    """BEFORE ServerArgs.__post_init__: check the arguments as the user gave them."""
     refusals.stop_if(refusals.find(server_args, os.environ))
 
 
 def refuse_resolved(server_args: Any) -> None:
-    """BEFORE ServerArgs.check_server_args: the final arguments and the model they name."""
+    """BEFORE ServerArgs.check_server_args: check the resolved arguments and the model."""
     refusals.stop_if(refusals.find(server_args, os.environ) or refusals.find_in_model(server_args))
     _probe_journal()
 
 
 @functools.cache
 def _probe_journal() -> None:
-    """Once per process: later it is our own scheduler that has it open."""
+    """Once per process: later the scheduler has the journal open."""
     settings = config.load()
     try:
         if settings.journal is not None:
@@ -48,7 +48,7 @@ def _probe_journal() -> None:
 
 
 def report_hooks(info: dict[str, Any], _: Any) -> dict[str, Any]:
-    """AFTER Scheduler.get_init_info: adds what this scheduler runs with."""
+    """AFTER Scheduler.get_init_info: add the verified hooks of this scheduler."""
     return {**info, "april": hooking.hook_report()}
 
 

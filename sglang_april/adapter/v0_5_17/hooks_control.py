@@ -26,7 +26,7 @@ def _evacuate(controller: Controller) -> None:
 
 
 def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
-    """AROUND Scheduler.abort_request: of everything = stop our rounds; by rid = never ours (stock matches prefixes)."""
+    """AROUND Scheduler.abort_request: abort_all stops rounds; a rid never matches samples (SGLang matches prefixes)."""
     if recv_req.abort_all and not s.april.context.frozen:
         _abort_everything(s.april)
     ours = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
@@ -52,12 +52,12 @@ def _abort_everything(controller: Controller) -> None:
 
 
 def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: our samples are out before the stock body runs."""
+    """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: suspend samples first."""
     controller = manager.scheduler.april
     _interrupt(controller)
-    if broken := controller.context.broken:  # samples of ours may still be in the batch
+    if broken := controller.context.broken:  # samples may still be in the batch
         return _refused_update(recv_req, f"the weights stay as they are, because {broken}")
-    if recv_req.flush_cache and not manager.is_fully_idle():  # stock would go on, and end by an assertion
+    if recv_req.flush_cache and not manager.is_fully_idle():  # SGLang would fail an assertion
         out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
     else:
         out = orig(manager, recv_req)
@@ -72,16 +72,16 @@ def _weight_call_ended(controller: Controller, recv_req: Any, out: Any) -> None:
 
 
 def _refused_update(recv_req: Any, message: str) -> Any:
-    """As the stock body refuses: nothing has changed, and the caller hears why."""
+    """The output with which SGLang refuses an update, with the reason."""
     output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
     extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
     return output(success=False, message=message, **extra)
 
 
 def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[bool, str]:
-    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before the stock body acts on it.
+    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before SGLang acts on it.
 
-    Stock lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
+    SGLang lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
     on the ranks that succeeded, and reports rank 0's outcome.
     """
     try:
@@ -94,7 +94,7 @@ def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[
 
 
 def _combine_over_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
-    """A control message over the TP group, not a scheduling step: a failure on any rank is a failure."""
+    """A failure on any rank is a failure on all. A collective call, outside of scheduling steps."""
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return ok, message
@@ -105,7 +105,7 @@ def _combine_over_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
 
 
 def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
-    """AROUND SchedulerFlushWrapper.handle: our samples do not stand in a flush's way."""
+    """AROUND SchedulerFlushWrapper.handle: samples do not block a flush."""
     s = Process.scheduler
     if s is not None:
         if recv_req.timeout_s and s.ps.tp_size > 1:
@@ -115,7 +115,7 @@ def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
 
 
 def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
-    """AROUND Scheduler.flush_cache: pages move out before the pools are cleared."""
+    """AROUND Scheduler.flush_cache: evacuate pages before the pools are cleared."""
     if s.is_fully_idle():
         _evacuate(s.april)
     return orig(s, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The handlers of our hooks in the HTTP process (table: targets.py)."""
+"""Handlers of the hooks in the HTTP process (`hook_table.py`)."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,7 +16,7 @@ def attach_service(_result: Any, manager: Any) -> None:
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
-    """AROUND `pause_generation`: stock would abort or wait for our rounds; so they freeze and step aside before it."""
+    """AROUND `pause_generation`: SGLang would abort open rounds or wait for them, so they are frozen first."""
     async with manager.april.pausing:
         await manager.april.freeze()
         return await original(manager, obj)
@@ -31,10 +31,11 @@ async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any
 
 
 async def release_when_idle(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `release_memory_occupation`: in the scheduler it asserts idleness, and would end the server
-    (`evacuate-before-clear`).
+    """AROUND `release_memory_occupation`: the scheduler asserts idleness, which would end the server
+    (`evacuate-before-clear`). The writer lock blocks requests that arrive meanwhile.
 
-    Raises ValueError, which SGLang's route turns into a 400. The writer lock keeps requests out that arrive meanwhile.
+    Raises:
+        ValueError: the server is busy. SGLang's route answers 400.
     """
     await manager.april.restored_state.ready()
     await _refuse_while_busy(manager)
@@ -45,7 +46,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
 
 
 async def resume_if_released(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `resume_memory_occupation`: resuming a tag twice is a KeyError in the scheduler, which ends the server."""
+    """AROUND `resume_memory_occupation`: resuming a tag twice raises KeyError in the scheduler, which ends it."""
     released = manager.april.released
     wrong = sorted(_tags(obj) - released)
     if wrong:
@@ -56,7 +57,7 @@ async def resume_if_released(original: Original, manager: Any, obj: Any, request
 
 async def _refuse_while_busy(manager: Any) -> None:
     if manager.is_pause:
-        # Under a pause our rounds are no readers, so a reader is a request of SGLang's own that the scheduler holds.
+        # Paused rounds do not hold the lock, so a reader is one of SGLang's own requests.
         if await manager.model_update_lock.is_locked():
             raise ValueError("memory cannot be released: a paused request of SGLang's own is in flight")
         return

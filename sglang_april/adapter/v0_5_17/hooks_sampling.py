@@ -1,4 +1,4 @@
-"""Hooks in the scheduler process around sampling: seeds of our rows, and penalties of samples that come back."""
+"""Handlers around sampling: per-row seeds, and penalties of resumed samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from sglang_april.adapter.v0_5_17.sampler import RowSeeds, draw
 
 
 def sampling_info(result: Any, _cls: type, batch: ScheduleBatch, _vocab_size: int) -> None:
-    """AFTER SamplingBatchInfo.from_schedule_batch: seeds of our rows, penalties of samples that come back."""
+    """AFTER SamplingBatchInfo.from_schedule_batch: per-row seeds, and penalties of resumed samples."""
     result.april = RowSeeds.of(batch)
     prefill = batch.forward_mode is not None and batch.forward_mode.is_extend()
     rows = [i for i, r in enumerate(batch.reqs) if r.april is not None and r.output_ids]
@@ -29,16 +29,16 @@ def sampling_merge(_: None, info: Any, other: Any) -> None:
 
 
 def sampling_copy(result: Any, info: Any) -> None:
-    """AFTER SamplingBatchInfo.copy_for_forward: a dataclass copy leaves our attribute behind."""
+    """AFTER SamplingBatchInfo.copy_for_forward: a dataclass copy does not include the attribute."""
     result.april = info.april
 
 
 def sample(orig: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Sampler._sample_from_probs: rows of ours are drawn by their own seeds."""
+    """AROUND Sampler._sample_from_probs: seeded rows are sampled with their own seeds."""
     return draw(orig, sampler, *args, **kwargs)
 
 
 def sync_tokens(orig: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND Sampler._sync_token_ids_across_tp: ranks must agree, and one alone does (0.25 ms a step with gloo)."""
+    """AROUND Sampler._sync_token_ids_across_tp: skipped with one rank (0.25 ms per step with gloo)."""
     if torch.distributed.get_world_size(sampler.tp_sync_group) > 1:
         orig(sampler, *args, **kwargs)

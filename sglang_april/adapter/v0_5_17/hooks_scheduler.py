@@ -1,4 +1,4 @@
-"""Hooks in the scheduler process: where SGLang's loop meets our controller. Every handler is a row of `targets.py`."""
+"""Handlers that connect SGLang's scheduler loop to the controller. `hook_table.py` lists their targets."""
 
 import functools
 import logging
@@ -32,11 +32,11 @@ from sglang_april.scheduler.version_clock import VersionClock
 log = logging.getLogger("sglang_april")
 
 CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
-"""Recount both pools at every step and let an exception of ours end the process (all tests)."""
+"""Recount both pools at every step, and let exceptions of the plugin end the process (set in all tests)."""
 
 
 class Process:
-    """The one controller of this scheduler process, for hooks that see no scheduler."""
+    """The objects of this scheduler process, for handlers that are not passed a scheduler."""
 
     controller: Controller | None = None
     engine: SchedulerEngine | None = None
@@ -46,7 +46,7 @@ class Process:
 
 
 def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """No exception of ours may end the scheduler: it ends our rounds with the reason, and SGLang goes on."""
+    """An exception in `fn` ends the rounds with its reason; SGLang continues to serve (`contained-faults`)."""
 
     @functools.wraps(fn)
     def call(controller: Controller, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def _resume(controller: Controller) -> bool:
 
 
 def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
-    """AROUND Scheduler.maybe_sleep_on_idle: samples of ours that can start wait in no queue of SGLang's."""
+    """AROUND Scheduler.maybe_sleep_on_idle: samples that can start are in none of SGLang's queues."""
     if not _has_work(s.april):
         orig(s)
 
@@ -176,7 +176,7 @@ def _has_work(controller: Controller) -> bool:
 
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
-    """AFTER Scheduler.process_batch_result: step 3, count."""
+    """AFTER Scheduler.process_batch_result."""
     _progress(s.april, batch)
 
 
@@ -194,7 +194,7 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
-    """AROUND SchedulerOutputStreamer.stream_output: our samples go to the HTTP process by our own message."""
+    """AROUND SchedulerOutputStreamer.stream_output: outputs of samples have a message of their own."""
     rest = [r for r in reqs if r.april is None]
     for req in reqs:
         if req.april is not None and req.finished():
@@ -203,7 +203,7 @@ def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *ar
 
 
 def add_held_tokens(result: int, _observer: Any) -> int:
-    """AFTER SchedulerPoolStatsObserver.session_held_tokens: pages of partials are part of SGLang's own leak check."""
+    """AFTER SchedulerPoolStatsObserver.session_held_tokens: SGLang's leak check counts pages of partials."""
     controller, engine = Process.controller, Process.engine
     if controller is None or engine is None:
         return result
@@ -211,7 +211,7 @@ def add_held_tokens(result: int, _observer: Any) -> int:
     return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
 
 
-# --- requests that SGLang gives up or takes back
+# --- requests that SGLang aborts or retracts
 
 
 def renew_cache_key(orig: Callable[..., Any], s: Scheduler, req: Req, is_retracted: bool = False) -> Any:
@@ -223,9 +223,9 @@ def renew_cache_key(orig: Callable[..., Any], s: Scheduler, req: Req, is_retract
 
 @guarded
 def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
-    """Ours ask for no input logprobs: in a recompute the default would put old tokens through a whole lm_head.
+    """Samples request no input logprobs: in a recompute the default would run the lm_head over all old tokens.
 
-    What a request of a higher priority preempts is retracted too, but not said to be.
+    SGLang passes `is_retracted=False` for requests that were preempted by priority.
     """
     if req.kv is None:
         engine._renew(req)
@@ -241,7 +241,7 @@ def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_ret
 def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, recv_obj: Any = None) -> Any:
     """AROUND SenderWrapper.send_output: aborts that bypass `process_batch_result`. Called on every rank.
 
-    With a journal its writer sends too, and a socket is one thread's at a time.
+    The lock is needed because the journal's writer thread uses the same socket.
     """
     engine, controller = Process.engine, Process.controller
     if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:

@@ -1,6 +1,6 @@
-"""Step 5 of 9 (store): KV pages of one sample out of, and back into, SGLang's pools.
+"""Moves the KV pages of a sample out of SGLang's pools and back.
 
-Invariant when a sample is taken out after `settle`: `kv_committed_len == seqlen - 1 == kv_allocated_len`; the KV of the
+Invariant when a sample is detached after `settle`: `kv_committed_len == seqlen - 1 == kv_allocated_len`; the KV of the
 last output token does not exist yet, the next decode step writes it.
 """
 
@@ -15,7 +15,7 @@ from sglang_april.kv.kv_pages import Pages
 
 
 class PagePool:
-    """Moves pages between requests and partials; their copies are made by `kv/page_store.py`."""
+    """Moves pages between requests and partials; `kv/page_store.py` copies them."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._s = scheduler
@@ -42,7 +42,7 @@ class PagePool:
         req.reset_for_retract()
 
     def free(self, pages: Pages, req: Req | None) -> None:
-        """Release stored pages; `req` keeps its tokens only. After a restart there may be none yet."""
+        """Release pages; `req` keeps its tokens, and is None if the sample has no request yet (after a restart)."""
         self.free_slots(pages)
         if req is not None:
             req.kv_committed_len = 0
@@ -58,7 +58,7 @@ class PagePool:
         pages.slots, pages.node, pages.protected = None, None, 0
 
     def alloc_slots(self, pages: Pages) -> bool:
-        """New slots for all tokens, the sample's own; False when there is no room."""
+        """Allocate slots for all tokens of the pages; False if the pool has too few."""
         need = self.round_up(pages.length)
         evict_from_tree_cache(self._s.tree_cache, need)
         slots = self._allocator.alloc(need)
@@ -68,20 +68,20 @@ class PagePool:
         return True
 
     def after_forward(self) -> None:
-        """Slots may still be written by the forward in flight: what follows on this stream comes after it."""
+        """Make this stream wait for the forward in flight, which may still write slots."""
         if self._s.enable_overlap and self._s.device != "cpu":
             self._s.schedule_stream.wait_stream(self._s.forward_stream)
 
     def build_decode_batch(self, reqs: list[Req], pages: list[Pages], on_old_kv: list[bool]) -> ScheduleBatch:
-        """A decode batch of requests on their stored pages, as if they had never left.
+        """A decode batch of resumed requests on their stored pages.
 
         Args:
-            on_old_kv: per request, whether a page beneath it is older than the current policy; such a request never
-                inserts into the tree.
+            on_old_kv: per request, whether its KV is older than the current policy; such a request is never inserted
+                into the tree.
         """
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
-        # Without a tree (--disable-radix-cache) a request stands on no node.
+        # Without a tree (--disable-radix-cache) a request has no node.
         root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
         for req, page, old in zip(reqs, pages, on_old_kv, strict=True):
             self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots.to(torch.int32))

@@ -1,8 +1,8 @@
-"""Step 9 of 9 (resume): the penalty state of a sample that comes back with output tokens.
+"""Restores the penalty state of a resumed sample.
 
 SGLang starts every batch with empty penalty counters and adds `output_ids[-1]` before each decode step, so a request
-that is prefilled again, or that joins as a decode row, would forget its earlier tokens. They are replayed here: all n
-of them before a prefill (which draws token n+1 at once), n - 1 before a decode step (which adds the last one itself).
+that is prefilled again, or that joins as a decode row, would lose the counts of its earlier tokens. They are
+replayed here: all n before a prefill (which samples token n+1), n - 1 before a decode step (which adds the last one).
 """
 
 import torch
@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def replay_penalties(batch: ScheduleBatch, info: SamplingBatchInfo, rows: list[int], *, prefill: bool) -> None:
-    """Bring the fresh counters of `info` to the state that `rows` had when they left."""
+    """Bring the fresh counters of `info` to the state that `rows` had when they were suspended."""
     orchestrator = info.penalizer_orchestrator
     if not orchestrator.is_required:
         return

@@ -1,7 +1,7 @@
-"""Step 2 of 9 (admit): a sample on the KV of a prompt that another member of its group has had prefilled.
+"""Starts a sample on the prompt KV of a group member that has already been prefilled.
 
-SGLang's tree has that KV once the prefill has been taken in (`cache_unfinished_req`). A decode step writes the KV of
-its input token and draws the next one; with the prompt's last token as input it is all that is left of the prefill.
+SGLang inserts that KV into its tree after the prefill (`cache_unfinished_req`). A decode step writes the KV of its
+input token and samples the next one, so a decode step on the prompt's last token replaces the prefill.
 """
 
 import torch
@@ -24,7 +24,7 @@ class PromptPages:
         tree = scheduler.tree_cache
         self._tree = tree
         self._page: int = scheduler.token_to_kv_pool_allocator.page_size
-        # Deterministic inference promises the same bits whoever runs beside; who leads depends on just that.
+        # Deterministic inference must not depend on the other requests, but they decide which member is prefilled.
         self._off = tree.is_chunk_cache() or bool(scheduler.server_args.enable_deterministic_inference)
 
     def shares(self, group: Group) -> bool:
@@ -38,13 +38,13 @@ class PromptPages:
         return not is_penalised(params_of(group)) and not has_grammar(group)
 
     def find(self, req: Req) -> Pages | None:
-        """All of its prompt but the last token, locked in the tree; None where the tree has less."""
+        """Pages of the prompt without its last token, locked in the tree; None if the tree lacks some of them."""
         key = RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key)
         found = self._tree.match_prefix(MatchPrefixParams(key=key, req=req))
         length = len(req.origin_input_ids) - 1
         if len(found.device_indices) < length:
             return None
-        # On the leader's own node, so that its copy on the host is that of all.
+        # The node of the prefilled member, so that all members share one copy on the host.
         self._tree.inc_lock_ref(found.last_device_node)
         slots = found.device_indices[:length].to(torch.int64, copy=True)
         return Pages(length, length, slots, found.last_device_node, req.extra_key)

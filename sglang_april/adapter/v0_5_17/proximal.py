@@ -1,9 +1,8 @@
-"""Step 9 of 9 (resume): the new policy's logprobs of old tokens, from the prefill that a recompute does anyway
-(`proximal-logprobs`).
+"""The new policy's logprobs of old tokens, computed in the prefill of a recompute (`proximal-logprobs`).
 
-The trainer's proximal policy without an extra forward, for one lm_head over the old tokens, in row chunks. Values are
-log-softmax of (logits + logit bias) / temperature; samples with penalties, a grammar or `min_new_tokens` have none,
-because the stock prefill does not know the state those would have had at each old token.
+The trainer's proximal policy costs no extra forward, only one lm_head over the old tokens, in row chunks. Values are
+log-softmax of (logits + logit bias) / temperature. Samples with penalties, a grammar or `min_new_tokens` have none,
+because a prefill does not have the state of those at each old token.
 """
 
 from array import array
@@ -23,12 +22,12 @@ CHUNK_ROWS = 512
 
 
 def is_eligible(req: Req) -> bool:
-    """Whether plain logits, bias and temperature are all that this sample was drawn from."""
+    """Whether the sampling distribution depends on nothing but logits, bias and temperature."""
     return not is_penalised(req.sampling_params) and req.grammar is None
 
 
 def is_penalised(params: SamplingParams) -> bool:
-    """What is drawn next depends on the tokens drawn before in more than their logits."""
+    """Whether logits are modified depending on the tokens sampled before."""
     penalties = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
     return bool(penalties or params.min_new_tokens)
 

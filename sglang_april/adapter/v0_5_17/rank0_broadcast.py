@@ -1,8 +1,8 @@
-"""What only one rank can see becomes a message that rank 0 broadcasts, and takes effect on all ranks alike.
+"""Broadcasts local observations from rank 0, so that they take effect on all ranks alike (`rank-determinism`).
 
-Rank 0's scheduler reads one more socket with its own: what is sent there is pulled, and broadcast over the TP group,
-with the HTTP process's messages, and wakes a scheduler that sleeps when idle. Ranks report to a thread of rank 0,
-which speaks when all have.
+Rank 0's scheduler socket is connected to a second address. Messages sent there are received and broadcast over the
+TP group together with those of the HTTP process, and wake a scheduler that sleeps. Ranks report to a thread of rank 0,
+which sends one message when all have reported.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TO_SCHEDULER = "inproc://april-facts"
 
 
 class Rank0Broadcast:
-    """This rank's end. Its methods may be called from any thread."""
+    """One rank's endpoint. Its methods may be called from any thread."""
 
     def __init__(self, s: Scheduler) -> None:
         self._ranks, self._rank = s.ps.tp_size, s.ps.tp_rank
@@ -40,13 +40,13 @@ class Rank0Broadcast:
         self._to_rank_0 = self._join(s) if self._ranks > 1 else None
 
     def send(self, fact: messages.Fact) -> None:
-        """Rank 0's own observation; other ranks are not asked, and say nothing."""
+        """Broadcast an observation of rank 0. On other ranks this does nothing."""
         if self._to_scheduler is not None:
             with self._lock:
                 sock_send(self._to_scheduler, AprilReq(payload=messages.encode(fact)))
 
     def report(self, move: int, failure: str = "") -> None:
-        """This rank has completed a copy, or could not. Once all ranks have reported, `messages.Moved` is broadcast."""
+        """Report a completed or failed copy. Once all ranks have reported, `messages.Moved` is broadcast."""
         if self._to_rank_0 is None:
             self.send(_moved({move: [failure]}))
         else:
@@ -54,7 +54,7 @@ class Rank0Broadcast:
                 self._to_rank_0.send(msgpack.encode((move, f"rank {self._rank}: {failure}" if failure else "")))
 
     def _join(self, s: Scheduler) -> "zmq.Socket[bytes]":
-        """A collective, at start: all ranks connect to a socket of rank 0's."""
+        """Connect this rank to a socket of rank 0. A collective call during the start."""
         address = [""]
         if self._rank == 0:
             inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)

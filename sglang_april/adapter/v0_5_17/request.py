@@ -1,4 +1,4 @@
-"""Steps 2 and 6: a sample as an SGLang request, and a finished request as a result."""
+"""Builds SGLang's request for a sample, and the result of a finished request."""
 
 from array import array
 from typing import Any
@@ -49,13 +49,13 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
 
 
 def has_grammar(group: Group) -> bool:
-    """Its outputs have to follow a grammar, which SGLang compiles while a request waits for its prefill."""
+    """Whether outputs must follow a grammar, which SGLang compiles while the request waits for its prefill."""
     params = params_of(group)
     return any(x is not None for x in (params.json_schema, params.regex, params.ebnf, params.structural_tag))
 
 
 def params_of(group: Group) -> SamplingParams:
-    """Decoded once; not to be changed."""
+    """The group's sampling parameters, decoded once. Do not modify them."""
     if group.engine_params is None:
         group.engine_params = msgspec.msgpack.decode(group.params, type=SamplingParams)
     return group.engine_params
@@ -87,7 +87,7 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
 
 
 def top_logprobs(req: Req | None, start: int, end: int) -> list[list[tuple[float, int]]]:
-    """Of output tokens [start, end): pairs (logprob, token id) each."""
+    """Pairs (logprob, token id) for each output token in [start, end)."""
     if req is None or not req.logprob.output_top_logprobs_val:
         return []
     values, ids = req.logprob.output_top_logprobs_val[start:end], req.logprob.output_top_logprobs_idx[start:end]

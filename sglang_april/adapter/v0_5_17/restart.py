@@ -1,7 +1,6 @@
-"""Step 2 of 9 after a restart: the journal is opened, and every rank takes over what it holds
-(`restart-loses-nothing`).
+"""Restores the journal's state on every rank after a restart (`restart-loses-nothing`).
 
-And the KV that the disk tier has of it; what else is in the tier's directory is removed.
+KV of restored samples is recovered from the disk tier; all other files in its directory are removed.
 """
 
 import logging
@@ -27,16 +26,16 @@ from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample
 
 UNNAMED = -1
-"""In cache keys, until the policy version of the weights is named."""
+"""Version in cache keys until the policy version of the weights is named."""
 
 log = logging.getLogger("sglang_april")
 
 
 def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: DiskTier | None) -> None:
-    """Give a controller what the journal holds, and rank 0's the journal itself.
+    """Restore the journal's state into a controller; rank 0 continues the journal.
 
     Raises:
-        SystemExit: the journal or the directory cannot be used, or `--april-version` stands against it; one sentence.
+        SystemExit: the journal or the directory cannot be used, or `--april-version` contradicts it.
     """
     try:
         if config.journal is None:
@@ -78,7 +77,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, dis
 
 
 def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
-    """On all ranks together. A sample with a grammar is prefilled again in any case: its request waits for one."""
+    """Search on all ranks. Samples with a grammar are prefilled again: their requests wait for its compilation."""
     wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
     outcomes_by_rank: list[Any] = [None] * s.ps.tp_size
     torch.distributed.all_gather_object(outcomes_by_rank, search.find_all(wanted_files), group=s.tp_cpu_group)
@@ -89,8 +88,8 @@ def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[
 def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
     c = controller.context
     c.clock.version, c.clock.unnamed = version, unnamed
-    # What SGLang's own requests leave in the tree until the version is named may be of any weights, and the version
-    # that is named may be this very one.
+    # Until the version is named, KV in the tree may belong to any weights, even to those of the version named later.
+    # Its cache keys must therefore differ from those of every version.
     c.engine.version = UNNAMED if unnamed else version
 
 

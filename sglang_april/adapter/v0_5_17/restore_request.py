@@ -1,7 +1,7 @@
-"""Step 9 of 9 after a restart: what the journal has of a sample becomes part of its new request; and the way there.
+"""Writes a sample's output to the journal, and restores it into a new request after a restart.
 
-A request made anew has drawn nothing; the tokens of earlier legs are put into it before SGLang looks at it, so that its
-prefill is that of a retracted request. A grammar is brought to the state behind those tokens once SGLang has it.
+A new request has no output. The tokens of earlier legs are added before SGLang processes it, so that its prefill is
+that of a retracted request. Its grammar is advanced past those tokens once SGLang has compiled it.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from sglang_april.scheduler.state import Proximal, Sample
 
 
 def chunk_of(sample: Sample, start: int) -> Chunk:
-    """Output tokens from `start` on of a sample that is not finished."""
+    """Output tokens of an unfinished sample, from index `start`."""
     req: Req = sample.request
     logprobs = req.logprob.output_token_logprobs_val or []
     proximal = sample.recompute.proximal
@@ -33,7 +33,7 @@ def chunk_of(sample: Sample, start: int) -> Chunk:
 
 
 def _serialize_proximal(proximal: Proximal) -> tuple[int, list[tuple[int, bytes]]]:
-    """One copy from the device, whatever the number of parts."""
+    """Version and (first token, float32 bytes) of each part; one copy from the device for all parts."""
     if not proximal.parts:
         return proximal.version, []
     values = torch.cat([part for _, part in proximal.parts]).float().cpu().numpy().astype("<f4")
@@ -43,7 +43,7 @@ def _serialize_proximal(proximal: Proximal) -> tuple[int, list[tuple[int, bytes]
 
 
 def restore_tokens(req: Req, sample: Sample, chunk: Chunk) -> None:
-    """Put the tokens of earlier legs into a request that has just been made."""
+    """Add the tokens of earlier legs to a new request."""
     ids = np.frombuffer(chunk.output_ids, "<i4")
     req.output_ids = array("q", ids.astype(np.int64).tobytes())
     out = req.logprob
@@ -59,7 +59,7 @@ def restore_tokens(req: Req, sample: Sample, chunk: Chunk) -> None:
 
 
 def restore_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
-    """A request for a sample whose copy was found; False, and nothing has changed, if it is refused."""
+    """Create the request of a sample whose KV was recovered; False, without any change, if SGLang refuses it."""
     pages, tokens = sample.kv.pages, sample.journal.snapshot
     assert pages is not None
     req = make_request(s, ours, sample)
@@ -71,9 +71,9 @@ def restore_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bo
 
 
 def make_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> Req | None:
-    """A request that needs no prefill, made at SGLang's own door; None, and nothing has changed, if it is refused.
+    """A request that needs no prefill, created by SGLang; None, without any change, if SGLang refuses it.
 
-    Behind the door is a queue of its own meanwhile, so that nobody else's request is moved or given up.
+    The waiting queue is replaced by an empty one meanwhile, so that no other request is moved or aborted.
     """
     ours[rid_of(sample)] = sample
     queue, s.waiting_queue = s.waiting_queue, []
@@ -90,7 +90,7 @@ def make_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> Req |
 
 
 def advance_grammar(req: Req) -> None:
-    """SGLang has compiled the grammar of a recalled request: the tokens of earlier legs pass through it."""
+    """Advance the grammar of a restored request, once compiled, past the tokens of earlier legs."""
     if req.grammar is not None:
         for token in req.output_ids:
             req.grammar.accept_token(token)

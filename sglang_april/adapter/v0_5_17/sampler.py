@@ -1,6 +1,6 @@
-"""Steps 2 and 9: rows of ours are drawn with per-sample noise, rows of others by SGLang's own sampler.
+"""Samples rows of rollouts with per-sample seeds, and other rows with SGLang's own sampler (`seed-independence`).
 
-SGLang's seeds are a property of a whole batch (one tensor, refused with flashinfer's top-p), so ours travel beside it:
+SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p). The per-row seeds are therefore kept apart:
 `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
 """
 
@@ -19,13 +19,13 @@ from sglang_april.scheduler.state import Sample
 
 @dataclass(slots=True)
 class RowSeeds:
-    """Which rows of a batch are ours, their seeds, and what a recompute is to return."""
+    """Which rows of a batch belong to rollouts, their seeds, and the rows that need proximal logprobs."""
 
     ours: list[bool]
     seeds: torch.Tensor
-    """int64 [rows] on the device of the batch; 0 where the row is not ours."""
+    """int64 [rows] on the device of the batch; 0 in rows of other requests."""
     proximal: list[Sample | None] | None = None
-    """Rows of a prefill whose old tokens' logprobs are wanted (proximal.py); gone after it."""
+    """Rows of a prefill that need proximal logprobs (proximal.py); None after it."""
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":

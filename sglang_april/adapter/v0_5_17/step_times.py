@@ -1,4 +1,4 @@
-"""How long decode steps take on rank 0's clock. What follows for admission is broadcast (`messages.Tuned`)."""
+"""Times decode steps on rank 0 and broadcasts the tuned concurrency (`messages.Tuned`)."""
 
 import time
 
@@ -10,7 +10,7 @@ from sglang_april.scheduler.concurrency import ConcurrencyTuner
 from sglang_april.scheduler.context import Context
 
 TUNE_INTERVAL = 128
-"""Decode steps between two looks at the curve."""
+"""Decode steps between two evaluations of the curve."""
 
 
 class StepTimes:
@@ -38,5 +38,5 @@ class StepTimes:
             )
 
     def launched(self, batch: ScheduleBatch | None) -> None:
-        """What the step runs."""
+        """Record the batch that the step runs."""
         self._rows = len(batch.reqs) if batch is not None and batch.forward_mode.is_decode() else 0
