@@ -1,4 +1,4 @@
-"""Who gets a free slot, and what stays untouched; the staleness bound. Pushes bring the same weights."""
+"""Admission order, concurrency and the staleness bound. Pushes load the same weights."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def ids(reply: dict[str, Any]) -> list[str]:
 
 
 def test_unstarted_prompts_stay_untouched(server: Server, run: str) -> None:
-    """More prompts than slots cost nothing: no tokens, no age, and on-policy after a push."""
+    """Prompts without a slot draw no tokens, do not age, and are on-policy after a push."""
     reply = server.rollout(run=run, prompts=[prompt(f"p{i:02}", 6) for i in range(30)], quota=4, concurrency=4)
     assert ids(reply) == ["p00", "p01", "p02", "p03"]
     assert reply["stats"]["started"] == 4
@@ -36,7 +36,7 @@ def test_unstarted_prompts_stay_untouched(server: Server, run: str) -> None:
 
 
 def test_partials_run_before_started_groups_and_new_groups(server: Server, run: str) -> None:
-    """With one slot, samples run in the order of admission, which the stream shows."""
+    """With one slot, samples run in admission order, which the stream shows."""
     first = [prompt("stop", 3), prompt("begun", 8, n=4), prompt("old", 5)]
     server.rollout(run=run, prompts=first, quota=1, concurrency=4)
     assert [(p["id"], p["index"]) for p in server.partials(run)] == [("begun", 0), ("begun", 1), ("begun", 2)]
@@ -46,7 +46,7 @@ def test_partials_run_before_started_groups_and_new_groups(server: Server, run: 
 
 
 def test_concurrency_limits_a_run(server: Server, run: str) -> None:
-    """At most `concurrency` samples of the run at once, and the slots stay full."""
+    """At most `concurrency` samples of the run are running, and the slots stay full."""
     count = Forwards(server)
     reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 4 + i, n=3) for i in range(6)], quota=None, concurrency=5)
     rows = count.rows(decode=True)
@@ -57,19 +57,19 @@ def test_concurrency_limits_a_run(server: Server, run: str) -> None:
 
 
 def test_concurrency_auto_is_measured_and_broadcast(server: Server, run: str) -> None:
-    """Section 7: the scheduler is told what `auto` stands for, and the round goes on right."""
+    """Rank 0 broadcasts the measured limit for `auto`, and the round uses it."""
     prompts = [prompt(f"p{i}", 200) for i in range(60)]
     reply = server.rollout(run=run, prompts=prompts, quota=None, concurrency="auto")
     assert {len(s["output_ids"]) for s in by_key(reply["finished"]).values()} == {200}
     assert len(reply["finished"]) == 60
-    told, stats = server.state()["tuned"], reply["stats"]
-    assert 1 <= min(told["concurrency"], stats["concurrency"]) <= max(told["concurrency"], stats["concurrency"]) <= 48
+    tuned, stats = server.state()["tuned"], reply["stats"]
+    assert 1 <= min(tuned["concurrency"], stats["concurrency"]) <= max(tuned["concurrency"], stats["concurrency"]) <= 48
     assert all(1 <= batch <= 48 and ms > 0 for batch, ms in stats["step_ms"])
     assert server.rollout(run=run, prompts=[prompt("one", 3)], quota=1)["stats"]["concurrency"] is None
 
 
 def test_runs_share_slots_round_robin(server: Server, run: str) -> None:
-    """Two runs with more work than slots get half of the slots each, and nothing crosses from one to the other."""
+    """Two runs with more work than slots get half of the slots each and deliver only their own samples."""
     server.post("/pause_generation", {"mode": "in_place"})
     names = [f"{run}-a", f"{run}-b"]
     rounds = [
@@ -101,7 +101,7 @@ def test_stock_requests_progress_during_a_round(server: Server, run: str) -> Non
 
 
 def test_group_at_the_staleness_bound_is_mandatory(server: Server, run: str) -> None:
-    """Staleness >= max_staleness makes a group mandatory: all members, and it is delivered first."""
+    """A group with staleness >= max_staleness is delivered first, with all members."""
     first = [*stoppers([4]), prompt("old", 30, n=6)]
     assert ids(server.rollout(run=run, prompts=first, quota=1, concurrency=5)) == ["stop-4"]
     assert len(server.partials(run)) == 4
@@ -120,7 +120,7 @@ def test_group_at_the_staleness_bound_is_mandatory(server: Server, run: str) -> 
 
 
 def test_group_over_the_staleness_bound_is_delivered_and_counted(server: Server, run: str) -> None:
-    """Several pushes between two rounds; also what `stop` carries over. Nothing is dropped."""
+    """After several pushes between two rounds, also for partials left by `stop`; nothing is dropped."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 9), prompt("older", 12)], quota=1)
     for _ in range(3):
         push(server)
@@ -137,7 +137,7 @@ def test_group_over_the_staleness_bound_is_delivered_and_counted(server: Server,
 
 
 def test_push_during_a_round_makes_groups_mandatory(server: Server, run: str) -> None:
-    """After every push inside the round the bound is looked at again."""
+    """Each push during the round checks the bound again."""
     prompts = [prompt(f"p{i}", 400 + 40 * i) for i in range(3)]
     with server.slowed():
         round_ = BackgroundRound(server, run=run, prompts=prompts, quota=1, max_staleness=1)
@@ -150,7 +150,7 @@ def test_push_during_a_round_makes_groups_mandatory(server: Server, run: str) ->
 
 
 def test_max_staleness_zero_carries_no_partials(server: Server, run: str) -> None:
-    """Strict on-policy: no more groups start than the quota needs, in either unit, and all of them finish."""
+    """Strictly on-policy: only as many groups start as the quota needs, in either unit, and all finish."""
     ends = {"temperature": 1.0, "stop_token_ids": list(range(6, 40))}
     prompts = [prompt(f"p{i:02}", 40, n=3, **ends) for i in range(20)]
     reply = server.rollout(run=run, prompts=prompts, quota=4, max_staleness=0)
@@ -168,7 +168,7 @@ def test_max_staleness_zero_carries_no_partials(server: Server, run: str) -> Non
 
 
 def test_max_staleness_zero_finishes_partials_of_older_rounds(server: Server, run: str) -> None:
-    """A carry with tokens is mandatory under `max_staleness: 0`, and counts towards the quota."""
+    """Under `max_staleness: 0`, partials are mandatory and count towards the quota."""
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("a", 20), prompt("b", 9)], quota=1)
     reply = server.rollout(run=run, prompts=[prompt(f"new-{i}", 3) for i in range(4)], quota=1, max_staleness=0)
     assert ids(reply) == ["b", "a"]

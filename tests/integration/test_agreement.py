@@ -40,7 +40,7 @@ def live(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int]
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
 def trainer(request: pytest.FixtureRequest, live: LiveServer) -> Iterator[Trainer]:
-    """Its weights are not those that the engine starts with."""
+    """A trainer whose weights differ from the engine's initial weights."""
     settings = TrainerSettings(
         hf_checkpoint=live.model(1),
         dtype="float32",
@@ -64,7 +64,7 @@ def fresh(live: LiveServer, run: str, name: str, **fields: Any) -> Groups:
 
 
 def as_sequences(groups: Groups) -> Sequences:
-    """All samples of some groups, as a trainer reads them."""
+    """Convert all samples of some groups to training sequences."""
     samples = [(group, sample) for group in groups for sample in group["samples"]]
     ids = [group["prompt_ids"] + sample["output_ids"] for group, sample in samples]
     return Sequences(
@@ -83,7 +83,7 @@ def largest_difference(trainer: Trainer, groups: Groups, field: str = "logprobs"
 
 
 def train(trainer: Trainer) -> None:
-    """One step that changes the policy: its rewards mean nothing."""
+    """Take one training step on arbitrary rewards, to change the policy."""
     report = trainer.step(micro_batches(2), LossSettings(algorithm="reinforce"))
     assert report.applied
     assert report.grad_norm > 0
@@ -92,7 +92,7 @@ def train(trainer: Trainer) -> None:
 def test_trainer_and_engine_logprobs_agree_before_and_after_training(
     live: LiveServer, trainer: Trainer, run: str
 ) -> None:
-    """A push of the trainer's weights, a step, a push of the new ones: fresh samples at temperature 1 and 0.8."""
+    """Push, train one step, push again; compare fresh samples at temperatures 1 and 0.8."""
     version = trainer.push().version
     before = fresh(live, run, "first")
     assert {span["version"] for g in before for s in g["samples"] for span in s["spans"]} == {version}
@@ -108,7 +108,7 @@ def test_trainer_and_engine_logprobs_agree_before_and_after_training(
 @pytest.mark.parametrize("live", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("trainer", [1], indirect=True)
 def test_proximal_logprobs_match_the_trainers_forward(live: LiveServer, trainer: Trainer, run: str) -> None:
-    """A recompute under the trainer's version tells its logprobs of the tokens that the version before drew."""
+    """A recompute returns the trainer's logprobs of tokens drawn under the previous version."""
     version = trainer.push().version
     short = {
         "id": "end now",

@@ -1,4 +1,4 @@
-"""Bad input at a live server: a 4xx that names the field, no change of state, and the server lives.
+"""Malformed input on a live server: a 4xx that names the field, and no change of state.
 
 A valid request is spoiled in one place; where to with_wrong_value it and with what is drawn by hypothesis.
 """
@@ -120,7 +120,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 def comparable_state(http: httpx.Client) -> dict[str, Any]:
-    """The server's state, less the count of its steps."""
+    """Return the server's state without its step counter."""
     response = http.get("/april/state")
     assert response.status_code == 200
     state = response.json()

@@ -25,7 +25,7 @@ def tiers(live: LiveServer, run: str) -> list[str]:
 
 
 def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> dict[str, Any]:
-    """The next round continues every partial; each has these spans and the tokens that they must have."""
+    """Finish every partial in the next round and check its spans and tokens."""
     reply = live.server.rollout(run=run, prompts=[], quota=None)
     groups = reply["finished"]
     assert sorted(g["id"] for g in groups) == NAMES
@@ -38,7 +38,7 @@ def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> dict[str, Any
 
 @pytest.mark.parametrize("flush", [False, True], ids=["unflushed", "flushed"])
 def test_push_between_rounds(live: LiveServer, run: str, flush: bool) -> None:
-    """Partials wait where they are, or on the host if the push flushes; they go on under the new version."""
+    """Partials stay in their tier, or move to the host if the push flushes, and resume under the new version."""
     v = live.version
     carry(live, run)
     assert live.push(1, flush=flush) == v + 1
@@ -48,7 +48,7 @@ def test_push_between_rounds(live: LiveServer, run: str, flush: bool) -> None:
 
 @pytest.mark.parametrize("flush", [False, True], ids=["unflushed", "flushed"])
 def test_weight_call_without_begin_is_applied_at_once(live: LiveServer, run: str, flush: bool) -> None:
-    """Nothing has to wait: it is applied at once, and the version moves."""
+    """With no open round, the weights are applied at once and the version moves."""
     v = live.version
     carry(live, run)
     assert live.load(1, flush=flush)["success"]
@@ -59,7 +59,7 @@ def test_weight_call_without_begin_is_applied_at_once(live: LiveServer, run: str
 
 @pytest.mark.parametrize("query", ["", "?timeout=60"])
 def test_flush_between_rounds(live: LiveServer, run: str, query: str) -> None:
-    """Pages move to the host before the pools are cleared; what the flush freed is spoiled."""
+    """Pages move to the host before the pools are cleared; the test server overwrites freed pages."""
     v = live.version
     carry(live, run)
     live.server.post(f"/flush_cache{query}")
@@ -70,7 +70,7 @@ def test_flush_between_rounds(live: LiveServer, run: str, query: str) -> None:
 
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
 def test_release_and_resume(live: LiveServer, run: str, paused: bool) -> None:
-    """Pages move out first; admission is closed while anything is released; what is not released cannot be resumed."""
+    """Pages move out first, admission is closed meanwhile, and tags that are not released cannot be resumed."""
     v, server = live.version, live.server
     carry(live, run)
     if paused:
@@ -103,7 +103,7 @@ def test_push_while_memory_is_released(live: LiveServer, run: str) -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
-    """Partials stay where they are; a round that is opened meanwhile waits for the end of the pause."""
+    """Partials stay in their tier; a round opened during the pause waits for its end."""
     v, server = live.version, live.server
     carry(live, run)
     server.post("/pause_generation", {"mode": mode})
@@ -119,7 +119,7 @@ def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
 
 @pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "april"}, {"rid": "april.0.0"}])
 def test_abort_spares_partials(live: LiveServer, run: str, body: dict[str, Any]) -> None:
-    """Nothing of ours is aborted, whatever is named."""
+    """No request to `/abort_request` aborts a partial."""
     v = live.version
     carry(live, run)
     before = live.server.partials(run)
@@ -130,7 +130,7 @@ def test_abort_spares_partials(live: LiveServer, run: str, body: dict[str, Any])
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_drop_deletes_partials_and_pages(live: LiveServer, run: str, tier: str) -> None:
-    """The only thing that deletes partials, and their pages with them."""
+    """Drop deletes partials together with their pages."""
     carry(live, run, tier=tier)
     assert live.server.post("/april/drop", {"run": run, "ids": ["p2"]})["samples"] == 1
     assert [p["id"] for p in live.server.partials(run)] == ["p0", "p1", "p3"]

@@ -50,7 +50,7 @@ def policy(seed: int) -> Batches:
 
 
 def with_wrong_shape(seed: int) -> Batches:
-    """The same, but one tensor in the middle has a row too few."""
+    """The weights of one seed; one tensor in the middle lacks a row."""
     made = policy(seed)
     name, tensor = made[2][0]
     made[2][0] = (name, tensor[:-1].clone())
@@ -79,7 +79,7 @@ def leave_partials(live: LiveServer, run: str) -> None:
 
 
 def drained(live: LiveServer, run: str, versions: list[int]) -> None:
-    """The partials end with exactly the tokens and logprobs that these versions give."""
+    """Finish the partials and check their tokens and logprobs against these versions."""
     groups = live.server.drain(run)
     assert [group["id"] for group in groups] == ["long"]
     for sample in groups[0]["samples"]:
@@ -91,7 +91,7 @@ def drained(live: LiveServer, run: str, versions: list[int]) -> None:
 def test_partials_resume_under_the_pushed_policy_with_every_transport(
     pusher: Pusher, live: LiveServer, run: str
 ) -> None:
-    """Two pushes the same way; a suspended sample goes on after each."""
+    """After each of two pushes, a suspended sample resumes."""
     v = live.version
     leave_partials(live, run)
     assert push(pusher, 1, live) == v + 1
@@ -118,7 +118,7 @@ def test_failed_push_closes_admission_until_the_next_push(pusher: Pusher, live: 
 
 
 def test_lost_process_group_is_detected_and_rebuilt(pusher: Pusher, live: LiveServer, run: str) -> None:
-    """The engine refuses the call, so it never comes to the broadcast, which alone would wait for minutes."""
+    """The engine refuses the call, so the broadcast, which would block for minutes, never starts."""
     push(pusher, 1, live)
     leave_partials(live, run)
     group = pusher.transport.group_name
@@ -133,7 +133,7 @@ def test_lost_process_group_is_detected_and_rebuilt(pusher: Pusher, live: LiveSe
 def test_one_push_updates_several_engines_to_one_version(
     live: LiveServer, second: LiveServer, models: Model, run: str
 ) -> None:
-    """Also when one of them has had more pushes than the other; and when one fails, both are healed."""
+    """Also when one engine has had more pushes; after a failure on one, the next push repairs both."""
     live.push(1)
     urls = [live.server.url, second.server.url]
     pusher = connect(urls, "distributed", source=models("qwen3", 0), device=torch.device("cpu"))
@@ -154,7 +154,7 @@ def test_one_push_updates_several_engines_to_one_version(
 
 
 def test_dead_engine_fails_the_push_and_is_named(live: LiveServer, models: Model) -> None:
-    """The engine that is left refuses rounds until a push without the dead one succeeds."""
+    """The remaining engine refuses rounds until a push without the dead one succeeds."""
     pusher = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))
     gone = connect([live.server.url], "tensor", source=models("qwen3", 0), device=torch.device("cpu"))
     dead = gone.engines[0]

@@ -1,4 +1,4 @@
-"""`quota_mode: cohort` on the live server: what first ran k rounds ago is in before the round may end."""
+"""`quota_mode: cohort` on the live server (`cohort-before-end`)."""
 
 from tests.support.server import Server
 from tests.support.workload import prompt
@@ -23,7 +23,7 @@ def test_cohort_delivers_groups_of_earlier_rounds_first(server: Server, run: str
 
 
 def test_cohort_rounds_two_allows_one_round_of_delay(server: Server, run: str) -> None:
-    """With `cohort_rounds: 2`, a later round's group may be delivered first once."""
+    """With `cohort_rounds: 2`, groups of the next round may be delivered first, once."""
     body = {"run": run, "quota": 1, "quota_mode": "cohort", "cohort_rounds": 2}
     replies = [server.rollout(prompts=[prompt("a", 3), prompt("tail", 80)], **body)]
     replies += [server.rollout(prompts=[prompt(name, 3)], **body) for name in ("b", "c")]

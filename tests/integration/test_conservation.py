@@ -38,7 +38,7 @@ ROUND = st.fixed_dictionaries(
 
 
 class EventSequence:
-    """Rounds of one run, one after the other, with another run's beside them, and what happens around them."""
+    """Consecutive rounds of one run, concurrent rounds of another, and events between and during them."""
 
     def __init__(self, live: LiveServer, run: str) -> None:
         self.live, self.server, self.run = live, live.server, run
@@ -58,7 +58,7 @@ class EventSequence:
         self.trigger(plan["after"], random.Random(plan["seed"] + 2), plan)
 
     def round(self, run: str, rng: random.Random, plan: dict[str, Any]) -> None:
-        """One round; if it names an id that is in use, it is refused and changes nothing."""
+        """Run one round; if it reuses an active id, check that it is refused without effect."""
         book = self.books[run]
         free = [name for name in IDS if name not in book.in_use]
         chosen = rng.sample(free, min(plan["prompts"], len(free)))
@@ -114,7 +114,7 @@ class EventSequence:
         assert len(answer["output_ids"]) == params["max_new_tokens"]
 
     def end(self) -> None:
-        """Both runs are drained: all is delivered, and no memory is held."""
+        """Drain both runs and check that everything is delivered and no memory is held."""
         for run, book in self.books.items():
             book.deliver(self.server.rollout(run=run, prompts=[], quota=None))
             book.close()
@@ -126,7 +126,7 @@ class EventSequence:
 
 
 def test_any_sequence_of_rounds_delivers_every_sample_once(small: LiveServer, run: str) -> None:
-    """Sizes, quotas, units, n, KV policies, tiers, pushes, flushes, aborts, pauses, releases, drops; a fixed seed."""
+    """Random sizes, quotas, units, n, KV policies, tiers and events, from a fixed seed."""
     played: list[int] = []
     names = itertools.count()
 

@@ -1,4 +1,4 @@
-"""`after_quota: continue` on the live server: no gap between rounds, pushes in flight, pauses, its limits."""
+"""`after_quota: continue` on the live server: no gap between rounds, pushes, pauses and limits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,12 @@ from tests.support.server import Server
 from tests.support.workload import Forwards, prompt
 
 LONG = 1800
-"""Tokens of a sample that is still running whenever a test looks."""
+"""Output length of a sample that runs through a whole test."""
 
 
 @pytest.fixture(params=["normal", "overlap"])
 def each_loop(request: pytest.FixtureRequest, run: str) -> Iterator[Server]:
-    """A server of each scheduler loop; afterwards nothing of the run is left on it."""
+    """A server with each scheduler loop; the run is dropped afterwards."""
     server: Server = request.getfixturevalue({"normal": "server", "overlap": "overlap"}[request.param])
     yield server
     server.post("/continue_generation", {"torch_empty_cache": False})
@@ -25,13 +25,13 @@ def each_loop(request: pytest.FixtureRequest, run: str) -> Iterator[Server]:
 
 
 def more_decodes(server: Server) -> None:
-    """Wait until the model has taken some more steps."""
+    """Wait for some more decode steps."""
     count = Forwards(server)
     until(lambda: len(count.rows(decode=True)) > 3)
 
 
 def ahead(server: Server, run: str, **body: Any) -> dict[str, Any]:
-    """A round of one short group whose run goes on with a long sample."""
+    """Run a round of one short group; a long sample continues after it."""
     prompts = [prompt(f"{run}-short", 3), prompt(f"{run}-long", LONG)]
     body = {"quota": 1, "after_quota": "continue", "ahead": 5, **body}
     reply = server.rollout(run=run, prompts=prompts, **body)
@@ -41,7 +41,7 @@ def ahead(server: Server, run: str, **body: Any) -> dict[str, Any]:
 
 
 def test_no_gap_between_rounds(each_loop: Server, run: str) -> None:
-    """Generation goes on after the reply; what finishes meanwhile is first in the next; nobody is resumed."""
+    """Generation continues after the reply; groups that finish meanwhile come first in the next reply."""
     prompts = [prompt("a", 3), prompt("b", 12), prompt("long", LONG)]
     body: dict[str, Any] = {"run": run, "after_quota": "continue", "ahead": 5}
     first = each_loop.rollout(prompts=prompts, quota=1, **body)
@@ -62,7 +62,7 @@ def test_no_gap_between_rounds(each_loop: Server, run: str) -> None:
 
 
 def test_push_suspends_and_resumes_samples_that_run_ahead(each_loop: Server, run: str) -> None:
-    """It suspends what runs ahead, applies, and resumes it at the new version, on its kept KV."""
+    """Samples that run ahead resume under the new version on kept KV."""
     version = ahead(each_loop, run)["policy_version"]
     more_decodes(each_loop)
     assert each_loop.push(each_loop.model) == version + 1
@@ -74,7 +74,7 @@ def test_push_suspends_and_resumes_samples_that_run_ahead(each_loop: Server, run
 
 
 def test_pause_freezes_samples_that_run_ahead(each_loop: Server, run: str) -> None:
-    """In place; nothing of ours runs until the continue."""
+    """No sample runs until `continue_generation`."""
     ahead(each_loop, run)
     each_loop.post("/pause_generation", {"mode": "in_place"})
     state = each_loop.state()
@@ -87,7 +87,7 @@ def test_pause_freezes_samples_that_run_ahead(each_loop: Server, run: str) -> No
 
 
 def test_running_ahead_stops_when_enough_groups_wait(each_loop: Server, run: str) -> None:
-    """`ahead` quotas of finished groups; they are the next reply, which needs no forward."""
+    """At most `ahead` quotas of groups finish ahead; the next reply delivers them without a forward."""
     prompts = [prompt("a", 3), *(prompt(f"p{i}", 8) for i in range(4)), prompt("long", LONG)]
     each_loop.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=3)
     until(lambda: each_loop.state()["ahead"] == [{"run": run, "waiting": 4, "rests": True}])
@@ -99,7 +99,7 @@ def test_running_ahead_stops_when_enough_groups_wait(each_loop: Server, run: str
 
 
 def test_running_ahead_stops_at_the_staleness_bound(each_loop: Server, run: str) -> None:
-    """The next round has to finish the group first."""
+    """The next round finishes the group first."""
     prompts = [prompt("a", 3), prompt("tail", 400), prompt("long", LONG)]
     each_loop.rollout(run=run, prompts=prompts, quota=1, after_quota="continue", ahead=9, max_staleness=1)
     until(lambda: each_loop.state()["samples"]["running"])

@@ -1,4 +1,4 @@
-"""What a sample can ask for beyond plain tokens, across suspends: each equals a sample that was never stopped."""
+"""Sampling features across suspends: each sample equals one that was never stopped."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def workload(features: dict[str, Fields]) -> list[Fields]:
 
 
 def compiled(server: Server, run: str, features: dict[str, Fields]) -> None:
-    """An empty tree, and every grammar in SGLang's cache: so that equal requests give equal batches."""
+    """Empty the tree and compile every grammar, so that equal requests give equal batches."""
     flush(server)
     prompts = [prompt(f"warm-{name}", 50, **params) for name, params in features.items()]
     server.rollout(run=f"{run}-warm", prompts=prompts, quota=None)
@@ -74,7 +74,7 @@ def unbroken(server: Server, run: str, features: dict[str, Fields]) -> dict[Key,
 
 
 def in_rounds(server: Server, run: str, features: dict[str, Fields], tier: str) -> dict[Key, Fields]:
-    """The same in six legs; every feature's samples have been suspended with tokens."""
+    """Run the workload over six rounds; samples of every feature are suspended with tokens."""
     compiled(server, run, features)
     groups, suspended = [], set()
     for i, _ in enumerate(STOPS):
@@ -86,7 +86,7 @@ def in_rounds(server: Server, run: str, features: dict[str, Fields], tier: str) 
 
 
 def assert_samples_match(server: Server, tier: str, ours: dict[Key, Fields], wanted: dict[Key, Fields]) -> None:
-    """Bit for bit on kept KV; a recompute is another prefill, so within the stock server's noise."""
+    """Compare bit for bit on kept KV, and within the stock server's noise after a recompute."""
     if tier == "none":
         assert_near(ours, wanted, stock_noise(server), seeded=True)
     else:
@@ -105,7 +105,7 @@ def each_loop(request: pytest.FixtureRequest) -> Server:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_grammars_stops_bias_and_top_logprobs(each_loop: Server, run: str, tier: str) -> None:
-    """Grammars keep their place, `min_new_tokens` counts the whole sample, and every reply has the top logprobs."""
+    """Grammars keep their state, `min_new_tokens` counts the whole sample, and top logprobs are complete."""
     wanted = unbroken(each_loop, run, FEATURES)
     samples = in_rounds(each_loop, run, FEATURES, tier)
     assert_samples_match(each_loop, tier, samples, wanted)
@@ -123,7 +123,7 @@ def test_grammars_stops_bias_and_top_logprobs(each_loop: Server, run: str, tier:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_stop_string_split_across_two_rounds(each_loop: Server, run: str, tier: str) -> None:
-    """The string spans two tokens, one of each leg: the sample ends there, as if it had never been stopped."""
+    """The stop string spans two tokens, drawn in different rounds; the sample ends there."""
     free: dict[str, Fields] = {f"free-{i}": {"logit_bias": {str(t): 40.0 for t in LETTERS}} for i in range(4)}
     texts = {name: sample["text"] for (name, _, index), sample in unbroken(each_loop, run, free).items() if index == 0}
     flight = int(each_loop.state()["overlap"])
@@ -140,7 +140,7 @@ def test_stop_string_split_across_two_rounds(each_loop: Server, run: str, tier: 
 
 
 def spanning(text: str, flight: int) -> str | None:
-    """The two letters on both sides of the last stop whose pair is seen nowhere before; one letter is one token."""
+    """Return two letters on both sides of the last stop whose pair is new in the text; one letter is one token."""
     for stop in reversed(STOPS[1:]):
         last = stop - 1 + flight
         piece = text[last : last + 2]
@@ -151,7 +151,7 @@ def spanning(text: str, flight: int) -> str | None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_penalties_count_tokens_of_earlier_rounds(server: Server, run: str, tier: str) -> None:
-    """What earlier legs drew is penalised in later ones."""
+    """Penalties count tokens drawn in earlier rounds."""
     assert_samples_match(server, tier, in_rounds(server, run, PENALTIES, tier), unbroken(server, run, PENALTIES))
 
 
@@ -159,7 +159,7 @@ def test_penalties_count_tokens_of_earlier_rounds(server: Server, run: str, tier
 def test_penalty_check_fails_without_replay(
     server: Server, run: str, tier: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """The same check fails when a resumed batch begins with empty counters, as stock would have it."""
+    """The same check fails when a resumed batch starts with empty counters, as in stock SGLang."""
     wanted = unbroken(server, run, PENALTIES)
     server.remove_guard("penalty replay")
     samples = in_rounds(server, run, PENALTIES, tier)
@@ -171,7 +171,7 @@ def test_penalty_check_fails_without_replay(
 
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_are_refused_in_the_overlap_loop(overlap: Server, run: str, name: str) -> None:
-    """There they lag by a token: 400 with the field and the reason."""
+    """In the overlap loop penalties lag by one token, so the request gets a 400."""
     refused = overlap.rollout(run=run, prompts=[prompt("p", 4, **PENALTIES[name])], quota=1, status=400)["error"]
     assert refused["field"].endswith(*PENALTIES[name])
     assert "--disable-overlap-schedule" in refused["reason"]

@@ -1,4 +1,4 @@
-"""Every guard is proved twice: its property holds, and the same check fails when the guard is taken away.
+"""Each guard's property holds, and the same check fails when the guard is removed.
 
 `Server.remove_guard` switches a guard off in the running scheduler (tests/support/guards.py). Pushes bring the same
 weights again: only the version moves.
@@ -27,7 +27,7 @@ def in_tree(server: Server) -> int:
 
 
 def tree_insert(server: Server, run: str) -> None:
-    """A sample that stood on kept KV leaves nothing in the radix tree; one on fresh KV does."""
+    """A sample on kept KV inserts nothing into the radix tree; one on fresh KV does."""
     flush(server)
     server.rollout(run=run, prompts=[*stoppers([4]), prompt("old", 30)], quota=1)
     server.push(server.model, flush=False)
@@ -40,7 +40,7 @@ def tree_insert(server: Server, run: str) -> None:
 
 
 def version_key(server: Server, run: str) -> None:
-    """A prompt is a cache hit before a push and none after it, though a partial keeps its prefix alive."""
+    """A prompt hits the cache before a push and not after it, although a partial keeps its prefix alive."""
     ids = token_ids(20, len(run))
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
 
@@ -55,7 +55,7 @@ def version_key(server: Server, run: str) -> None:
 
 
 def flush_rescue(server: Server, run: str) -> None:
-    """A flush clears the pools, and partials keep their KV: moved out before, not recomputed after."""
+    """Partials keep their KV across a flush, which moves it out before the pools are cleared."""
     prompts = [*stoppers([6]), prompt("long", 40, n=3)]
     wanted = in_one_round(server, f"{run}-unbroken", prompts)
     flush(server)
@@ -79,7 +79,7 @@ def accounting(server: Server, run: str) -> None:
 
 
 def pages_come_back(server: Server, run: str) -> None:
-    """Pages of partials that move to the host are free again, each once, which every step recounts.
+    """Pages of partials that move to the host are freed exactly once; every step recounts.
 
     Another run keeps the engine busy: at rest SGLang's own check might come first.
     """
@@ -103,14 +103,14 @@ def in_step_stop(server: Server, run: str) -> None:
 
 
 def deliver_once(server: Server, run: str) -> None:
-    """What a reply has contained is in no later one."""
+    """No sample is delivered in two replies."""
     groups = server.rollout(run=run, prompts=[*stoppers([4]), prompt("long", 12)], quota=1)["finished"]
     groups += server.drain(run)
     assert sorted(by_key(groups)) == [("long", 0, 0), ("stop-4", 0, 0)]
 
 
 def no_sleep_on_work(server: Server, run: str) -> None:
-    """Samples in all slots that end in the same step leave an idle engine, and the next ones start all the same.
+    """When all slots finish in the same step, waiting samples start although the engine is idle.
 
     A server that sleeps when idle would wait for a message: those samples are in no queue of SGLang's.
     """
@@ -138,16 +138,16 @@ DEADLY: dict[str, tuple[Property, str]] = {
         "AccountingError: KV pool: 0 pages without an owner, 1 with more than one",
     ),
 }
-"""Guards without which the server ends, and what it says then."""
+"""Guards without which the server ends, and the message in its log."""
 
 
 ON = {"accounting": "overlap", "no shared page freed": "overlap"}
-"""Where a guard is taken away, if not on the server with the normal loop."""
+"""Servers of guards that are not tested on the normal loop."""
 
 
 @pytest.fixture
 def guarded(request: pytest.FixtureRequest, name: str) -> Iterator[Server]:
-    """The server on which the guard `name` is taken away; it is back afterwards."""
+    """The server on which the guard `name` can be removed; teardown restores it."""
     server: Server = request.getfixturevalue(ON.get(name, "server"))
     yield server
     server.remove_guard(None)
@@ -176,7 +176,7 @@ def test_property_fails_without_its_guard(
 def test_server_ends_without_its_guard(
     guarded: Server, run: str, name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """The same check, with the guard removed: the pools no longer add up, and the server ends rather than serve."""
+    """With the guard removed, the pool accounts no longer match and the server ends."""
     guarded.remove_guard(name)
     with pytest.raises((AssertionError, httpx.HTTPError)):
         DEADLY[name][0](guarded, run)

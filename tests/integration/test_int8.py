@@ -1,4 +1,4 @@
-"""`--april-kv-pages int8` on a live server: what comes back from either tier is near, and nothing else has changed."""
+"""`--april-kv-pages int8` on a live server: KV from either tier is close to the original."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def int8(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]
 
 
 def test_samples_resumed_from_int8_pages_stay_within_the_documented_error(int8: LiveServer, run: str) -> None:
-    """From the host and from the disk. Their logprobs are no longer those of a sample never stopped, and near them."""
+    """From host and disk: logprobs differ from those of an uninterrupted sample, within the documented error."""
     server, oracle = int8.server, Oracle(int8.policies)
     assert server.state()["kv_pages"] == "int8"
     for tier in ("host", "disk"):
@@ -57,12 +57,12 @@ def test_samples_resumed_from_int8_pages_stay_within_the_documented_error(int8: 
 
 
 def checked(live: LiveServer) -> dict[str, Any]:
-    """Every stored page, and the accounts."""
+    """Check every stored page and the accounts."""
     return dict(live.server.http.get("/april/state", params={"check": 1}).json()["check"])
 
 
 def logprob_errors(oracle: Oracle, sample: dict[str, Any], params: dict[str, Any], version: int) -> list[float]:
-    """Of each token's logprob, against a forward that never stopped."""
+    """Error of each token's logprob against one uninterrupted forward."""
     output = list(sample["output_ids"])
     rows = processed(oracle.logits(list(sample["prompt_ids"]), output, version), output, params)
     expected = logprobs_of(rows, torch.tensor(output)).tolist()

@@ -1,4 +1,4 @@
-"""An exception of ours on a server as it is in use, where it does not end the process."""
+"""Exceptions of the plugin on a live server do not end it (`contained-faults`)."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.workload import prompt
 
 @pytest.mark.parametrize("path", ["/april/push/begin", "/pause_generation"])
 def test_failed_suspend_ends_rounds_keeps_weights_and_leaves_sglang_serving(pool: Pool, run: str, path: str) -> None:
-    """Samples that cannot be suspended: nobody waits for them for ever, and no weights change under them."""
+    """If samples cannot be suspended, no call waits for them forever, and their weights do not change."""
     server = pool.get("unchecked", NORMAL, env={"SGLANG_APRIL_CHECK": "0"}, forked=True)
     asked = {"text": "1+1=", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     wanted = server.post("/generate", asked)["text"]

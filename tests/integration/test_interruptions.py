@@ -15,7 +15,7 @@ GENERATE = {"input_ids": [9, 8, 7]}
 
 
 def open_round(live: LiveServer, run: str, **body: Any) -> Any:
-    """A round of four samples that run while the server is slowed; it ends when all have finished."""
+    """Open a round of four samples that ends when all have finished."""
     prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
     body = {"run": run, "round_id": f"{run}-r", "quota": None, **body}
     reply = live.open(prompts=prompts, **body)
@@ -24,7 +24,7 @@ def open_round(live: LiveServer, run: str, **body: Any) -> Any:
 
 
 def finish(live: LiveServer, reply: Any, *spans: tuple[int, str]) -> dict[str, Any]:
-    """The round goes on and delivers all samples, each with these spans and the tokens that they must have."""
+    """Wait for the round and check the spans and tokens of all samples."""
     done = dict(live.result_of(reply))
     assert done["end_reason"] == "exhausted"
     check(live, done["finished"], *spans)
@@ -39,7 +39,7 @@ def check(live: LiveServer, groups: list[dict[str, Any]], *spans: tuple[int, str
 
 
 def assert_suspended(live: LiveServer) -> None:
-    """Our samples are out of the engine, the round is open, and no forward of the model happens."""
+    """Assert that all samples are suspended, the round is open and no forward runs."""
     samples, before = live.server.state()["samples"], len(live.server.forwards())
     assert (samples["running"], samples["suspended"], samples["finished"]) == (0, COUNT, 0)
     assert len(live.server.state()["rounds"]) == 1
@@ -56,7 +56,7 @@ def unpause(live: LiveServer) -> None:
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_push_during_a_round(live: LiveServer, run: str, kv: str) -> None:
-    """`push/begin` interrupts: the round stays open, weight calls do not wait for it, and it goes on afterwards."""
+    """`push/begin` suspends the round: weight calls do not wait for it, and it resumes after the push."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run, kv=kv)
@@ -71,7 +71,7 @@ def test_push_during_a_round(live: LiveServer, run: str, kv: str) -> None:
 
 
 def test_weight_call_without_begin_waits_for_the_round(live: LiveServer, run: str) -> None:
-    """It waits for the reply, as stock does for its own requests; nothing is interrupted."""
+    """The weight call waits for the reply, as in stock SGLang for `/generate`."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -86,7 +86,7 @@ def test_weight_call_without_begin_waits_for_the_round(live: LiveServer, run: st
 
 @pytest.mark.parametrize("mode", PAUSES)
 def test_weight_call_under_a_pause_does_not_wait(live: LiveServer, run: str, mode: str) -> None:
-    """As `push/begin`: it does not wait, and the round goes on at the new version."""
+    """The weight call is applied at once, and the round resumes under the new version."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -101,18 +101,18 @@ def test_weight_call_under_a_pause_does_not_wait(live: LiveServer, run: str, mod
 
 @pytest.mark.parametrize("query", ["", "?timeout=60"])
 def test_flush_during_a_round(live: LiveServer, run: str, query: str) -> None:
-    """Suspend, move out, flush, resume: pages that the flush freed are spoiled, so a token on one would show."""
+    """The test server overwrites pages that the flush frees, so tokens on them would be wrong."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
         live.server.post(f"/flush_cache{query}")
-        until(lambda: live.running() == COUNT, "the round goes on")
+        until(lambda: live.running() == COUNT, "the round runs again")
     done = finish(live, reply, (v, "fresh"))
     assert done["stats"]["resumed_kept"] == COUNT
 
 
 def test_flush_during_a_stock_request(live: LiveServer, run: str) -> None:
-    """Without a timeout it is refused, and the round goes on; with one, ours stand still until it has happened."""
+    """Without a timeout the flush is refused; with one, the round stays suspended until the flush is done."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -120,9 +120,9 @@ def test_flush_during_a_stock_request(live: LiveServer, run: str) -> None:
         stock = live.in_background(live.server.post, "/generate", body)
         until(lambda: live.server.forwards()[-1]["rows"] == COUNT + 1, "both run")
         live.server.post("/flush_cache", status=400)
-        until(lambda: live.running() == COUNT, "the round goes on")
+        until(lambda: live.running() == COUNT, "the round runs again")
         flush = live.in_background(live.server.post, "/flush_cache?timeout=600")
-        until(lambda: live.running() == 0, "ours step aside")
+        until(lambda: live.running() == 0, "the round is suspended")
         assert not flush.done()
         live.wait_decodes(3)
         assert live.running() == 0
@@ -133,7 +133,7 @@ def test_flush_during_a_stock_request(live: LiveServer, run: str) -> None:
 
 
 def test_release_during_a_round_is_refused(live: LiveServer, run: str) -> None:
-    """400 with the reason: the scheduler would assert that it is idle, and die."""
+    """400 with the reason; stock SGLang's scheduler would fail its idle assertion."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -145,7 +145,7 @@ def test_release_during_a_round_is_refused(live: LiveServer, run: str) -> None:
 
 @pytest.mark.parametrize("mode", PAUSES)
 def test_release_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
-    """Pages move out before the pool is unmapped; released twice or resumed twice is a 400; the round goes on."""
+    """Pages move out before the pool is unmapped; releasing or resuming twice gives a 400."""
     v, tags = live.version, {"tags": ["kv_cache"]}
     with live.server.slowed():
         reply = open_round(live, run)
@@ -163,7 +163,7 @@ def test_release_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", PAUSES)
 def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
-    """A pause of any kind freezes the round, and nothing of ours is aborted; `continue_generation` thaws it."""
+    """Every pause mode suspends the round and aborts no rollout sample; `continue_generation` resumes it."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -172,12 +172,12 @@ def test_pause_and_continue(live: LiveServer, run: str, mode: str) -> None:
             assert_suspended(live)
         assert live.server.state()["frozen"]
         unpause(live)
-        until(lambda: live.running() == COUNT, "the round goes on")
+        until(lambda: live.running() == COUNT, "the round runs again")
     finish(live, reply, (v, "fresh"))
 
 
 def test_pause_aborts_stock_requests_only(live: LiveServer, run: str) -> None:
-    """Stock implements mode `abort` as an abort of everything, which passes ours by."""
+    """Stock SGLang's mode `abort` aborts everything; rollout samples are exempt."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -192,7 +192,7 @@ def test_pause_aborts_stock_requests_only(live: LiveServer, run: str) -> None:
 
 
 def test_abort_all_stops_open_rounds(live: LiveServer, run: str) -> None:
-    """It stops every open round; the carry is untouched and continues in the next round."""
+    """`abort_all` stops every open round; its partials continue in the next one."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -207,7 +207,7 @@ def test_abort_all_stops_open_rounds(live: LiveServer, run: str) -> None:
 
 @pytest.mark.parametrize("rid", ["april", "a"])
 def test_abort_by_rid_prefix_spares_rollout_samples(live: LiveServer, run: str, rid: str) -> None:
-    """SGLang matches by prefix: the stock request of that rid is aborted, and nothing of ours."""
+    """SGLang matches rids by prefix; only the stock request is aborted."""
     v = live.version
     with live.server.slowed():
         reply = open_round(live, run)
@@ -223,14 +223,14 @@ def test_abort_by_rid_prefix_spares_rollout_samples(live: LiveServer, run: str, 
 
 
 def test_round_outlives_its_clients_connection(live: LiveServer, run: str) -> None:
-    """The wait ends, the round goes on, and its reply is fetched by `round_id`."""
+    """The round continues, and its reply is fetched by `round_id`."""
     v, url = live.version, f"{live.server.url}/april/rollout"
     prompts = [prompt(f"p{i}", 60 + 2 * i, **PARAMS) for i in range(COUNT)]
     with live.server.slowed():
         body = {"run": run, "round_id": f"{run}-r", "prompts": prompts, "quota": None}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json=body, timeout=httpx.Timeout(60, read=0.5))
-        until(lambda: live.running() == COUNT, "the round goes on")
+        until(lambda: live.running() == COUNT, "the round runs again")
         assert live.server.http.get(f"/april/rounds/{run}-r").status_code == 202
         live.wait_decodes(2)
     reply = until(lambda: fetched(live, f"{run}-r"), "the reply is there")
@@ -244,7 +244,7 @@ def fetched(live: LiveServer, round_id: str) -> Any:
 
 
 def test_drop_of_groups(live: LiveServer, run: str) -> None:
-    """The only thing that deletes samples: those that it names, at once; the others never notice."""
+    """Drop deletes the named groups at once; the others are unaffected."""
     with live.server.slowed():
         reply = open_round(live, run)
         dropped = live.server.post("/april/drop", {"run": run, "ids": ["p1", "p3", "unheard-of"]})
@@ -257,7 +257,7 @@ def test_drop_of_groups(live: LiveServer, run: str) -> None:
 
 
 def test_drop_of_a_run(live: LiveServer, run: str) -> None:
-    """The round ends with nothing left; the run may begin again, and its ids are other incarnations."""
+    """The round ends; a new round of the run gives its ids new incarnations."""
     with live.server.slowed():
         reply = open_round(live, run)
         assert live.server.post("/april/drop", {"run": run})["samples"] == COUNT

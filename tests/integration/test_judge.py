@@ -11,7 +11,7 @@ from tests.support.server import Server
 from tests.support.workload import prompt
 
 LONG = 1500
-"""Tokens of a sample that is still running whenever a test looks."""
+"""Output length of a sample that runs through a whole test."""
 
 
 @pytest.fixture(params=["normal", "overlap"])
@@ -65,7 +65,7 @@ def test_previews_are_judged_during_generation(april: AprilClient, run: str) -> 
 
 
 def test_judge_and_extend_refusals_change_nothing(april: AprilClient, run: str) -> None:
-    """Nothing of a refused message is taken, and the same verdict again is no contradiction."""
+    """A refused message has no effect; repeating a verdict is allowed."""
     name = f"{run}-r"
     prompts = [prompt("a", 3), prompt("b", 3), prompt("long", LONG)]
     events = april.stream(run=run, round_id=name, prompts=prompts, quota=2, count="accepted")
@@ -96,7 +96,7 @@ def test_judge_and_extend_refusals_change_nothing(april: AprilClient, run: str) 
 
 
 def test_extend_with_the_async_client(server: Server, run: str) -> None:
-    """A round with nothing left to judge waits for nothing; more prompts and a greater quota keep it going."""
+    """`extend` adds prompts and raises the quota of an open round; without it the round ends once all is judged."""
 
     async def scenario() -> None:
         async with AsyncAprilClient(server.url) as april:

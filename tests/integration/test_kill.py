@@ -16,10 +16,10 @@ from tests.support.server import Server
 from tests.support.workload import prompt
 
 pytestmark = pytest.mark.timeout(1800)
-"""Five starts of a server, which on a busy machine take their time."""
+"""Five server starts, which are slow on a busy machine."""
 
 RANDOM_KILLS = 2
-"""Beside the one at a known moment; `make soak` has more."""
+"""In addition to one at a known moment; `make soak` runs more."""
 
 LENGTH = 800
 WORDS = "[ab]{400,410}"
@@ -35,7 +35,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def journalled(pool: Pool, tmp_path: Path) -> Iterator[Server]:
-    """A server of this test's own, with an empty journal: nobody else may have it killed."""
+    """A server with an empty journal that no other test shares."""
     flags = [*NORMAL, "--grammar-backend=llguidance", f"--april-journal={tmp_path / 'journal'}"]
     server = pool.get("journal", flags, forked=True)
     yield server
@@ -57,7 +57,7 @@ def test_kills_at_known_and_random_moments_lose_and_repeat_nothing(
 
 
 def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[[str, int], Path], run: str) -> None:
-    """Samples of all kinds, suspended under two policies, then in the middle of a round: the tokens on record stay."""
+    """Kill with samples of all kinds suspended under two policies and a round open: recorded tokens stay."""
     kinds = [prompt(name, LENGTH, n=2, top_logprobs_num=2, **given) for name, given in PARAMS.items()]
     grammar = prompt("grammar", LENGTH, regex=WORDS, temperature=1.0)
     server.rollout(run=run, prompts=[*kinds, grammar, prompt("a", 20)], quota=1)
@@ -92,7 +92,7 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
         assert "name the version" in refused.json()["error"]["reason"]
         assert [cached_tokens(server), cached_tokens(server)][1] > 0
         server.push(models("qwen3", 1), version=1, flush=False)
-        assert cached_tokens(server) == 0, "KV of weights that nobody had named"
+        assert cached_tokens(server) == 0, "a prefix of unnamed weights was reused"
         scenario.up.set()
         server.post("/april/drop", {"run": run, "ids": ["c"]})
         groups = {g["id"]: g for g in reply.result(TIMEOUT_S).json()["finished"]}
@@ -112,7 +112,7 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
 
 
 def kv_comes_back_from_the_disk(server: Server, models: Callable[[str, int], Path], run: str) -> None:
-    """Killed between two policies: what was on the disk is kept KV of the older one, as if nothing had happened.
+    """Kill between two policies: KV on disk is kept KV of the older one after the restart.
 
     But for one file with a flipped byte, and a sample with a grammar: these are prefilled again, the first is counted.
     """
@@ -179,7 +179,7 @@ def only(samples: dict[Key, dict[str, Any]], keys: list[Key]) -> dict[Key, dict[
 
 
 def cached_tokens(server: Server) -> int:
-    """Of one and the same prompt to SGLang's own route."""
+    """Return the cached tokens of a fixed prompt on `/generate`."""
     body = {"input_ids": list(range(30, 62)), "sampling_params": {"max_new_tokens": 2}}
     return int(server.post("/generate", body)["meta_info"]["cached_tokens"])
 
@@ -187,7 +187,7 @@ def cached_tokens(server: Server) -> int:
 def check_proximal(
     oracle: Oracle, group: dict[str, Any], sample: dict[str, Any], params: dict[str, Any], old: int
 ) -> None:
-    """What a recompute had said of the old tokens before the server died."""
+    """Check the proximal logprobs that a recompute returned before the kill."""
     import torch
 
     output = list(sample["output_ids"])

@@ -1,4 +1,4 @@
-"""`kv: auto` on the live server: measured at start, decided per sample, told in the reply and in the state."""
+"""`kv: auto` on the live server: measured at start, decided per sample, reported in the reply and the state."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ DEAR_COPIES, CHEAP_COPIES = (1e-6, 1.0), (1.0, 1e-6)
 
 
 def over_a_push(live: LiveServer, run: str, tier: str) -> tuple[list[Any], dict[str, Any]]:
-    """Two samples begun under one policy and finished under the next; all groups, and the second round's stats.
+    """Start two samples under one policy, finish them under the next; return all groups and the second round's stats.
 
     With the tier `auto` they stay on the device until the push, which flushes it.
     """
@@ -39,7 +39,7 @@ def over_a_push(live: LiveServer, run: str, tier: str) -> tuple[list[Any], dict[
 def test_auto_takes_and_reports_the_cheaper_option(
     live: LiveServer, run: str, tier: str, rates: tuple[float, float], kv: str, decided: dict[str, Any]
 ) -> None:
-    """The rates decide; tokens match their spans either way."""
+    """The measured rates decide; tokens match their spans in both cases."""
     measured = live.server.state()["kv_cost"]
     assert measured["token_s"] > 0
     assert {name: tier["out_gb_per_s"] > 0 for name, tier in measured["tiers"].items()} == {"host": True, "disk": True}

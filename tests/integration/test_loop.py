@@ -1,4 +1,4 @@
-"""Training runs end to end on the shared server: Megatron on the CPU learns from what the engine really drew."""
+"""Training runs end to end on the shared server: Megatron on the CPU trains on the engine's samples."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def config(normal: LiveServer, models: Model, tmp_path: Path) -> Callable[..., A
 
 
 def test_three_steps_and_the_drain(normal: LiveServer, config: Callable[..., Any], tmp_path: Path) -> None:
-    """Every group is delivered once, the trainer's logprobs are the engine's, the report is drawn."""
+    """Every group is delivered once, trainer and engine logprobs agree, and the report is plotted."""
     before = normal.server.state()["policy_version"]
     made = config(num_rollout=3, eval_interval=2, eval_prompt_data=str(write_prompts(tmp_path / "held.jsonl", 6, 1)))
     state, loop, rows = train(made)
@@ -60,7 +60,7 @@ def test_three_steps_and_the_drain(normal: LiveServer, config: Callable[..., Any
 
 
 def test_strict_on_policy_matches_synchronous_sampling(config: Callable[..., Any]) -> None:
-    """Sample for sample what a round draws that waits for all; and the first ratio is 1."""
+    """Samples equal those of a round that waits for all, and the first ratio is 1."""
     drawn = []
     for name, fields in (("strict", {"strict_on_policy": True}), ("waiting", {"partial_rollout": False})):
         _, loop, rows = train(config(name, num_rollout=2, over_sampling_batch_size=4, lr=1e-5, **fields))
@@ -112,7 +112,7 @@ def test_each_algorithm_and_correction_takes_steps(config: Callable[..., Any], f
 
 
 def test_dynamic_sampling_rejects_groups_without_variance(config: Callable[..., Any]) -> None:
-    """Two groups of five have equal rewards: they are rejected, and the quota is met by others all the same."""
+    """Two of five groups have equal rewards: they are rejected, and other groups meet the quota."""
     reward = f"{REWARDS}:constant_for_some"
     made = config(num_rollout=3, reward=reward, dynamic_sampling=True, advantage_estimator="dapo", on_end="drop")
     _, loop, rows = train(made)
@@ -131,7 +131,7 @@ def test_groups_without_rewards_are_replaced(config: Callable[..., Any]) -> None
 
 
 def test_two_engines_deliver_one_quota(normal: LiveServer, second: LiveServer, config: Callable[..., Any]) -> None:
-    """Both have their part in every round, both get every push, and what one holds is finished there."""
+    """Both engines take part in every round and push, and each finishes its own partials."""
     urls = [normal.server.url, second.server.url]
     made = config(num_rollout=3, server=urls, push="distributed", reward=f"{REWARDS}:fails_for_some")
     state, loop, rows = train(made)
@@ -151,7 +151,7 @@ def test_two_engines_deliver_one_quota(normal: LiveServer, second: LiveServer, c
 def test_two_engines_draw_the_same_samples_as_one_strictly_on_policy(
     normal: LiveServer, second: LiveServer, config: Callable[..., Any]
 ) -> None:
-    """All that is handed over begins and is waited for; which engine draws a sample changes none of its tokens."""
+    """All prompts start and finish; the engine that draws a sample does not affect its tokens."""
     drawn = []
     for name, server in (("one", normal.server.url), ("two", [normal.server.url, second.server.url])):
         made = config(name, num_rollout=2, over_sampling_batch_size=4, lr=1e-5, strict_on_policy=True, server=server)
@@ -163,7 +163,7 @@ def test_two_engines_draw_the_same_samples_as_one_strictly_on_policy(
 
 
 def kill_after(config: Any, step: int) -> None:
-    """Start a trainer as a process of its own, and kill −9 it once it has done some steps."""
+    """Start a trainer process and kill −9 it after some steps."""
     folder = Path(config.save).parent
     (folder / "config.yaml").write_text(config.as_yaml())
     with (folder / "log").open("wb") as log:
@@ -188,7 +188,7 @@ def kill_after(config: Any, step: int) -> None:
 
 
 def test_run_survives_a_killed_trainer(normal: LiveServer, config: Callable[..., Any]) -> None:
-    """kill −9 in the middle of ten steps: nothing is lost, nothing is learned from twice."""
+    """kill −9 during ten steps: no sample is lost or trained on twice."""
     made = config(num_rollout=10)
     kill_after(made, 4)
     with training(made) as loop:

@@ -1,4 +1,4 @@
-"""A run whose trainer ranks and server are Ray actors learns from the samples that the same run in processes draws."""
+"""A run on Ray actors trains on the same samples as the same run in processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.support.server import COMMON
 from trainer_bridge.progress import read_rows
 
 pytestmark = pytest.mark.timeout(1800)
-"""Starts of a server, which on a busy machine take their time."""
+"""Server starts, which are slow on a busy machine."""
 
 
 class Killed(RecordingLoop):
@@ -53,7 +53,7 @@ def test_ray_actors_train_on_the_same_samples_as_processes_despite_kills(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every round waits for all, so what is drawn follows from seeds and weights alone."""
+    """Every round waits for all samples, so that tokens depend on seeds and weights only."""
     model, same = models("qwen3", 0), {"partial_rollout": False, "over_sampling_batch_size": 4, "lr": 1e-5}
     same |= {"num_rollout": 3, "trainer_processes": 2}
     with training(configuration(tmp_path / "processes", normal.server.url, model, **same)) as plain:

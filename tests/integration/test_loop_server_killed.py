@@ -15,10 +15,10 @@ from tests.support.server import COMMON
 from trainer_bridge.progress import read_rows
 
 pytestmark = pytest.mark.timeout(1800)
-"""Starts of a server, which on a busy machine take their time."""
+"""Server starts, which are slow on a busy machine."""
 
 MOMENTS = ("round",)
-"""When it is killed: each costs one start. `push` is the other one, before the weights of step 3."""
+"""When the server is killed; each kill costs one start. `push` is before the weights of step 3."""
 
 
 class Killed(RecordingLoop):
@@ -60,7 +60,7 @@ class Killed(RecordingLoop):
 def test_run_survives_kills_of_its_own_server(
     pool: Pool, models: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost, nothing is learned from twice, and partials of before go on after."""
+    """No sample is lost or trained on twice, and partials resume after the kill."""
     monkeypatch.setenv("SGLANG_APRIL_CHECK", "1")
     pool.make_room()
     made = configuration(

@@ -1,4 +1,4 @@
-"""Fifty rounds in which more arrives than finishes, under small caps of the device and of the host."""
+"""Fifty rounds in which more samples arrive than finish, with little device and host memory."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BOUND = 4
 SETTLED = 15
 """Rounds after which every buffer has been used."""
 GROWTH_MB = 60
-"""What a scheduler may grow by after that; the prompts and tokens of all samples are below one of them."""
+"""Allowed growth of a scheduler process after that; all prompts and tokens together take less than one MB."""
 
 
 def scheduler_mb(live: LiveServer) -> float:
@@ -26,7 +26,7 @@ def scheduler_mb(live: LiveServer) -> float:
 
 
 def test_memory_stays_flat_over_fifty_rounds_with_a_growing_backlog(small: LiveServer, run: str) -> None:
-    """Memory flat, nothing over the bound, nothing lost; what does not fit on the host goes below it."""
+    """Memory stays flat, no group exceeds the staleness bound, none is lost."""
     book, server = DeliveryRecord(), small.server
     cap, settled = server.state()["host_cap_tokens"], 0.0
     fallen_back = over = 0

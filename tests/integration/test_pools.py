@@ -1,4 +1,4 @@
-"""A resume on the two other shapes of SGLang's pool: without a radix tree, and with pages of sixteen tokens."""
+"""Resume on SGLang's other pool layouts: without a radix tree, and with pages of sixteen tokens."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def workload() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_resume_bit_for_bit(shaped: LiveServer, run: str, tier: str) -> None:
-    """As on the usual pool; admission stays open, and all memory comes back."""
+    """Admission stays open, and all memory is freed."""
     server = shaped.server
     wanted = in_one_round(server, f"{run}-unbroken", workload())
     samples, replies = in_rounds(server, run, workload(), len(STOPS), tier=tier)
@@ -48,7 +48,7 @@ def test_resume_bit_for_bit(shaped: LiveServer, run: str, tier: str) -> None:
 
 
 def test_tokens_stay_exact_across_pushes_flushes_and_recomputes(shaped: LiveServer, run: str) -> None:
-    """Kept KV under a new policy, through a flush, then a recompute: every token is what it must be."""
+    """Kept KV under a new policy, a flush, then a recompute: every token matches its replay."""
     server, v = shaped.server, shaped.version
     groups = server.rollout(run=run, prompts=workload(), quota=1)["finished"]
     shaped.push(1, flush=False)
@@ -64,7 +64,7 @@ def test_tokens_stay_exact_across_pushes_flushes_and_recomputes(shaped: LiveServ
 
 
 def test_preempted_sample_is_recomputed_and_reported(shaped: LiveServer, run: str) -> None:
-    """A request of a higher priority takes a slot when all are taken; SGLang retracts a sample of ours for it."""
+    """SGLang retracts a rollout sample for a request of higher priority when all slots are taken."""
     server = shaped.server
     prompts = [prompt(f"p{i}", 150, ids=16, **PARAMS) for i in range(SLOTS)]
     rounds = BackgroundRound(server, run=run, prompts=prompts, quota=None)
@@ -81,7 +81,7 @@ def test_preempted_sample_is_recomputed_and_reported(shaped: LiveServer, run: st
 
 
 def at_rest(live: LiveServer) -> None:
-    """Nothing of ours is left, and every token of the pool is free or in the tree."""
+    """Assert that no sample is left and that every pool token is free or in the tree."""
     state = live.server.state()
     assert (state["closed"], sum(state["samples"].values()), state["tokens"]["device"]) == ("", 0, 0)
     pool = until(lambda: (p := live.server.state()["pool"])["running"] == 0 and p, "nothing runs")
@@ -89,7 +89,7 @@ def at_rest(live: LiveServer) -> None:
 
 
 def test_group_members_share_prompt_kv_where_the_pool_allows(shaped: LiveServer, run: str) -> None:
-    """With pages of sixteen, whoever's last token is the first of a page; without a tree, nobody. All draw alike."""
+    """With pages of sixteen, only members whose last prompt token starts a page share; without a tree, none do."""
     params = {**PARAMS, "top_p": 0.9}
     prompts = [prompt(f"p{n}", 9, ids=token_ids(n, n), n=3, **params) for n in (16, 17, 18, 33)]
     reply = shaped.server.rollout(run=run, prompts=prompts, quota=None)

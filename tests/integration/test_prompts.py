@@ -1,4 +1,4 @@
-"""A prompt is prefilled once for its group; the other members follow on its KV, and draw what they would have drawn."""
+"""A prompt is prefilled once per group; the other members start on its KV."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def groups(count: int, n: int, length: int, **params: Any) -> list[dict[str, Any
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_followers_draw_the_same_tokens_as_with_their_own_prefill(live: LiveServer, run: str, tier: str) -> None:
-    """Stopped on the way or not, every token and logprob is that of a plain forward and the sample's seed."""
+    """With or without stops, tokens and logprobs equal those of a plain forward with the sample's seed."""
     server = live.server
     flush(server)
     count = Forwards(server)
@@ -32,7 +32,7 @@ def test_followers_draw_the_same_tokens_as_with_their_own_prefill(live: LiveServ
 
 
 def test_prompts_are_prefilled_again_under_a_new_policy(normal: LiveServer, run: str) -> None:
-    """KV of one version is never a prefix under another; every token is its own version's."""
+    """KV of one version is never a prefix under another (`no-mixed-version-prefix`)."""
     server, count = normal.server, Forwards(normal.server)
     first = server.rollout(run=run, prompts=groups(1, 12, 30, **SAMPLED), quota=2, quota_unit="sample", concurrency=4)
     assert first["stats"]["started_on_prompt_kv"] >= 3
@@ -60,7 +60,7 @@ def test_evicted_prompt_is_prefilled_again(server: Server, run: str) -> None:
 
 
 def test_members_that_cannot_share_are_prefilled(server: Server, run: str) -> None:
-    """One token, penalties, a grammar: every member has a prefill of its own."""
+    """With a one-token prompt, penalties or a grammar, every member has its own prefill."""
     asked = [
         prompt("one", 4, ids=1, n=3),
         prompt("penalty", 4, n=3, presence_penalty=0.5),

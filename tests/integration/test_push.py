@@ -24,7 +24,7 @@ def carry(live: LiveServer, run: str) -> None:
 
 
 def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> None:
-    """The partials end with these spans, and every token is of the policy that its span names."""
+    """Finish the partials and check their spans and tokens."""
     groups = live.server.drain(run)
     assert sorted(g["id"] for g in groups) == ["long-0", "long-1"]
     for sample in (s for g in groups for s in g["samples"]):
@@ -33,7 +33,7 @@ def finish(live: LiveServer, run: str, *spans: tuple[int, str]) -> None:
 
 
 def push_buckets(live: LiveServer, seed: int, **named: int) -> int:
-    """A whole push in ten buckets, begun and ended."""
+    """Push in ten buckets between `begin` and `end`."""
     server = live.server
     server.post("/april/push/begin", named)
     before = live.version
@@ -46,7 +46,7 @@ def push_buckets(live: LiveServer, seed: int, **named: int) -> int:
 
 
 def test_ten_buckets_move_the_version_once(live: LiveServer, run: str) -> None:
-    """The version moves at the end, once; partials continue under exactly the policy that has arrived."""
+    """The version moves once, at the end; partials resume under exactly the pushed policy."""
     v = live.version
     carry(live, run)
     assert push_buckets(live, 1) == v + 1
@@ -54,7 +54,7 @@ def test_ten_buckets_move_the_version_once(live: LiveServer, run: str) -> None:
 
 
 def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: LiveServer, run: str) -> None:
-    """The version moves at the first accepted call after any forward of the model, anyone's."""
+    """The version moves at the first accepted call after any forward, also one of a stock request."""
     v = live.version
     carry(live, run)
     half = TEN // 2
@@ -71,7 +71,7 @@ def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: 
 
 
 def closed_by(live: LiveServer, run: str, reason: str) -> None:
-    """Admission is closed: the state and every new round say why, and nothing takes a step."""
+    """Assert that admission is closed: the state and new rounds give the reason, and nothing steps."""
     assert reason in live.server.state()["closed"]
     refused = live.server.rollout(run=run, prompts=[], status=503)
     assert reason in refused["error"]["reason"]
@@ -80,7 +80,7 @@ def closed_by(live: LiveServer, run: str, reason: str) -> None:
 
 @pytest.mark.parametrize("fault", ["a wrong shape", "no tensors at all"])
 def test_failed_bucket_closes_admission_until_the_next_push(live: LiveServer, run: str, fault: str) -> None:
-    """`end` is refused, the version stays, rounds get 503 with the reason, until a push succeeds."""
+    """Until a push succeeds, `end` is refused, the version stays, and rounds get 503 with the reason."""
     server, v = live.server, live.version
     carry(live, run)
     server.post("/april/push/begin")
@@ -100,7 +100,7 @@ def test_failed_bucket_closes_admission_until_the_next_push(live: LiveServer, ru
 
 
 def test_failed_bucket_without_begin_needs_a_full_update(live: LiveServer, run: str) -> None:
-    """Outside of begin and end a later good bucket proves nothing; a whole update from disk does."""
+    """Without begin and end, a later good bucket does not reopen admission; a full update from disk does."""
     v = live.version
     carry(live, run)
     first, second, *_ = buckets_of(live.model(1), TEN)
@@ -128,7 +128,7 @@ def test_unreadable_policy_closes_admission(live: LiveServer, run: str) -> None:
 
 
 def test_unfinished_push_closes_admission(live: LiveServer, run: str) -> None:
-    """Between begin and end nothing of ours takes a step, and rounds are refused with the reason."""
+    """Between begin and end no sample takes a step, and rounds are refused with the reason."""
     carry(live, run)
     before = len(live.server.forwards())
     live.server.post("/april/push/begin")
@@ -171,7 +171,7 @@ def test_second_begin_restarts_the_push_and_end_needs_a_begin(normal: LiveServer
 
 
 def test_ten_buckets_inside_an_open_round(live: LiveServer, run: str) -> None:
-    """A push of ten buckets interrupts the round once; it goes on at the new version."""
+    """A push of ten buckets suspends the round once; it resumes under the new version."""
     v = live.version
     with live.server.slowed():
         reply = live.open(run=run, prompts=long_ones(), quota=None)

@@ -1,4 +1,4 @@
-"""What ends a round, and what it delivers: quota by group and by sample, exhaustion, the stop route."""
+"""How rounds end and what they deliver: group and sample quotas, exhaustion, the stop route (`quota-exact`)."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def groups_of_four(count: int) -> list[dict[str, Any]]:
 
 
 def rounds(server: Server, run: str, prompts: list[dict[str, Any]], **body: Any) -> list[dict[str, Any]]:
-    """Rounds of one quota until nothing is left; the prompts go with the first."""
+    """Run rounds of one quota until nothing is left; the first carries the prompts."""
     replies = [server.rollout(run=run, prompts=prompts, **body)]
     while replies[-1]["carried"]["groups"]:
         replies.append(server.rollout(run=run, prompts=[], **body))
@@ -55,7 +55,7 @@ def test_group_quota_delivers_whole_groups(server: Server, run: str) -> None:
 
 
 def test_finished_members_hold_no_kv(server: Server, run: str) -> None:
-    """Of a group half done only the unfinished members are partials."""
+    """Only the unfinished members of a group are partials."""
     server.rollout(run=run, prompts=groups_of_four(5), quota=1)
     samples = server.state()["samples"]
     assert samples["finished"] > 0
@@ -65,7 +65,7 @@ def test_finished_members_hold_no_kv(server: Server, run: str) -> None:
 
 
 def test_quota_larger_than_the_work_ends_exhausted(server: Server, run: str) -> None:
-    """The round ends when everything has finished, and says so."""
+    """The round ends when everything has finished, with `end_reason: exhausted`."""
     reply = server.rollout(run=run, prompts=[prompt("a", 4), prompt("b", 7)], quota=5)
     assert (reply["end_reason"], [g["id"] for g in reply["finished"]]) == ("exhausted", ["a", "b"])
     assert reply["carried"]["groups"] == 0
@@ -111,7 +111,7 @@ def test_stop_delivers_finished_or_named_groups(server: Server, run: str, delive
 
 
 def test_stopped_samples_keep_their_tokens(overlap: Server, run: str) -> None:
-    """Stopped anywhere in the overlap loop, also with a step in flight, samples go on as if nothing was."""
+    """After a stop at any point of the overlap loop, also with a step in flight, samples resume exactly."""
     prompts = [prompt(f"p{i}", 120, temperature=1.0) for i in range(4)]
     wanted = in_one_round(overlap, f"{run}-unbroken", prompts)
     groups: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ def test_stopped_samples_keep_their_tokens(overlap: Server, run: str) -> None:
 
 
 def test_finished_groups_are_streamed_when_they_finish(server: Server, run: str) -> None:
-    """An event for each whole group, in the order in which they finish, then the summary."""
+    """The stream has one event per whole group, in finish order, then the summary."""
     prompts = [prompt("late", 9, n=2), prompt("early", 3, n=2), prompt("never", 30)]
     *groups, summary = stream(server, run=run, prompts=prompts, quota=2)
     assert [(g["event"], g["id"]) for g in groups] == [("group", "early"), ("group", "late")]

@@ -1,4 +1,4 @@
-"""Resume is invisible, and the noise of a token depends on its seed and position alone."""
+"""Stopped and resumed samples match uninterrupted ones (`exact-resume`, `seed-independence`)."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def each_loop(request: pytest.FixtureRequest) -> Server:
 
 
 class Unbroken:
-    """The runs that were never stopped, made once per server."""
+    """Reference samples that were never stopped, generated once per server."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Server, str], dict[Key, dict[str, Any]]] = {}
@@ -51,7 +51,7 @@ def workload() -> list[dict[str, Any]]:
 def test_eight_stops_give_bit_identical_samples(
     each_loop: Server, unbroken: Unbroken, run: str, tier: str, sampling: str
 ) -> None:
-    """With the same batch around it, a sample on kept KV has the same tokens and logprobs; one span."""
+    """In the same batch, a sample resumed on kept KV has the same tokens and logprobs, and one span."""
     wanted = unbroken.get(each_loop, run, sampling)
     samples, replies = in_rounds(each_loop, run, workload(), 8, tier=tier, sampling_params=SAMPLING[sampling])
     for reply in replies[:-1]:
@@ -68,7 +68,7 @@ def test_eight_stops_give_bit_identical_samples(
 def test_eight_recomputes_stay_within_stock_noise(
     each_loop: Server, unbroken: Unbroken, run: str, sampling: str
 ) -> None:
-    """Tokens only (tier `none`) means another prefill, so within 4 x the stock server's noise; span."""
+    """With tokens only (tier `none`) a resume prefills again: within 4 x the stock server's noise."""
     wanted = unbroken.get(each_loop, run, sampling)
     samples, replies = in_rounds(each_loop, run, workload(), 8, tier="none", sampling_params=SAMPLING[sampling])
     assert [r["stats"]["resumed_recomputed"] for r in replies[1:]] == [23 - i for i in range(8)]
@@ -84,7 +84,7 @@ def test_eight_recomputes_stay_within_stock_noise(
 def test_other_samples_in_the_batch_only_add_stock_noise(
     each_loop: Server, unbroken: Unbroken, run: str, sampling: str
 ) -> None:
-    """Resumed, from every tier in turn, among samples that the run never stopped did not have."""
+    """Samples resume from every tier in turn, in batches with other samples."""
     wanted = unbroken.get(each_loop, run, sampling)
     body = {"run": run, "sampling_params": SAMPLING[sampling]}
     groups = each_loop.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
@@ -96,7 +96,7 @@ def test_other_samples_in_the_batch_only_add_stock_noise(
 
 
 def test_tokens_depend_only_on_seed_and_position(each_loop: Server, run: str) -> None:
-    """The same seeds give the same tokens whatever the order, the slot, the batch and the legs, cut or not."""
+    """The same seeds give the same tokens for any order, slot, batch and number of stops."""
     params = {"temperature": 1.0, "sampling_seed": 11}
     cut = [prompt(f"{name}-{i}", 16 + i, n=2, **values) for name, values in CUTS.items() for i in range(2)]
     prompts = [*stoppers([5, 10]), *cut]

@@ -1,4 +1,4 @@
-"""SGLang retracts a random sample every few steps (its own test switch), beside suspends and pushes."""
+"""SGLang retracts a random sample every few steps (its own test switch), with suspends and pushes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def retracting(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveS
 
 @pytest.mark.parametrize("pushes", [False, True], ids=["one policy", "a policy per round"])
 def test_spans_and_logprobs_are_right_under_retracts(retracting: LiveServer, run: str, pushes: bool) -> None:
-    """Every token has the logprob of its version and KV; a retract recomputes, and its span says so."""
+    """Every token has the logprob of its version and KV; a retract opens a `recomputed` span."""
     first = [*stoppers(STOPS), *(prompt(name, 40, n=3, **params) for name, params in PARAMS.items())]
     replies = []
     for i in range(len(STOPS) + 1):

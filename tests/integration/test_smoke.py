@@ -1,4 +1,4 @@
-"""The thinnest whole: one request that is stopped by its quota, and one that finishes what it left."""
+"""A smoke test: one round ends by its quota, and the next finishes its partials."""
 
 from tests.support.server import Server
 

@@ -1,4 +1,4 @@
-"""Starting for real: what is served, and that everything else ends with one sentence and no process left."""
+"""Real server starts: each serves, or ends with one sentence and no process left (`fail-closed`)."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All refused starts, one after the other in forks of one process."""
+    """Outcomes of all refused starts, run one after the other in forks of one process."""
     common = ["--model-path", model, "--port", str(free_port()), *SMALL]
     flags = [
         {"name": name, "entry": "module", "module": THEIRS, "argv": [*common, *QUOTA, *argv], "env": env}
@@ -171,7 +171,7 @@ def test_inactive_plugin_registers_nothing(outcomes: dict[str, dict[str, Any]]) 
 
 
 def test_changed_hook_target_ends_the_start(model: str, tmp_path: Path) -> None:
-    """On a copy of SGLang in which one hooked method has another body, in a process of its own."""
+    """In a copy of SGLang, one hooked method has another body."""
     installed = versions.sglang_root() / "sglang"
     shutil.copytree(installed, tmp_path / "sglang", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
     file = tmp_path / "sglang/srt/server_args.py"
@@ -203,7 +203,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(params=["SGLang's launcher with our flag", "launch_server(ServerArgs) in a spawned process"])
 def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) -> Iterator[str]:
-    """A server started without our launcher, and with nothing that a CPU needs beyond it."""
+    """A server started without sglang-april's launcher."""
     port = str(free_port())
     if request.param.startswith("SGLang"):
         command, extra = ["-m", THEIRS, "--model-path", model, "--port", port, *SMALL, *QUOTA], {}
@@ -229,7 +229,7 @@ def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) ->
 
 
 def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: str) -> None:
-    """Also where `ServerArgs` was built in code, by a process that loads no plugins."""
+    """Also where code builds `ServerArgs` in a process that loads no plugins."""
     info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
     assert_all_hooks(info["april"])
     body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}

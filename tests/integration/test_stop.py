@@ -1,4 +1,4 @@
-"""A round ends in the step that meets its quota, whatever is in progress; forwards are counted outside of us."""
+"""A round ends in the step that meets its quota (`stop-in-step`); a wrapper on the model counts forwards."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def each_loop(request: pytest.FixtureRequest) -> Server:
 
 
 def test_no_decode_step_after_the_quota(each_loop: Server, run: str) -> None:
-    """0 decode tokens after the end; with the overlap loop the one step in flight, kept and counted."""
+    """No decode step after the end; in the overlap loop the step in flight is kept and counted."""
     flight = int(each_loop.state()["overlap"])
     count = Forwards(each_loop)
     prompts = [prompt("a", 5), prompt("b", 9), *(prompt(f"long-{i}", 40) for i in range(6))]
@@ -38,7 +38,7 @@ def test_no_decode_step_after_the_quota(each_loop: Server, run: str) -> None:
 
 
 def test_stop_during_a_chunked_prefill(each_loop: Server, run: str) -> None:
-    """The quota is met by a prefill; what is half prefilled was never started, and stays untouched."""
+    """A prefill meets the quota; a half-prefilled sample counts as unstarted and stays untouched."""
     prompts = [prompt("short", 1), prompt("long", 12, ids=5 * CHUNK), prompt("after", 12)]
     wanted = in_one_round(each_loop, f"{run}-unbroken", prompts, sampling_params=GREEDY)
     each_loop.post("/flush_cache")
@@ -74,7 +74,7 @@ def test_stop_during_a_chunked_recompute(each_loop: Server, run: str) -> None:
 
 
 def test_stop_with_samples_waiting_for_prefill(each_loop: Server, run: str) -> None:
-    """What is admitted but waits in SGLang's queue goes back untouched, in its order."""
+    """Admitted samples in SGLang's queue return untouched, in order."""
     prompts = [prompt("short", 1, ids=10), *(prompt(f"p{i:02}", 3, ids=10) for i in range(20))]
     count = Forwards(each_loop)
     reply = each_loop.rollout(run=run, prompts=prompts, quota=1)
@@ -90,7 +90,7 @@ def test_stop_with_samples_waiting_for_prefill(each_loop: Server, run: str) -> N
 
 
 def test_stop_during_grammar_compilation(each_loop: Server, run: str) -> None:
-    """What waits in SGLang's grammar queue goes back untouched, and is compiled again."""
+    """A sample in SGLang's grammar queue returns untouched; its grammar is compiled again."""
     words = [f"{run}x{i}" for i in range(10)]
     prompts = [prompt("short", 1), prompt("word", 60, regex="|".join(words))]
     count = Forwards(each_loop)
@@ -105,7 +105,7 @@ def test_stop_during_grammar_compilation(each_loop: Server, run: str) -> None:
 
 
 def test_stop_with_retracted_samples(pool: Pool, run: str) -> None:
-    """What SGLang has just retracted waits for its prefill when the round ends; it keeps its tokens."""
+    """A sample that SGLang has just retracted keeps its tokens when the round ends."""
     server = pool.get("retract", NORMAL, env={"SGLANG_TEST_RETRACT": "1"})
     prompts = [*stoppers(range(4, 16)), *(prompt(f"p{i}", 20 + i, temperature=1.0) for i in range(8))]
     wanted = in_one_round(server, f"{run}-unbroken", prompts)
@@ -121,7 +121,7 @@ def test_stop_with_retracted_samples(pool: Pool, run: str) -> None:
 
 @pytest.mark.parametrize("surplus", ["carry", "return"])
 def test_samples_that_finish_in_the_same_step(each_loop: Server, run: str, surplus: str) -> None:
-    """What finishes beyond the quota is returned, or first in the next reply, which may need no forward."""
+    """The surplus is returned, or comes first in the next reply, which may need no forward."""
     prompts = [prompt(f"p{i}", 6) for i in range(4)] + [prompt("long", 20)]
     reply = each_loop.rollout(run=run, prompts=prompts, quota=1, surplus=surplus)
     assert reply["end_reason"] == "quota"

@@ -1,4 +1,4 @@
-"""Step 5 on the live server: what the store holds, counted in tokens."""
+"""The page store on the live server, in tokens."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def stored(live: LiveServer) -> int:
 
 
 def test_group_prompt_is_stored_once_on_the_host(live: LiveServer, run: str) -> None:
-    """Section 7: its whole pages once, behind them what is each member's own; kept over a push."""
+    """The whole pages of the prompt are stored once, each member's own pages behind them, also across a push."""
     server, before = live.server, stored(live)
     asked = [prompt("group", 60, ids=LENGTH, n=MEMBERS, **PARAMS["group"]), prompt("short", 20, **PARAMS["short"])]
     groups = server.rollout(run=run, prompts=asked, quota=1, tier="host")["finished"]

@@ -1,4 +1,4 @@
-"""Two ranks on the CPU decide alike at every step, whatever happens between the steps."""
+"""Two ranks on the CPU decide alike at every step (`rank-determinism`)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def two_ranks(tp2: Server, models: Callable[[str, int], Path]) -> Iterator[LiveS
 
 
 def digests(live: LiveServer) -> list[list[str]]:
-    """The lines of each rank: step, and a hash of all decisions so far."""
+    """Lines of each rank: step number and a hash of all decisions so far."""
     folder = Path(live.server.env["SGLANG_APRIL_DIGEST"])
     return [(folder / f"rank{rank}.log").read_text().splitlines() for rank in (0, 1)]
 
@@ -55,7 +55,7 @@ def inside(live: LiveServer, run: str, i: int, reply: Any) -> None:
             server.post("/flush_cache")
         case 3:
             server.post("/abort_request", {"abort_all": True})
-    until(lambda: live.running() or reply.done(), "the round goes on, or has ended")
+    until(lambda: live.running() or reply.done(), "the round runs or has ended")
 
 
 def test_both_ranks_decide_alike_over_twenty_rounds(two_ranks: LiveServer, run: str) -> None:
@@ -87,7 +87,7 @@ def decided_alike(live: LiveServer) -> list[str]:
     until(lambda: len({lines[-1].split()[1] for lines in digests(live)}) == 1, "both ranks have decided the same")
     first, second = digests(live)
     different = [pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]]
-    assert not different, f"the ranks part at {different[0]}"
+    assert not different, f"the ranks differ at {different[0]}"
     return first
 
 
@@ -109,7 +109,7 @@ def on_tier(live: LiveServer, run: str, tier: str) -> int:
 
 
 def finish(live: LiveServer, run: str, before: dict[str, Any]) -> dict[str, Any]:
-    """Finish what a round left: all samples are there, and every token is right. Returns the stats."""
+    """Finish what a round left: check that all samples are delivered with the right tokens. Returns the stats."""
     reply = live.server.rollout(run=run, prompts=[], quota=None)
     groups = before["finished"] + reply["finished"]
     assert sorted((g["id"], len(g["samples"])) for g in groups) == [*((f"p{j}", 2) for j in range(4)), ("short", 1)]
@@ -119,7 +119,7 @@ def finish(live: LiveServer, run: str, before: dict[str, Any]) -> dict[str, Any]
 
 
 def test_full_disk_on_one_rank_fails_the_copies_of_both(two_ranks: LiveServer, run: str) -> None:
-    """What rank 1 could not write is worth nothing on rank 0, and its files there go."""
+    """Copies that rank 1 could not write are discarded on rank 0, with their files."""
     lost = store(two_ranks)["lost"]
     with two_ranks.server.fault("full disk"):
         left = suspended(two_ranks, run, "disk")
@@ -146,7 +146,7 @@ def test_corrupt_page_on_one_rank_makes_both_recompute(two_ranks: LiveServer, ru
 
 @pytest.mark.parametrize("fault", ["slow copy", "slow load"])
 def test_slow_copy_on_one_rank_delays_only_its_samples(two_ranks: LiveServer, run: str, fault: str) -> None:
-    """Slots on their way out stay held, what is on its way in joins no batch; the engine serves others meanwhile."""
+    """Slots being copied stay held, samples being loaded join no batch, and other requests are served."""
     server, lost = two_ranks.server, store(two_ranks)["lost"]
     if fault == "slow copy":
         with server.fault(fault):

@@ -18,7 +18,7 @@ LENGTH = 60
 
 @pytest.fixture
 def journalled(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Iterator[LiveServer]:
-    """Two ranks, a journal and a disk tier, of this test's own: nobody else may have it killed."""
+    """A server with two ranks, a journal and a disk tier that no other test shares."""
     flags = ["--tp-size=2", "--max-total-tokens=4000", f"--april-journal={tmp_path / 'journal'}"]
     server = pool.get("tp2-journal", flags, "llama", {"SGLANG_APRIL_DIGEST": str(tmp_path)}, forked=True)
     with live_server(server, lambda seed: models("llama", seed)) as live:

@@ -28,7 +28,7 @@ KEPT, RECOMPUTED = "kept", "recomputed"
 
 
 def prompts_of(params: dict[str, Fields], n: int = 2) -> list[Fields]:
-    """One prompt per set of parameters; all of them end by their length, so that rounds can be planned."""
+    """One prompt per set of parameters; all samples end by length."""
     common = {"ignore_eos": True, "max_new_tokens": LENGTH}
     return [
         {"id": name, "input_ids": [20 + i, 21, 22 + i, 23, 24], "n": n, "sampling_params": {**common, **given}}
@@ -63,7 +63,7 @@ def spans_of(groups: list[Fields], name: str) -> list[list[tuple[int, str]]]:
     ("tier", "kv"), [("device", "keep"), ("host", "keep"), ("device", "recompute"), ("none", "keep")]
 )
 def test_each_token_matches_the_version_and_kv_of_its_span(live: LiveServer, run: str, tier: str, kv: str) -> None:
-    """Three versions: `fresh` and `recomputed` equal a plain forward, `kept` a replay with the cache carried on."""
+    """Over three versions: `fresh` and `recomputed` equal a plain forward, `kept` a replay on the old cache."""
     params = PARAMS if "overlap" in live.server.name else {**PARAMS, **PENALTIES}
     v = live.version
     groups = three_versions(live, run, params, tier=tier, kv=kv)
@@ -77,7 +77,7 @@ def test_each_token_matches_the_version_and_kv_of_its_span(live: LiveServer, run
 
 
 def test_reference_check_can_fail(normal: LiveServer, run: str) -> None:
-    """A span one token too early or late, another version, another provenance or another seed is noticed."""
+    """The check detects a shifted span, a wrong version, a wrong provenance and a wrong seed."""
     v = normal.version
     groups = three_versions(normal, run, {"cool": PARAMS["cool"]}, kv="keep")
     group = next(g for g in groups if g["id"] == "cool")
@@ -102,7 +102,7 @@ def test_reference_check_can_fail(normal: LiveServer, run: str) -> None:
 
 
 def test_proximal_logprobs_match_the_recomputing_policy(live: LiveServer, run: str) -> None:
-    """Old tokens under the version of the last recompute, its own tokens as drawn, penalised samples none."""
+    """Old tokens get the recomputing version's logprobs, its own tokens repeat theirs, penalised samples none."""
     penalised = {} if "overlap" in live.server.name else PENALTIES
     params = {**PARAMS, **penalised, "least": {"min_new_tokens": 3}}
     groups = three_versions(live, run, params, kv="recompute", proximal=True)
@@ -122,7 +122,7 @@ def test_proximal_logprobs_match_the_recomputing_policy(live: LiveServer, run: s
 
 
 def plain_logprobs(oracle: Oracle, group: Fields, sample: Fields, params: Fields) -> list[float]:
-    """The whole output under the policy that the reply names: one plain forward."""
+    """Logprobs of the whole output in one plain forward under `proximal_version`."""
     import torch
 
     output = list(sample["output_ids"])
@@ -153,7 +153,7 @@ def test_tokens_after_the_last_recompute_have_no_proximal_logprob(normal: LiveSe
 
 
 def test_truncated_sampling_is_reported_as_a_warning(normal: LiveServer, run: str) -> None:
-    """With top_p the reply says so; without it, it does not."""
+    """The reply warns with top_p, and does not without it."""
     for name, warned in (("top_p", True), ("cool", False)):
         reply = normal.server.rollout(run=run, prompts=prompts_of({name: PARAMS[name]}, n=1), quota=1)
         assert bool(reply["stats"]["warnings"]) == warned
@@ -187,7 +187,7 @@ def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, ru
 
 
 def test_prefixes_of_older_policies_are_evicted(live: LiveServer, run: str) -> None:
-    """Nobody can hit them any more; room in the pool is not left for every later step to look for."""
+    """They can no longer be hit, so they do not occupy the pool."""
     server, prompt = live.server, list(range(30, 62))
     server.rollout(run=run, prompts=[*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)], quota=1)
     server.post("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}})
@@ -200,7 +200,7 @@ def test_prefixes_of_older_policies_are_evicted(live: LiveServer, run: str) -> N
 
 
 def test_kept_kv_never_enters_the_tree(live: LiveServer, run: str) -> None:
-    """What a sample wrote on kept KV is no prefix for anyone, not even under its own version."""
+    """KV that a sample wrote on kept KV is never a prefix, not even under its own version."""
     server = live.server
     prompts = [*prompts_of({"plain": {}}, n=1), *prompts_of({"a": SHORT}, n=1)]
     server.rollout(run=run, prompts=prompts, quota=1)

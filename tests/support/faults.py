@@ -1,6 +1,6 @@
-"""What happens to the page store of rank 1 alone, while a server's switch `fault` names it (launch.py puts it there).
+"""Faults of rank 1 alone, each active while the server's switch `fault` names it (launch.py installs them).
 
-Each is a function of the store that fails, or takes as long as the switch is on; nothing of it is in the product.
+A faulty function fails, corrupts its result, or blocks until the switch is off.
 """
 
 import errno
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 Armed = Callable[[], bool]
-"""Whether the switch is still on."""
+"""Returns whether the switch is still on."""
 KV = "sglang_april.kv."
 
 

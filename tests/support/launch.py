@@ -115,9 +115,9 @@ def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
     def armed() -> bool:
         return switch("fault") == name
 
-    def hook(stock: Callable[..., Any], *args: Any) -> Any:
-        there = Process.scheduler is not None and Process.scheduler.ps.tp_rank == 1
-        return faulty(armed, stock, *args) if there and armed() else stock(*args)
+    def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        on_rank = Process.scheduler is not None and Process.scheduler.ps.tp_rank == 1
+        return faulty(armed, stock, *args, **kwargs) if on_rank and armed() else stock(*args, **kwargs)
 
     return hook
 

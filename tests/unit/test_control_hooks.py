@@ -1,0 +1,101 @@
+"""Refusals of SGLang's control calls, and one outcome of a weight call over all ranks."""
+
+import asyncio
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightFromDiskReqInput
+
+from sglang_april.adapter.v0_5_17 import hooks_control, hooks_http
+from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+
+
+def outcome_on(rank: int, failing: int | None, store: str, outcomes: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    own = (False, "bad tensor") if rank == failing else (True, "loaded")
+    outcomes.put((rank, hooks_control._over_all_ranks(torch.distributed.group.WORLD, *own)))
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [(None, (True, "loaded")), (0, (False, "rank 0: bad tensor")), (1, (False, "rank 1: bad tensor"))],
+)
+def test_weight_call_that_fails_on_one_rank_fails_on_all(
+    tmp_path: Path, failing: int | None, expected: tuple[bool, str]
+) -> None:
+    context = multiprocessing.get_context("fork")
+    outcomes = context.Queue()
+    ranks = [
+        context.Process(target=outcome_on, args=(rank, failing, str(tmp_path / "store"), outcomes)) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    assert dict(outcomes.get(timeout=60) for _ in ranks) == {0: expected, 1: expected}
+    for rank in ranks:
+        rank.join()
+
+
+@pytest.mark.parametrize(("tp_size", "timeout_s", "refused"), [(2, 5.0, True), (2, 0.0, False), (1, 5.0, False)])
+def test_flush_with_a_timeout_is_refused_on_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, tp_size: int, timeout_s: float, refused: bool
+) -> None:
+    """SGLang's timeout runs on each rank's own clock, so ranks could decide differently."""
+    monkeypatch.setattr(Process, "scheduler", SimpleNamespace(ps=SimpleNamespace(tp_size=tp_size), april=None))
+    interrupted: list[Any] = []
+    monkeypatch.setattr(hooks_control, "_interrupt", interrupted.append)
+    output = hooks_control.flush_request(lambda *_: "flushed", None, FlushCacheReqInput(timeout_s=timeout_s))
+    if refused:
+        assert not output.success
+        assert "refused with TP > 1" in output.message
+    else:
+        assert output == "flushed"
+    assert len(interrupted) == (not refused)
+
+
+@pytest.mark.parametrize(
+    ("flush", "idle", "refused"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_weight_call_with_flush_is_refused_while_requests_are_in_flight(
+    monkeypatch: pytest.MonkeyPatch, flush: bool, idle: bool, refused: bool
+) -> None:
+    """SGLang would load the weights, then fail an assertion because the flush needs an idle engine."""
+    ended: list[tuple[bool, str, bool]] = []
+    controller = SimpleNamespace(
+        context=SimpleNamespace(broken=""),
+        pushes=SimpleNamespace(
+            interrupt=lambda: None, weight_call_ended=lambda ok, why, whole: ended.append((ok, why, whole))
+        ),
+    )
+    monkeypatch.setattr(hooks_control, "_interrupt", lambda _: None)
+    monkeypatch.setattr(
+        hooks_control,
+        "_weight_call_ended",
+        lambda controller, _request, out: controller.pushes.weight_call_ended(out.success, out.message, whole=True),
+    )
+    manager = SimpleNamespace(scheduler=SimpleNamespace(april=controller), is_fully_idle=lambda: idle)
+    loaded = SimpleNamespace(success=True, message="loaded")
+    request = UpdateWeightFromDiskReqInput(model_path="model", flush_cache=flush)
+    output = hooks_control.weight_call(lambda *_: loaded, manager, request)
+    assert output.success is not refused
+    assert [ok for ok, _, _ in ended] == [not refused]
+    if refused:
+        assert "other requests are in flight" in output.message
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_memory_release_is_refused_during_a_paused_stock_request(locked: bool) -> None:
+    """Under a pause, a reader of `model_update_lock` is a stock request that the scheduler still holds."""
+
+    async def is_locked() -> bool:
+        return locked
+
+    manager: Any = SimpleNamespace(is_pause=True, model_update_lock=SimpleNamespace(is_locked=is_locked))
+    if locked:
+        with pytest.raises(ValueError, match="a paused request of SGLang's own is in flight"):
+            asyncio.run(hooks_http._refuse_while_busy(manager))
+    else:
+        asyncio.run(hooks_http._refuse_while_busy(manager))
