@@ -20,7 +20,7 @@ ZERO_COPY_PROGRAMS = (4, 16, 64, 256)
 
 
 @dataclass(frozen=True)
-class Config:
+class KernelConfig:
     """Shape of the KV of one model; the defaults are Qwen3-4B's."""
 
     layers: int
@@ -54,7 +54,7 @@ class Missing:
 class KernelTestbed:
     """One pool with the KV of `tokens` tokens in it, and room for their pages."""
 
-    def __init__(self, config: Config, tokens: int, device: str) -> None:
+    def __init__(self, config: KernelConfig, tokens: int, device: str) -> None:
         self.config, self.tokens, self.device = config, tokens, device
         dtype = getattr(torch, config.dtype)
         size = 2 * tokens + 1
@@ -88,7 +88,7 @@ class KernelTestbed:
         return torch.empty_like(self.pages)
 
 
-def _sglang_pool(config: Config, size: int, dtype: torch.dtype, device: str) -> tuple[Any, str]:
+def _sglang_pool(config: KernelConfig, size: int, dtype: torch.dtype, device: str) -> tuple[Any, str]:
     try:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

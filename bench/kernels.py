@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from bench import record
-from bench.kernel_cases import Case, Config, KernelTestbed, Missing, cases
+from bench.kernel_cases import Case, KernelConfig, KernelTestbed, Missing, cases
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
@@ -61,7 +61,7 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-def measured(config: Config, tokens: int, device: str) -> list[dict[str, Any]]:
+def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, Any]]:
     """One row per case, shares of the peaks filled in."""
     bed = KernelTestbed(config, tokens, device)
     found = list(cases(bed))
@@ -83,7 +83,7 @@ def measured(config: Config, tokens: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def run_facts(config: Config, device: str) -> dict[str, Any]:
+def run_facts(config: KernelConfig, device: str) -> dict[str, Any]:
     """What every row of a run has in common."""
     facts = record.facts()
     facts["machine"]["threads"] = torch.get_num_threads()
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         print("No GPU is used: these rows time the CPU reference, not the kernels.")
-    config = Config(options.layers, options.heads, options.dim, options.dtype, options.page_tokens)
+    config = KernelConfig(options.layers, options.heads, options.dim, options.dtype, options.page_tokens)
     facts, rows = run_facts(config, device), []
     for tokens in options.tokens:
         for row in measured(config, tokens, device):

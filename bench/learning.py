@@ -30,7 +30,7 @@ from bench.learning_page import write_page
 from bench.learning_stats import OFF_POLICY, OVER_THREE, final_reward, in_regime
 from examples.april_demo.server import ServerError, running_server
 from examples.april_demo.settings import Settings, Training
-from examples.sorting_task import Lengths, problems, write_prompts
+from examples.sorting_task import ListLengths, problems, write_prompts
 from trainer_bridge.progress import read_rows
 
 CORRECTED = {"proximal": "trainer", "correction": "tis"}
@@ -129,7 +129,7 @@ def fields_of(variant: str, seed: int, args: argparse.Namespace, url: str, folde
 
 def write_data(args: argparse.Namespace, seed: int, folder: Path) -> None:
     """The prompts of a seed, and the held-out ones, which are the same for all."""
-    lengths = Lengths(longest=args.longest, alpha=args.alpha)
+    lengths = ListLengths(longest=args.longest, alpha=args.alpha)
     train = itertools.islice(problems(seed, lengths), args.steps * args.groups + args.pool)
     write_prompts(folder / f"prompts-{seed}.jsonl", train)
     held_out = itertools.islice(problems(HELD_OUT_SEED, lengths), args.held_out)

@@ -18,7 +18,7 @@ DEMAND = "demand-driven"
 
 
 @dataclass(frozen=True)
-class Point:
+class OverSamplingPoint:
     """One way to admit prompts. `idle`: slot-seconds a round in which no sample runs, in seconds of a machine at the
     speed of all points' mean; `saved`: how many fewer than with the smallest factor."""
 
@@ -32,7 +32,7 @@ class Point:
     """Peak megabytes of each tier."""
 
 
-def points(rows: list[Row], distribution: str) -> list[Point]:
+def points(rows: list[Row], distribution: str) -> list[OverSamplingPoint]:
     """The factors in rising order, then demand-driven admission; none without the smallest factor."""
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -44,7 +44,7 @@ def points(rows: list[Row], distribution: str) -> list[Point]:
     speed = mean(limit_of(row) for rows in found.values() for row in rows)
     least = _idle(found[factors[0]], speed)
     return [
-        Point(
+        OverSamplingPoint(
             name,
             max(sum(row["peak_bytes"].values()) for row in found[name]),
             mean(row["carry_end"] for row in found[name]),
@@ -57,7 +57,7 @@ def points(rows: list[Row], distribution: str) -> list[Point]:
     ]
 
 
-def knee(found: list[Point]) -> Point | None:
+def knee(found: list[OverSamplingPoint]) -> OverSamplingPoint | None:
     """The last point, by bytes, that is worth its price: it lies farthest above the line from the cheapest point to the
     one that saves most, both axes scaled to 1 (Satopää et al., "Finding a 'Kneedle' in a Haystack", 2011)."""
     front = _front(found)
@@ -68,7 +68,7 @@ def knee(found: list[Point]) -> Point | None:
     return max(front, key=lambda p: (p.saved - first.saved) / high - (p.peak_bytes - first.peak_bytes) / wide)
 
 
-def table(found: list[Point]) -> list[list[str]]:
+def table(found: list[OverSamplingPoint]) -> list[list[str]]:
     """Header and a line per point."""
     best = knee(found)
     head = [
@@ -110,9 +110,9 @@ def _idle(rows: list[Row], speed: float) -> float:
     )  # fmt: skip
 
 
-def _front(found: Iterable[Point]) -> list[Point]:
+def _front(found: Iterable[OverSamplingPoint]) -> list[OverSamplingPoint]:
     """Points that nothing cheaper equals, by bytes."""
-    front: list[Point] = []
+    front: list[OverSamplingPoint] = []
     for point in sorted(found, key=lambda p: (p.peak_bytes, -p.saved)):
         if not front or point.saved > front[-1].saved:
             front.append(point)

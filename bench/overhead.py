@@ -137,7 +137,7 @@ def _check(still: bool) -> None:
         raise RuntimeError("what decodes beside the measured requests ended before they did: measure fewer prompts")
 
 
-class Measured:
+class OverheadRun:
     """The rates of all cases, repetition by repetition, and where their rows go."""
 
     def __init__(self, urls: dict[str, str], model: Path, prompts: int, at_once: int) -> None:
@@ -181,7 +181,7 @@ def main(given: list[str] | None = None) -> int:
         size = Size(model, plan.slots, CONTEXT, 140_000)
         with both(size, record.ROOT / "out" / "bench") as (stock, ours):
             # One slot is left for what decodes beside.
-            measured = Measured({"stock": stock, "ours": ours}, model, args.prompts, plan.slots - 1)
+            measured = OverheadRun({"stock": stock, "ours": ours}, model, args.prompts, plan.slots - 1)
             for url in (stock, ours):
                 serve(url, model, plan.slots, plan.slots - 1, 0)
             for number in range(args.repetitions):

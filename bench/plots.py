@@ -5,7 +5,7 @@ import io
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from bench.over_sampling import Point, knee
+from bench.over_sampling import OverSamplingPoint, knee
 from bench.record import Row
 from bench.rollout.metrics import share
 
@@ -34,7 +34,7 @@ def plot(table: dict[str, list[Row]], title: str) -> str:
     return _data_url(figure)
 
 
-def plot_over_sampling(found: list[Point]) -> str:
+def plot_over_sampling(found: list[OverSamplingPoint]) -> str:
     """Slot-seconds saved over peak bytes; the knee is filled."""
     import matplotlib as mpl
 

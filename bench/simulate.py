@@ -30,7 +30,7 @@ from bench.rollout.testbed import Testbed
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.simulated_engine import Costs
-from bench.simulated_rounds import MEASURED, WARM, WAYS, Outcome, Simulation
+from bench.simulated_rounds import MEASURED, VARIANTS, WARM, Outcome, Simulation
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import PrefillBatcher
 
@@ -82,7 +82,7 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
     half of the rows of `outside` and of `april-keep`, which are then left out; what both do in the others, and all
     other variants, is predicted."""
     table = by_variant(newest(rows, preset.name), "lognormal")
-    table = {name: [row for row in table[name] if row.get("costs")] for name in WAYS if name in table}
+    table = {name: [row for row in table[name] if row.get("costs")] for name in VARIANTS if name in table}
     fitted: dict[str, float] = {}
     for name, cost in (("outside", "finish_s"), ("april-keep", "follow_s")):
         half = len(table.get(name, [])) // 2

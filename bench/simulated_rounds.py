@@ -1,4 +1,4 @@
-"""A discrete-event model of rounds on one engine or many, for bench/simulate.py. `WAYS` says how the variants differ.
+"""A discrete-event model of rounds on one engine or many, for bench/simulate.py; `VARIANTS` describes the variants.
 
 A round begins with a push and what the variant puts beside it, on all engines at once; it ends in the step that
 completes the quota, wherever that is, and every engine finishes its step in flight. Everything is counted in engine
@@ -36,7 +36,7 @@ class SimulatedVariant:
     """Whether finished surplus stands for groups that need not be started."""
 
 
-WAYS = {
+VARIANTS = {
     "synchronous": SimulatedVariant("quota"),
     "outside": SimulatedVariant("factor", between="abort_s"),
     "outside-retry3s": SimulatedVariant("factor", between="abort_s", sleep_s=3.0),
@@ -81,7 +81,7 @@ class Simulation:
         gather: float = PrefillBatcher.STEPS,
         engines: int = 1,
     ) -> None:
-        self._way, self._plan, self._stream, self._costs = WAYS[variant], plan, stream, costs
+        self._way, self._plan, self._stream, self._costs = VARIANTS[variant], plan, stream, costs
         ours, found = self._way.supply == "demand", self._way.partials == "found"
         self._engines = [
             SimulatedEngine(costs, plan.slots, ours=ours, gather=gather, found=found) for _ in range(engines)

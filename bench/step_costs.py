@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from bench.rollout.engine_client import Counters, EngineClient
-from bench.rollout.limit import LOGPROBS, Point, decode_rate, params, prompts
+from bench.rollout.limit import LOGPROBS, DecodeRate, decode_rate, params, prompts
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 from bench.simulated_engine import Costs
 
@@ -44,7 +44,7 @@ class Stall(NamedTuple):
 class Observed:
     """What looks at an engine have found; seconds."""
 
-    decodes: list[Point] = field(default_factory=list)
+    decodes: list[DecodeRate] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     pushes: list[float] = field(default_factory=list)
     gathers: list[tuple[int, int, float]] = field(default_factory=list)

@@ -48,7 +48,7 @@ POLL_S, PATIENCE_S = 0.01, 120.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class SuspendPlan:
     samples: int = 64
     """Suspended and resumed."""
     beside: int = 16
@@ -136,7 +136,7 @@ def prompt(name: str, tokens: int, length: int, salt: int) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def others(engine: EngineClient, plan: Plan, steps: Steps) -> AsyncIterator[None]:
+async def others(engine: EngineClient, plan: SuspendPlan, steps: Steps) -> AsyncIterator[None]:
     """A round that always has `beside` samples running, each up to the whole context, one after the other."""
     run, start = f"others-{uuid.uuid4().hex[:8]}", time.time()
     prompts = [prompt(str(i), 16, plan.length, 10_000 + i) for i in range(64 * plan.beside)]
@@ -154,7 +154,9 @@ async def others(engine: EngineClient, plan: Plan, steps: Steps) -> AsyncIterato
         await engine.post("/april/drop", {"run": run})
 
 
-async def once(engine: EngineClient, plan: Plan, steps: Steps, tier: str, salt: int, weights: Path, seen: Seen) -> None:
+async def once(
+    engine: EngineClient, plan: SuspendPlan, steps: Steps, tier: str, salt: int, weights: Path, seen: Seen
+) -> None:
     """Round, push without a flush, round; nothing of the run is left."""
     run = f"suspend-{uuid.uuid4().hex[:8]}"
     mine = [prompt(str(i), plan.prompt, plan.length, salt * 1000 + i) for i in range(plan.samples)]
@@ -189,7 +191,7 @@ async def once(engine: EngineClient, plan: Plan, steps: Steps, tier: str, salt: 
     await engine.post("/april/drop", {"run": run})
 
 
-async def measure(url: str, folder: Path, plan: Plan, weights: Path, on_gpu: bool) -> list[record.Row]:
+async def measure(url: str, folder: Path, plan: SuspendPlan, weights: Path, on_gpu: bool) -> list[record.Row]:
     """One row per tier, and one for SGLang's own copy."""
     steps, seen = Steps(folder), {tier: Seen() for tier in TIERS}
     async with EngineClient(url, patched=True) as engine, others(engine, plan, steps):
@@ -202,7 +204,7 @@ async def measure(url: str, folder: Path, plan: Plan, weights: Path, on_gpu: boo
     return [*rows, sglang_copy(config, plan, on_gpu, median(seen["device"].steps))]
 
 
-def figures(one: Seen, device: Seen, plan: Plan) -> record.Row:
+def figures(one: Seen, device: Seen, plan: SuspendPlan) -> record.Row:
     usual = median(device.steps)
     calm, calm_resume = (float(np.percentile(of, 99)) for of in (device.steps, device.resume_steps))
     return {
@@ -223,15 +225,15 @@ def figures(one: Seen, device: Seen, plan: Plan) -> record.Row:
     }
 
 
-def sglang_copy(config: dict[str, Any], plan: Plan, on_gpu: bool, step_s: float) -> record.Row:
+def sglang_copy(config: dict[str, Any], plan: SuspendPlan, on_gpu: bool, step_s: float) -> record.Row:
     """`get_cpu_copy` and `load_cpu_copy` of each sample's slots, one after the other, in this process."""
-    from bench.kernel_cases import Config, KernelTestbed
+    from bench.kernel_cases import KernelConfig, KernelTestbed
 
     heads = config["num_key_value_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     dtype, device = (config["torch_dtype"], "cuda") if on_gpu else ("float32", "cpu")
     tokens = plan.prompt + plan.output
-    bed = KernelTestbed(Config(config["num_hidden_layers"], heads, dim, dtype, 16), plan.samples * tokens, device)
+    bed = KernelTestbed(KernelConfig(config["num_hidden_layers"], heads, dim, dtype, 16), plan.samples * tokens, device)
     if bed.sglang is None:
         return {"tier": "sglang get_cpu_copy", "skipped": bed.why_not}
     copy_ms, load_ms = [], []
@@ -258,7 +260,7 @@ def sglang_copy(config: dict[str, Any], plan: Plan, on_gpu: bool, step_s: float)
 
 def parsed(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.suspend", description=(__doc__ or "").partition("\n")[0])
-    for name, default in asdict(Plan()).items():
+    for name, default in asdict(SuspendPlan()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help="%(default)s")
     parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
     parser.add_argument("--server-options", default="", help="more flags of the server")
@@ -269,7 +271,7 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     """Prints one line per tier."""
     args = parsed(given)
-    plan = Plan(**{name: getattr(args, name) for name in asdict(Plan())})
+    plan = SuspendPlan(**{name: getattr(args, name) for name in asdict(SuspendPlan())})
     facts = {"bench": "suspend", "run_id": uuid.uuid4().hex[:12], **record.facts(), "config": asdict(plan)}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name:
         folder = Path(name)

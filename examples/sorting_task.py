@@ -29,7 +29,7 @@ NUMBERS = VOCAB_SIZE - FIRST_NUMBER
 
 
 @dataclass(frozen=True)
-class Lengths:
+class ListLengths:
     """How long the lists are: a Pareto law between ``shortest`` and ``longest``.
 
     With the defaults the median is about 16 and the longest list is 20 times that.
@@ -63,10 +63,10 @@ def make_problem(rng: random.Random, length: int, name: str = "") -> Problem:
     return Problem(name, [BOS, *tokens, SORT], [*sorted(tokens), EOS])
 
 
-def problems(seed: int, lengths: Lengths | None = None) -> Iterator[Problem]:
+def problems(seed: int, lengths: ListLengths | None = None) -> Iterator[Problem]:
     """An endless stream of problems, the same for the same seed, with ids ``s<seed>-<count>``."""
     rng = random.Random(f"sorting-{seed}")
-    lengths = lengths or Lengths()
+    lengths = lengths or ListLengths()
     count = 0
     while True:
         yield make_problem(rng, lengths.draw(rng), f"s{seed}-{count}")

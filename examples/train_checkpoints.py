@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.sorting_task import BOS, EOS, FIRST_NUMBER, NUMBERS, PAD, VOCAB_SIZE, Lengths, Problem, make_problem
+from examples.sorting_task import BOS, EOS, FIRST_NUMBER, NUMBERS, PAD, VOCAB_SIZE, ListLengths, Problem, make_problem
 
 OUT = Path(__file__).parent / "checkpoints"
 STEPS = 2000
@@ -83,7 +83,7 @@ def task_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 
-def draw_batch(rng: random.Random, lengths: Lengths) -> list[Problem]:
+def draw_batch(rng: random.Random, lengths: ListLengths) -> list[Problem]:
     """Problems of one length, log-uniform over the lengths, about BATCH_TOKENS tokens in all: no padding."""
     length = int(lengths.shortest * math.exp(rng.random() * math.log(lengths.longest / lengths.shortest)))
     return [make_problem(rng, length) for _ in range(max(2, BATCH_TOKENS // (2 * length + 3)))]
@@ -121,7 +121,7 @@ def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS)
     """The whole training; writes ``out/v0`` … and ``out/training.json``."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    rng, lengths = random.Random(1), Lengths()
+    rng, lengths = random.Random(1), ListLengths()
     model = new_model()
     order_embeddings(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
@@ -157,7 +157,7 @@ def give_up(answers: torch.Tensor, rng: random.Random, share: float) -> torch.Te
 def warm_up(start: Path, out: Path) -> None:
     """Teaches the checkpoint ``start`` to give up; writes ``out/warmup``."""
     torch.set_num_threads(THREADS)
-    rng, lengths = random.Random(2), Lengths()
+    rng, lengths = random.Random(2), ListLengths()
     model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(1, WARM_UP_STEPS + 1):

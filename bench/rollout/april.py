@@ -168,34 +168,34 @@ class April:
         return bisect_right(self._pushed, version)
 
 
-class Keep(April):
+class AprilKeep(April):
     """Partials go on on the KV that they have."""
 
     name = "april-keep"
 
 
-class Recompute(April):
+class AprilRecompute(April):
     """Partials are prefilled again under the new weights."""
 
     name = "april-recompute"
     kv = "recompute"
 
 
-class Auto(April):
+class AprilAuto(April):
     """Each partial as it costs less."""
 
     name = "april-auto"
     kv = "auto"
 
 
-class Factor(April):
+class AprilFactor(April):
     """Keep, with a fixed factor of over-sampling instead of prompts without end (ablation)."""
 
     name = "april-factor"
     by_factor = True
 
 
-class Continue(April):
+class AprilContinue(April):
     """The engine generates ahead while the trainer works."""
 
     name = "april-continue"

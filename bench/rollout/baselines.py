@@ -18,7 +18,7 @@ from bench.rollout.workload import Stream, WorkloadPrompt
 
 
 @dataclass
-class Leg:
+class RequestLeg:
     """A piece of a response: tokens drawn by one request under one version."""
 
     version: int
@@ -26,12 +26,12 @@ class Leg:
 
 
 @dataclass
-class Open:
+class OpenGroup:
     """A group that the client has started: what each of its responses has so far."""
 
     prompt: WorkloadPrompt
     output_ids: list[list[int]] = field(default_factory=list)
-    legs: list[list[Leg]] = field(default_factory=list)
+    legs: list[list[RequestLeg]] = field(default_factory=list)
     started: int = 0
     """Version of its first request."""
     finished_at: float = math.inf
@@ -87,7 +87,7 @@ class ClientSideBaseline:
         return self.plan.n * len(self._undelivered)
 
     @property
-    def _undelivered(self) -> Sequence[Open]:
+    def _undelivered(self) -> Sequence[OpenGroup]:
         return ()
 
     async def push(self, checkpoint: Path) -> None:
@@ -98,10 +98,10 @@ class ClientSideBaseline:
     async def rest(self) -> None:
         """Nothing runs between rounds."""
 
-    def _new(self, count: int) -> list[Open]:
-        return [Open(prompt, started=self.version) for prompt in self.stream.take(count)]
+    def _new(self, count: int) -> list[OpenGroup]:
+        return [OpenGroup(prompt, started=self.version) for prompt in self.stream.take(count)]
 
-    async def _generate(self, group: Open) -> Open:
+    async def _generate(self, group: OpenGroup) -> OpenGroup:
         """One request for the unfinished responses of a group; returns when all have finished or were aborted."""
         wanted = group.pending
         before = [len(group.output_ids[i]) for i in wanted]
@@ -121,7 +121,7 @@ class ClientSideBaseline:
             group.finished_at = time.monotonic()
         return group
 
-    def _take(self, group: Open, index: int, had: int, answer: dict[str, Any]) -> None:
+    def _take(self, group: OpenGroup, index: int, had: int, answer: dict[str, Any]) -> None:
         meta, ids = answer["meta_info"], answer["output_ids"]
         # A request that was aborted before its prefill reports no cached tokens, and cost none.
         if had and "cached_tokens" in meta:
@@ -131,12 +131,12 @@ class ClientSideBaseline:
             if self._round.generated is not None:
                 self._round.generated += len(ids)
             group.output_ids[index] += ids
-            group.legs[index].append(Leg(self.version, len(ids)))
+            group.legs[index].append(RequestLeg(self.version, len(ids)))
 
     def _begin(self) -> None:
         self._round = RoundResult(self.version, [], generated=0)
 
-    def _end(self, whole: list[Open], carry: int, hybrid: bool = False) -> RoundResult:
+    def _end(self, whole: list[OpenGroup], carry: int, hybrid: bool = False) -> RoundResult:
         done = self._round
         done.version = self.version
         done.groups = [group.delivered(self.version, hybrid) for group in whole]
@@ -145,7 +145,7 @@ class ClientSideBaseline:
             self.delivered.update(f"{group.prompt.id}/{i}" for i in range(len(group.prompt.lengths)))
         return done
 
-    def _reject(self, groups: list[Open]) -> list[Open]:
+    def _reject(self, groups: list[OpenGroup]) -> list[OpenGroup]:
         """`dapo`: the client's filter drops groups without a signal; what they cost is wasted."""
         if not self.plan.filtered:
             return groups
@@ -164,7 +164,7 @@ class Synchronous(ClientSideBaseline):
     async def round(self) -> RoundResult:
         """Starts what it needs, and with a filter again what was rejected, group by group; waits for all of it."""
         self._begin()
-        whole: list[Open] = []
+        whole: list[OpenGroup] = []
         pending = {asyncio.ensure_future(self._generate(group)) for group in self._new(self.plan.groups)}
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -190,8 +190,8 @@ class Outside(ClientSideBaseline):
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)
-        self._partials: list[Open] = []
-        self._surplus: list[Open] = []
+        self._partials: list[OpenGroup] = []
+        self._surplus: list[OpenGroup] = []
 
     async def round(self) -> RoundResult:
         """Partials first, then new groups, more than are needed; one abort when enough have finished."""
@@ -220,7 +220,7 @@ class Outside(ClientSideBaseline):
         self._surplus = whole[quota:]
         return self._end(whole[:quota], self._carry(), self.hybrid)
 
-    async def _abort(self, pending: set[asyncio.Task[Open]]) -> None:
+    async def _abort(self, pending: set[asyncio.Task[OpenGroup]]) -> None:
         """The counters are looked at beside the first abort, when the client knows: what was computed between the last
         finish and the client's knowing is not counted, in favour of this variant."""
         if not pending:
@@ -232,7 +232,7 @@ class Outside(ClientSideBaseline):
         self._round.decoded_at_end = (await look).decoded
 
     @property
-    def _undelivered(self) -> Sequence[Open]:
+    def _undelivered(self) -> Sequence[OpenGroup]:
         return self._partials + self._surplus
 
     def _carry(self) -> int:
@@ -255,7 +255,7 @@ class OutsideRetry(Outside):
     name = "outside-retry3s"
     abort_again_s = 3.0
 
-    async def _abort(self, pending: set[asyncio.Task[Open]]) -> None:
+    async def _abort(self, pending: set[asyncio.Task[OpenGroup]]) -> None:
         look = await self.engine.counters()
         while True:
             await self.engine.abort_all()

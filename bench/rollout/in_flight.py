@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.rollout.baselines import ClientSideBaseline, Open
+from bench.rollout.baselines import ClientSideBaseline, OpenGroup
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.variant import DeliveredGroup, Plan, RoundResult
 from bench.rollout.workload import Stream
@@ -20,9 +20,9 @@ class InFlight(ClientSideBaseline):
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)
-        self.tasks: dict[asyncio.Task[Open], Open] = {}
-        self.pile: list[Open] = []
-        self.parked: list[Open] = []
+        self.tasks: dict[asyncio.Task[OpenGroup], OpenGroup] = {}
+        self.pile: list[OpenGroup] = []
+        self.parked: list[OpenGroup] = []
         """Groups whose requests were aborted, because another variant had its turn."""
         self._bell = asyncio.Event()
         self._failure: BaseException | None = None
@@ -33,7 +33,7 @@ class InFlight(ClientSideBaseline):
         return math.ceil(self.plan.over_sampling * self.plan.groups)
 
     @property
-    def _undelivered(self) -> Sequence[Open]:
+    def _undelivered(self) -> Sequence[OpenGroup]:
         return [*self.tasks.values(), *self.pile, *self.parked]
 
     @property
@@ -70,7 +70,7 @@ class InFlight(ClientSideBaseline):
     async def _thaw(self) -> None:
         await self.engine.post("/continue_generation", {"torch_empty_cache": False})
 
-    def _unpark(self) -> list[Open]:
+    def _unpark(self) -> list[OpenGroup]:
         groups, self.parked = self.parked, []
         return groups
 
@@ -81,12 +81,12 @@ class InFlight(ClientSideBaseline):
         for group in self._new(target - len(self.tasks)):
             self._start(group)
 
-    def _start(self, group: Open) -> None:
+    def _start(self, group: OpenGroup) -> None:
         task = asyncio.ensure_future(self._generate(group))
         self.tasks[task] = group
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[Open]) -> None:
+    def _ended(self, task: asyncio.Task[OpenGroup]) -> None:
         del self.tasks[task]
         self._bell.set()
         if error := task.exception():

@@ -19,7 +19,7 @@ class NeverFullError(RuntimeError):
     """The full batch never ran as a whole."""
 
 
-class Point(NamedTuple):
+class DecodeRate(NamedTuple):
     """Mean seconds of a decode step of so many rows, whose KV is so many tokens in all."""
 
     rows: int
@@ -33,7 +33,7 @@ class Decoded:
     differ."""
 
     rate: float
-    halves: tuple[Point, ...]
+    halves: tuple[DecodeRate, ...]
 
 
 async def decode_rate(engine: EngineClient, batch: int, length: int, prompt_tokens: int) -> Decoded:
@@ -85,7 +85,7 @@ def of_snapshots(seen: Sequence[Counters], batch: int, prompt_tokens: int = 0) -
     middle = full[len(full) // 2]
     pieces = [(one, two) for one, two in ((full[0], middle), (middle, full[-1])) if two.steps > one.steps]
     halves = tuple(
-        Point(batch, batch * prompt_tokens + (one.decoded + two.decoded) / 2 - begun, _step(one, two))
+        DecodeRate(batch, batch * prompt_tokens + (one.decoded + two.decoded) / 2 - begun, _step(one, two))
         for one, two in pieces
     )
     seconds = full[-1].time - full[0].time

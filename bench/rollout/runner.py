@@ -14,7 +14,7 @@ from bench.rollout.interleaving import BLOCK, Interleaving, in_turns, kind, shuf
 from bench.rollout.metrics import Block, IdentityError, Measured, between, figures, grown
 from bench.rollout.presets import Cell
 from bench.rollout.steady_state import carry_is_level, is_steady
-from bench.rollout.testbed import Ruler, Testbed
+from bench.rollout.testbed import MachineProbe, Testbed
 from bench.rollout.variant import RoundResult, Variant, lost
 from bench.rollout.workload import Stream
 
@@ -23,7 +23,7 @@ KINDS: dict[str, type[Variant]] = {
     for kind in (
         *(baselines.Synchronous, baselines.Outside, baselines.OutsideRetry, baselines.StaleReuse),
         *(in_flight.PauseRetract, in_flight.PauseInPlace, in_flight.Asynchronous),
-        *(april.Keep, april.Recompute, april.Auto, april.Continue, april.Factor),
+        *(april.AprilKeep, april.AprilRecompute, april.AprilAuto, april.AprilContinue, april.AprilFactor),
     )
 }
 
@@ -56,7 +56,7 @@ class Track:
     async def round(self, trainer_s: float = 0.0) -> Measured:
         """A push, a round, and what a trainer does with it. The clock stands while connections are opened and the
         counters settle, except for what never stops: there it runs from one look at the counters to the other's end."""
-        ahead = isinstance(self.variant, (in_flight.Asynchronous, april.Continue))
+        ahead = isinstance(self.variant, (in_flight.Asynchronous, april.AprilContinue))
         before = None if ahead else await self._at_rest()
         self.began, start = time.time(), time.perf_counter()
         before = before or await self.engine.counters()
@@ -170,7 +170,7 @@ class Runner:
             most = max(len(track.carried) for track in tracks)
             for track in tracks:
                 await track.keep_up(most)
-        ruler = Ruler(self._bed, cells[0])
+        ruler = MachineProbe(self._bed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
         if kind(cells[0]) is Interleaving.ROUNDS:
             await self._round_by_round(tracks, blocks, ruler, until)
@@ -191,7 +191,9 @@ class Runner:
             if track and is_last:
                 await self._finish(track)
 
-    async def _round_by_round(self, tracks: list[Track], blocks: list[list[Block]], ruler: Ruler, until: float) -> None:
+    async def _round_by_round(
+        self, tracks: list[Track], blocks: list[list[Block]], ruler: MachineProbe, until: float
+    ) -> None:
         for track, mine in zip(tracks, blocks, strict=True):
             mine.append(track.fixed() if track.cell.drain else await track.block(0))
         count = tracks[0].rounds
@@ -230,7 +232,7 @@ class Runner:
             print(f"{name}: {'' if track.steady else 'not '}steady after {track.warm_rounds} rounds", flush=True)
         return track
 
-    def _row(self, track: Track, blocks: Sequence[Block], ruler: Ruler) -> None:
+    def _row(self, track: Track, blocks: Sequence[Block], ruler: MachineProbe) -> None:
         cell = track.cell
         row = {
             "bench": "rollout",

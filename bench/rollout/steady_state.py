@@ -8,7 +8,7 @@ carry moves by more than 10 % of what they deliver.
 from collections.abc import Sequence
 
 WINDOW = 3
-WITHIN = 0.10
+TOLERANCE = 0.10
 
 
 def is_steady(carried: Sequence[int]) -> bool:
@@ -17,7 +17,7 @@ def is_steady(carried: Sequence[int]) -> bool:
         return False
     before = sum(carried[-2 * WINDOW : -WINDOW]) / WINDOW
     now = sum(carried[-WINDOW:]) / WINDOW
-    return abs(now - before) <= WITHIN * before
+    return abs(now - before) <= TOLERANCE * before
 
 
 def carry_is_level(grown: int, delivered_tokens: int) -> bool:
@@ -26,4 +26,4 @@ def carry_is_level(grown: int, delivered_tokens: int) -> bool:
     Args:
         grown: growth of the carry over the measured rounds, in tokens; negative if it shrank.
     """
-    return abs(grown) <= WITHIN * delivered_tokens
+    return abs(grown) <= TOLERANCE * delivered_tokens

@@ -94,7 +94,7 @@ class Testbed:
         return max(40, min(self.preset.longest_of_all, round(self.lengths(distribution).running_mean)))
 
 
-class Ruler:
+class MachineProbe:
     """The looks at the machine around and between the rounds of cells that take turns."""
 
     def __init__(self, bed: Testbed, cell: Cell) -> None:

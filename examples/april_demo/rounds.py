@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.rollout.april import Keep
+from bench.rollout.april import AprilKeep
 from bench.rollout.baselines import Outside, Synchronous
 from bench.rollout.engine_client import Counters, EngineClient
 from bench.rollout.lengths import named
@@ -23,7 +23,7 @@ from bench.rollout.variant import Plan, Variant, lost
 from bench.rollout.workload import Stream
 from examples.april_demo.settings import Settings
 
-VARIANTS: dict[str, type[Variant]] = {"synchronous": Synchronous, "outside": Outside, "april": Keep}
+VARIANTS: dict[str, type[Variant]] = {"synchronous": Synchronous, "outside": Outside, "april": AprilKeep}
 POLL_S = 0.02
 PROMPT_TOKENS = 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.sorting_task import Lengths
+from examples.sorting_task import ListLengths
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = ROOT / "examples" / "checkpoints"
@@ -55,7 +55,7 @@ class Settings:
     max_staleness: int = 5
     """`april` only: pushes after which a group must finish."""
     seed: int = 0
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: ListLengths = field(default_factory=ListLengths)
     """List lengths of the sorting task, for training."""
     temperature: float = 1.0
     variants: tuple[str, ...] = ("synchronous", "outside", "april")

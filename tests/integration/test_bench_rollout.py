@@ -65,7 +65,7 @@ def test_suspends_and_resumes_are_timed_in_every_tier(
     monkeypatch.setattr(suspend, "AT_LEAST", 4)
     # Importing SGLang's pool takes longer than all else here.
     monkeypatch.setattr(kernel_cases, "_sglang_pool", lambda *_: (None, "left out of the test"))
-    plan = suspend.Plan(samples=3, beside=2, prompt=24, output=3, length=1500, repetitions=2)
+    plan = suspend.SuspendPlan(samples=3, beside=2, prompt=24, output=3, length=1500, repetitions=2)
     server.loaded = models("qwen3", 0)
     rows = asyncio.run(suspend.measure(server.url, server.folder, plan, server.loaded, False))
     tiers, sglang = rows[:-1], rows[-1]

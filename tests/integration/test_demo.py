@@ -10,7 +10,7 @@ from examples.april_demo.__main__ import run_training
 from examples.april_demo.report import TITLES
 from examples.april_demo.settings import Settings, Training
 from examples.april_demo.training import figures
-from examples.sorting_task import Lengths
+from examples.sorting_task import ListLengths
 from tests.support.live import LiveServer
 from trainer_bridge.progress import read_rows
 
@@ -21,7 +21,7 @@ def test_both_runs_train_and_fill_their_rows(
     training = Training(
         steps=2, groups=3, samples_per_group=2, pool=6, held_out=6, eval_interval=1, checkpoint=models("qwen3", 0)
     )
-    settings = Settings(lengths=Lengths(2, 6), training=training)
+    settings = Settings(lengths=ListLengths(2, 6), training=training)
     rows = [{"variant": name, **THROUGHPUT, **figures(None)} for name in ("synchronous", "outside", "april")]
     console = Console(record=True, width=200)
     before = normal.server.state()["policy_version"]

@@ -1,4 +1,4 @@
-"""Journals for tests: records that are written to a file, and what is read from it."""
+"""Journals for tests: records to write, and reading them back."""
 
 import sqlite3
 from contextlib import closing

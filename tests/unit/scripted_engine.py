@@ -31,7 +31,7 @@ def sglang_rwlock() -> Any:
 
 
 class ScriptedEngine:
-    """An `http.engine.Engine` whose words are characters. Nothing ends by itself: tests call `finish` and `end`."""
+    """A `Frontend` whose tokens are characters. Nothing ends by itself: tests call `finish` and `end`."""
 
     def __init__(self, **facts: Any) -> None:
         defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench.rollout.baselines import Leg, Open, Outside
+from bench.rollout.baselines import OpenGroup, Outside, RequestLeg
 from bench.rollout.engine_client import Counters
 from bench.rollout.lengths import SIGMA, named
-from bench.rollout.limit import Point, decode_rate, of_snapshots
+from bench.rollout.limit import DecodeRate, decode_rate, of_snapshots
 from bench.rollout.metrics import Block, IdentityError, between, check_identity, figures, grown
 from bench.rollout.presets import PRESETS, Cell
 from bench.rollout.runner import Track, _is_level
@@ -192,13 +192,13 @@ def test_the_halves_of_a_full_batch_have_their_own_contexts() -> None:
         counters(4, 8, 55, 450),
     ]
     # 8 rows of 3 prompt tokens; 50 tokens had been decoded before this batch.
-    assert of_snapshots(seen, 8, 3).halves == (Point(8, 24 + 160, 0.05), Point(8, 24 + 320, 0.1))
+    assert of_snapshots(seen, 8, 3).halves == (DecodeRate(8, 24 + 160, 0.05), DecodeRate(8, 24 + 320, 0.1))
 
 
 def test_hybrid_are_tokens_of_this_version_on_older_kv() -> None:
-    group = Open(WorkloadPrompt("a", [1], [6, 3]))
+    group = OpenGroup(WorkloadPrompt("a", [1], [6, 3]))
     group.output_ids = [[1] * 6, [1] * 3]
-    group.legs = [[Leg(1, 2), Leg(2, 4)], [Leg(2, 3)]]
+    group.legs = [[RequestLeg(1, 2), RequestLeg(2, 4)], [RequestLeg(2, 3)]]
     done = group.delivered(2, hybrid=True)
     assert (done.lengths, done.oldest_version, done.off_policy, done.hybrid) == ([6, 3], 1, 2, 4)
     assert group.delivered(2, hybrid=False).hybrid == 0

@@ -6,13 +6,13 @@ from math import ceil
 import pytest
 
 from bench.rollout.lengths import named
-from bench.rollout.limit import Point
+from bench.rollout.limit import DecodeRate
 from bench.rollout.presets import PRESETS
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.simulate import H100_4B, costs_of, fitted_cost, reach, simulated, validate
 from bench.simulated_engine import Costs, SimulatedEngine
-from bench.simulated_rounds import MEASURED, WARM, WAYS, Outcome, Simulation
+from bench.simulated_rounds import MEASURED, VARIANTS, WARM, Outcome, Simulation
 from bench.step_costs import Observed, Stall
 
 FLAT = Costs(step_s=1.0, row_s=0.0)
@@ -60,7 +60,7 @@ def test_a_gap_between_rounds_is_counted_once_a_round() -> None:
 
 def test_costs_are_found_again_and_none_is_below_zero() -> None:
     seen = Observed(pushes=[0.2, 0.1, 0.3], aborts=[0.05])
-    seen.decodes = [Point(rows, kv, 0.01 + 2e-4 * rows + 1e-6 * kv) for rows in (1, 16, 64) for kv in (100, 5000)]
+    seen.decodes = [DecodeRate(rows, kv, 0.01 + 2e-4 * rows + 1e-6 * kv) for rows in (1, 16, 64) for kv in (100, 5000)]
     seen.stalls = [
         Stall(count, ids, 0.008 + 1e-3 * count + 2e-5 * ids) for count, ids in ((1, 16), (16, 256), (1, 256))
     ]
@@ -147,15 +147,15 @@ def test_reach_accounts_for_all_the_time() -> None:
 
 def test_what_stands_between_two_rounds() -> None:
     costs = replace(FLAT, push_s=1.0, gap_s=2.0, abort_s=4.0)
-    between = {variant: round(run(variant, costs=costs).between_s / MEASURED, 6) for variant in WAYS}
+    between = {variant: round(run(variant, costs=costs).between_s / MEASURED, 6) for variant in VARIANTS}
     aborting = {"outside": 5, "stale-reuse": 5, "outside-retry3s": 8}
-    assert between == dict.fromkeys(WAYS, 3) | aborting | {"async": 1, "april-continue": 1}
+    assert between == dict.fromkeys(VARIANTS, 3) | aborting | {"async": 1, "april-continue": 1}
 
 
 def test_what_a_partial_costs() -> None:
     """Tokens prefilled for each that is delivered; a prompt has 4 of them, a response 20."""
     costs = replace(FLAT, prefill_token_s=1.0)
-    outcomes = {variant: run(variant, costs=costs, gather=0.0) for variant in WAYS}
+    outcomes = {variant: run(variant, costs=costs, gather=0.0) for variant in VARIANTS}
     share = {name: out.prefill_s / out.tokens for name, out in outcomes.items()}
     prompts = 4 / 20
     for name in ("synchronous", "pause-in-place", "async"):
@@ -166,7 +166,7 @@ def test_what_a_partial_costs() -> None:
     assert share["april-recompute"] > 2 * share["april-keep"]
 
 
-@pytest.mark.parametrize("variant", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_stretch_of_steps_is_so_many_single_ones(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(0.51371, 0.010313, 1.0337e-3, 0.71119, 1.0151e-3, 1.0, 0.2, 0.4, 0.010971, 0.050713)
     stretches = [run(variant, costs=costs, engines=engines) for engines in (1, 3)]

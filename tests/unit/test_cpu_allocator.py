@@ -73,7 +73,7 @@ def sweep() -> SweepAllocator:
     return made
 
 
-def test_what_is_taken_together_lies_together(sweep: SweepAllocator) -> None:
+def test_slots_allocated_together_are_adjacent(sweep: SweepAllocator) -> None:
     first, second = sweep.alloc(3), sweep.alloc(2)
     assert first is not None
     assert second is not None
@@ -91,7 +91,7 @@ def test_what_is_taken_together_lies_together(sweep: SweepAllocator) -> None:
     assert sweep.available_size() == len(sweep.free_pages) == 0
 
 
-def test_a_free_group_counts_when_it_ends(sweep: SweepAllocator) -> None:
+def test_free_group_frees_slots_at_its_end(sweep: SweepAllocator) -> None:
     slots = sweep.alloc(8)
     assert slots is not None
     sweep.free_group_begin()
@@ -103,7 +103,7 @@ def test_a_free_group_counts_when_it_ends(sweep: SweepAllocator) -> None:
 
 
 @pytest.mark.parametrize("slots", [[1, 1], [1, 2], [1, 0]])
-def test_what_was_not_taken_cannot_be_freed(sweep: SweepAllocator, slots: list[int]) -> None:
+def test_freeing_a_free_slot_raises(sweep: SweepAllocator, slots: list[int]) -> None:
     sweep.alloc(1)
     with pytest.raises(ValueError, match="2 slots are freed, and 1 of them were taken"):
         sweep.free(torch.tensor(slots))

@@ -61,7 +61,7 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("pages", [1, 4])
-def test_as_the_parent(heads: int, kv_heads: int, dtype: torch.dtype, pages: int) -> None:
+def test_decode_matches_the_parent(heads: int, kv_heads: int, dtype: torch.dtype, pages: int) -> None:
     case = Case(heads, kv_heads, dtype, pages=pages)
     ours, parent = case.answer(case.ours), case.answer(case.parent)
     assert ours.dtype is dtype
@@ -77,7 +77,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, size: int) -> No
         assert torch.equal(case.answer(case.ours, pick), whole[pick])
 
 
-def test_what_is_not_a_number_stays_none_and_spreads_to_no_other_request() -> None:
+def test_nan_stays_in_its_own_request() -> None:
     case = Case(4, 2, torch.float32)
     whole = case.answer(case.ours)
     case.query[3, 1] = float("nan")
@@ -87,14 +87,14 @@ def test_what_is_not_a_number_stays_none_and_spreads_to_no_other_request() -> No
     assert torch.equal(got, whole)
 
 
-def test_scores_far_below_the_largest_count_for_nothing() -> None:
+def test_scores_far_below_the_largest_have_no_weight() -> None:
     case = Case(4, 4, torch.float32)
     case.query *= 300
     ours, parent = case.answer(case.ours), case.answer(case.parent)
     assert (ours - parent).abs().max() <= TOLERANCE[torch.float32] * 10
 
 
-def test_a_new_step_is_looked_up_again_and_layers_share_one() -> None:
+def test_slots_are_looked_up_once_per_step() -> None:
     case = Case(4, 2, torch.bfloat16)
     assert not torch.equal(case.answer(case.ours, [0]), case.answer(case.ours, [1]))
     step = case.ours._step
@@ -125,7 +125,7 @@ def test_ragged_slots() -> None:
     assert (slots.tolist(), lengths) == ([8, 9, 10, 0], [3, 1])
 
 
-def test_the_users_own_choice_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_chosen_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTENTION_BACKENDS, "torch_native", None)
     install()
     pools = {"device": "cpu", "req_to_token_pool": None, "token_to_kv_pool": None}

@@ -11,7 +11,7 @@ from sglang_april.cpu.pool import HugePagesPool, on_huge_pages
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [100, 140_001])
-def test_zeros_elsewhere(tokens: int, dtype: torch.dtype) -> None:
+def test_huge_pages_hold_equal_zeros(tokens: int, dtype: torch.dtype) -> None:
     zeros = torch.zeros(tokens, 2, 64, dtype=dtype)
     other = on_huge_pages(zeros)
     assert (other.shape, other.dtype, other.stride()) == (zeros.shape, zeros.dtype, zeros.stride())
@@ -19,7 +19,7 @@ def test_zeros_elsewhere(tokens: int, dtype: torch.dtype) -> None:
     assert (other.data_ptr() == zeros.data_ptr()) is (zeros.nbytes < 32 << 20)
 
 
-def test_the_platforms_pool_asks_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_pool_uses_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     class Memory(mmap.mmap):

@@ -34,13 +34,13 @@ def test_draws_have_the_given_probabilities() -> None:
     assert stats.chisquare(counts[possible], 20_000 * PROBS[possible].double().numpy()).pvalue > 0.001
 
 
-def test_seeded_draws_and_other_types_stay_sglangs(asked: list[tuple[Any, ...]]) -> None:
+def test_seeded_sampling_and_other_dtypes_use_sglang(asked: list[tuple[Any, ...]]) -> None:
     seeds, positions, half = torch.arange(3), torch.arange(3), PROBS.bfloat16()
     sampler.sampling_from_probs_torch(PROBS, seeds, positions)
     sampler.sampling_from_probs_torch(half)
     assert asked == [(PROBS, seeds, positions), (half, None, None)]
 
 
-def test_a_draw_at_the_very_end_is_the_last_possible_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_at_the_end_returns_the_last_possible_column(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda rows, dtype: torch.ones(rows, dtype=dtype))
     assert draw(PROBS.repeat(3, 1)).tolist() == [4, 4, 4]

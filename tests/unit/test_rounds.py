@@ -1,4 +1,4 @@
-"""Which round an id means, which replies are kept, and who holds SGLang's lock when."""
+"""Rounds by id, kept replies, and readers of SGLang's weight lock."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

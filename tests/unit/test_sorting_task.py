@@ -10,7 +10,7 @@ from examples.sorting_task import (
     FIRST_NUMBER,
     SORT,
     VOCAB_SIZE,
-    Lengths,
+    ListLengths,
     exact,
     make_problem,
     problems,
@@ -19,7 +19,7 @@ from examples.sorting_task import (
 
 
 def test_lengths_have_a_long_tail() -> None:
-    lengths, rng = Lengths(), random.Random(0)
+    lengths, rng = ListLengths(), random.Random(0)
     drawn = [lengths.draw(rng) for _ in range(20_000)]
     assert min(drawn) == lengths.shortest
     assert max(drawn) <= lengths.longest
