@@ -5,7 +5,7 @@
 The real ledger, tiers and shelves, on an engine that does nothing: no tensors, no copies. Aim: each under 20 µs.
 `suspend`: running samples become partials on the device queue. `lookup`: admission asks for the next 64 partials and
 takes them, until none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget
-of a quarter, so that most newcomers push somebody out and are pushed out. CPU time of the thread, so that a busy
+of a quarter, so that most newcomers evict a sample and are evicted. CPU time of the thread, so that a busy
 machine counts little.
 """
 

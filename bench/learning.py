@@ -1,13 +1,13 @@
 """Does learning suffer from staleness? Held-out reward after equal numbers of samples, variants paired over seeds.
 
     python -m bench.learning --budget-minutes 240        a new run; rows go to bench/results/learning.json
-    python -m bench.learning --run-id ID                 goes on with one: what it has rows for is not trained again
+    python -m bench.learning --run-id ID                 continues a run: cells that have rows are not trained again
     python -m bench.learning --page                      the page from the rows: bench/results/learning.html
 
 Every run is `python -m trainer_bridge --config FILE` against one server, from the demo's warm-up checkpoint on the
 sorting task: the same prompts in the same order, the same sampling seeds, the same number of samples per step. A run
-that is cut off goes on from its checkpoint. First a short run shows the regime: where too few tokens are stale, nothing
-can be learned about staleness, and the task has to be lengthened (`--longest`, a smaller `--groups`).
+that was interrupted continues from its checkpoint. First a short run shows the regime: where too few tokens are stale,
+nothing can be learned about staleness, and the task has to be lengthened (`--longest`, a smaller `--groups`).
 """
 
 import argparse
@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous": {"partial_rollout": False},
     "recompute": {"kv": "recompute", **CORRECTED, "proximal": "engine"},
     "keep": {"kv": "keep", **CORRECTED},
-    # A forward for π_old all the same, so that the drift of kept KV is told.
+    # A forward for π_old nevertheless, so that the drift of kept KV is measured.
     "keep-uncorrected": {"kv": "keep", "proximal": "trainer", "correction": "none"},
     "cohort": {"kv": "keep", **CORRECTED, "quota_mode": "cohort"},
 }
@@ -57,7 +57,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m bench.learning", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--budget-minutes", type=float, default=240.0, help="the server's start included (%(default)s)")
-    parser.add_argument("--run-id", help="go on with this run")
+    parser.add_argument("--run-id", help="continue this run")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "learning.json", help="for rows (%(default)s)")
     parser.add_argument("--folder", type=Path, default=record.ROOT / "out" / "learning", help="the training runs")
     parser.add_argument("--server", metavar="URL", help="a running server with the warm-up checkpoint")
@@ -137,7 +137,7 @@ def write_data(args: argparse.Namespace, seed: int, folder: Path) -> None:
 
 
 def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
-    """One run to its end, or False when the time is up: it can go on later. Raises RunFailed."""
+    """One run to its end, or False when the time is up; it can continue later. Raises RunFailed."""
     folder = Path(fields["save"])
     folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / "config.yaml", folder / "train.log"

@@ -102,7 +102,7 @@ def _headed(title: str, rows: list[Row]) -> str:
 
 
 def _plain_sections(rows: list[Row]) -> Iterable[str]:
-    """Other benchmarks: of each case the rows of the newest run that has it, a figure the median of theirs."""
+    """Other benchmarks: for each case, medians over the rows of the newest run that has it."""
     kinds = dict.fromkeys(str(row.get("bench")) for row in rows)
     for kind in (kind for kind in kinds if kind != "rollout"):
         cases: dict[tuple[Any, ...], list[Row]] = {}

@@ -51,15 +51,15 @@ async def compared(
     seams = {one["id"]: one["spans"][-1][1] for one in partials}
     rest = await draw(engine, [], run=run)
     resumed = {group.id: group.samples[0] for group in rest.finished}
-    told = [(seam, *difference(plain[name], resumed[name])) for name, seam in seams.items()]
+    gaps = [(seam, *difference(plain[name], resumed[name])) for name, seam in seams.items()]
     return {
         "tier": tier,
         "suspended": cut.carried["samples"],
         "resumed_kept": rest.stats["resumed_kept"],
         "resumed_recomputed": rest.stats["resumed_recomputed"],
-        "samples_equal": sum(at is None for _, at, _ in told),
-        "first_token_equal": float(np.mean([at is None or at > seam for seam, at, _ in told])) if told else 0.0,
-        "logprob_gap": max((gap for _, _, gap in told), default=float("nan")),
+        "samples_equal": sum(at is None for _, at, _ in gaps),
+        "first_token_equal": float(np.mean([at is None or at > seam for seam, at, _ in gaps])) if gaps else 0.0,
+        "logprob_gap": max((gap for _, _, gap in gaps), default=float("nan")),
     }
 
 
@@ -112,8 +112,8 @@ def main(given: list[str] | None = None) -> int:
             rows = asyncio.run(measure(url, args.samples, args.prompt, args.length))
     for row in rows:
         row["passed"] = passed(row, tolerance)
-        told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-        print("  ".join(told))
+        parts = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        print("  ".join(parts))
     if args.record:
         record.append_rows(record.RESULTS / "resume.json", [{**facts, **row} for row in rows])
     return int(not all(row["passed"] for row in rows))

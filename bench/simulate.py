@@ -47,7 +47,7 @@ SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 ROUNDS = ((32, (WARM, MEASURED)), (256, (8, 12)), (math.inf, (5, 5)))
 """Engines at most, and the rounds that the model warms up with and measures."""
 PROJECTED = (*LIKELY, 4.0, 6.0)
-"""Factors of over-sampling that are tried for `outside` in settings that nobody here can run."""
+"""Factors of over-sampling that are tried for `outside` in projected settings."""
 LONG_ROUNDS = 3
 """The model warms up for so many times the rounds that the longest response takes."""
 
@@ -97,9 +97,9 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
         model = mean(_modelled(preset, row, fitted) for row in known)
         unfitted = mean(_modelled(preset, row, {}) for row in known) / measured
         ratio = model / measured
-        told = {"variant": variant, "of_run": known[-1]["run_id"], "measured": measured, "model": model}
-        told |= {"ratio": ratio, "within": _near(ratio), "ratio_without_fit": unfitted}
-        made.append(told | {f"{cost.removesuffix('_s')}_ms": 1e3 * seconds for cost, seconds in fitted.items()})
+        row = {"variant": variant, "of_run": known[-1]["run_id"], "measured": measured, "model": model}
+        row |= {"ratio": ratio, "within": _near(ratio), "ratio_without_fit": unfitted}
+        made.append(row | {f"{cost.removesuffix('_s')}_ms": 1e3 * seconds for cost, seconds in fitted.items()})
     return made
 
 
@@ -262,8 +262,8 @@ def main(given: list[str] | None = None) -> int:
     found = False
     for row in made:
         found = True
-        told = (f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items())
-        print("  ".join(told), flush=True)
+        parts = (f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items())
+        print("  ".join(parts), flush=True)
         record.append_rows(args.out, [{**facts, **given_costs, **row}])
     return int(not found)
 

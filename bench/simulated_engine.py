@@ -80,7 +80,7 @@ class SimulatedGroup:
 
 class SimulatedEngine:
     """`ours`: it gathers leaders, and their followers join. `gather`: what a prefill is taken to cost, in decode steps
-    (`Gathering`); with 0 whoever needs a prefill gets one at once. `found`: a partial's prefill finds its KV."""
+    (`PrefillBatcher`); with 0 every prefill starts at once. `found`: a partial's prefill finds its KV."""
 
     def __init__(self, costs: Costs, slots: int, *, ours: bool, gather: float, found: bool = False) -> None:
         self._costs, self._slots, self._ours, self._found = costs, slots, ours, found
@@ -94,7 +94,7 @@ class SimulatedEngine:
         self._lost = 0
         self._kv = 0
         self._stretch = self._idle = 0
-        """Decode steps that are under way, and slots that somebody waits for meanwhile."""
+        """Decode steps in progress, and the slots that are waited for meanwhile."""
 
     def begun(self) -> set[SimulatedGroup]:
         """Groups with samples that run or wait."""

@@ -33,7 +33,7 @@ class SimulatedVariant:
     """The cost beside the push."""
     sleep_s: float = 0.0
     surplus_counts: bool = True
-    """Whether finished surplus stands for groups that need not be started."""
+    """Whether finished surplus replaces groups that would otherwise be started."""
 
 
 VARIANTS = {

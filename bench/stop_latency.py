@@ -127,7 +127,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=5, help="of each (%(default)s)")
     parser.add_argument("--reply-tokens", type=int, default=0, help="also a reply of so many tokens, e.g. 1000000")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "stop_latency.json", help="for rows (%(default)s)")
-    parser.add_argument("--server", metavar="URL", help="a running server of ours")
+    parser.add_argument("--server", metavar="URL", help="URL of a running patched server")
     parser.add_argument("--stock-server", metavar="URL", help="with --server; else the same is used for both")
     parser.add_argument("--model", type=Path, help="instead of a tiny one, which some attention backends do not take")
     parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")

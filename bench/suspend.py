@@ -1,11 +1,11 @@
-"""What it costs to end a round with 64 running samples, and to go on with them: per tier, while others decode.
+"""The cost of ending a round with 64 running samples and of resuming them, per tier, while other requests decode.
 
     python -m bench.suspend --record          # on a CPU with a tiny model; the same on a GPU, with --model
 
-Another run of ours decodes all the time. The measured run ends its round with so many samples running, which leave for
+Another run decodes all the time. The measured run ends its round with so many samples running, which leave for
 one tier (`tier` of the request: device, host, disk, or none, whose samples are prefilled again); new weights arrive
-without a flush, so that nothing of a recompute comes from the radix tree; the next round goes on. All tiers in turn,
-repetition by repetition.
+without a flush, so that nothing of a recompute comes from the radix tree; the next round resumes them. All tiers in
+turn, repetition by repetition.
 
 `reply_ms`: from the quota to the reply on its way, in the engine. A stall is a step of those who decode that takes
 longer than their usual one, by the times at which the scheduler began its forwards (`bench.traced_server`):
@@ -129,7 +129,7 @@ class Steps:
 
 
 def prompt(name: str, tokens: int, length: int, salt: int) -> dict[str, Any]:
-    """One sample that nobody shares a prefix with."""
+    """One sample that shares no prefix."""
     ids = [FIRST_TOKEN + (salt * 7919 + 31 * at + at * at) % (VOCAB - FIRST_TOKEN) for at in range(tokens)]
     params = {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": length}
     return {"id": name, "input_ids": ids, "sampling_params": params}

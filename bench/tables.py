@@ -220,9 +220,9 @@ def aims(rows: list[Row]) -> str:
             marks = _marks(judged)
             if not all(map(_is_level, judged)):  # what was delivered says where the carry was, not what was computed
                 verdict = "not judged"
-            told = [f"`{name}` {ratio:.2f}" for name, ratio in reached.items()]
-            told.append(f"rows: {len(table[next(iter(reached))])}")
-            lines.append(f"- {goal}: **{verdict}** ({', '.join([*told, *([marks] if marks else [])])})")
+            details = [f"`{name}` {ratio:.2f}" for name, ratio in reached.items()]
+            details.append(f"rows: {len(table[next(iter(reached))])}")
+            lines.append(f"- {goal}: **{verdict}** ({', '.join([*details, *([marks] if marks else [])])})")
     return "\n".join(lines) + "\n"
 
 

@@ -82,10 +82,10 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
         await track.variant.drain()
     seen = spans.read(began)
     seconds = sum(end - start for start, end in windows)
-    told = {"variant": variant, "steady": steady, "delivered_tokens_per_s": tokens / seconds}
-    told["share_of_limit"] = told["delivered_tokens_per_s"] / harmonic_mean(limits)
+    rates = {"variant": variant, "steady": steady, "delivered_tokens_per_s": tokens / seconds}
+    rates["share_of_limit"] = rates["delivered_tokens_per_s"] / harmonic_mean(limits)
     return [
-        {"what": "rounds", "seconds": seconds, **told, **shares(seen, windows)},
+        {"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows)},
         {"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)},
     ]
 

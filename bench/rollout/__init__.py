@@ -1,6 +1,6 @@
 """Rollout benchmarks: rounds under every way to run them, side by side, in the steady state.
 
-``python -m bench.rollout --preset cpu --budget-minutes 60`` starts a stock SGLang server and one of ours with the same
+``python -m bench.rollout --preset cpu --budget-minutes 60`` starts a stock and a patched SGLang server with the same
 flags, runs the variants' repetitions in turn and appends rows to ``bench/results/rollout.json``.
 
 - ``lengths.py``   response lengths: the distributions, and how far a sample is from one

@@ -1,4 +1,4 @@
-"""Command line: ``python -m bench.rollout --help``. Rows are appended as they are measured, and a run goes on."""
+"""Command line: ``python -m bench.rollout --help``. Rows are appended as they are measured."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--budget-minutes", type=float, default=60.0,
         help="servers' start included (%(default)s); under 30 the main table has three repetitions",
     )  # fmt: skip
-    parser.add_argument("--run-id", help="go on with this run: what it has rows for is not measured again")
+    parser.add_argument("--run-id", help="continue this run: cells that have rows are not measured again")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "rollout.json", help="for rows (%(default)s)")
     parser.add_argument("--variants", nargs="+", choices=tuple(KINDS), help="only these")
     parser.add_argument("--ablation", help="only the tables of this one, e.g. over-sampling, knobs, drain, 'n 8'")
@@ -46,7 +46,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
     parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
     parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
-    parser.add_argument("--server", metavar="URL", help="a running server of ours, used for all variants")
+    parser.add_argument("--server", metavar="URL", help="URL of a running patched server, used for all variants")
     parser.add_argument("--stock-server", metavar="URL", help="with --server: a stock one for SGLang's own ways")
     parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")
     return parser.parse_args(given)
@@ -117,9 +117,9 @@ def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tu
 
 def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
     """What a row's figures hold for, beside its plan."""
-    told = {key: getattr(preset, key) for key in ("shape", "mean", "longest", "prompt_tokens", "warm_limit")}
+    sizes = {key: getattr(preset, key) for key in ("shape", "mean", "longest", "prompt_tokens", "warm_limit")}
     pool = None if args.server else preset.pool_tokens
-    return {**told, "pool_tokens": pool, "seed": args.seed, "server_options": args.server_options}
+    return {**sizes, "pool_tokens": pool, "seed": args.seed, "server_options": args.server_options}
 
 
 def changed(args: argparse.Namespace) -> list[str]:
@@ -165,7 +165,7 @@ def main(given: list[str] | None = None) -> int:
     if not list(cells_of(args, preset, [])):
         raise SystemExit("no table of this preset has that ablation, distribution or variant")
     args.run_id = args.run_id or f"{preset.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    print(f"run {args.run_id}: rows go to {args.out} as they are measured; --run-id goes on with it", flush=True)
+    print(f"run {args.run_id}: rows go to {args.out} as they are measured; --run-id continues it", flush=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-")))
         try:
@@ -182,7 +182,7 @@ def main(given: list[str] | None = None) -> int:
             return 1
     print(f"rows of run {args.run_id}: {args.out}")
     if left:
-        print(f"the budget was too small for {left} cells; go on with --run-id {args.run_id}")
+        print(f"the budget was too small for {left} cells; continue with --run-id {args.run_id}")
     return 0
 
 

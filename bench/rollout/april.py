@@ -1,4 +1,4 @@
-"""Ours: one request per round; the engine counts, stops, keeps and resumes."""
+"""The batch quota: one request per round; the engine counts, stops, keeps and resumes."""
 
 import uuid
 from bisect import bisect_right
@@ -13,12 +13,12 @@ from sglang_april.client import types
 
 LEGS = ("started", "resumed_recomputed")
 READY = 3
-"""Demand-driven admission: so many quotas of prompts lie in the engine, and two samples for each slot at least. They
-cost nothing until a slot is free."""
+"""Demand-driven admission: quotas of prompts that wait in the engine, with at least two samples per slot. They cost
+nothing until a slot is free."""
 
 
 class April:
-    """A run of its own on our server. Versions are the numbers of its own pushes: several runs share the engine."""
+    """One run on the patched server. Versions are numbers of its own pushes, because several runs share the engine."""
 
     name = ""
     kv = "keep"
@@ -33,7 +33,7 @@ class April:
         self._run = f"bench-{uuid.uuid4().hex[:8]}"
         self._open: dict[str, WorkloadPrompt] = {}
         self._pushed: list[int] = []
-        """The engine's version after each push of ours, as far as it is known: from the next reply on."""
+        """The engine's version after each of this run's pushes, known from the next reply on."""
 
     @property
     def handed_over(self) -> int:
@@ -41,7 +41,7 @@ class April:
         return self.stream.taken
 
     async def push(self, checkpoint: Path) -> None:
-        """One weight call with the whole policy, as the others make it, is a push of its own.
+        """One weight call with the whole policy, as in the other variants; it counts as a push.
 
         No flush: the version is in every request's cache key, and old prefixes leave the tree when it moves.
         """
@@ -91,7 +91,7 @@ class April:
         return body
 
     def _bound(self) -> int | None:
-        """The bound in versions of the engine, which the pushes of other runs move too."""
+        """The bound in engine versions, which the pushes of other runs advance too."""
         bound = self.plan.max_staleness
         if bound is None or bound == 0:
             return bound
@@ -118,8 +118,8 @@ class April:
         groups: dict[tuple[str, int], types.RolloutGroup] = {}
         async for event in self.engine.stream(body):
             if isinstance(event, types.RolloutSummary):
-                told = [groups[one["id"], one["incarnation"]] for one in event.delivered]
-                return self._round(event.policy_version, told, event.carried, event.stats)
+                delivered = [groups[one["id"], one["incarnation"]] for one in event.delivered]
+                return self._round(event.policy_version, delivered, event.carried, event.stats)
             groups[event.id, event.incarnation] = event
             verdict = "reject" if self._open[event.id].rejected else "accept"
             try:
@@ -169,7 +169,7 @@ class April:
 
 
 class AprilKeep(April):
-    """Partials go on on the KV that they have."""
+    """Partials resume on their stored KV."""
 
     name = "april-keep"
 
@@ -182,7 +182,7 @@ class AprilRecompute(April):
 
 
 class AprilAuto(April):
-    """Each partial as it costs less."""
+    """Each partial keeps or recomputes its KV, whichever costs less."""
 
     name = "april-auto"
     kv = "auto"

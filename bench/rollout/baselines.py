@@ -1,6 +1,6 @@
-"""The ways to run rounds on SGLang as it is: wait for all, or do from outside what the engine does not.
+"""Rounds on stock SGLang: wait for all, or client-side APRIL.
 
-One request per group, its unfinished samples in it. Versions are counted here, because SGLang 0.5.17 tells none.
+One request per group, its unfinished samples in it. Versions are counted here: SGLang 0.5.17 reports none.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class OpenGroup:
 
 
 class ClientSideBaseline:
-    """What the variants on SGLang's own routes share."""
+    """Base of the variants that use SGLang's own routes."""
 
     name = ""
     flush_on_push = True
@@ -180,8 +180,8 @@ class Synchronous(ClientSideBaseline):
 
 
 class Outside(ClientSideBaseline):
-    """APRIL from outside, at its best: over-sample, count in the client, one abort, send token ids again, first in,
-    first out, and finished surplus is kept."""
+    """Client-side APRIL at its best: over-sample, count in the client, abort once, resend token ids first in, first
+    out, and keep finished surplus."""
 
     name = "outside"
     abort_again_s = 0.05

@@ -81,7 +81,7 @@ class EngineClient:
             return msgspec.json.decode(content)
 
     async def rollout(self, body: dict[str, Any]) -> RolloutReply:
-        """One round of ours, msgpack both ways."""
+        """One batch-quota round, msgpack in both directions."""
         async with self._http.post("/april/rollout", data=msgspec.msgpack.encode(body), headers=PACKED) as answer:
             content = await answer.read()
             if answer.status != 200:

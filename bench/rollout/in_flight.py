@@ -121,7 +121,7 @@ class InFlight(ClientSideBaseline):
 
 
 class Paused(InFlight):
-    """SGLang's pause driven by a quota that the client counts: start more than is needed, pause, push, go on."""
+    """SGLang's pause driven by a quota that the client counts: start more than is needed, pause, push, continue."""
 
     mode = ""
 
@@ -158,7 +158,7 @@ class PauseRetract(Paused):
 
 
 class PauseInPlace(Paused):
-    """Running requests stay where they are: no flush is possible, they go on on old KV."""
+    """Running requests keep their slots and continue on old KV; no flush is possible."""
 
     name = "pause-in-place"
     mode = "in_place"

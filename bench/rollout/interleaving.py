@@ -34,8 +34,8 @@ def in_turns(cells: list[Cell]) -> list[list[Cell]]:
 
 
 def shuffled(count: int, cell: Cell, turn: int) -> list[int]:
-    """The order of a turn in the table of a cell, another one each time: who sleeps leaves a rested machine to whoever
-    is next."""
+    """The order of a turn in the table of a cell, a different one each time: a variant that sleeps leaves a cooler
+    machine to the one that is next."""
     return random.Random(f"{_table(cell)} {turn}").sample(range(count), count)
 
 

@@ -37,8 +37,8 @@ class Decoded:
 
 
 async def decode_rate(engine: EngineClient, batch: int, length: int, prompt_tokens: int) -> Decoded:
-    """Exactly `batch` samples decoding, each from empty to `length` tokens; again if nobody saw it, as a short one may
-    be over between two looks at the counters.
+    """Exactly `batch` samples decoding, each from empty to `length` tokens; repeated if no probe saw it, as a short one
+    may be over between two looks at the counters.
 
     Take the length-biased mean of the workload as `length`: then the mean context is that of a full batch of it.
     """

@@ -33,7 +33,7 @@ LOOKS = 8
 
 
 class Track:
-    """One variant with its stream and its carry: it rests while others run, and goes on where it was."""
+    """One variant with its stream and its carry. It rests while other variants run and then continues."""
 
     def __init__(self, bed: Testbed, cell: Cell) -> None:
         self.bed, self.cell = bed, cell
@@ -54,7 +54,7 @@ class Track:
         self._last, self._last_legs = RoundResult(0, []), 0
 
     async def round(self, trainer_s: float = 0.0) -> Measured:
-        """A push, a round, and what a trainer does with it. The clock stands while connections are opened and the
+        """A push, a round, and what a trainer does with it. The clock is stopped while connections are opened and the
         counters settle, except for what never stops: there it runs from one look at the counters to the other's end."""
         ahead = isinstance(self.variant, (in_flight.Asynchronous, april.AprilContinue))
         before = None if ahead else await self._at_rest()
@@ -76,7 +76,7 @@ class Track:
 
     def _note(self, measured: Measured) -> None:
         done = measured.round
-        # Requests that ended between the rounds have told of their legs since.
+        # Requests that ended between the rounds have reported their legs since.
         late, self._last, self._last_legs = self._last.legs - self._last_legs, done, done.legs
         self._drawn += measured.decoded + done.legs + late - done.wasted
         self._drawn -= sum(sum(group.lengths) for group in done.groups)
@@ -138,7 +138,7 @@ class Runner:
     def __init__(self, bed: Testbed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
         self._bed, self._facts, self._run_id, self._keep = bed, facts, run_id, keep
         self._tracks: dict[tuple[str, str, str | None], Track] = {}
-        """As long as a later cell of theirs is to come."""
+        """Until the last cell that uses them."""
 
     async def run(self, cells: list[Cell], until: float) -> int:
         """Rows of the cells, as many as fit before the monotonic clock's `until`; returns how many were left out."""

@@ -37,8 +37,8 @@ class Size:
 
 
 FIRST, LAST = "0.5", "0.85"
-"""What a server on a GPU may take of the memory that is free at its start: the first of two, and whoever is last. The
-pools are of the size that is asked for, or `both` says so."""
+"""What a server on a GPU may take of the memory that is free at its start: the first of two servers, and the last one.
+The pools are of the size that is asked for, or `both` says so."""
 
 
 def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) -> list[str]:
@@ -61,8 +61,8 @@ def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) 
 
 @contextlib.contextmanager
 def both(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of the stock server and of ours; both end with the context. On a CPU they start together; on a GPU one
-    after the other, because each divides the memory that it finds."""
+    """The URLs of the stock and the patched server; both end with the context. On a CPU they start together; on a GPU
+    one after the other, because each divides the memory that it finds."""
     gpu = has_gpu()
     with contextlib.ExitStack() as stack:
         started = []

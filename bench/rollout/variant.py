@@ -68,7 +68,7 @@ class Plan:
     over_sampling: float = 2.0
     """Clients outside start this many times the groups that they need."""
     max_staleness: int | None = None
-    """A bound for ours; nobody outside has one. Where it bites, a round waits for its longest responses."""
+    """Staleness bound of the batch quota; client-side variants have none. A round waits for groups that reach it."""
     unit: str = "group"
     concurrency: int | str | None = None
     quota_mode: str = "first"

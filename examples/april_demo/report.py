@@ -57,7 +57,7 @@ def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console)
     """The figures side by side."""
     title = (
         f"{settings.rounds} rounds of {settings.groups} groups × {settings.samples_per_group} samples, "
-        f"{settings.slots} slots, a push before every round"
+        f"{settings.slots} slots, a push before every round; client-side over-sampling {settings.over_provision:g} ×"
     )
     table = Table(title=title, **NARROW)
     for key, heading in COLUMNS.items():

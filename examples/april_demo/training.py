@@ -34,7 +34,7 @@ LOST_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Trained:
-    """A training run as its folder tells it: a row per step, and one per evaluation."""
+    """A training run read from its folder: a row per step, and one per evaluation."""
 
     steps: Sequence[Row]
     evaluations: Sequence[Row]

@@ -39,7 +39,7 @@ def apply() -> None:
 
     upstream_apply: Callable[[], None] = HookRegistry.apply_hooks
 
-    # SGLang logs a hook that it cannot apply and continues, so whoever applies hooks must run our check afterwards.
+    # SGLang logs a hook that it cannot apply and continues, so every application of hooks is followed by this check.
     @functools.wraps(upstream_apply)
     def apply_and_verify() -> None:
         with _skip_copies_of_methods():

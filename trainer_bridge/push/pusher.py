@@ -5,7 +5,7 @@
       └─── the next push begins ◂── FAILED ◂─────────────────────────────────────────┘
 
 In FAILED, engines with an open push or a failed weight call answer rounds with 503 and the reason, and keep their
-partials. The next push begins again on all engines, under a version greater than any of theirs, which recovers them.
+partials. The next push begins again on all engines, under a version greater than any engine's, which recovers them.
 """
 
 import tempfile
