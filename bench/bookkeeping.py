@@ -1,12 +1,12 @@
-"""What the store's bookkeeping costs per sample with 100,000 partials: suspend, look-up, placement.
+"""CPU time of the store's bookkeeping per sample with 100,000 partials: suspend, lookup, placement.
 
     python -m bench.bookkeeping [--samples 100000] [--repeat 5] [--record]
 
-The real ledger, tiers and shelves, on an engine that does nothing: no tensors, no copies. Aim: each under 20 µs.
-`suspend`: running samples become partials on the device queue. `lookup`: admission asks for the next 64 partials and
-takes them, until none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget
-of a quarter, so that most newcomers evict a sample and are evicted. CPU time of the thread, so that a busy
-machine counts little.
+Uses the real ledger, tiers and eviction queues on an engine that does nothing: no tensors, no copies. Aim: each under
+20 µs. `suspend`: running samples become partials on the device. `lookup`: admission takes the next 64 partials until
+none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget of a quarter, so
+that most newcomers evict a sample and are evicted. Times are the thread's CPU time, which a busy machine affects
+little.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BATCH = 64
 
 
 class NoEngine:
-    """Every copy succeeds at once, and nothing is held."""
+    """An engine whose copies succeed at once and hold nothing."""
 
     def copy_out(self, sample: Sample, order: int) -> None: ...
     def spill(self, sample: Sample, order: int) -> None: ...

@@ -1,10 +1,10 @@
-"""What `--april-kv-pages int8` costs in exactness: KV through the real page store, and logprobs on what comes back.
+"""The error of `--april-kv-pages int8`: KV through the real page store, and logprobs computed on the restored KV.
 
     python -m bench.int8_error --record
 
-Sequences drawn from the tiny model by Hugging Face's forward; the KV of their first half goes out to an arena of int8
-pages and back, then the second half is fed on it, token for token the same, and its logprobs are held against those
-on the KV that never moved. `full` pages through the same way are a row of their own: 0, or the measurement is wrong.
+Hugging Face's forward draws sequences from the tiny model. The KV of their first half is stored as int8 pages and
+restored; the second half is then fed on it, token for token, and its logprobs are compared with those on the original
+KV. The same with `full` pages is a row of its own: its error must be 0, or the measurement is wrong.
 """
 
 import argparse

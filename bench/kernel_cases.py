@@ -1,6 +1,6 @@
-"""What bench/kernels.py times: our kernels, what they are measured against, and the limits of the machine.
+"""The cases of bench/kernels.py: the page kernels, what they are compared with, and the limits of the machine.
 
-Every case moves the KV of the same tokens of the same pool, which is SGLang's own where SGLang can be imported.
+Every case moves the KV of the same tokens of the same pool, which is SGLang's own if SGLang can be imported.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,14 +45,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Missing:
-    """A case that cannot be run here, and why: said, not left out."""
+    """A case that cannot run here, and the reason."""
 
     name: str
     why: str
 
 
 class KernelTestbed:
-    """One pool with the KV of `tokens` tokens in it, and room for their pages."""
+    """One pool with the KV of `tokens` tokens, and memory for their pages."""
 
     def __init__(self, config: KernelConfig, tokens: int, device: str) -> None:
         self.config, self.tokens, self.device = config, tokens, device

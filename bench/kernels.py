@@ -1,10 +1,10 @@
 """Times the page kernels on this machine, beside torch, SGLang, flashinfer and the machine's own limits.
 
-    python -m bench.kernels                      # Qwen3-4B's KV on a GPU, CUDA or ROCm alike; small sizes without one
-    python -m bench.kernels --plot out           # and draws the run
+    python -m bench.kernels                      # Qwen3-4B's KV on a GPU (CUDA or ROCm); small sizes without one
+    python -m bench.kernels --plot out           # also draws the run
 
-Rates are of one run, with the copy peaks they are shares of measured in that run. Rows are appended to a JSON list;
-each has all that is needed to repeat it. What cannot be run here is a row too, with the reason.
+Rates are relative to copy peaks measured in the same run. Rows are appended to a JSON list as they are measured; each
+has everything needed to repeat it. A case that cannot run here is a row with the reason.
 """
 
 import argparse

@@ -5,9 +5,9 @@
     python -m bench.learning --page                      the page from the rows: bench/results/learning.html
 
 Every run is `python -m trainer_bridge --config FILE` against one server, from the demo's warm-up checkpoint on the
-sorting task: the same prompts in the same order, the same sampling seeds, the same number of samples per step. A run
-that was interrupted continues from its checkpoint. First a short run shows the regime: where too few tokens are stale,
-nothing can be learned about staleness, and the task has to be lengthened (`--longest`, a smaller `--groups`).
+sorting task, with the same prompts in the same order, sampling seeds and samples per step. An interrupted run continues
+from its checkpoint. A short run first measures the regime: if too few tokens are stale, the comparison would show
+nothing, and the task must be made longer (`--longest`, a smaller `--groups`).
 """
 
 import argparse
@@ -95,7 +95,7 @@ def plan(variants: list[str], seeds: int | None) -> Iterator[tuple[str, int]]:
 
 
 def fields_of(variant: str, seed: int, args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
-    """The configuration of one run, as its YAML file says it."""
+    """The configuration of one run, as in its YAML file."""
     synchronous = variant == "synchronous"
     return {
         "hf_checkpoint": str(args.checkpoint),
@@ -203,7 +203,7 @@ class Bench:
         self._sizes = {name: getattr(args, name) for name in SIZES}
 
     def rows(self) -> list[record.Row]:
-        """Of this run so far."""
+        """Rows of this run so far."""
         found = [row for row in record.read_rows(self._args.out) if row["run_id"] == self.run_id]
         if any(row["sizes"] != self._sizes for row in found):
             raise RunFailed(f"run {self.run_id} was measured with other sizes: {found[0]['sizes']}")
@@ -224,7 +224,7 @@ class Bench:
         return in_regime(*seen)
 
     def all(self) -> None:
-        """Everything that is planned and not there, until the time is up."""
+        """Train every planned run without a row, until the time is up."""
         for variant, seed in plan(self._args.variants, self._args.seeds):
             if any((row["kind"], row["variant"], row["seed"]) == ("run", variant, seed) for row in self.rows()):
                 continue

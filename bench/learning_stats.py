@@ -28,7 +28,7 @@ class Paired:
 
     @property
     def verdict(self) -> str:
-        """What the interval says against the margin."""
+        """The verdict of the interval against the margin."""
         if self.low is None or self.high is None:
             return "one seed: no interval"
         if self.low > -MARGIN:
@@ -37,7 +37,7 @@ class Paired:
 
 
 def paired(ours: Mapping[int, float], base: Mapping[int, float]) -> Paired | None:
-    """Of the seeds that both have, ours less base; None without any."""
+    """Differences variant − base over the seeds that both have; None without any."""
     seeds = sorted(ours.keys() & base.keys())
     differences = np.array([ours[seed] - base[seed] for seed in seeds])
     if not seeds:

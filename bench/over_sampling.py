@@ -1,7 +1,7 @@
-"""Over-sampling's price: bytes of carried KV against idle slot-seconds saved, from rows alone, the knee marked.
+"""The price of over-sampling: bytes of carried KV against idle slot-seconds saved, from rows alone, with the knee.
 
-Whoever starts more than the quota keeps slots busy that would stand empty, and pays with partials that it carries. The
-points are ours with a fixed factor, and ours with prompts without end, admitted as slots become free (demand-driven).
+Starting more than the quota keeps slots busy that would stay empty, and costs partials that are carried. The points are
+the batch quota with fixed factors, and with demand-driven admission (prompts start as slots become free).
 """
 
 from collections.abc import Iterable
@@ -111,7 +111,7 @@ def _idle(rows: list[Row], speed: float) -> float:
 
 
 def _front(found: Iterable[OverSamplingPoint]) -> list[OverSamplingPoint]:
-    """Points that nothing cheaper equals, by bytes."""
+    """The Pareto front: points that no cheaper point equals, by bytes."""
     front: list[OverSamplingPoint] = []
     for point in sorted(found, key=lambda p: (p.peak_bytes, -p.saved)):
         if not front or point.saved > front[-1].saved:

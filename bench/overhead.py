@@ -1,11 +1,11 @@
-"""What our plugin costs SGLang's own requests: `sglang.bench_serving` on the stock server and on ours.
+"""What the plugin costs SGLang's own requests: `sglang.bench_serving` on the stock and on the patched server.
 
     python -m bench.overhead --repetitions 8
 
-Two pairs, whose order changes from one repetition to the next: the stock server and ours with the plugin idle (active,
-no round open); and both with one more request that decodes beside the measured ones, which for the stock server is a
-plain one and for ours a round's sample, so that the round's bookkeeping runs in every step. Rows carry output tokens/s
-and, for ours, the ratio to the stock server's of the same pair.
+Two pairs, whose order alternates between repetitions: stock against the patched server with the plugin idle (active, no
+round open); and both with one more request that decodes beside the measured ones, a plain request on the stock server
+and a round's sample on the patched one, so that the round's bookkeeping runs in every step. Rows have output tokens/s
+and, for the patched server, the ratio to the stock server of the same pair.
 """
 
 import argparse
@@ -146,7 +146,7 @@ class OverheadRun:
         self.ratios: dict[str, list[float]] = {ours: [] for _, ours in PAIRS}
 
     def case(self, case: str) -> float:
-        """Output tokens/s of one run of one case."""
+        """Output tokens/s of one run of a case."""
         patched = case in self.ratios
         url = self._urls["ours" if patched else "stock"]
         beside = case in PAIRS[1]

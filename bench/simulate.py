@@ -1,12 +1,12 @@
-"""A discrete-event model of engines and of rounds on them: what should be, and what is reachable.
+"""A discrete-event model of engines and of rounds on them: validation against rows, and projections.
 
     python -m bench.simulate measure              # step costs of this machine -> out/bench/costs.json (a quiet machine)
     python -m bench.simulate validate             # against the newest rows of bench.rollout, with the costs found there
-    python -m bench.simulate reach                # where the time goes, and what admission's choice is worth
+    python -m bench.simulate reach                # where the time of a round goes, and what changes would gain
     python -m bench.simulate project              # APRIL's setting, 64 and 1024 GPUs, 32k to 128k (ten minutes)
 
-The model is bench/simulated_rounds.py, of engines as in bench/simulated_engine.py. Without --costs `reach` takes what
-was found beside the newest main table's rows, and `project` what is assumed of an H100.
+The model is bench/simulated_rounds.py, on engines as in bench/simulated_engine.py. Without --costs, `reach` uses the
+costs measured beside the newest main table's rows, and `project` the assumed costs of an H100.
 """
 
 import argparse

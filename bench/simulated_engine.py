@@ -1,9 +1,9 @@
-"""One engine of the model in bench/simulated_rounds.py: what runs, what waits, and what its steps take.
+"""One engine of the model in bench/simulated_rounds.py: what runs, what waits, and the time of its steps.
 
-A step is a prefill of what joins, which costs `prefill_s + samples × prefill_sample_s + tokens × prefill_token_s`, or a
-decode of all that run, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. In ours one member of a group is
-prefilled in a round, and the others join on its prompt for `prefill_sample_s` each. Decode steps between which nothing
-happens are taken as one stretch.
+A step is a prefill of the samples that join, which costs `prefill_s + samples × prefill_sample_s + tokens ×
+prefill_token_s`, or a decode of all running samples, which costs `step_s + rows × row_s + KV tokens × kv_token_s`. With
+the batch quota, one member of a group is prefilled and the others join on its prompt for `prefill_sample_s` each.
+Consecutive decode steps in which nothing changes are taken as one stretch.
 """
 
 import math
@@ -49,7 +49,7 @@ class Costs:
 
 @dataclass(eq=False)
 class SimulatedSample:
-    """A response on its way."""
+    """A response being generated."""
 
     group: "SimulatedGroup"
     target: int
@@ -74,7 +74,7 @@ class SimulatedGroup:
 
     @property
     def whole(self) -> bool:
-        """All have finished."""
+        """Whether all samples have finished."""
         return all(sample.done >= sample.target for sample in self.samples)
 
 
@@ -101,7 +101,7 @@ class SimulatedEngine:
         return {sample.group for sample in (*self.running, *self.queue)}
 
     def add(self, prompt: WorkloadPrompt) -> None:
-        """A group that waits."""
+        """Add a waiting group."""
         group = SimulatedGroup(prompt)
         group.samples = [SimulatedSample(group, target) for target in prompt.lengths]
         self.queue.extend(group.samples)

@@ -1,9 +1,9 @@
 """A discrete-event model of rounds on one engine or many, for bench/simulate.py; `VARIANTS` describes the variants.
 
-A round begins with a push and what the variant puts beside it, on all engines at once; it ends in the step that
-completes the quota, wherever that is, and every engine finishes its step in flight. Everything is counted in engine
-steps (bench/simulated_engine.py); nothing is drawn at random but the lengths. There is no HTTP, no tokenizer, and no
-overlap of the scheduler's work with the device's.
+A round begins with a push and the variant's own overhead beside it, on all engines at once. It ends in the step that
+completes the quota on any engine, and every engine finishes its step in flight. Everything is counted in engine steps
+(bench/simulated_engine.py); only lengths are random. There is no HTTP, no tokenizer, and no overlap of the scheduler's
+work with the device's.
 """
 
 import heapq

@@ -1,19 +1,17 @@
 """The cost of ending a round with 64 running samples and of resuming them, per tier, while other requests decode.
 
-    python -m bench.suspend --record          # on a CPU with a tiny model; the same on a GPU, with --model
+    python -m bench.suspend --record          # on a CPU with a tiny model; on a GPU with --model
 
-Another run decodes all the time. The measured run ends its round with so many samples running, which leave for
-one tier (`tier` of the request: device, host, disk, or none, whose samples are prefilled again); new weights arrive
-without a flush, so that nothing of a recompute comes from the radix tree; the next round resumes them. All tiers in
-turn, repetition by repetition.
+Another run decodes all the time. The measured run ends its round, and its running samples move to one tier (`tier` of
+the request: device, host, disk, or none, from which they are prefilled again). New weights arrive without a flush, so
+that no recompute can use the radix tree; the next round resumes the samples. Tiers take turns within a repetition.
 
-`reply_ms`: from the quota to the reply on its way, in the engine. A stall is a step of those who decode that takes
-longer than their usual one, by the times at which the scheduler began its forwards (`bench.traced_server`):
-`stall_p99_steps` is the 99th percentile of their steps from the end of the round until the last page has been copied,
-less that of tier
-`device`, where nothing is copied, in median steps. `resume_ms`: from the request of the next round until all samples
-have a new token; `resume_stall_p99_steps` likewise. One row more: SGLang's own `get_cpu_copy` of the same slots of the
-same pool, which the scheduler's thread would have to wait for.
+`reply_ms`: from the quota to sending the reply, in the engine. A stall is a decode step of the other requests that
+takes longer than their usual one, by the times at which the scheduler began its forwards (`bench.traced_server`).
+`stall_p99_steps` is the 99th percentile of their steps from the end of the round until the last page is copied, minus
+that of tier `device`, where nothing is copied, in median steps. `resume_ms`: from the request of the next round until
+all samples have a new token; `resume_stall_p99_steps` likewise. One more row is SGLang's own `get_cpu_copy` of the same
+slots of the same pool, which would block the scheduler thread.
 """
 
 import argparse
@@ -78,7 +76,7 @@ class SuspendPlan:
 
 @dataclass
 class Seen:
-    """Of one tier, over all repetitions."""
+    """Measurements of one tier over all repetitions."""
 
     reply_ms: list[float] = field(default_factory=list)
     copy_ms: list[float] = field(default_factory=list)
@@ -119,7 +117,7 @@ class Steps:
         return found
 
     async def until_copied(self, since: float, copies: int) -> float:
-        """When the last of so many copies had ended."""
+        """When the last of this many copies ended."""
         deadline = time.monotonic() + PATIENCE_S
         while len(found := self.copies(since)) < copies:
             if time.monotonic() > deadline:
