@@ -5,8 +5,8 @@ snapshot every so many steps (``v0 … v3``). Then ``warmup``: the last of them,
 half give up somewhere before their end, so that it sorts well and often stops too early. That is what reinforcement
 learning has to unlearn: the reward counts the right positions.
 
-The results are small (0.3 MB each, bfloat16), so they are in the repository under ``examples/checkpoints`` and nobody
-has to run this to see the demo. Run again on the same machine it makes the same weights (fixed seeds, fixed number of
+The results are small (0.3 MB each, bfloat16), so they are in the repository under ``examples/checkpoints`` and the
+demo does not need this script. Run again on the same machine it makes the same weights (fixed seeds, fixed number of
 threads).
 
     python -m examples.train_checkpoints [--out examples/checkpoints] [--only-warmup]

@@ -25,8 +25,8 @@ SERVER_GB, TOKEN_GB = 5, 112 * 1024 / 1e9
 EIGHTH_SLOTS = 64
 """At most: a step of more rows takes longer, and a round with it."""
 EIGHTH_RUNNING = 0.2
-"""Share of a pool for what runs at the workload's mean: the rest is for long responses and for the carry of three runs
-of ours."""
+"""Share of a pool for what runs at the workload's mean: the rest is for long responses and for the carry of three
+batch-quota runs."""
 EXTREME_WARM = 45
 """Rounds at most before measuring with extreme lengths: a long response takes ten rounds and more, so that fifteen end
 while the carry is still growing."""

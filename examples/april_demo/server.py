@@ -76,7 +76,7 @@ def environment(gpu: bool) -> dict[str, str]:
 
 
 def last_line(log: Path) -> str:
-    """What the server said last: as a rule, why it ended."""
+    """The last line of the server's log: usually why it ended."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it wrote nothing"
 

@@ -1,4 +1,4 @@
-"""Step 5 of 9 (store): the journal, so that a killed server restarts with every undelivered sample
+"""The journal, so that a killed server restarts with every undelivered sample
 (`restart-loses-nothing`).
 
 SQLite in WAL mode, one writer thread; what is put while a transaction is written becomes the next one. With

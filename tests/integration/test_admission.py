@@ -96,7 +96,7 @@ def test_stock_requests_progress_during_a_round(server: Server, run: str) -> Non
             "/generate", {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
         )
         assert len(reply["output_ids"]) == 5
-        assert server.state()["samples"]["queued"] > 0, "there was room for everybody"
+        assert server.state()["samples"]["queued"] > 0, "every sample got a slot"
     assert len(round_.reply()["finished"]) == 160
 
 

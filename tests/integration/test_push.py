@@ -176,7 +176,7 @@ def test_ten_buckets_inside_an_open_round(live: LiveServer, run: str) -> None:
     with live.server.slowed():
         reply = live.open(run=run, prompts=long_ones(), quota=None)
         assert push_buckets(live, 1) == v + 1
-        until(lambda: live.running() == 4 or reply.done(), "the round goes on")
+        until(lambda: live.running() == 4 or reply.done(), "the round continues")
     groups = live.result_of(reply)["finished"]
     for sample in (s for g in groups for s in g["samples"]):
         assert [(s["version"], s["kv"]) for s in sample["spans"]] == [(v, "fresh"), (v + 1, "kept")]

@@ -137,7 +137,7 @@ class CrashLoop:
             self.ask(messages.PushEnd)
 
     def live(self) -> None:
-        """Until somebody ends it."""
+        """Run until the process is killed."""
         self.name_the_version()
         while True:
             idle = [run for run in RUNS if run not in self.busy]
