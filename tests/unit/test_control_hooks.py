@@ -7,17 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightFromDiskReqInput
 
 from sglang_april.adapter.v0_5_17 import hooks_control, hooks_http
 from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
-
-
-def outcome_on(rank: int, failing: int | None, store: str, outcomes: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    own = (False, "bad tensor") if rank == failing else (True, "loaded")
-    outcomes.put((rank, hooks_control._over_all_ranks(torch.distributed.group.WORLD, *own)))
+from tests.unit.weight_call_rank import report_outcome
 
 
 @pytest.mark.parametrize(
@@ -27,14 +21,15 @@ def outcome_on(rank: int, failing: int | None, store: str, outcomes: Any) -> Non
 def test_weight_call_that_fails_on_one_rank_fails_on_all(
     tmp_path: Path, failing: int | None, expected: tuple[bool, str]
 ) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     outcomes = context.Queue()
     ranks = [
-        context.Process(target=outcome_on, args=(rank, failing, str(tmp_path / "store"), outcomes)) for rank in (0, 1)
+        context.Process(target=report_outcome, args=(rank, failing, str(tmp_path / "store"), outcomes))
+        for rank in (0, 1)
     ]
     for rank in ranks:
         rank.start()
-    assert dict(outcomes.get(timeout=60) for _ in ranks) == {0: expected, 1: expected}
+    assert dict(outcomes.get(timeout=300) for _ in ranks) == {0: expected, 1: expected}
     for rank in ranks:
         rank.join()
 

@@ -88,7 +88,7 @@ def test_later_commands_are_refused_at_once(scheduler: Scheduler, monkeypatch: p
 
 
 CALLS: dict[str, Callable[[Scheduler], Any]] = {
-    "queued": lambda s: hooks_scheduler.renew_cache_key(s.stock, s, SimpleNamespace(kv=None, april=None)),
+    "on_queued": lambda s: hooks_scheduler.renew_cache_key(s.stock, s, SimpleNamespace(kv=None, april=None)),
     "aborted": lambda s: hooks_scheduler.intercept_queue_abort(s.stock, None, AbortReq(rid="april.0.0")),
     "thaw": lambda s: hooks_control.thaw(None, s, None),
     "freeze": lambda s: hooks_control.pause(s.stock, s, None),
