@@ -28,11 +28,11 @@ from sglang_april.scheduler.version_clock import VersionClock
 
 PAGE = 16
 BATCH = 64
-"""Samples that are suspended together."""
+"""Number of samples suspended in one call."""
 
 
 class NoEngine:
-    """An engine whose copies succeed at once and hold nothing."""
+    """An engine whose copies succeed at once."""
 
     def copy_out(self, sample: Sample, order: int) -> None: ...
     def spill(self, sample: Sample, order: int) -> None: ...
@@ -45,7 +45,7 @@ class NoEngine:
 
 
 def lengths(count: int) -> list[int]:
-    """Log-normal, median 2,000 tokens, at most 32,768."""
+    """Log-normal lengths with a median of 2,000 and a maximum of 32,768 tokens."""
     rng = random.Random(0)
     return [min(32768, int(rng.lognormvariate(7.6, 1.0)) + 1) for _ in range(count)]
 
