@@ -16,7 +16,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from bench.record import RESULTS, append_rows, facts
+from bench.record import RESULTS, append_rows, provenance
 from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     runs = [measure(args.samples) for _ in range(args.repeat)]
     middle = {name: round(sorted(r[name] for r in runs)[len(runs) // 2], 2) for name in runs[0]}
-    row = {**facts(), "bench": "bookkeeping", "samples": args.samples, "repeat": args.repeat, **middle}
+    row = {**provenance(), "bench": "bookkeeping", "samples": args.samples, "repeat": args.repeat, **middle}
     print(json.dumps(row, indent=1))
     if args.record:
         append_rows(RESULTS / "bookkeeping.json", [row])

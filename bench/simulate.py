@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import mean
 
 from bench import record
-from bench.report import by_variant, newest
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import LIKELY, PRESETS, Preset
 from bench.rollout.servers import Size, stock_server
@@ -31,6 +30,7 @@ from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.simulated_engine import Costs
 from bench.simulated_rounds import MEASURED, VARIANTS, WARM, Outcome, Simulation
+from bench.tables import by_variant, newest
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import PrefillBatcher
 

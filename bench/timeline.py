@@ -72,8 +72,8 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
     spans = traced_server.Lines(folder / traced_server.SPANS)
     began = time.time()
     async with EngineClient(url, patched=True) as engine:
-        bed = Testbed(engine, engine, checkpoints, preset)
-        track = Track(bed, Cell("lognormal", variant))
+        testbed = Testbed(engine, engine, checkpoints, preset)
+        track = Track(testbed, Cell("lognormal", variant))
         steady = await track.warm()
         limits, full = [], []
         for measured in (False, True, False):
@@ -81,13 +81,18 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
                 windows, tokens = await _rounds(track, preset.measured)
                 continue
             start = time.time()
-            limits.append(await bed.limit("lognormal"))
+            limits.append(await testbed.limit("lognormal"))
             full.append((start, time.time()))
         await track.variant.drain()
     seen = spans.read(began)
     seconds = sum(end - start for start, end in windows)
-    rates = {"variant": variant, "steady": steady, "delivered_tokens_per_s": tokens / seconds}
-    rates["share_of_limit"] = rates["delivered_tokens_per_s"] / harmonic_mean(limits)
+    rate = tokens / seconds
+    rates = {
+        "variant": variant,
+        "steady": steady,
+        "delivered_tokens_per_s": rate,
+        "share_of_limit": rate / harmonic_mean(limits),
+    }
     return [
         {"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows)},
         {"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)},

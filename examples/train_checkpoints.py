@@ -125,7 +125,8 @@ def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS)
     model = new_model()
     order_embeddings(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    started, record = time.monotonic(), []
+    started = time.monotonic()
+    record: list[dict[str, str | float]] = []
     for step in range(1, steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, step / 30) * (1.0 - 0.9 * step / steps)

@@ -185,9 +185,9 @@ class Runner:
         for track, mine in zip(tracks, blocks, strict=True):
             self._row(track, mine, machine)
         # All rows are kept before the first of these: what fails now takes none of them away.
-        for track, is_last in warmed:
-            if track and is_last:
-                await self._finish(track)
+        for finished, is_last in warmed:
+            if finished and is_last:
+                await self._finish(finished)
 
     async def _round_by_round(
         self, tracks: list[Track], blocks: list[list[Block]], machine: MachineProbe, until: float

@@ -86,10 +86,12 @@ class Variant(Protocol):
     stream: Stream
     delivered: Counter[str]
     """How often each sample has been delivered, by ``prompt/index``; `drain` completes it."""
-    held: int
-    """After a round, the number of samples handed over and not delivered (the engine's count for the batch quota)."""
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None: ...
+
+    @property
+    def held(self) -> int:
+        """After a round, the number of samples handed over and not delivered (the engine's count for the batch quota)."""
 
     @property
     def handed_over(self) -> int:
