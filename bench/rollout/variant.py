@@ -91,7 +91,7 @@ class Variant(Protocol):
 
     @property
     def held(self) -> int:
-        """After a round, the number of samples handed over and not delivered (the engine's count for the batch quota)."""
+        """Samples handed over and not delivered, after a round (the engine's count for the batch quota)."""
 
     @property
     def handed_over(self) -> int:
