@@ -8,7 +8,8 @@ from typing import Any
 
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.validate import RunError, dry_run
+from trainer_bridge.dry_run import dry_run
+from trainer_bridge.validate import RunError, check
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,13 +22,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(path, flags)
         print(config.as_yaml(), end="", flush=True)  # noqa: T201 - the command's output
-        lines = dry_run(config)
+        check(config)
+        if dry_run_only:
+            print("\n".join(["", *dry_run(config)]))  # noqa: T201
+            return 0
     except ConfigError as error:
-        print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
+        for line in str(error).splitlines():
+            print(f"april-train: {line}", file=sys.stderr)  # noqa: T201
         return 2
-    if dry_run_only:
-        print("\n".join(["", *lines]))  # noqa: T201
-        return 0
     return _train(config)
 
 
