@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer_bridge.checkpoints import LoopState
@@ -72,9 +73,13 @@ class RunProgress:
             highlight=False,
         )
 
+    def note(self, text: str) -> None:
+        """Print a line about what the run waits for."""
+        self._console.print(f"[dim]  {escape(text)}", highlight=False, soft_wrap=True)
+
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._console.print(f"[yellow]  {text}")
+        self._console.print(f"[yellow]  {escape(text)}")
 
     def close(self) -> None:
         """Flush the TensorBoard events."""
