@@ -51,7 +51,6 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
         "--april-quota", str(settings.groups), "--april-kv", "keep",
         "--max-running-requests", str(settings.slots),
         "--load-snapshot-publish-interval", "1",
-        "--grammar-backend", "none",
         "--skip-server-warmup",
         "--log-level", "info",
     ]
