@@ -141,6 +141,8 @@ class Commands:
 
     def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
         c = self._c
+        if cmd.round_id:
+            self._round_end.abandon(cmd.run, cmd.round_id)
         run = c.ledger.runs.get(cmd.run)
         if run is None:
             return {"groups": [], "samples": 0}

@@ -5,7 +5,7 @@ import sqlite3
 import stat
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -187,7 +187,7 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal._db.execute(f"PRAGMA max_page_count={limit}")
     full = Chunk(bytes(10**6), b"", [])
 
-    def hear(last: int, error: str) -> None:
+    def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
         told.append((last, error))
         if len(told) == 2:  # in the writer's thread: somebody makes room
             journal._db.execute("PRAGMA max_page_count=1000000")
