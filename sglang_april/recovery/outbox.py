@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from sglang_april.api.errors import JOURNAL
 from sglang_april.api.messages import Answer, Event, JournalFault, RoundEnded
 
 
@@ -53,7 +54,7 @@ def _broken_promise(event: Event, reason: str) -> Event:
     """The event, if a record that it waited for can never be written."""
     match event:
         case Answer():
-            return Answer(event.seq, 500, "journal", reason)
+            return Answer(event.seq, 500, JOURNAL, reason)
         case RoundEnded():
             return msgspec.structs.replace(event, error=reason)
     return event

@@ -114,7 +114,7 @@ def ended(event: RoundEnded, keep: int) -> Op:
             delivered,
         ).rowcount
         if not known or found < len(delivered):
-            raise RecordError("its acceptance, or a sample of its reply, could not be written; see the server's log")
+            raise RecordError("it lacks the round's acceptance or a sample of the reply; the server's log says why")
         _prune(db, event.run, keep)
 
     return op

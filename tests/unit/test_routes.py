@@ -243,6 +243,49 @@ def test_missing_sample_fails_the_round() -> None:
     run(scenario())
 
 
+def test_a_round_that_cannot_be_journalled_is_refused_and_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        unwritable = messages.Answer(0, 500, "journal", "the journal cannot hold it: too big")
+        engine.answers[messages.OpenRound] = unwritable
+        async with client_of(april) as client:
+            body = {"round_id": "r", "prompts": [prompt(id="a")]}
+            response = await client.post("/april/rollout", json=body)
+            assert (response.status_code, response.json()["error"]["reason"]) == (500, unwritable.reason)
+            dropped = engine.commands[-1]
+            assert isinstance(dropped, messages.Drop)
+            assert (dropped.run, dropped.ids, dropped.round_id) == ("default", ["a"], "r")
+            assert not april.rounds.open
+            assert not april.weight_lock.held
+            del engine.answers[messages.OpenRound]
+            again = await open_round(client, engine, **body)
+            engine.answers[messages.ExtendRound] = unwritable
+            extended = await client.post("/april/rounds/r/extend", json={"prompts": [prompt(id="b")]})
+            assert (extended.status_code, extended.json()["error"]["field"]) == (500, "journal")
+            dropped, stopped = engine.commands[-2:]
+            assert (dropped.ids, dropped.round_id, stopped.round_id) == (["b"], "", "r")
+            engine.end(engine.opened, reason="stopped")
+            assert (await again).status_code == 200
+
+    run(scenario())
+
+
+def test_a_reply_that_cannot_be_journalled_fails_its_round() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            engine.finish(engine.opened, ("a", 0))
+            deliver = [messages.Delivery("a", 0, [0], True, None)]
+            engine.tell(messages.RoundEnded("r", "default", 0, "quota", deliver, {}, {}, error="it cannot be written"))
+            for response in (await task, await client.get("/april/rounds/r")):
+                assert response.status_code == 500
+                assert response.json()["error"] == {"field": "journal", "reason": "it cannot be written"}
+            assert april.completed_groups.samples == 0
+
+    run(scenario())
+
+
 def test_keys_protect_the_routes_as_they_protect_sglangs_own() -> None:
     async def scenario() -> None:
         april, _ = service()
