@@ -18,6 +18,9 @@ from typing import Any, Literal, NoReturn
 ENV = "SGLANG_APRIL"
 PREFIX = "--april-"
 BYTES_PER_GB = 10**9
+BYTES_PER_MB = 2**20
+MAX_BODY_MB = 400
+"""JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_COUNT = 2**31 - 1
 DEFAULT_HOST_GB = 64.0
 
@@ -40,6 +43,7 @@ class AprilConfig:
     kv_pages: str = "full"
     replies: int = 2
     reply_gb: float = 4.0
+    max_body_mb: int = 64
     concurrency: int | Literal["auto"] | None = None
     version: int | None = None
     journal: str | None = None
@@ -59,6 +63,11 @@ class AprilConfig:
     def reply_bytes(self) -> int:
         """The cap of kept replies in bytes."""
         return int(self.reply_gb * BYTES_PER_GB)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request in bytes."""
+        return self.max_body_mb * BYTES_PER_MB
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
+    Flag("max_body_mb", _whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
     Flag(
         "concurrency",
         _concurrency,

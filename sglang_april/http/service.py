@@ -58,10 +58,22 @@ class AprilService:
 
     async def rollout(self, request: dict[str, Any]) -> dict[str, Any]:
         """`POST /april/rollout` for callers in this process: run a round and return its reply, arrays as raw bytes."""
-        body = requests.decode_rollout(msgspec.msgpack.encode(request), True)
+        data = msgspec.msgpack.encode(request)
+        self.check_size(len(data))
+        body = requests.decode_rollout(data, True)
         round_ = await self.open(body, check_rollout(body, packed=True))
         reply = await asyncio.shield(round_.reply)
         return msgspec.msgpack.decode(reply.encode(packed=True))
+
+    def check_size(self, size: int) -> None:
+        """Refuse a body beyond `--april-max-body-mb` before it is decoded.
+
+        Raises:
+            RequestError: 413.
+        """
+        if size > self.config.max_body_bytes:
+            limit = f"more than the {self.config.max_body_mb} MiB of --april-max-body-mb"
+            raise RequestError(413, "body", f"has {size} bytes or more, {limit}")
 
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it (`idempotent-round`)."""

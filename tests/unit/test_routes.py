@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from sglang_april.api import messages
+from sglang_april.api.errors import RequestError
 from sglang_april.http.routes import add_routes
 from tests.unit.http_app import client_of, open_round, run, until
 from tests.unit.scripted_engine import prompt, service, sglang_module
@@ -224,6 +226,50 @@ def test_bad_input_is_named(method: str, path: str, content: bytes, field: str, 
         assert response.json()["error"]["reason"]
         assert set(response.json()) == {"error"}
         assert not engine.commands
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_beyond_the_limit_is_refused_before_it_is_parsed(declared: bool) -> None:
+    """On every route with a body, also in chunks without a declared size."""
+    sent = 0
+
+    async def scenario() -> None:
+        nonlocal sent
+        april, engine = service(max_body_mb=1)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            nonlocal sent
+            for _ in range(100):
+                sent += 1
+                yield b" " * 2**16
+
+        posts = {path for method, path, *_ in REFUSALS if method == "POST" and path != "/april/nothing"}
+        async with client_of(april) as client:
+            for path in sorted(posts | {"/april/rounds/r/ack"}):
+                content = b" " * (2**20 + 1) if declared else chunks()
+                response = await client.post(path, content=content)
+                assert ("content-length" in response.request.headers) is declared
+                assert response.status_code == 413, path
+                error = response.json()["error"]
+                assert error["field"] == "body"
+                assert "--april-max-body-mb" in error["reason"]
+            response = await client.request("GET", "/april/state", content=b" " * (2**20 + 1))
+            assert response.status_code == 413
+            response = await client.post("/april/push/begin", content=b"{}" + b" " * (2**20 - 2))
+            assert response.status_code == 200, "exactly the limit"
+        assert [type(c) for c in engine.commands] == [messages.PushBegin]
+
+    run(scenario())
+
+
+def test_a_call_in_this_process_has_the_same_limit() -> None:
+    async def scenario() -> None:
+        april, _ = service(max_body_mb=1)
+        with pytest.raises(RequestError) as caught:
+            await april.rollout({"prompts": [prompt(id="a", metadata="x" * 2**20)]})
+        assert caught.value.status == 413
 
     run(scenario())
 
