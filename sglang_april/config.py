@@ -48,6 +48,7 @@ class AprilConfig:
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
+    journal_interval: int = 256
 
     @property
     def host_bytes(self) -> int:
@@ -190,6 +191,7 @@ FLAGS: tuple[Flag, ...] = (
         "{normal,full}",
         "survives the death of the process, or loss of power",
     ),
+    Flag("journal_interval", _whole(1), "N", "output tokens of a running sample after which they are journalled"),
 )
 
 _BY_FIELD = {flag.field: flag for flag in FLAGS}

@@ -105,7 +105,7 @@ class Controller:
     def progress(self, steps: Iterable[Progress]) -> None:
         """Count tokens and finishes; finished samples leave the scheduler at once."""
         done: list[messages.FinishedSample] = []
-        run, tokens = None, 0
+        run, tokens, interval = None, 0, self.context.recorder.interval
         for sample, length, prefilled, finished in steps:
             drawn, group = length - sample.length, sample.group
             if group.run is not run:
@@ -125,6 +125,8 @@ class Controller:
             sample.length = length
             if finished:
                 done.append(self._finish(sample, None))
+            elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
+                self.context.recorder.drawn(sample)
         self._count(run, tokens)
         self._announce(done)
 
@@ -169,7 +171,7 @@ class Controller:
         if not done:
             return
         self.round_end.mark_due()
-        self.context.recorder.send(messages.Finished(done))
+        self.context.recorder.announced(messages.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, RoundEnded, RoundSpec
+from sglang_april.api.messages import Answer, Event, Finished, FinishedSample, JournalFault, RoundEnded, RoundSpec
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.outbox import Outbox
@@ -18,6 +18,9 @@ from sglang_april.scheduler.state import Group, Sample
 
 class Unrecorded:
     """Without a journal: events are sent at once and nothing is recorded."""
+
+    interval = 0
+    """Output tokens after which a running sample is recorded (`drawn`); 0: never."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,9 +44,15 @@ class Unrecorded:
     def admitted(self, sample: Sample) -> None:
         """A sample enters the engine; only the first time is recorded."""
 
-    def suspended(self, sample: Sample) -> None: ...
+    def drawn(self, sample: Sample) -> None:
+        """An unfinished sample has new tokens: it is suspended, or `interval` is reached."""
 
     def finished(self, sample: Sample, result: FinishedSample) -> None: ...
+
+    def announced(self, event: Finished) -> None:
+        """Finished samples; with a journal they are sent once they are written, so that a crash replaces no token that
+        a stream has shown."""
+        self._engine.send(event)
 
     def ended(self, event: RoundEnded) -> None:
         """The reply is fixed; with a journal it is sent once it is written."""
@@ -60,10 +69,11 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    def __init__(self, engine: Engine, journal: Journal, keep_replies: int) -> None:
+    def __init__(self, engine: Engine, journal: Journal, keep_replies: int, interval: int = 256) -> None:
         super().__init__(engine)
         self._journal = journal
         self._keep = keep_replies
+        self.interval = interval
         self._outbox = Outbox(engine.send)
         self._records: list[schema.Op] = []
         self._batches = 0
@@ -84,6 +94,10 @@ class Recorder(Unrecorded):
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:
         self._outbox.send(answer, self._batches + bool(self._records) if lasting else 0)
+
+    def announced(self, event: Finished) -> None:
+        self.commit()
+        self._outbox.send(event, self._batches)
 
     def ended(self, event: RoundEnded) -> None:
         """In a batch of its own: no other record can fail this reply, and this record no other promise."""
@@ -116,8 +130,7 @@ class Recorder(Unrecorded):
             group = sample.group
             self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
 
-    def suspended(self, sample: Sample) -> None:
-        """Only tokens that are new."""
+    def drawn(self, sample: Sample) -> None:
         start = sample.journal.tokens
         if sample.length > start:
             chunk = self._engine.record(sample, start)

@@ -41,7 +41,7 @@ class Suspender:
         self._c.trace("suspend", samples)
         self._c.engine.detach(samples)
         for sample in samples:
-            self._c.recorder.suspended(sample)
+            self._c.recorder.drawn(sample)
             self._c.ledger.suspend(sample)
         self._tiers.add_suspended(samples)
 

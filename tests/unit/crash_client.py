@@ -74,6 +74,7 @@ class CrashClient:
     def _restored(self, epoch: messages.Restored) -> None:
         self.restored += 1
         assert not epoch.warnings, epoch.warnings
+        before = dict(self.finished)
         self.finished |= {(s.run, s.id, s.index): s for s in epoch.finished}
         unanswered = list(self.asked.values())
         self.asked.clear()
@@ -90,6 +91,9 @@ class CrashClient:
         self._check_replies(epoch)
         assert {r.round_id for r in epoch.rounds} == set(self.open), "an open round is lost, or one came back"
         assert there == set(self.undelivered()), "a group is lost, or one came back"
+        restored = {(s.run, s.id, s.index): _tokens(s) for s in epoch.finished}
+        announced = {k: _tokens(s) for k, s in before.items() if k[:2] in there and k not in self.delivered}
+        assert announced.items() <= restored.items(), "a sample that was announced is drawn again"
 
     def _check_replies(self, epoch: messages.Restored) -> None:
         kept = {r.spec.round_id: _content(r.ended, r.samples) for r in epoch.replies}
@@ -105,6 +109,10 @@ class CrashClient:
         for (run, name), n in self.accepted.items():
             if (run, name) not in self.gone and any((run, name, i) not in self.delivered for i in range(n)):
                 yield run, name
+
+
+def _tokens(sample: messages.FinishedSample) -> tuple[bytes, bytes]:
+    return sample.output_ids, sample.logprobs
 
 
 def _content(ended: messages.RoundEnded, samples: list[messages.FinishedSample]) -> bytes:

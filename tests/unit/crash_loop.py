@@ -87,7 +87,7 @@ class CrashLoop:
             out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
         self.engine.send(restored_event(saved, unnamed=unnamed))
-        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT)
+        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT, self.rng.choice((4, 256)))
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 

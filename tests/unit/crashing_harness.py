@@ -42,8 +42,8 @@ class PromptJournal(Journal):
 class CrashingHarness(ControllerHarness):
     """Rank 0 has the journal; the other replicas have none and must decide alike."""
 
-    def __init__(self, path: Path | str, replicas: int = 1, every: int = 1, **engine: Any) -> None:
-        self.path = path
+    def __init__(self, path: Path | str, replicas: int = 1, every: int = 1, interval: int = 256, **engine: Any) -> None:
+        self.path, self.interval = path, interval
         self.crashes = 0
         self.folders = [Folder() for _ in range(replicas)]
         """The disk tier's directories, one per rank."""
@@ -70,7 +70,7 @@ class CrashingHarness(ControllerHarness):
             e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._look)
             recall_all(e, self.histories)
         self._begin(saved.next_epoch)
-        self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, KEPT)
+        self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, KEPT, self.interval)
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
