@@ -38,6 +38,7 @@ class AprilConfig:
     disk_dir: str | None = None
     disk_gb: float = 0.0
     kv_pages: str = "full"
+    carry_tokens: int = 100_000_000
     replies: int = 2
     reply_gb: float = 4.0
     concurrency: int | Literal["auto"] | None = None
@@ -160,6 +161,7 @@ FLAGS: tuple[Flag, ...] = (
         "{full,int8}",
         "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
     ),
+    Flag("carry_tokens", _whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
     Flag(
