@@ -8,7 +8,6 @@ KV. The same with `full` pages is a row of its own: its error must be 0, or the 
 """
 
 import argparse
-import sys
 import tempfile
 import time
 import uuid
@@ -20,6 +19,7 @@ import torch
 
 from april_kernels.kv_pages import PlaneTable
 from bench import record
+from examples import interrupt
 from examples.tiny_model import DTYPES, make
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.host_tier import HostArena
@@ -133,4 +133,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

@@ -7,6 +7,7 @@
 Every run is `python -m trainer_bridge --config FILE` against one server, from the demo's warm-up checkpoint on the
 sorting task, with the same prompts in the same order, sampling seeds and samples per step. An interrupted run continues
 from its checkpoint. A short run first measures the regime: if too few tokens are stale, the comparison would show
+from examples import interrupt
 nothing, and the task must be made longer (`--longest`, a smaller `--groups`).
 """
 
@@ -28,6 +29,7 @@ from rich.console import Console
 from bench import record
 from bench.learning_page import write_page
 from bench.learning_stats import OFF_POLICY, OVER_THREE, final_reward, in_regime
+from examples import interrupt
 from examples.april_demo.server import ServerError, running_server
 from examples.april_demo.settings import Settings, Training
 from examples.sorting_task import ListLengths, problems, write_prompts
@@ -286,4 +288,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "finished runs are in bench/results/learning.json; --run-id continues")

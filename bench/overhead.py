@@ -28,6 +28,7 @@ from rich.console import Console
 from bench import record
 from bench.rollout.presets import PRESETS
 from bench.rollout.servers import Size, both_servers
+from examples import interrupt
 from examples.tiny_model import make
 from sglang_april.client import AprilClient
 
@@ -194,4 +195,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "rows that were measured are in bench/results/overhead.json; the same command measures again")

@@ -24,6 +24,7 @@ from bench.over_sampling import table as over_sampling_table
 from bench.plots import plot, plot_over_sampling
 from bench.record import Row
 from bench.tables import ablations_of, aims, by_variant, details_of, headline_table, newest, table_of
+from examples import interrupt
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
 PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md")
@@ -192,4 +193,4 @@ def _fill(path: Path, rows: list[Row], *, check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

@@ -11,7 +11,6 @@ resume differs for more than one sample in ten, or if logprobs of equal tokens d
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -23,6 +22,7 @@ from bench import record
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, patched_server
 from bench.suspend import TIERS, prompt
+from examples import interrupt
 from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
 from sglang_april.client.types import RolloutReply, RolloutSample
@@ -124,4 +124,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from bench.rollout.workload import Stream
 from bench.simulated_engine import Costs
 from bench.simulated_rounds import MEASURED, VARIANTS, WARM, Outcome, Simulation
 from bench.tables import by_variant, newest
+from examples import interrupt
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import PrefillBatcher
 
@@ -272,4 +272,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

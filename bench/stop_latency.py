@@ -11,7 +11,6 @@ underestimates them.
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 import uuid
@@ -22,6 +21,7 @@ from typing import Any
 from bench import record
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, both_servers
+from examples import interrupt
 from examples.tiny_model import make
 
 SHORT = 24
@@ -146,4 +146,6 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(
+        main, "rows that were measured are in bench/results/stop_latency.json; the same command measures again"
+    )

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import sys
 import tempfile
 import time
 import uuid
@@ -34,6 +33,7 @@ from bench import record, traced_server
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, patched_server
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
+from examples import interrupt
 from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
 
@@ -294,4 +294,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

@@ -17,7 +17,6 @@ A row of the full batch alone (the limit) has the same shares; the difference is
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +29,7 @@ from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.runner import KINDS, Track
 from bench.rollout.servers import Size, patched_server
 from bench.rollout.testbed import Testbed
+from examples import interrupt
 from examples.tiny_model import make
 
 Window = tuple[float, float]
@@ -135,4 +135,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

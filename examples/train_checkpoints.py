@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -76,10 +76,12 @@ def order_embeddings(model: Qwen3ForCausalLM) -> None:
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per number, so that the server can show answers as text."""
-    words = ["<pad>", "<bos>", "<eos>", "<sort>", *map(str, range(NUMBERS))]
+    """One token per number, with the space before it. Byte-level, because SGLang's grammar backend needs a decoder."""
+    words = ["<pad>", "<bos>", "<eos>", "<sort>", *(f"Ġ{number}" for number in range(NUMBERS))]
     table = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    table.decoder = decoders.ByteLevel()
+    table.add_tokens([AddedToken("<sort>", lstrip=True, rstrip=True, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 

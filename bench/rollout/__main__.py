@@ -19,6 +19,7 @@ from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.runner import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both_servers
 from bench.rollout.testbed import Testbed
+from examples import interrupt
 from examples.tiny_model import make
 
 PROBLEMS = (ServerError, EngineError, NeverFullError, IdentityError, httpx.HTTPError, aiohttp.ClientError)
@@ -189,4 +190,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "rows that were measured are kept; --run-id, as printed at the start, continues the run")

@@ -32,8 +32,8 @@ def test_every_variant_accounts_for_its_tokens(
         async with EngineClient(server.url, patched=True) as engine:
             checkpoints = models("qwen3", 0), models("qwen3", 1)
             server.loaded = checkpoints[1]
-            bed = Testbed(engine, engine, checkpoints, preset, given_limit=1.0)
-            return await Runner(bed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
+            testbed = Testbed(engine, engine, checkpoints, preset, given_limit=1.0)
+            return await Runner(testbed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
 
     assert asyncio.run(scene()) == 0
     # A variant whose fields the server refuses has no row.
