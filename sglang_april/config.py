@@ -41,6 +41,7 @@ class AprilConfig:
     disk_dir: str | None = None
     disk_gb: float = 0.0
     kv_pages: str = "full"
+    carry_tokens: int = 100_000_000
     replies: int = 2
     reply_gb: float = 4.0
     max_body_mb: int = 64
@@ -169,6 +170,7 @@ FLAGS: tuple[Flag, ...] = (
         "{full,int8}",
         "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
     ),
+    Flag("carry_tokens", _whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
     Flag("max_body_mb", _whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),

@@ -134,7 +134,7 @@ def test_foreign_file_is_refused_and_unchanged(tmp_path: Path) -> None:
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     query(path, "UPDATE meta SET value=99 WHERE key='schema'")
-    with pytest.raises(JournalError, match="schema 99, and this version writes 2"):
+    with pytest.raises(JournalError, match=f"schema 99, and this version writes {schema.SCHEMA}"):
         probe(path)
 
 
