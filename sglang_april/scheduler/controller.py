@@ -53,13 +53,15 @@ class Controller:
         Rounds that are over end first, and rounds that the message ends do so at once: a pause stops the steps.
         """
         self.round_end.end_due()
+        self.context.recorder.commit()  # the command's own records fail its answer, and no others
         try:
             data = self._commands.execute(cmd)
             answer = messages.Answer(cmd.seq, data=data) if data is not None else None
         except RequestError as error:
             answer = messages.Answer(cmd.seq, error.status, error.field, error.reason)
         if answer is not None:
-            self.context.recorder.answer(answer, lasting=isinstance(cmd, messages.Lasting))
+            lasting = isinstance(cmd, messages.Lasting) and answer.status == 200
+            self.context.recorder.answer(answer, lasting=lasting)
         self.round_end.end_due()
         self.context.recorder.commit()
 

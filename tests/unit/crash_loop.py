@@ -11,7 +11,7 @@ import signal
 import struct
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ class PacedJournal(Journal):
         super().__init__(path)
         self._ahead, self._done, self._told = ahead, 0, threading.Condition()
 
-    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
-        def told(last: int, error: str) -> None:
-            written(last, error)
+    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
+        def told(last: int, error: str, failed: Mapping[int, str]) -> None:
+            written(last, error, failed)
             with self._told:
                 self._done = last
                 self._told.notify()
