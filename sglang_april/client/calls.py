@@ -1,5 +1,6 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
+import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack
 T = TypeVar("T")
 
 Exchange = Generator[httpx.Request, httpx.Response, T]
-"""A call as a generator: it yields requests, is sent their responses, and returns the result."""
+"""A call as a generator: it yields requests, is sent their responses or transport errors, and returns the result."""
 
 
 class AprilError(Exception):
@@ -61,11 +62,24 @@ class Calls:
         return (yield from self._call("POST", f"/april/rounds/{round_id}/judge", body))
 
     def extend(
-        self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()
+        self,
+        round_id: str,
+        quota_add: int = 0,
+        prompts: Iterable[Mapping[str, Any]] = (),
+        idempotency_key: str | None = None,
     ) -> Exchange[dict[str, Any]]:
-        """Raise the quota of an open round and add prompts to it."""
-        body = {"quota_add": quota_add, "prompts": list(prompts)}
-        return (yield from self._call("POST", f"/april/rounds/{round_id}/extend", body))
+        """Raise the quota of an open round and add prompts to it.
+
+        A lost connection is retried once. To repeat the call safely yourself, give an `idempotency_key` of your own;
+        otherwise each call has a new one.
+        """
+        key = idempotency_key or uuid.uuid4().hex
+        body = {"quota_add": quota_add, "prompts": list(prompts), "idempotency_key": key}
+        call = "POST", f"/april/rounds/{round_id}/extend", body
+        try:
+            return (yield from self._call(*call))
+        except httpx.TransportError:
+            return (yield from self._call(*call))
 
     def ack(self, round_id: str) -> Exchange[dict[str, Any]]:
         """Acknowledge a reply: the server need not keep it any longer."""

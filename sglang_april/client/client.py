@@ -69,7 +69,12 @@ class AprilClient:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send(self._http.send(request))
+                try:
+                    response = self._http.send(request)
+                except httpx.TransportError as error:
+                    request = exchange.throw(error)
+                else:
+                    request = exchange.send(response)
         except StopIteration as done:
             return done.value
 
@@ -135,7 +140,12 @@ class AsyncAprilClient:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send(await self._http.send(request))
+                try:
+                    response = await self._http.send(request)
+                except httpx.TransportError as error:
+                    request = exchange.throw(error)
+                else:
+                    request = exchange.send(response)
         except StopIteration as done:
             return done.value
 
