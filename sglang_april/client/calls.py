@@ -16,7 +16,7 @@ MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack
 T = TypeVar("T")
 
 REPEATABLE = ("/april/rollout", "/april/drop")
-REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/ack")
+REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
 """Routes whose effect is the same if a request arrives twice."""
 RETRY_INTERVAL_S = 0.5
 
@@ -81,10 +81,19 @@ class Calls:
         return (yield from self._call("POST", f"/april/rounds/{round_id}/judge", body))
 
     def extend(
-        self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()
+        self,
+        round_id: str,
+        quota_add: int = 0,
+        prompts: Iterable[Mapping[str, Any]] = (),
+        idempotency_key: str | None = None,
     ) -> Exchange[dict[str, Any]]:
-        """Raise the quota of an open round and add prompts to it."""
-        body = {"quota_add": quota_add, "prompts": list(prompts)}
+        """Raise the quota of an open round and add prompts to it.
+
+        Without an `idempotency_key` the client makes one, so that a call that is repeated after a lost connection
+        extends the round once.
+        """
+        key = idempotency_key or uuid.uuid4().hex
+        body = {"quota_add": quota_add, "prompts": list(prompts), "idempotency_key": key}
         return (yield from self._call("POST", f"/april/rounds/{round_id}/extend", body))
 
     def ack(self, round_id: str) -> Exchange[dict[str, Any]]:

@@ -117,6 +117,35 @@ def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:
         client.get_round("none")
 
 
+class LosesAnswers(httpx.HTTPTransport):
+    """Loses the first answer to every `extend`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[bytes] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if request.url.path.endswith("/extend"):
+            self.bodies.append(request.read())
+            if len(self.bodies) % 2:
+                raise httpx.ReadError("the connection is lost", request=request)
+        return response
+
+
+def test_an_extend_whose_answer_is_lost_is_repeated_with_its_key(url: str) -> None:
+    transport = LosesAnswers()
+    with AprilClient(url, retry_s=10, transport=transport) as client:
+        events = client.stream(run="slow", round_id="lossy", prompts=[prompt()])
+        first = client.extend("lossy", quota_add=1)
+        second = client.extend("lossy", quota_add=1)
+        assert (first["round_id"], second["round_id"]) == ("lossy", "lossy")
+        keys = [msgspec.msgpack.decode(body)["idempotency_key"] for body in transport.bodies]
+        assert keys[0] == keys[1] != keys[2] == keys[3]
+        client.stop("lossy")
+        list(events)
+
+
 def test_failed_push_stays_open(client: AprilClient) -> None:
     before = client.state()["policy_version"]
     with client.push():
