@@ -54,7 +54,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     scheduler = Scheduler()
     monkeypatch.setattr(hooks_scheduler, "CHECK", False)
     monkeypatch.setattr(Process, "controller", scheduler.april)
-    monkeypatch.setattr(Process, "engine", SimpleNamespace(_renew=fails, samples={"april.0.0": None}))
+    monkeypatch.setattr(Process, "engine", SimpleNamespace(_renew=fails))
     monkeypatch.setattr(Process, "scheduler", scheduler)
     return scheduler
 
@@ -87,9 +87,10 @@ def test_later_commands_are_refused_at_once(scheduler: Scheduler, monkeypatch: p
     assert scheduler.sent[-1] == messages.Answer(1, 503, "", REASON)
 
 
+ADOPTED = SimpleNamespace(april=object())
 CALLS: dict[str, Callable[[Scheduler], Any]] = {
     "on_queued": lambda s: hooks_scheduler.renew_cache_key(s.stock, s, SimpleNamespace(kv=None, april=None)),
-    "aborted": lambda s: hooks_scheduler.intercept_queue_abort(s.stock, None, AbortReq(rid="april.0.0")),
+    "aborted": lambda s: hooks_scheduler.intercept_queue_abort(s.stock, None, AbortReq(rid="r"), ADOPTED),
     "thaw": lambda s: hooks_control.thaw(None, s, None),
     "freeze": lambda s: hooks_control.pause(s.stock, s, None),
     "evacuate": lambda s: hooks_control.flush(s.stock, s),

@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 
 from sglang_april.adapter.v0_5_17 import frontend
+from sglang_april.adapter.v0_5_17.request import RESERVED_RID
 
 Original = Callable[..., Awaitable[Any]]
 
@@ -13,6 +14,18 @@ Original = Callable[..., Awaitable[Any]]
 def attach_service(_result: Any, manager: Any) -> None:
     """AFTER `TokenizerManager.init_request_dispatcher`, its last step."""
     frontend.attach(manager)
+
+
+def refuse_reserved_rid(original: Callable[..., Any], manager: Any, obj: Any, *args: Any) -> Any:
+    """AROUND `_init_req_state`, the first step of every generation request.
+
+    Raises:
+        ValueError: the client chose a `rid` of samples. SGLang's routes answer 400.
+    """
+    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+    if any(str(rid).startswith(RESERVED_RID) for rid in rids):
+        raise ValueError(f"rid: the prefix {RESERVED_RID!r} is reserved for samples of rollouts")
+    return original(manager, obj, *args)
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:

@@ -244,9 +244,9 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
 
     The lock is needed because the journal's writer thread uses the same socket.
     """
-    engine, controller = Process.engine, Process.controller
-    if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
-        _aborted(controller, engine.samples[output.rid], output.finished_reason)
+    sample = getattr(recv_obj, "april", None) if isinstance(output, AbortReq) else None
+    if sample is not None and Process.controller is not None:
+        _aborted(Process.controller, sample, output.finished_reason)
         return None
     with Process.sending:
         return orig(sender, output, recv_obj)
