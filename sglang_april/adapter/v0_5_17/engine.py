@@ -98,13 +98,18 @@ class SchedulerEngine(Capacity):
         s = self._s
         if sample.request is None:
             self._create(sample)
+            self.collect_proximal(sample, wanted=proximal)
             return
         req: Req = sample.request
         req.april_output.unpack(req)
-        collected = sample.recompute.proximal
-        if proximal and is_eligible(req) and (collected is None or collected.version < self.version):
-            sample.recompute.proximal = Proximal(self.version)
+        self.collect_proximal(sample, wanted=proximal)
         s._add_request_to_queue(req)
+
+    def collect_proximal(self, sample: Sample, *, wanted: bool) -> None:
+        req: Req | None = sample.request
+        collects = wanted and sample.length > 0 and req is not None and is_eligible(req)
+        sample.recompute.proximal = Proximal(self.version) if collects else None
+        sample.journal.proximal_version = -1
 
     def _create(self, sample: Sample) -> None:
         """Let SGLang create a request and queue it, or refuse it."""
