@@ -48,8 +48,10 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     (`evacuate-before-clear`). The writer lock blocks requests that arrive meanwhile.
 
     Raises:
-        ValueError: the server is busy. SGLang's route answers 400.
+        ValueError: a tag is unknown, which SGLang would accept, or the server is busy. SGLang's route answers 400.
     """
+    if unknown := sorted(_tags(obj) - set(GPU_MEMORY_ALL_TYPES)):
+        raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
     await _refuse_while_busy(manager)
     async with manager.model_update_lock.writer_lock:
