@@ -32,7 +32,7 @@ class Story:
         heal(self.live)
         self.record.accept(prompts)
         reply = self.live.in_background(self.live.server.rollout, **body)
-        neighbours = [Neighbour(self.live, seed) for seed in seeds]
+        neighbours = [Neighbour(self.live.server, self.live.model(0), seed) for seed in seeds]
         for done in [self.live.in_background(neighbour.run, CALLS_EACH) for neighbour in neighbours]:
             self.live.result_of(done)
         heal(self.live)

@@ -7,12 +7,15 @@ server lives, and after `heal` the rounds beside them deliver every sample once,
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.support.live import LiveServer
+from tests.support.server import Server
 
 RIDS: tuple[Any, ...] = (
     *(
@@ -69,19 +72,23 @@ CALLS = {
 class Neighbour:
     """One client. It ignores what it is answered, but not a connection that the server's end broke."""
 
-    live: LiveServer
+    server: Server
+    model: Path
+    """Weights that its weight calls load: those of the current policy."""
     seed: int
+    kinds: Sequence[str] = tuple(CALLS)
+    """The kinds of calls to draw from."""
     statuses: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.http = httpx.Client(base_url=self.live.server.url, timeout=20)
+        self.http = httpx.Client(base_url=self.server.url, timeout=20)
 
     def run(self, calls: int) -> None:
         """Make calls; returns when all are answered, refused, timed out or disconnected."""
         with self.http:
             for _ in range(calls):
-                kind = self.rng.choices(list(CALLS), list(CALLS.values()))[0]
+                kind = self.rng.choices(self.kinds, [CALLS[kind] for kind in self.kinds])[0]
                 try:
                     getattr(self, kind)(self.rng)
                 except httpx.TimeoutException:
@@ -151,8 +158,11 @@ class Neighbour:
 
     def weights(self, rng: random.Random) -> None:
         """The same weights again: the version moves, the policy does not."""
-        path = str(self.live.model(0))
-        body = {"model_path": path, "flush_cache": rng.choice([True, False]), "abort_all_requests": rng.random() < 0.2}
+        body = {
+            "model_path": str(self.model),
+            "flush_cache": rng.choice([True, False]),
+            "abort_all_requests": rng.random() < 0.2,
+        }
         self._post("/update_weights_from_disk", body)
 
     def broken_weights(self, rng: random.Random) -> None:
