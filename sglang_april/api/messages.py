@@ -23,7 +23,6 @@ from sglang_april.api.commands import (
 )
 from sglang_april.api.events import (
     Answer,
-    Broken,
     Event,
     Finished,
     JournalFault,
@@ -50,7 +49,6 @@ from sglang_april.api.types import (
 __all__ = [
     "Acknowledge",
     "Answer",
-    "Broken",
     "Command",
     "Count",
     "Delivery",

@@ -24,6 +24,19 @@ class AprilError(Exception):
         self.status, self.field, self.reason = status, field, reason
 
 
+class ConnectionLostError(AprilError, httpx.TransportError):
+    """The server cannot be reached, or has ended during the call; `status` is 0.
+
+    A server that has a journal delivers everything after its restart: repeat the call, a rollout by its `round_id`.
+    """
+
+    def __init__(self, url: str, error: httpx.TransportError) -> None:
+        httpx.TransportError.__init__(self, "")
+        cause = f"{type(error).__name__}: {error}"
+        reason = f"the connection to {url} failed ({cause}); if the server has ended, its log says why"
+        AprilError.__init__(self, 0, "server", reason)
+
+
 class NotPatchedError(AprilError):
     """The server is plain SGLang: the plugin is not active there."""
 
@@ -122,6 +135,18 @@ class Calls:
         given = {name: value for name, value in query.items() if value is not None}
         content = None if body is None else msgspec.msgpack.encode(body)
         return httpx.Request(method, self._url + path, params=given or None, content=content, headers=self._headers)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Around exchanges with the server.
+
+        Raises:
+            ConnectionLostError: the connection failed.
+        """
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise ConnectionLostError(self._url, error) from error
 
     @staticmethod
     def content(response: httpx.Response) -> Any:

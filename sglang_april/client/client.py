@@ -69,7 +69,9 @@ class AprilClient:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send(self._http.send(request))
+                with self._calls.connected():
+                    response = self._http.send(request)
+                request = exchange.send(response)
         except StopIteration as done:
             return done.value
 
@@ -91,11 +93,12 @@ class AprilClient:
         The round is open when this returns.
         """
         self._run(self._calls.check_patched())
-        response = self._http.send(self._calls.stream_request(body), stream=True)
-        if not response.is_success:
-            response.read()
-            self._calls.content(response)
-        return _events(response)
+        with self._calls.connected():
+            response = self._http.send(self._calls.stream_request(body), stream=True)
+            if not response.is_success:
+                response.read()
+                self._calls.content(response)
+        return _events(self._calls, response)
 
     @contextmanager
     def push(self, version: int | None = None) -> Iterator[None]:
@@ -106,10 +109,11 @@ class AprilClient:
         self.push_end(version)
 
 
-def _events(response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
+def _events(calls: Calls, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
     try:
-        for line in response.iter_lines():
-            yield event(line)
+        with calls.connected():
+            for line in response.iter_lines():
+                yield event(line)
     finally:
         response.close()
 
@@ -135,7 +139,9 @@ class AsyncAprilClient:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send(await self._http.send(request))
+                with self._calls.connected():
+                    response = await self._http.send(request)
+                request = exchange.send(response)
         except StopIteration as done:
             return done.value
 
@@ -154,13 +160,15 @@ class AsyncAprilClient:
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """`rollout` with `stream: true`: each group as it finishes, and the summary last."""
         await self._run(self._calls.check_patched())
-        response = await self._http.send(self._calls.stream_request(body), stream=True)
+        with self._calls.connected():
+            response = await self._http.send(self._calls.stream_request(body), stream=True)
         try:
-            if not response.is_success:
-                await response.aread()
-                self._calls.content(response)
-            async for line in response.aiter_lines():
-                yield event(line)
+            with self._calls.connected():
+                if not response.is_success:
+                    await response.aread()
+                    self._calls.content(response)
+                async for line in response.aiter_lines():
+                    yield event(line)
         finally:
             await response.aclose()
 

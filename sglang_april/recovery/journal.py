@@ -155,10 +155,7 @@ class Journal:
         elif self.error and not error:
             log.info("the journal can be written again")
         self.error = error
-        try:
-            self._written(0 if error else taken, error)
-        except Exception:
-            log.exception("a message that waited for the journal could not be sent")
+        self._written(0 if error else taken, error)
 
     def _transaction(self, ops: list[Op]) -> str:
         """Run all operations in one transaction; returns why it failed, or an empty string."""
@@ -167,9 +164,7 @@ class Journal:
             for op in ops:
                 op(self._db)
             self._db.execute("COMMIT")
-        except Exception as error:
-            if not isinstance(error, sqlite3.Error):
-                log.exception("a journal record could not be made")
+        except sqlite3.Error as error:  # any other exception ends the server (`fail-stop`)
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             return f"the journal cannot be written: {error}"

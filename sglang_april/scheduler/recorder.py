@@ -80,7 +80,8 @@ class Recorder(Unrecorded):
     # --- messages
 
     def send(self, event: Event) -> None:
-        self._outbox.send(event)
+        """Send an event once what it reports is written: a stream shows no sample that a crash would draw again."""
+        self._outbox.send(event, self._batches + 1 if self._records else 0)
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:
         self._outbox.send(answer, self._batches + 1 if lasting and self._records else 0)

@@ -244,9 +244,10 @@ class ControllerHarness(EventChecks):
         assert not any(self.ledger.census().values())
         assert sorted(self.engine.free) == list(range(self.engine.pool))
 
-    @staticmethod
-    def _same(sent: list[bytes], other: list[bytes]) -> bool:
-        return sent == other
+    def _check_sent(self) -> None:
+        assert all(sent == self.sent[0] for sent in self.sent)
+        for sent in self.sent:
+            sent.clear()
 
     def sample(self, run: str, name: str, index: int = 0) -> Sample:
         return self.ledger.runs[run].groups[name].samples[index]
@@ -270,9 +271,8 @@ class ControllerHarness(EventChecks):
         recount(self.engine, self.ledger)
         pool = report.state(self.controller.context)["pool"]
         assert pool.pop("total") == sum(pool.values())
-        assert all(self._same(sent, self.sent[0]) for sent in self.sent)
+        self._check_sent()
         assert len({d.getvalue() for d in self.digests}) == 1
-        for sent, digest in zip(self.sent, self.digests, strict=True):
-            sent.clear()
+        for digest in self.digests:
             digest.seek(0)
             digest.truncate()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import uvicorn
@@ -205,3 +206,25 @@ def test_sglang_without_the_plugin_raises_not_patched() -> None:
             client.rollout()
     finally:
         server.should_exit = True
+
+
+def test_server_that_ends_during_a_call_is_an_error_of_its_own() -> None:
+    """It is an `AprilError` with a sentence, and an error of httpx for callers that retry on those."""
+
+    def closed(_: httpx.Request) -> httpx.Response:
+        raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+
+    async def asynchronous() -> None:
+        async with AsyncAprilClient("http://april", transport=httpx.MockTransport(closed)) as client:
+            await client.rollout(prompts=[prompt()])
+
+    sentence = r"the connection to http://april failed \(RemoteProtocolError: Server disconnected"
+    with AprilClient("http://april", transport=httpx.MockTransport(closed)) as client:
+        with pytest.raises(AprilError, match=sentence) as caught:
+            client.rollout(prompts=[prompt()])
+        with pytest.raises(AprilError, match=sentence):
+            next(client.stream(prompts=[prompt()]))
+    with pytest.raises(AprilError, match=sentence):
+        asyncio.run(asynchronous())
+    assert isinstance(caught.value, httpx.TransportError)
+    assert caught.value.status == 0
