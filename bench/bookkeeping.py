@@ -1,4 +1,4 @@
-"""CPU time of the store's bookkeeping per sample with 100,000 partials: suspend, lookup, placement.
+"""CPU time of the store's bookkeeping per sample with 100,000 partials, and bytes of a carried token.
 
     python -m bench.bookkeeping [--samples 100000] [--repeat 5] [--record]
 
@@ -6,17 +6,21 @@ Uses the real ledger, tiers and eviction queues on an engine that does nothing: 
 20 µs. `suspend`: running samples become partials on the device. `lookup`: admission takes the next 64 partials until
 none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget of a quarter, so
 that most newcomers evict a sample and are evicted. Times are the thread's CPU time, which a busy machine affects
-little.
+little. `token_bytes`: what an output token of a suspended sample takes (tracemalloc); `token_bytes_in_lists`: what it
+takes in the lists in which SGLang collects it.
 """
 
 import argparse
 import json
 import random
 import time
+import tracemalloc
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from bench.record import RESULTS, append_rows, facts
+from bench.record import RESULTS, append_rows, provenance
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
@@ -28,11 +32,11 @@ from sglang_april.scheduler.version_clock import VersionClock
 
 PAGE = 16
 BATCH = 64
-"""Samples that are suspended together."""
+"""Number of samples suspended in one call."""
 
 
 class NoEngine:
-    """An engine whose copies succeed at once and hold nothing."""
+    """An engine whose copies succeed at once."""
 
     def copy_out(self, sample: Sample, order: int) -> None: ...
     def spill(self, sample: Sample, order: int) -> None: ...
@@ -45,7 +49,7 @@ class NoEngine:
 
 
 def lengths(count: int) -> list[int]:
-    """Log-normal, median 2,000 tokens, at most 32,768."""
+    """Log-normal lengths with a median of 2,000 and a maximum of 32,768 tokens."""
     rng = random.Random(0)
     return [min(32768, int(rng.lognormvariate(7.6, 1.0)) + 1) for _ in range(count)]
 
@@ -107,6 +111,28 @@ def measure(count: int) -> dict[str, float]:
     return {**found, "place_us": per_sample(place, len(samples))}
 
 
+def token_bytes(samples: int = 16, tokens: int = 4000) -> dict[str, float]:
+    """Bytes per output token: in SGLang's lists, and in the arrays of a suspended sample."""
+    rng = random.Random(0)
+    tracemalloc.start()
+    reqs: list[Any] = []
+    for _ in range(samples):
+        ids = [rng.randrange(1000, 150_000) for _ in range(tokens)]
+        lists = {"output_token_logprobs_val": [rng.random() for _ in ids], "output_token_logprobs_idx": ids}
+        logprob = SimpleNamespace(**lists, output_top_logprobs_val=None)
+        whole = array("q", ids)
+        reqs.append(SimpleNamespace(output_ids=array("q", ids), full_untruncated_fill_ids=whole, logprob=logprob))
+    del ids, lists, logprob, whole
+    in_lists = tracemalloc.get_traced_memory()[0]
+    outputs = [SampleOutput() for _ in reqs]
+    for req, output in zip(reqs, outputs, strict=True):
+        output.pack(req)
+    packed = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    count = samples * tokens
+    return {"token_bytes_in_lists": round(in_lists / count, 1), "token_bytes": round(packed / count, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100_000, help="partials (%(default)s)")
@@ -115,7 +141,8 @@ def main() -> None:
     args = parser.parse_args()
     runs = [measure(args.samples) for _ in range(args.repeat)]
     middle = {name: round(sorted(r[name] for r in runs)[len(runs) // 2], 2) for name in runs[0]}
-    row = {**facts(), "bench": "bookkeeping", "samples": args.samples, "repeat": args.repeat, **middle}
+    row = {**provenance(), "bench": "bookkeeping", "samples": args.samples, "repeat": args.repeat, **middle}
+    row |= token_bytes()
     print(json.dumps(row, indent=1))
     if args.record:
         append_rows(RESULTS / "bookkeeping.json", [row])

@@ -8,7 +8,6 @@ KV. The same with `full` pages is a row of its own: its error must be 0, or the 
 """
 
 import argparse
-import sys
 import tempfile
 import time
 import uuid
@@ -20,6 +19,7 @@ import torch
 
 from april_kernels.kv_pages import PlaneTable
 from bench import record
+from examples import interrupt
 from examples.tiny_model import DTYPES, make
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.host_tier import HostArena
@@ -30,7 +30,7 @@ PAGE = 16
 
 
 def through_the_store(form: str, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Planes [tokens, heads, dim] out to the host tier and back into other slots; what has come back."""
+    """Copy planes [tokens, heads, dim] to the host tier and back into other slots; returns the restored planes."""
     tokens = len(planes[0])
     pools = [torch.cat([plane, torch.zeros_like(plane)]) for plane in planes]
     copier = CpuCopier(PAGE_FORMATS[form](PlaneTable.of(pools), PAGE))
@@ -46,7 +46,7 @@ def through_the_store(form: str, planes: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def kv_of(cache: Any) -> list[torch.Tensor]:
-    """[tokens of all sequences, heads, dim], K and V of each layer in turn."""
+    """K and V of each layer, alternating, each [tokens of all sequences, heads, dim]."""
     return [x.transpose(1, 2).flatten(0, 1) for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
@@ -75,7 +75,7 @@ def measure(dtype: str, sequences: int, length: int, seed: int) -> list[record.R
     chosen = ids[:, half + 1 :, None]
 
     def logprobs(planes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """float64 [sequences, tokens, vocabulary]."""
+        """Logprobs, float64 [sequences, tokens, vocabulary]."""
         out = model(ids[:, half:-1], past_key_values=cache_of(planes, sequences), use_cache=True)
         return out.logits.double().log_softmax(-1)
 
@@ -108,7 +108,7 @@ def measure(dtype: str, sequences: int, length: int, seed: int) -> list[record.R
 
 
 def main(given: list[str] | None = None) -> int:
-    """Prints a line per form of page and dtype."""
+    """Print one line per page format and dtype; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.int8_error", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sequences", type=int, default=16, help="so many (%(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of each (%(default)s)")
@@ -116,7 +116,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/int8_error.json")
     args = parser.parse_args(given)
     config = {"sequences": args.sequences, "length": args.length, "seed": args.seed}
-    facts = {"bench": "int8_error", "run_id": uuid.uuid4().hex[:12], **record.facts(), "config": config}
+    facts = {"bench": "int8_error", "run_id": uuid.uuid4().hex[:12], **record.provenance(), "config": config}
     for dtype in DTYPES:
         began = time.perf_counter()
         rows = measure(dtype, **config)
@@ -133,4 +133,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

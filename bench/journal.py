@@ -1,4 +1,4 @@
-"""What the journal costs: delivered tokens per second with it and without it, in turns on two servers alike.
+"""The cost of the journal: delivered tokens/s with and without it, alternating between two equal servers.
 
     python -m bench.journal               five runs each and the ratio of their medians, as a row of the results
     python -m bench.journal --sync full   safe against loss of power too
@@ -29,7 +29,7 @@ PROMPT = 16
 
 
 def prompts(name: str, count: int, samples: int, rng: random.Random) -> list[record.Row]:
-    """Groups whose lengths are log-normal (median 90, σ 0.8) up to 800 tokens, as a tail that rounds have to cut."""
+    """Groups with log-normal lengths (median 90, σ 0.8) of up to 800 tokens, so that rounds suspend samples."""
     made = []
     for i in range(count):
         length = max(8, min(800, int(rng.lognormvariate(4.5, 0.8))))
@@ -45,17 +45,17 @@ def prompts(name: str, count: int, samples: int, rng: random.Random) -> list[rec
 
 
 def run(url: str, name: str, options: argparse.Namespace) -> float:
-    """Delivered tokens per second of one run, which leaves nothing behind."""
+    """Delivered tokens/s of one run, which is dropped at the end."""
     rng = random.Random(options.seed)
     delivered, start = 0, 0.0
     with AprilClient(url) as april:
         for number in range(options.warmup + options.rounds):
             if number == options.warmup:
                 start = time.perf_counter()
-            asked = prompts(
+            batch = prompts(
                 f"{name}.{number}", 2 * options.quota if not number else options.quota, options.samples, rng
             )
-            reply = april.rollout(run=name, prompts=asked, quota=options.quota)
+            reply = april.rollout(run=name, prompts=batch, quota=options.quota)
             if number >= options.warmup:
                 delivered += reply.stats["delivered"]["tokens"]
         seconds = time.perf_counter() - start
@@ -108,7 +108,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    row = {**record.facts(), **measure(options)}
+    row = {**record.provenance(), **measure(options)}
     record.append_rows(options.out, [row])
     print(json.dumps({name: row[name] for name in ("sync", "ratio", "median_tokens_per_s", "journal_bytes")}, indent=1))
 

@@ -1,6 +1,6 @@
-"""The cases of bench/kernels.py: the page kernels, what they are compared with, and the limits of the machine.
+"""The cases of bench/kernels.py: the page kernels, alternatives to them, and the limits of the machine.
 
-Every case moves the KV of the same tokens of the same pool, which is SGLang's own if SGLang can be imported.
+Every case moves the KV of the same tokens of the same pool, which is SGLang's if SGLang can be imported.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from april_kernels import kv_pages
 from april_kernels.kv_pages import PlaneTable
 
 STAGING_BYTES = 128 << 20
-"""Of each of the two buffers in device memory through which pages go to the host."""
+"""Size of each of the two device buffers through which pages are copied to the host."""
 SGLANG_BLOCKS = (2, 16, 64)
 ZERO_COPY_PROGRAMS = (4, 16, 64, 256)
 
@@ -35,12 +35,12 @@ class Case:
     name: str
     run: Callable[[], object]
     peak: str | None
-    """The case whose rate is the limit of this one."""
+    """Name of the case whose rate is the upper limit of this one."""
     passes: int
-    """How often each byte crosses the medium: 2 within a memory (read and write), 1 over a link."""
+    """Transfers per byte: 2 within a memory (read and write), 1 over a link."""
     programs: int | None = None
     kv_bytes: int | None = None
-    """Bytes moved, where they are not the KV of all tokens."""
+    """Bytes moved, if not the KV of all tokens."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class KernelTestbed:
 
     @cached_property
     def pinned(self) -> torch.Tensor:
-        # Not registered after the fact: on ROCm such memory has another address on the device.
+        # Pinned at allocation: on ROCm, memory that is registered later has another address on the device.
         return torch.empty(self.pages.shape, dtype=torch.int32, pin_memory=True)
 
     @cached_property
@@ -93,97 +93,99 @@ def _sglang_pool(config: KernelConfig, size: int, dtype: torch.dtype, device: st
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool(size - 1, 1, dtype, config.heads, config.dim, config.layers, device, False), ""
-    except Exception as error:  # noqa: BLE001 (whatever is wrong with an installation, our own rows do not need it)
+    except Exception as error:  # noqa: BLE001 (the other cases run with any installation)
         return None, f"no SGLang pool: {error!r}"[:300]
 
 
-def cases(bed: KernelTestbed) -> Iterator[Case | Missing]:
-    yield from _within_memory(bed)
-    yield from _sglang_copies(bed)
-    if bed.device == "cpu":
+def cases(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+    yield from _within_memory(testbed)
+    yield from _sglang_copies(testbed)
+    if testbed.device == "cpu":
         yield Missing("link, staging, zero copy, sglang kernels, flashinfer", "no GPU present")
         return
-    yield from _over_the_link(bed)
-    yield from _sglang_kernels(bed)
-    yield from _flashinfer(bed)
+    yield from _over_the_link(testbed)
+    yield from _sglang_kernels(testbed)
+    yield from _flashinfer(testbed)
 
 
-def _within_memory(bed: KernelTestbed) -> Iterator[Case]:
-    table, page_tokens, pages = bed.table, bed.config.page_tokens, bed.pages
+def _within_memory(testbed: KernelTestbed) -> Iterator[Case]:
+    table, page_tokens, pages = testbed.table, testbed.config.page_tokens, testbed.pages
     page_bytes = 4 * pages.numel()
 
     def pack(slots: torch.Tensor, **options: Any) -> Callable[[], object]:
         return lambda: kv_pages.pack(table, slots, page_tokens, out=pages, **options)
 
-    yield Case("copy peak", lambda: bed.other_pages.copy_(pages), None, 2, kv_bytes=page_bytes)
-    yield Case("pack, random slots", pack(bed.random), "copy peak", 2)
-    yield Case("pack, contiguous slots", pack(bed.contiguous), "copy peak", 2)
-    yield Case("pack into new memory", lambda: kv_pages.pack(table, bed.random, page_tokens), "copy peak", 2)
-    yield Case("pack and checksum", pack(bed.random, checksum=True), "copy peak", 2)
+    yield Case("copy peak", lambda: testbed.other_pages.copy_(pages), None, 2, kv_bytes=page_bytes)
+    yield Case("pack, random slots", pack(testbed.random), "copy peak", 2)
+    yield Case("pack, contiguous slots", pack(testbed.contiguous), "copy peak", 2)
+    yield Case("pack into new memory", lambda: kv_pages.pack(table, testbed.random, page_tokens), "copy peak", 2)
+    yield Case("pack and checksum", pack(testbed.random, checksum=True), "copy peak", 2)
     yield Case("checksum alone", lambda: kv_pages.checksum(pages), "copy peak", 1, kv_bytes=page_bytes)
-    yield Case("unpack, random slots", lambda: kv_pages.unpack(table, bed.random, pages), "copy peak", 2)
-    yield Case("unpack, contiguous slots", lambda: kv_pages.unpack(table, bed.contiguous, pages), "copy peak", 2)
+    yield Case("unpack, random slots", lambda: kv_pages.unpack(table, testbed.random, pages), "copy peak", 2)
+    yield Case("unpack, contiguous slots", lambda: kv_pages.unpack(table, testbed.contiguous, pages), "copy peak", 2)
 
-    rows = [torch.empty((bed.tokens, *b.shape[1:]), dtype=b.dtype, device=b.device) for b in table.buffers]
+    rows = [torch.empty((testbed.tokens, *b.shape[1:]), dtype=b.dtype, device=b.device) for b in table.buffers]
 
     def gather() -> None:
         for buffer, row in zip(table.buffers, rows, strict=True):
-            torch.index_select(buffer, 0, bed.random, out=row)
+            torch.index_select(buffer, 0, testbed.random, out=row)
 
     def scatter() -> None:
         for buffer, row in zip(table.buffers, rows, strict=True):
-            buffer.index_copy_(0, bed.random, row)
+            buffer.index_copy_(0, testbed.random, row)
 
     yield Case("torch index_select", gather, "copy peak", 2)
     yield Case("torch index_copy_", scatter, "copy peak", 2)
 
 
-def _sglang_copies(bed: KernelTestbed) -> Iterator[Case | Missing]:
-    pool = bed.sglang
+def _sglang_copies(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+    pool = testbed.sglang
     if pool is None:
-        yield Missing("sglang get_cpu_copy", bed.why_not)
+        yield Missing("sglang get_cpu_copy", testbed.why_not)
         return
-    over_link = bed.device != "cpu"
+    over_link = testbed.device != "cpu"
     peaks, passes = (("d2h peak", "h2d peak"), 1) if over_link else (("copy peak",) * 2, 2)
-    copy = pool.get_cpu_copy(bed.random)
-    yield Case("sglang get_cpu_copy", lambda: pool.get_cpu_copy(bed.random), peaks[0], passes)
-    yield Case("sglang load_cpu_copy", lambda: pool.load_cpu_copy(copy, bed.random), peaks[1], passes)
+    copy = pool.get_cpu_copy(testbed.random)
+    yield Case("sglang get_cpu_copy", lambda: pool.get_cpu_copy(testbed.random), peaks[0], passes)
+    yield Case("sglang load_cpu_copy", lambda: pool.load_cpu_copy(copy, testbed.random), peaks[1], passes)
 
 
-def _over_the_link(bed: KernelTestbed) -> Iterator[Case]:
-    pages, pinned, page_bytes = bed.pages, bed.pinned, 4 * bed.pages.numel()
+def _over_the_link(testbed: KernelTestbed) -> Iterator[Case]:
+    pages, pinned, page_bytes = testbed.pages, testbed.pinned, 4 * testbed.pages.numel()
     yield Case("d2h peak", lambda: pinned.copy_(pages, non_blocking=True), None, 1, kv_bytes=page_bytes)
     yield Case("h2d peak", lambda: pages.copy_(pinned, non_blocking=True), None, 1, kv_bytes=page_bytes)
-    yield Case("staged pack to host", _staged(bed, to_host=True), "d2h peak", 1)
-    yield Case("staged unpack from host", _staged(bed, to_host=False), "h2d peak", 1)
+    yield Case("staged pack to host", _staged(testbed, to_host=True), "d2h peak", 1)
+    yield Case("staged unpack from host", _staged(testbed, to_host=False), "h2d peak", 1)
     for programs in ZERO_COPY_PROGRAMS:
 
         def zero_copy(programs: int = programs) -> object:
-            return kv_pages.pack(bed.table, bed.random, bed.config.page_tokens, out=pinned, programs=programs)
+            return kv_pages.pack(
+                testbed.table, testbed.random, testbed.config.page_tokens, out=pinned, programs=programs
+            )
 
         yield Case("zero-copy pack to host", zero_copy, "d2h peak", 1, programs)
 
 
-def _staged(bed: KernelTestbed, *, to_host: bool) -> Callable[[], None]:
-    """Pieces go through two buffers: while one is packed (or unpacked), the copy engine moves the other."""
-    page_tokens, (n_pages, words) = bed.config.page_tokens, bed.pages.shape
+def _staged(testbed: KernelTestbed, *, to_host: bool) -> Callable[[], None]:
+    """Copy in pieces through two buffers: while one is packed (or unpacked), the copy engine moves the other."""
+    page_tokens, (n_pages, words) = testbed.config.page_tokens, testbed.pages.shape
     piece = max(1, min(n_pages, STAGING_BYTES // (4 * words)))
-    buffers = [torch.empty((piece, words), dtype=torch.int32, device=bed.device) for _ in range(2)]
+    buffers = [torch.empty((piece, words), dtype=torch.int32, device=testbed.device) for _ in range(2)]
     link, freed = torch.cuda.Stream(), [torch.cuda.Event(), torch.cuda.Event()]
 
     def run() -> None:
         main = torch.cuda.current_stream()
         link.wait_stream(main)
         for i, first in enumerate(range(0, n_pages, piece)):
-            host = bed.pinned[first : first + piece]
+            host = testbed.pinned[first : first + piece]
             stage, done = buffers[i % 2][: host.shape[0]], freed[i % 2]
-            slots = bed.random[first * page_tokens : (first + piece) * page_tokens]
+            slots = testbed.random[first * page_tokens : (first + piece) * page_tokens]
             before, after = (main, link) if to_host else (link, main)
             if i >= 2:
                 before.wait_event(done)
             with torch.cuda.stream(before):
                 if to_host:
-                    kv_pages.pack(bed.table, slots, page_tokens, out=stage)
+                    kv_pages.pack(testbed.table, slots, page_tokens, out=stage)
                 else:
                     stage.copy_(host, non_blocking=True)
             after.wait_stream(before)
@@ -191,66 +193,66 @@ def _staged(bed: KernelTestbed, *, to_host: bool) -> Callable[[], None]:
                 if to_host:
                     host.copy_(stage, non_blocking=True)
                 else:
-                    kv_pages.unpack(bed.table, slots, stage)
+                    kv_pages.unpack(testbed.table, slots, stage)
                 done.record(after)
         main.wait_stream(link)
 
     return run
 
 
-def _sglang_kernels(bed: KernelTestbed) -> Iterator[Case | Missing]:
+def _sglang_kernels(testbed: KernelTestbed) -> Iterator[Case | Missing]:
     try:
         from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf as transfer
     except Exception as error:  # noqa: BLE001 (see _sglang_pool)
         yield Missing("sglang transfer_kv_all_layer_lf_pf", repr(error)[:300])
         return
-    k, v = ([b.data_ptr() for b in buffers] for buffers in (bed.k, bed.v))
-    k_table, v_table = (torch.tensor(p, dtype=torch.uint64, device=bed.device) for p in (k, v))
-    row = bed.k[0][0].numel() * bed.k[0].itemsize
-    layers, places = bed.config.layers, torch.arange(bed.tokens, device=bed.device)
-    shape = (bed.tokens, layers, bed.config.heads, bed.config.dim)
+    k, v = ([b.data_ptr() for b in buffers] for buffers in (testbed.k, testbed.v))
+    k_table, v_table = (torch.tensor(p, dtype=torch.uint64, device=testbed.device) for p in (k, v))
+    row = testbed.k[0][0].numel() * testbed.k[0].itemsize
+    layers, places = testbed.config.layers, torch.arange(testbed.tokens, device=testbed.device)
+    shape = (testbed.tokens, layers, testbed.config.heads, testbed.config.dim)
     for where, peak, passes in (("device", "copy peak", 2), ("host", "d2h peak", 1)):
-        options = {"device": bed.device} if where == "device" else {"pin_memory": True}
-        to_k, to_v = (torch.empty(shape, dtype=bed.k[0].dtype, **options) for _ in range(2))
+        options = {"device": testbed.device} if where == "device" else {"pin_memory": True}
+        to_k, to_v = (torch.empty(shape, dtype=testbed.k[0].dtype, **options) for _ in range(2))
         for blocks in SGLANG_BLOCKS:
 
             def run(to_k: torch.Tensor = to_k, to_v: torch.Tensor = to_v, blocks: int = blocks) -> None:
-                transfer(k_table, to_k, v_table, to_v, bed.random, places, row, row * layers, layers, blocks)
+                transfer(k_table, to_k, v_table, to_v, testbed.random, places, row, row * layers, layers, blocks)
 
             yield Case(f"sglang transfer_kv_all_layer_lf_pf to {where}", run, peak, passes, blocks)
 
 
-def _flashinfer(bed: KernelTestbed) -> Iterator[Case | Missing]:
-    """Attention over resumed pages against pages that never moved, and flashinfer's own append beside our unpack."""
+def _flashinfer(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+    """Attention over resumed pages against pages that never moved, and flashinfer's append against this unpack."""
     try:
         import flashinfer
     except Exception as error:  # noqa: BLE001 (see _sglang_pool)
         yield Missing("flashinfer", repr(error)[:300])
         return
-    ints = {"dtype": torch.int32, "device": bed.device}
-    indptr, last = torch.tensor([0, bed.tokens], **ints), torch.ones(1, **ints)
-    heads, dim, dtype = bed.config.heads, bed.config.dim, bed.k[0].dtype
-    query = torch.randn(1, 4 * heads, dim, device=bed.device).to(dtype)
+    ints = {"dtype": torch.int32, "device": testbed.device}
+    indptr, last = torch.tensor([0, testbed.tokens], **ints), torch.ones(1, **ints)
+    heads, dim, dtype = testbed.config.heads, testbed.config.dim, testbed.k[0].dtype
+    query = torch.randn(1, 4 * heads, dim, device=testbed.device).to(dtype)
     # A pool of single slots is a paged cache with pages of one token: [slots, 1, heads, dim].
-    caches = [(k.unsqueeze(1), v.unsqueeze(1)) for k, v in zip(bed.k, bed.v, strict=True)]
-    resumed = (torch.randperm(2 * bed.tokens, device=bed.device) + 1)[: bed.tokens]
-    pages, _ = kv_pages.pack(bed.table, bed.random, bed.config.page_tokens, out=bed.pages)
+    caches = [(k.unsqueeze(1), v.unsqueeze(1)) for k, v in zip(testbed.k, testbed.v, strict=True)]
+    resumed = (torch.randperm(2 * testbed.tokens, device=testbed.device) + 1)[: testbed.tokens]
+    pages, _ = kv_pages.pack(testbed.table, testbed.random, testbed.config.page_tokens, out=testbed.pages)
 
     def attention(slots: torch.Tensor) -> Callable[[], object]:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(128 << 20, dtype=torch.uint8, device=bed.device), "NHD"
+            torch.empty(128 << 20, dtype=torch.uint8, device=testbed.device), "NHD"
         )
         pages_of_one = slots.to(torch.int32)
         wrapper.plan(indptr, pages_of_one, last, 4 * heads, heads, dim, 1, q_data_type=dtype, kv_data_type=dtype)
         return lambda: [wrapper.run(query, cache) for cache in caches]
 
-    yield Case("flashinfer decode, pages that never moved", attention(bed.random), None, 1)
-    kv_pages.unpack(bed.table, resumed, pages)
+    yield Case("flashinfer decode, pages that never moved", attention(testbed.random), None, 1)
+    kv_pages.unpack(testbed.table, resumed, pages)
     yield Case("flashinfer decode, resumed pages", attention(resumed), None, 1)
 
-    rows = [torch.empty((bed.tokens, heads, dim), dtype=dtype, device=bed.device) for _ in range(2)]
-    batch, positions = torch.zeros(bed.tokens, **ints), torch.arange(bed.tokens, **ints)
-    append_to = bed.random.to(torch.int32)
+    rows = [torch.empty((testbed.tokens, heads, dim), dtype=dtype, device=testbed.device) for _ in range(2)]
+    batch, positions = torch.zeros(testbed.tokens, **ints), torch.arange(testbed.tokens, **ints)
+    append_to = testbed.random.to(torch.int32)
 
     def append() -> None:
         for cache in caches:

@@ -1,4 +1,4 @@
-"""Times the page kernels on this machine, beside torch, SGLang, flashinfer and the machine's own limits.
+"""Times the page kernels and compares them with torch, SGLang, flashinfer and the limits of the machine.
 
     python -m bench.kernels                      # Qwen3-4B's KV on a GPU (CUDA or ROCm); small sizes without one
     python -m bench.kernels --plot out           # also draws the run
@@ -29,14 +29,14 @@ from bench.kernel_cases import Case, KernelConfig, KernelTestbed, Missing, cases
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
 CPU_AT_LEAST_S = 0.02
-"""So long is one of the repeats: what is shorter is called several times."""
+"""Shortest duration of one measurement; shorter calls are repeated within it."""
 
 Times = tuple[float, float, float]
 """Milliseconds of one call: 20th, 50th and 80th percentile."""
 
 
 def timed(runs: Sequence[Callable[[], object]], device: str) -> list[Times]:
-    """Each run's times. On a CPU in turns: what else runs there comes and goes, and ratios are what is asked for."""
+    """Times of each function. On a CPU the functions alternate, so that background load affects all of them alike."""
     if device != "cpu":
         from triton.testing import do_bench
 
@@ -62,9 +62,9 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, Any]]:
-    """One row per case, shares of the peaks filled in."""
-    bed = KernelTestbed(config, tokens, device)
-    found = list(cases(bed))
+    """One row per case, with its share of the peak."""
+    testbed = KernelTestbed(config, tokens, device)
+    found = list(cases(testbed))
     times = iter(timed([case.run for case in found if isinstance(case, Case)], device))
     rows: list[dict[str, Any]] = []
     for case in found:
@@ -72,7 +72,7 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
             rows.append({"name": case.name, "tokens": tokens, "skipped": case.why})
             continue
         p20, p50, p80 = next(times)
-        moved = case.passes * (case.kv_bytes or bed.kv_bytes)
+        moved = case.passes * (case.kv_bytes or testbed.kv_bytes)
         rate = {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "gb_per_s": moved / p50 / 1e6}
         row = {"name": case.name, "tokens": tokens, "programs": case.programs, "bytes_moved": moved, **rate}
         rows.append({**row, "peak": case.peak})
@@ -84,8 +84,8 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
 
 
 def run_facts(config: KernelConfig, device: str) -> dict[str, Any]:
-    """What every row of a run has in common."""
-    facts = record.facts()
+    """Fields that all rows of a run share."""
+    facts = record.provenance()
     facts["machine"]["threads"] = torch.get_num_threads()
     facts["machine"]["gpu"] = torch.cuda.get_device_name() if device != "cpu" else None
     facts["versions"] |= {"cuda": torch.version.cuda, "hip": torch.version.hip}

@@ -7,6 +7,7 @@
 Every run is `python -m trainer_bridge --config FILE` against one server, from the demo's warm-up checkpoint on the
 sorting task, with the same prompts in the same order, sampling seeds and samples per step. An interrupted run continues
 from its checkpoint. A short run first measures the regime: if too few tokens are stale, the comparison would show
+from examples import interrupt
 nothing, and the task must be made longer (`--longest`, a smaller `--groups`).
 """
 
@@ -28,6 +29,7 @@ from rich.console import Console
 from bench import record
 from bench.learning_page import write_page
 from bench.learning_stats import OFF_POLICY, OVER_THREE, final_reward, in_regime
+from examples import interrupt
 from examples.april_demo.server import ServerError, running_server
 from examples.april_demo.settings import Settings, Training
 from examples.sorting_task import ListLengths, problems, write_prompts
@@ -45,16 +47,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SEEDS = {"synchronous": 5, "recompute": 5, "keep": 5, "keep-uncorrected": 3, "cohort": 3}
 HELD_OUT_SEED = 20_000
 REGIME_STEPS = 30
-"""Of the run that shows the regime; its second half counts."""
+"""Steps of the run that checks the regime; its second half counts."""
 ABOUT_TO_END_S = 30.0
 
 
 class RunFailed(RuntimeError):  # noqa: N818
-    """A training run ended with an error; the message says where its output is."""
+    """A training run failed; the message names its output."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.learning", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--budget-minutes", type=float, default=240.0, help="the server's start included (%(default)s)")
     parser.add_argument("--run-id", help="continue this run")
@@ -87,7 +89,7 @@ SIZES = (
 
 
 def plan(variants: list[str], seeds: int | None) -> Iterator[tuple[str, int]]:
-    """What to train, seed by seed, so that whatever the budget allows is paired."""
+    """(variant, seed) of all runs, seed by seed, so that any prefix is paired."""
     for seed in range(seeds or max(SEEDS.values())):
         for variant in variants:
             if seed < (seeds or SEEDS[variant]):
@@ -128,7 +130,7 @@ def fields_of(variant: str, seed: int, args: argparse.Namespace, url: str, folde
 
 
 def write_data(args: argparse.Namespace, seed: int, folder: Path) -> None:
-    """The prompts of a seed, and the held-out ones, which are the same for all."""
+    """The prompts of a seed, and the held-out prompts that all seeds share."""
     lengths = ListLengths(longest=args.longest, alpha=args.alpha)
     train = itertools.islice(problems(seed, lengths), args.steps * args.groups + args.pool)
     write_prompts(folder / f"prompts-{seed}.jsonl", train)
@@ -137,7 +139,11 @@ def write_data(args: argparse.Namespace, seed: int, folder: Path) -> None:
 
 
 def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
-    """One run to its end, or False when the time is up; it can continue later. Raises RunFailed."""
+    """Train one run; returns False if the time is up (it can be continued).
+
+    Raises:
+        RunFailed: the training process ended with an error.
+    """
     folder = Path(fields["save"])
     folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / "config.yaml", folder / "train.log"
@@ -161,7 +167,7 @@ def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
 
 
 def figures(folder: Path) -> record.Row:
-    """What a finished run's folder says. Shares are of tokens, over all steps; `lengths` counts trained samples."""
+    """Results of a finished run. Shares are of tokens, over all steps; `lengths` counts trained samples."""
     steps, evaluations = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
     tokens = sum(row["delivered_tokens"] for row in steps)
     drifts = [row["kv_drift"] for row in steps if row["kv_drift"] is not None]
@@ -185,7 +191,7 @@ def figures(folder: Path) -> record.Row:
 
 
 def regime_of(steps: list[record.Row]) -> dict[str, float]:
-    """Share of tokens that an older policy drew, and of samples that were drawn over three versions or more."""
+    """Share of tokens drawn by an older policy, and of samples drawn over three versions or more."""
     tokens, samples = (sum(row[name] for row in steps) for name in ("delivered_tokens", "samples"))
     return {
         "off_policy_share": sum(row["off_policy_share"] * row["delivered_tokens"] for row in steps) / tokens,
@@ -194,7 +200,7 @@ def regime_of(steps: list[record.Row]) -> dict[str, float]:
 
 
 class Bench:
-    """One run of the benchmark: its server, its folder, its rows, its clock."""
+    """One run of the benchmark: server, folder, rows and time budget."""
 
     def __init__(self, args: argparse.Namespace, url: str, ends_at: float, console: Console) -> None:
         self._args, self._url, self._ends_at, self._console = args, url, ends_at, console
@@ -210,7 +216,7 @@ class Bench:
         return found
 
     def regime(self) -> bool:
-        """Whether staleness is great enough, by a row of this run or a short training run."""
+        """Whether staleness is large enough to compare, by a row of this run or a short training run."""
         rows = [row for row in self.rows() if row["kind"] == "regime"]
         if not rows:
             fields = self._fields("keep", 0) | {"num_rollout": REGIME_STEPS, "save": str(self._folder / "regime")}
@@ -224,7 +230,7 @@ class Bench:
         return in_regime(*seen)
 
     def all(self) -> None:
-        """Train every planned run without a row, until the time is up."""
+        """Train every planned run that has no row yet, until the time is up."""
         for variant, seed in plan(self._args.variants, self._args.seeds):
             if any((row["kind"], row["variant"], row["seed"]) == ("run", variant, seed) for row in self.rows()):
                 continue
@@ -243,7 +249,7 @@ class Bench:
 
     def _append(self, kind: str, variant: str, seed: int, found: record.Row) -> record.Row:
         row = {"bench": "learning", "run_id": self.run_id, "kind": kind, "variant": variant, "seed": seed}
-        row |= {**record.facts(), "sizes": self._sizes, **found}
+        row |= {**record.provenance(), "sizes": self._sizes, **found}
         record.append_rows(self._args.out, [row])
         return row
 
@@ -252,7 +258,7 @@ class Bench:
 
 
 def main(given: list[str] | None = None) -> int:
-    """0; 1 if a run failed, 2 outside of the regime."""
+    """Returns 0, 1 if a run failed, or 2 outside of the regime."""
     args, console = arguments(given), Console()
     ends_at = time.monotonic() + 60 * args.budget_minutes
     args.run_id = args.run_id or f"{time.strftime('%Y%m%d')}-{uuid.uuid4().hex[:6]}"
@@ -282,4 +288,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "finished runs are in bench/results/learning.json; --run-id continues")

@@ -1,4 +1,4 @@
-"""The page of `bench.learning`: a table and plots of its newest run, from the rows alone."""
+"""The page of `bench.learning`: a table and plots of its newest run, from its rows."""
 
 import base64
 import html
@@ -31,7 +31,7 @@ STYLE = (
     "td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #ddd}"
 )
 TARGET_SHARE = 0.9
-"""The fixed target lies so far up between the reward before and what the synchronous runs end with."""
+"""Position of the target between the reward before training and the final reward of the synchronous runs."""
 
 
 def by_variant(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
@@ -44,7 +44,7 @@ def by_variant(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
 
 
 def target(base: dict[int, Row]) -> float | None:
-    """The held-out reward that all variants' costs are measured to; None without a synchronous run."""
+    """The held-out reward up to which the costs of all variants are measured; None without a synchronous run."""
     if not base:
         return None
     before, end = (mean(row[name] for row in base.values()) for name in ("reward_before", "reward_final"))
@@ -99,7 +99,7 @@ def _costs(rows: list[Row], goal: float | None, key: str) -> str:
 
 
 def _counts(row: Row) -> dict[int, int]:
-    """Counts by length; JSON has made text of the lengths."""
+    """Counts by length (JSON keys are strings)."""
     return {int(length): count for length, count in row["lengths"].items()}
 
 
@@ -155,7 +155,7 @@ def _picture(draw: Callable[[Any, dict[str, dict[int, Row]]], None], found: dict
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(sink.getvalue()).decode()}">'
 
 
-def _said(rows: list[Row], found: dict[str, dict[int, Row]]) -> str:
+def _summary(rows: list[Row], found: dict[str, dict[int, Row]]) -> str:
     first = rows[0]
     regime = [row for row in rows if row["kind"] == "regime"]
     lines = [
@@ -179,7 +179,7 @@ def _said(rows: list[Row], found: dict[str, dict[int, Row]]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """The page of the newest run."""
+    """The HTML page of the newest run."""
     if not rows:
         return "<!doctype html><meta charset=utf-8><p>No rows.</p>"
     run = [row for row in rows if row["run_id"] == max(rows, key=lambda row: row["time"])["run_id"]]
@@ -187,7 +187,7 @@ def page(rows: list[Row]) -> str:
     head, *body = table(found)
     cells = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
     cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in body]
-    parts = [_said(run, found), f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"]
+    parts = [_summary(run, found), f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"]
     if found:
         parts += [f"<h2>{html.escape(title)}</h2>{_picture(draw, found)}" for title, draw in PLOTS.items()]
     title = "Learning from partial rollouts"
@@ -198,7 +198,7 @@ def page(rows: list[Row]) -> str:
 
 
 def write_page(rows: list[Row], path: Path) -> Path:
-    """Writes the page and returns its path."""
+    """Write the page; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(rows))
     return path

@@ -8,18 +8,18 @@ import numpy as np
 from scipy import stats
 
 MARGIN = 0.02
-"""Of held-out reward: ours is not inferior if it loses less than that, with 97.5 % confidence."""
+"""Non-inferiority margin of held-out reward, at 97.5 % confidence."""
 CONFIDENCE = 0.95
 LAST = 5
-"""A run's held-out reward is the mean of so many last evaluations."""
+"""Number of last evaluations that a run's held-out reward averages."""
 OFF_POLICY = 0.4
 OVER_THREE = 0.2
-"""The regime in which corrections matter: at least so many tokens off-policy, so many samples over ≥ 3 versions."""
+"""The regime in which corrections matter: smallest shares of off-policy tokens and of samples over ≥ 3 versions."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences of two variants on the same seeds. `low` and `high`: the 95 % interval of the mean, by t."""
+    """Differences of two variants on the same seeds. `low`, `high`: 95 % confidence interval of the mean (t)."""
 
     seeds: int
     mean: float
@@ -36,10 +36,10 @@ class Paired:
         return "inferior" if self.high < -MARGIN else "open"
 
 
-def paired(ours: Mapping[int, float], base: Mapping[int, float]) -> Paired | None:
-    """Differences variant − base over the seeds that both have; None without any."""
-    seeds = sorted(ours.keys() & base.keys())
-    differences = np.array([ours[seed] - base[seed] for seed in seeds])
+def paired(variant: Mapping[int, float], base: Mapping[int, float]) -> Paired | None:
+    """Differences variant − base over common seeds; None without any."""
+    seeds = sorted(variant.keys() & base.keys())
+    differences = np.array([variant[seed] - base[seed] for seed in seeds])
     if not seeds:
         return None
     mean = float(differences.mean())
@@ -50,20 +50,19 @@ def paired(ours: Mapping[int, float], base: Mapping[int, float]) -> Paired | Non
 
 
 def final_reward(evaluations: Sequence[Mapping[str, Any]]) -> float:
-    """Mean held-out reward of the last evaluations, the one before training left out."""
+    """Mean held-out reward of the last evaluations, without the one before training."""
     return float(np.mean([row["reward"] for row in evaluations if row["step"] > 0][-LAST:]))
 
 
 def reward_at(samples: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> float:
-    """Mean held-out reward at these numbers of delivered samples, linear between evaluations: for variants whose steps
-    deliver more than others'."""
+    """Mean held-out reward at these numbers of delivered samples, interpolated linearly between evaluations."""
     seen, rewards = ([row[key] for row in evaluations] for key in ("samples_so_far", "reward"))
     return float(np.interp(samples, seen, rewards).mean())
 
 
 def cost_to(target: float, evaluations: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """`samples_so_far` or `seconds_so_far` when held-out reward first reached the target, linear between evaluations;
-    None if it never did."""
+    """`samples_so_far` or `seconds_so_far` at which held-out reward first reaches the target, interpolated linearly;
+    None if it never does."""
     before: Mapping[str, Any] | None = None
     for row in evaluations:
         if row["reward"] >= target:
@@ -75,13 +74,13 @@ def cost_to(target: float, evaluations: Sequence[Mapping[str, Any]], key: str) -
     return None
 
 
-def ks_distance(ours: Mapping[int, int], base: Mapping[int, int]) -> float:
-    """Kolmogorov–Smirnov: the largest distance of two distribution functions, each a count by length."""
-    lengths = sorted(ours.keys() | base.keys())
-    shares = [np.cumsum([counts.get(length, 0) for length in lengths]) for counts in (ours, base)]
+def ks_distance(variant: Mapping[int, int], base: Mapping[int, int]) -> float:
+    """Kolmogorov–Smirnov distance of two distributions given as counts by length."""
+    lengths = sorted(variant.keys() | base.keys())
+    shares = [np.cumsum([counts.get(length, 0) for length in lengths]) for counts in (variant, base)]
     return float(np.abs(shares[0] / shares[0][-1] - shares[1] / shares[1][-1]).max())
 
 
 def in_regime(off_policy_share: float, over_three_versions: float) -> bool:
-    """Whether staleness is great enough for the comparison to say anything."""
+    """Whether staleness is large enough for a meaningful comparison."""
     return off_policy_share >= OFF_POLICY and over_three_versions >= OVER_THREE

@@ -1,4 +1,4 @@
-"""The price of over-sampling: bytes of carried KV against idle slot-seconds saved, from rows alone, with the knee.
+"""The cost of over-sampling: bytes of carried KV against idle slot-seconds saved, from rows, with the knee.
 
 Starting more than the quota keeps slots busy that would stay empty, and costs partials that are carried. The points are
 the batch quota with fixed factors, and with demand-driven admission (prompts start as slots become free).
@@ -19,8 +19,8 @@ DEMAND = "demand-driven"
 
 @dataclass(frozen=True)
 class OverSamplingPoint:
-    """One way to admit prompts. `idle`: slot-seconds a round in which no sample runs, in seconds of a machine at the
-    speed of all points' mean; `saved`: how many fewer than with the smallest factor."""
+    """One admission setting. `idle`: slot-seconds per round without a running sample, normalised to the mean speed of
+    all points; `saved`: the difference to the smallest factor."""
 
     name: str
     peak_bytes: int
@@ -33,7 +33,7 @@ class OverSamplingPoint:
 
 
 def points(rows: list[Row], distribution: str) -> list[OverSamplingPoint]:
-    """The factors in rising order, then demand-driven admission; none without the smallest factor."""
+    """Points by rising factor, then demand-driven admission; empty without the smallest factor."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row["distribution"] == distribution and (name := _name(row)):
@@ -58,8 +58,8 @@ def points(rows: list[Row], distribution: str) -> list[OverSamplingPoint]:
 
 
 def knee(found: list[OverSamplingPoint]) -> OverSamplingPoint | None:
-    """The last point, by bytes, that is worth its price: it lies farthest above the line from the cheapest point to the
-    one that saves most, both axes scaled to 1 (Satopää et al., "Finding a 'Kneedle' in a Haystack", 2011)."""
+    """The knee of the curve: the point farthest above the line from the cheapest point to the one that saves most, with
+    both axes scaled to 1 (Satopää et al., "Finding a 'Kneedle' in a Haystack", 2011)."""
     front = _front(found)
     if len(front) < 3:
         return front[-1] if front else None
@@ -102,7 +102,7 @@ def _name(row: Row) -> str | None:
 
 
 def _idle(rows: list[Row], speed: float) -> float:
-    """Decode steps take their share of the time: what runs in a mean step, runs all the time."""
+    """Assumes that the mean batch of decode steps is the mean over time."""
     return mean(
         row["seconds"] / row["rounds"] * limit_of(row) / speed
         * (row["plan"]["slots"] - (row["mean_running"] or 0.0))
@@ -111,7 +111,7 @@ def _idle(rows: list[Row], speed: float) -> float:
 
 
 def _front(found: Iterable[OverSamplingPoint]) -> list[OverSamplingPoint]:
-    """The Pareto front: points that no cheaper point equals, by bytes."""
+    """The Pareto front by bytes: points that no cheaper point matches."""
     front: list[OverSamplingPoint] = []
     for point in sorted(found, key=lambda p: (p.peak_bytes, -p.saved)):
         if not front or point.saved > front[-1].saved:

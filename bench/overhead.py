@@ -1,10 +1,10 @@
-"""What the plugin costs SGLang's own requests: `sglang.bench_serving` on the stock and on the patched server.
+"""The plugin's cost for stock requests: `sglang.bench_serving` on a stock and on a patched server.
 
     python -m bench.overhead --repetitions 8
 
 Two pairs, whose order alternates between repetitions: stock against the patched server with the plugin idle (active, no
-round open); and both with one more request that decodes beside the measured ones, a plain request on the stock server
-and a round's sample on the patched one, so that the round's bookkeeping runs in every step. Rows have output tokens/s
+round open); and both with an additional decoding request, a stock request on the stock server and a sample of a round
+on the patched one, so that the round's bookkeeping runs in every step. Rows have output tokens/s
 and, for the patched server, the ratio to the stock server of the same pair.
 """
 
@@ -27,7 +27,8 @@ from rich.console import Console
 
 from bench import record
 from bench.rollout.presets import PRESETS
-from bench.rollout.servers import Size, both
+from bench.rollout.servers import Size, both_servers
+from examples import interrupt
 from examples.tiny_model import make
 from sglang_april.client import AprilClient
 
@@ -39,7 +40,7 @@ OPEN_LIMIT_S = 60.0
 RUN_LIMIT_S = 600.0
 BESIDE = [9, 10, 11]
 ENDLESS = CONTEXT - 16
-"""A response of a whole context outlasts any measurement."""
+"""Length of a response that outlasts any measurement."""
 
 
 def serve(url: str, model: Path, prompts: int, at_once: int, seed: int) -> float:
@@ -76,7 +77,7 @@ def _client(options: list[str], log: Path) -> None:
 
 @contextlib.contextmanager
 def plain_request(url: str, tokens: int = ENDLESS) -> Iterator[None]:
-    """One request of SGLang's own that decodes all the time, with logprobs, as in rounds; it is aborted at the end."""
+    """A stock request with logprobs that decodes throughout and is aborted at the end."""
     rid = f"overhead-{uuid.uuid4().hex[:8]}"
     body = {"rid": rid, "input_ids": BESIDE, "sampling_params": _sampling(tokens), "return_logprob": True}
     waiter = threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body, timeout=None), daemon=True)
@@ -93,7 +94,7 @@ def plain_request(url: str, tokens: int = ENDLESS) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_round(url: str, tokens: int = ENDLESS) -> Iterator[None]:
-    """A round with one sample that decodes all the time; it is stopped and dropped at the end."""
+    """A round with one sample that decodes throughout; it is stopped and dropped at the end."""
     run = f"overhead-{uuid.uuid4().hex[:8]}"
     prompts = [{"id": "beside", "input_ids": BESIDE, "sampling_params": _sampling(tokens)}]
     with AprilClient(url) as client:
@@ -138,7 +139,7 @@ def _check(still: bool) -> None:
 
 
 class OverheadRun:
-    """The rates of all cases, repetition by repetition, and where their rows go."""
+    """Runs the cases, repetition by repetition."""
 
     def __init__(self, urls: dict[str, str], model: Path, prompts: int, at_once: int) -> None:
         self._urls, self._model, self._prompts, self._at_once = urls, model, prompts, at_once
@@ -155,7 +156,7 @@ class OverheadRun:
             return serve(url, self._model, self._prompts, self._at_once, self._seed)
 
     def repetition(self, number: int) -> list[record.Row]:
-        """A row per case; every second repetition begins with ours."""
+        """One row per case; every second repetition begins with the patched server."""
         rows: list[record.Row] = []
         for pair in PAIRS:
             rates = {case: self.case(case) for case in (pair if number % 2 == 0 else pair[::-1])}
@@ -168,18 +169,18 @@ class OverheadRun:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Appends four rows per repetition."""
+    """Append four rows per repetition; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=8, help="four measurements each (%(default)s)")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests of a measurement (%(default)s)")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "overhead.json", help="for rows (%(default)s)")
     args, console = parser.parse_args(given), Console(highlight=False)
     plan = PRESETS["cpu"].plan
-    facts = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.facts()}
+    facts = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         model = make(Path(folder) / "v0")
         size = Size(model, plan.slots, CONTEXT, 140_000)
-        with both(size, record.ROOT / "out" / "bench") as (stock, ours):
+        with both_servers(size, record.ROOT / "out" / "bench") as (stock, ours):
             # One slot is left for what decodes beside.
             measured = OverheadRun({"stock": stock, "ours": ours}, model, args.prompts, plan.slots - 1)
             for url in (stock, ours):
@@ -194,4 +195,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "rows that were measured are in bench/results/overhead.json; the same command measures again")

@@ -1,4 +1,4 @@
-"""Checkpoints of a big model's shape with random weights, where none can be downloaded.
+"""Checkpoints with the shape of a big model and random weights, for machines without downloads.
 
     python -m bench.random_checkpoint out/a --seed 0          # Qwen3-4B: 8 GB of bfloat16
     python -m bench.random_checkpoint out/b --seed 1
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def make(path: Path, shape: Shape, seed: int = 0) -> Path:
-    """Writes the model, bfloat16, and a tokenizer into the folder `path` and returns it; `config.json` comes last."""
+    """Write the model in bfloat16 and a tokenizer into the folder `path`; returns it. `config.json` is written last."""
     tiny_model.make(path, "qwen3", "bfloat16", seed)
     (path / "model.safetensors").unlink()
     (path / "config.json").unlink()
@@ -77,7 +77,7 @@ def make(path: Path, shape: Shape, seed: int = 0) -> Path:
 
 
 def _weight(name: str, size: Sequence[int], noise: torch.Generator) -> torch.Tensor:
-    """Scaled as the tiny models' are: logits with a spread of about 1."""
+    """Scale weights so that logits have a standard deviation of about 1, as in the tiny models."""
     drawn = torch.randn(tuple(size), generator=noise, device=noise.device)
     return (1 + 0.1 * drawn if "norm" in name else drawn * size[-1] ** -0.5).bfloat16()
 
@@ -91,7 +91,7 @@ def _fill_vocabulary(path: Path, count: int) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    """0."""
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.random_checkpoint", description=(__doc__ or "").split("\n")[0]
     )

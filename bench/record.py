@@ -1,6 +1,6 @@
-"""What every benchmark row says of where it comes from, and the files that rows are kept in.
+"""The provenance of benchmark rows, and the files that hold them.
 
-A file under ``bench/results`` is a JSON list of rows; runs append to it and never change what is there.
+A file under ``bench/results`` is a JSON list of rows; runs only append to it.
 """
 
 import importlib.metadata
@@ -18,8 +18,8 @@ PACKAGES = ("torch", "triton", "sglang", "sgl-kernel", "sglang-kernel", "flashin
 Row = dict[str, Any]
 
 
-def facts() -> Row:
-    """`machine`, `versions`, `commit`, `time` and `load` (the machine's 1-minute load average when it was asked)."""
+def provenance() -> Row:
+    """`machine`, `versions`, `commit`, `time` and `load` (the current 1-minute load average)."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(),
@@ -30,19 +30,19 @@ def facts() -> Row:
 
 
 def commit() -> str:
-    """The commit, with ``+changes`` if the tree differs from it; empty outside of a repository."""
+    """The commit hash, with ``+changes`` if the tree is modified; empty outside of a repository."""
     head = _output("git", "rev-parse", "HEAD")
     # Rows themselves are no change of what is measured.
     return head + ("+changes" if head and _output("git", "status", "--porcelain", "--", ":!bench/results") else "")
 
 
 def machine() -> Row:
-    """The processor, its cores, and the GPU that the driver names (None without one)."""
+    """The processor, its cores, and the first GPU (None without one)."""
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "os": platform.system(), "gpu": gpu_name()}
 
 
 def gpu_name() -> str | None:
-    """What the driver calls the first GPU, CUDA or ROCm; None without one."""
+    """The name of the first CUDA or ROCm GPU; None without one."""
     if named := _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"):
         return named.splitlines()[0].strip()
     if not _output("rocminfo"):
@@ -53,7 +53,7 @@ def gpu_name() -> str | None:
 
 
 def versions() -> Row:
-    """Python's and the packages' versions, None for what is not installed."""
+    """Versions of Python and of the packages; None for those not installed."""
     found: Row = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -64,14 +64,14 @@ def versions() -> Row:
 
 
 def cpu_name() -> str:
-    """The processor's name, or at least its architecture."""
+    """The name of the processor, else its architecture."""
     info = Path("/proc/cpuinfo")
     names = [text for text in info.read_text().splitlines() if text.startswith("model name")] if info.exists() else []
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
-    """Adds to the list in `path`; a run that dies in between leaves the file as it was."""
+    """Append rows to the list in `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*read_rows(path), *rows]) + "\n]\n")
@@ -79,7 +79,7 @@ def append_rows(path: Path, rows: list[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none if it does not exist."""
+    """The rows of a file; empty if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else []
 
 

@@ -1,12 +1,12 @@
-"""Tables and plots from rows only: one HTML page, and the tables of README.md and docs/benchmarks.md.
+"""Tables and plots from rows: an HTML page, and the tables of README.md and docs/benchmarks.md.
 
     python -m bench.report                    # out/bench/report.html from bench/results/*.json
     python -m bench.report --readme           # fills the tables of both pages between their markers
     python -m bench.report --readme --check   # fails if a page differs from the rows
 
 A marker is ``<!-- bench:PRESET DISTRIBUTION -->`` for a table of five columns, or ``<!-- bench:PRESET DISTRIBUTION full
--->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table is that of the newest run that has it,
-and rows of two runs are never compared.
+-->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table comes from the newest run that measured
+it, and rows of two runs are never compared.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from bench.over_sampling import table as over_sampling_table
 from bench.plots import plot, plot_over_sampling
 from bench.record import Row
 from bench.tables import ablations_of, aims, by_variant, details_of, headline_table, newest, table_of
+from examples import interrupt
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
 PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md")
@@ -37,8 +38,8 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body)) + "\n"
 
 
-def said(rows: list[Row]) -> str:
-    """One sentence on where and when the rows come from."""
+def provenance(rows: list[Row]) -> str:
+    """The machine, commit and run of the rows, in one sentence."""
     first = rows[0]
     machine, count = first["machine"], max(row["repetition"] for row in rows) + 1
     commits = ", ".join(dict.fromkeys(row["commit"][:8] + row["commit"][40:] for row in rows))
@@ -55,7 +56,7 @@ def _flat(table: dict[str, list[Row]]) -> list[Row]:
 
 
 def readme(text: str, rows: list[Row]) -> str:
-    """A page with the tables computed from the rows; markers without rows lose their table."""
+    """A page with the tables computed from the rows; markers without rows get no table."""
 
     def fill(found: re.Match[str]) -> str:
         run = newest(rows, found[2])
@@ -63,8 +64,8 @@ def readme(text: str, rows: list[Row]) -> str:
         if not table:
             return f"{found[1]}No rows yet.\n{found[5]}"
         if not found[4]:
-            return f"{found[1]}{said(_flat(table))}.\n\n{markdown(headline_table(table))}{found[5]}"
-        body = f"{said(_flat(table))}.\n\n{markdown(table_of(table))}\n"
+            return f"{found[1]}{provenance(_flat(table))}.\n\n{markdown(headline_table(table))}{found[5]}"
+        body = f"{provenance(_flat(table))}.\n\n{markdown(table_of(table))}\n"
         return f"{found[1]}{body}The aims, each from the newest run that has its table:\n\n{aims(run)}{found[5]}"
 
     return MARKER.sub(fill, text)
@@ -90,7 +91,7 @@ def _rollout_sections(rows: list[Row]) -> Iterable[str]:
                 yield f'<img src="{plot(table, f"{preset}: {title}")}">'
         for name in dict.fromkeys(row["together"] for row in run if row.get("together")):
             mine = [row for row in run if row.get("together") == name]
-            yield f"{_headed(f'{name}, in turns', mine)}{_html_table(ablations_of(mine, name))}"
+            yield f"{_headed(f'{name}, interleaved', mine)}{_html_table(ablations_of(mine, name))}"
         for distribution in dict.fromkeys(row["distribution"] for row in run):
             if len(found := points(run, distribution)) > 1:
                 yield f"<h3>{html.escape(distribution)}: over-sampling against demand-driven admission</h3>"
@@ -98,7 +99,7 @@ def _rollout_sections(rows: list[Row]) -> Iterable[str]:
 
 
 def _headed(title: str, rows: list[Row]) -> str:
-    return f"<h3>{html.escape(title)}</h3><p>{html.escape(said(rows))}</p>"
+    return f"<h3>{html.escape(title)}</h3><p>{html.escape(provenance(rows))}</p>"
 
 
 def _plain_sections(rows: list[Row]) -> Iterable[str]:
@@ -125,14 +126,14 @@ SIZES = ("running", "reply_tokens", "tokens", "seed", "programs")
 
 
 def _case(row: Row) -> tuple[Any, ...]:
-    """What was measured, and on what: the names in a row, its sizes, the processor or the GPU."""
+    """The key of a case: the names in a row, its sizes, the processor or the GPU."""
     names = [(key, what) for key, what in row.items() if isinstance(what, str) and key not in ABOUT]
     machine = row.get("machine", {})
     return *names, *((key, row.get(key)) for key in SIZES), machine.get("gpu") or machine.get("cpu")
 
 
 def _middle(values: list[Any]) -> Any:
-    """Their median if they are numbers, else the last one."""
+    """The median of numbers, else the last value."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return median(values)
     return values[-1]
@@ -152,7 +153,7 @@ NOTE = (
 
 
 def page(rows: list[Row]) -> str:
-    """The whole report."""
+    """The HTML report."""
     body = "".join([*_rollout_sections(rows), *_plain_sections(rows)]) or "<p>No rows.</p>"
     return f"<!doctype html><meta charset=utf-8><title>Benchmarks</title><style>{STYLE}</style><p>{NOTE}</p>{body}"
 
@@ -163,7 +164,7 @@ def all_rows(folder: Path) -> list[Row]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """0; 1 if `--check` finds a difference."""
+    """Returns 0, or 1 if `--check` finds a difference."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of rows (%(default)s)")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page (%(default)s)")
@@ -192,4 +193,4 @@ def _fill(path: Path, rows: list[Row], *, check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

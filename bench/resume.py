@@ -1,18 +1,16 @@
-"""Whether a resumed sample is what it would have been without the interruption: tier by tier, on any server.
+"""Checks on any server that resumed samples equal uninterrupted ones, for each tier.
 
     python -m bench.resume                                     # on a CPU with a tiny model
     python -m bench.resume --model DIR --server-options "--attention-backend fa3"
 
-The same prompts with the same seeds are drawn twice: in one round, and cut off by a quota after a few tokens and
-resumed. Kernels round differently in batches of another size (tests/integration/test_resume.py has batches of the same:
-there nothing differs by a bit), so a sample may take another turn at a near tie; what may not be is a first token after
-the resume that differs for more than one sample in ten, or logprobs of the same tokens that differ by more than the
-tolerance. Either ends with exit code 1.
+The same prompts with the same seeds are drawn twice: in one round, and suspended by a quota after a few tokens and
+resumed. Kernels round differently at other batch sizes (tests/integration/test_resume.py uses equal ones, where results
+are bit-identical), so samples may diverge at near ties. The check fails with exit status 1 if the first token after the
+resume differs for more than one sample in ten, or if logprobs of equal tokens differ by more than the tolerance.
 """
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -22,28 +20,29 @@ import numpy as np
 
 from bench import record
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.servers import Size, ours
+from bench.rollout.servers import Size, patched_server
 from bench.suspend import TIERS, prompt
+from examples import interrupt
 from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
 from sglang_april.client.types import RolloutReply, RolloutSample
 
 CUT = 12
-"""Tokens after which the quota is met."""
+"""Output tokens at which the quota suspends the samples."""
 FIRST_SAME = 0.9
 TOLERANCE = {"cpu": 1e-5, "gpu": 0.1}
-"""Of logprobs: float32 rounds them in the seventh digit, bf16 by a few hundredths."""
+"""Largest difference of logprobs: float32 rounds in the seventh digit, bf16 by a few hundredths."""
 
 
 async def draw(engine: EngineClient, prompts: list[dict[str, Any]], **body: Any) -> RolloutReply:
-    """A round until the quota, or until everything has finished."""
+    """A round until its quota, or until all samples have finished."""
     return await engine.rollout({"prompts": prompts, "quota": None, "kv": "keep", **body})
 
 
 async def compared(
     engine: EngineClient, tier: str, plain: dict[str, RolloutSample], prompts: list[dict[str, Any]]
 ) -> record.Row:
-    """A row: the samples of a run that was cut off and resumed from this tier, against the plain ones."""
+    """One row: samples that were suspended and resumed from this tier, against uninterrupted ones."""
     run = f"resume-{uuid.uuid4().hex[:8]}"
     end = prompt("end", 16, CUT, 999_983)
     cut = await draw(engine, [*prompts, end], run=run, quota=1, tier=tier)
@@ -64,7 +63,7 @@ async def compared(
 
 
 def difference(plain: RolloutSample, resumed: RolloutSample) -> tuple[int | None, float]:
-    """The first token that differs (None: none), and the largest gap between the logprobs of the tokens before it."""
+    """The index of the first differing token (or None), and the largest difference of logprobs before it."""
     same = np.asarray(plain.output_ids) == np.asarray(resumed.output_ids)
     at = None if same.all() else int(np.argmin(same))
     gaps = np.abs(np.asarray(plain.logprobs)[:at] - np.asarray(resumed.logprobs)[:at])
@@ -83,13 +82,13 @@ async def measure(url: str, samples: int, tokens: int, length: int) -> list[reco
 
 
 def passed(row: record.Row, tolerance: float) -> bool:
-    """Whether a tier is as invisible as it has to be, and was used at all."""
+    """Whether the tier was used and its samples are within the tolerance."""
     used = row["suspended"] > 0 and row["resumed_kept" if row["tier"] != "none" else "resumed_recomputed"] > 0
     return bool(used and row["first_token_equal"] >= FIRST_SAME and row["logprob_gap"] <= tolerance)
 
 
 def main(given: list[str] | None = None) -> int:
-    """0; 1 if a tier shows."""
+    """Returns 0, or 1 if a tier changes samples."""
     parser = argparse.ArgumentParser(prog="python -m bench.resume", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=int, default=16, help="resumed in each tier (%(default)s)")
     parser.add_argument("--prompt", type=int, default=96, help="tokens")
@@ -100,7 +99,12 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/resume.json")
     args = parser.parse_args(given)
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCE["gpu" if has_gpu() else "cpu"]
-    facts = {"bench": "resume", "run_id": uuid.uuid4().hex[:12], **record.facts(), "options": args.server_options}
+    facts = {
+        "bench": "resume",
+        "run_id": uuid.uuid4().hex[:12],
+        **record.provenance(),
+        "options": args.server_options,
+    }
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name:
         folder = Path(name)
         model = args.model or make(folder / "model", dtype="float32")
@@ -108,7 +112,7 @@ def main(given: list[str] | None = None) -> int:
         flags = (f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=10", *args.server_options.split())
         context = args.prompt + args.length + 32
         size = Size(model, args.samples + 2, context, 2 * (args.samples + 2) * context, flags)
-        with ours(size, record.ROOT / "out" / "bench") as url:
+        with patched_server(size, record.ROOT / "out" / "bench") as url:
             rows = asyncio.run(measure(url, args.samples, args.prompt, args.length))
     for row in rows:
         row["passed"] = passed(row, tolerance)
@@ -120,4 +124,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

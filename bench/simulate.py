@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -22,34 +21,35 @@ from pathlib import Path
 from statistics import mean
 
 from bench import record
-from bench.report import by_variant, newest
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import LIKELY, PRESETS, Preset
-from bench.rollout.servers import Size, stock
+from bench.rollout.servers import Size, stock_server
 from bench.rollout.testbed import Testbed
 from bench.rollout.variant import Plan
 from bench.rollout.workload import Stream
 from bench.simulated_engine import Costs
 from bench.simulated_rounds import MEASURED, VARIANTS, WARM, Outcome, Simulation
+from bench.tables import by_variant, newest
+from examples import interrupt
 from examples.tiny_model import make
 from sglang_april.scheduler.admission import PrefillBatcher
 
 COSTS = record.ROOT / "out" / "bench" / "costs.json"
 WITHIN = 0.10
 MOST_S = 0.05
-"""What a sample's end or join may be fitted to cost."""
-GATHERED = (0.0, 0.25, 0.5, 1.0, 2.0)
-"""What admission may take a prefill to cost, in decode steps; 0: one prefill for every sample that ends."""
+"""Upper bound of the fitted costs `finish_s` and `follow_s`."""
+BATCHING = (0.0, 0.25, 0.5, 1.0, 2.0)
+"""Values of `PrefillBatcher.STEPS` to compare; 0: a prefill whenever a sample ends."""
 LOOKS = 6
 SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 
 ROUNDS = ((32, (WARM, MEASURED)), (256, (8, 12)), (math.inf, (5, 5)))
-"""Engines at most, and the rounds that the model warms up with and measures."""
+"""(largest number of engines, (warm-up rounds, measured rounds))."""
 PROJECTED = (*LIKELY, 4.0, 6.0)
-"""Factors of over-sampling that are tried for `outside` in projected settings."""
+"""Over-sampling factors of `outside` that are compared in projected settings."""
 LONG_ROUNDS = 3
-"""The model warms up for so many times the rounds that the longest response takes."""
+"""Warm-up rounds, in multiples of the rounds that the longest response takes."""
 
 
 def simulated(
@@ -57,13 +57,13 @@ def simulated(
     plan: Plan,
     variant: str,
     costs: Costs,
-    gather: float = PrefillBatcher.STEPS,
+    batching: float = PrefillBatcher.STEPS,
     engines: int = 1,
     distribution: str = "lognormal",
 ) -> Outcome:
-    """One variant on a preset's workload; of many engines fewer rounds say as much."""
+    """Simulate one variant on a preset's workload; with many engines, fewer rounds suffice."""
     lengths = preset.lengths(distribution)
-    model = Simulation(variant, plan, Stream(0, lengths, plan.n, preset.prompt_tokens), costs, gather, engines)
+    model = Simulation(variant, plan, Stream(0, lengths, plan.n, preset.prompt_tokens), costs, batching, engines)
     warm, measured = next(rounds for most, rounds in ROUNDS if engines <= most)
     steps = plan.samples * lengths.mean / (plan.slots * engines)  # of a round with full batches
     return model.run(max(warm, math.ceil(LONG_ROUNDS * lengths.grid[-1] / steps)), measured)
@@ -75,12 +75,11 @@ def context_of(preset: Preset, distribution: str = "lognormal") -> float:
 
 
 def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
-    """Model against measurement, variant by variant: delivered tokens/s, means over the repetitions, each with the
-    costs that were found beside its own rounds.
+    """Predicted against measured delivered tokens/s of each variant: means over the repetitions, each predicted with
+    the step costs measured during its rounds.
 
-    No look sees what a sample's end costs, nor one at a stock server a follower's join. They are fitted on the first
-    half of the rows of `outside` and of `april-keep`, which are then left out; what both do in the others, and all
-    other variants, is predicted."""
+    No probe measures `finish_s`, and none of a stock server measures `follow_s`. They are fitted on the first half of
+    the rows of `outside` and `april-keep`, which are then excluded; everything else is predicted."""
     table = by_variant(newest(rows, preset.name), "lognormal")
     table = {name: [row for row in table[name] if row.get("costs")] for name in VARIANTS if name in table}
     fitted: dict[str, float] = {}
@@ -104,8 +103,8 @@ def validate(preset: Preset, rows: list[record.Row]) -> list[record.Row]:
 
 
 def fitted_cost(preset: Preset, row: record.Row, cost: str, others: dict[str, float]) -> float:
-    """Seconds of one of the `Costs`, at most `MOST_S`, with which the model delivers what was measured; 0 if it would
-    deliver less."""
+    """The value of one of the `Costs` (at most `MOST_S` seconds) at which the model delivers the measured rate; 0 if
+    the model is slower without it."""
     low, high = 0.0, MOST_S
     for _ in range(14):
         middle = (low + high) / 2
@@ -124,18 +123,18 @@ def _near(ratio: float) -> bool:
 
 
 def reach(preset: Preset, costs: Costs) -> list[record.Row]:
-    """Where a round's time goes, and what changes would give, as shares of the full-batch rate."""
+    """Where a round's time goes, and the effect of possible changes, as shares of the full-batch rate."""
     usual = float(PrefillBatcher.STEPS)
     cases = [(variant, costs, usual, "as it is") for variant in SIMULATED]
-    cases += [("april-keep", costs, gather, f"if a prefill counted as {gather:g} steps") for gather in GATHERED]
+    cases += [("april-keep", costs, batching, f"if a prefill counted as {batching:g} steps") for batching in BATCHING]
     free = replace(costs, prefill_s=0.0, prefill_sample_s=0.0, prefill_token_s=0.0)
     cases.append(("april-keep", free, 0.0, "if prefills were free"))
     cases.append(("april-keep", replace(costs, push_s=0.0, gap_s=0.0), usual, "if rounds had no gap"))
     flat = replace(costs, step_s=costs.decode(preset.plan.slots, 0), row_s=0.0)
     cases += [(variant, flat, usual, "if a step took as long with fewer rows") for variant in SIMULATED]
     made = []
-    for variant, changed, gather, what in cases:
-        out = simulated(preset, preset.plan, variant, changed, gather)
+    for variant, changed, batching, what in cases:
+        out = simulated(preset, preset.plan, variant, changed, batching)
         parts = {"decode": out.decode_s, "prefill": out.prefill_s, "between": out.between_s}
         shares = {name: seconds / out.seconds for name, seconds in parts.items()}
         limit = changed.full_rate(preset.plan.slots, context_of(preset))
@@ -149,18 +148,18 @@ H100_4B = Costs(
 )  # fmt: skip
 """Assumed, not measured: Qwen3-4B in bf16 on one H100. A decode step reads 8 GB of weights at 2.5 TB/s and launches its
 kernels (5 ms), and 144 KiB of KV a token at 3 TB/s (4.8e-8 s); a prefill runs at 50k tokens/s; a push takes 3 s; a
-client outside needs half a second to abort, gather and send again."""
+client needs half a second to abort, collect and resend."""
 
 
 H100_4B_TOKENS = 420_000
-"""KV tokens that such a GPU has room for: 144 KiB each in 90 % of 80 GB, less the weights and 2 GB."""
+"""KV tokens that fit into such a GPU: 144 KiB each in 90 % of 80 GB, minus the weights and 2 GB."""
 MOVE_S = 144 * 1024 / 25e9
-"""A KV token to the host or back at 25 GB/s, with nothing to hide it: a trainer on the same GPUs that takes it all."""
+"""Copying a KV token to the host or back at 25 GB/s without overlap, for a trainer that needs all memory of the GPU."""
 
 
 def project(costs: Costs) -> Iterator[record.Row]:
-    """What can be hoped for under the assumptions of `costs`: each GPU is an engine, with slots for its share of the
-    samples, or for as many as its memory holds; the quota is one over all of them."""
+    """Projected rates under the assumed `costs`: each GPU is an engine with slots for its share of the samples (or for
+    as many as fit into its memory), and one quota spans all engines."""
     moved = replace(costs, move_token_s=MOVE_S)
     april = PRESETS["april"]
     usual, extreme = "lognormal", f"extreme:{april.extreme}"
@@ -199,26 +198,26 @@ def _projected(gpus: int, preset: Preset, costs: Costs, distribution: str) -> re
 
 
 def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:
-    """Step costs of a stock server: the one at `url`, or one that is started for it with a tiny model."""
+    """Step costs of the stock server at `url`, or of one started with a tiny model."""
     with ExitStack() as stack:
         if checkpoint is None:
             checkpoint = make(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-"))), seed=0)
         if url is None:
             size = Size(checkpoint, preset.plan.slots, preset.context, preset.pool_tokens)
-            url = stack.enter_context(stock(size, record.ROOT / "out" / "bench"))
-        return asyncio.run(_looks(url, checkpoint, preset))
+            url = stack.enter_context(stock_server(size, record.ROOT / "out" / "bench"))
+        return asyncio.run(_probes(url, checkpoint, preset))
 
 
-async def _looks(url: str, checkpoint: Path, preset: Preset) -> Costs:
+async def _probes(url: str, checkpoint: Path, preset: Preset) -> Costs:
     async with EngineClient(url, patched=False) as engine:
-        bed = Testbed(engine, engine, (checkpoint, checkpoint), preset)
+        testbed = Testbed(engine, engine, (checkpoint, checkpoint), preset)
         for _ in range(LOOKS):
-            await bed.look("lognormal")
-    return bed.observed.costs()
+            await testbed.probe("lognormal")
+    return testbed.observed.costs()
 
 
 def costs_of(rows: list[record.Row], preset: Preset) -> Costs:
-    """The mean of what was found beside the newest main table of a preset: of its log-normal lengths."""
+    """Mean step costs over the newest main table of a preset with log-normal lengths."""
     keep = by_variant(newest(rows, preset.name), "lognormal").get("april-keep", [])
     table = [row["costs"] for row in keep if row.get("costs")]
     if not table:
@@ -227,7 +226,7 @@ def costs_of(rows: list[record.Row], preset: Preset) -> Costs:
 
 
 def main(given: list[str] | None = None) -> int:
-    """0; `validate` fails without rows."""
+    """Returns the exit status; `validate` fails without rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("measure", "validate", "reach", "project"), help="see above")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
@@ -258,7 +257,11 @@ def main(given: list[str] | None = None) -> int:
             costs = H100_4B if args.what == "project" else costs_of(rows, preset)
         given_costs = {"costs": asdict(costs)}
         made = reach(preset, costs) if args.what == "reach" else project(costs)
-    facts = {"bench": f"simulate {args.what}", "run_id": f"{args.what}-{record.facts()['time']}", **record.facts()}
+    facts = {
+        "bench": f"simulate {args.what}",
+        "run_id": f"{args.what}-{record.provenance()['time']}",
+        **record.provenance(),
+    }
     found = False
     for row in made:
         found = True
@@ -269,4 +272,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

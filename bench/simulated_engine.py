@@ -16,12 +16,17 @@ from bench.rollout.workload import WorkloadPrompt
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. `step_s`, `row_s`, `kv_token_s`: a decode step, each row, each KV token read; `prefill_s`,
-    `prefill_sample_s`, `prefill_token_s`: a prefill forward, each sample in it (what else the engine does for one that
-    comes and goes, too) and each of its tokens; `push_s`: a push; `gap_s`: from the last finish to the first step of
-    the next round, beside the push; `abort_s`: the same for a client that aborts and sends again; `join_s`: a kept
-    sample that joins the batch; `move_token_s`: a KV token that is moved off the device, or back; `follow_s`: a sample
-    that joins on its prompt's KV, beyond what it costs as one that comes; `finish_s`: one that ends."""
+    """Costs in seconds.
+
+    - `step_s`, `row_s`, `kv_token_s`: a decode step, each row in it, each KV token that it reads.
+    - `prefill_s`, `prefill_sample_s`, `prefill_token_s`: a prefill forward, each sample in it (including the engine's
+      per-request work) and each of its tokens.
+    - `push_s`: a push. `gap_s`: from the last finish to the first step of the next round, without the push. `abort_s`:
+      the same for a client that aborts and resends.
+    - `join_s`: a sample that joins the batch on its stored KV. `follow_s`: one that joins on the KV of its prompt, in
+      addition to `prefill_sample_s`. `finish_s`: one that ends.
+    - `move_token_s`: a KV token that is copied off the device or back.
+    """
 
     step_s: float
     row_s: float
@@ -38,12 +43,12 @@ class Costs:
     finish_s: float = 0.0
 
     def decode(self, rows: int, tokens: int, steps: int = 1) -> float:
-        """So many decode steps of so many rows, which read so many KV tokens in the first of them."""
+        """Seconds of `steps` decode steps of `rows` rows; `tokens`: KV tokens that the first of them reads."""
         grown = rows * steps * (steps - 1) // 2
         return steps * (self.step_s + rows * self.row_s) + (steps * tokens + grown) * self.kv_token_s
 
     def full_rate(self, slots: int, context: float) -> float:
-        """Tokens/s of a full batch at a mean context: the limit."""
+        """Tokens/s of a full batch at this mean context: the upper limit of any variant."""
         return slots / self.decode(slots, round(slots * context))
 
 
@@ -55,11 +60,11 @@ class SimulatedSample:
     target: int
     done: int = 0
     kept: bool = False
-    """Its KV is in the engine: it joins without a prefill."""
+    """Whether its KV is stored, so that it joins without a prefill."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of its prompt and of itself."""
+        """Prompt and output tokens."""
         return len(self.group.prompt.input_ids) + self.done
 
 
@@ -70,7 +75,7 @@ class SimulatedGroup:
     prompt: WorkloadPrompt
     samples: list[SimulatedSample] = field(default_factory=list)
     prefilled_in: int = -1
-    """The round in which some member has been prefilled: the KV of its prompt is there for the others."""
+    """The last round in which a member was prefilled; the others can join on its prompt's KV."""
 
     @property
     def whole(self) -> bool:
@@ -79,25 +84,32 @@ class SimulatedGroup:
 
 
 class SimulatedEngine:
-    """`ours`: it gathers leaders, and their followers join. `gather`: what a prefill is taken to cost, in decode steps
-    (`PrefillBatcher`); with 0 every prefill starts at once. `found`: a partial's prefill finds its KV."""
+    """One engine.
 
-    def __init__(self, costs: Costs, slots: int, *, ours: bool, gather: float, found: bool = False) -> None:
-        self._costs, self._slots, self._ours, self._found = costs, slots, ours, found
-        self._gather = gather if ours else 0.0
+    Args:
+        shares_prompts: one member of each group is prefilled, and the others join on its prompt (the batch quota).
+        batching: assumed cost of a prefill in decode steps, for `PrefillBatcher`; with 0 every prefill starts at once.
+        prefix_cached: the prefill of a partial finds its KV in the prefix cache.
+    """
+
+    def __init__(
+        self, costs: Costs, slots: int, *, shares_prompts: bool, batching: float, prefix_cached: bool = False
+    ) -> None:
+        self._costs, self._slots = costs, slots
+        self._shares_prompts, self._prefix_cached = shares_prompts, prefix_cached
+        self._batching = batching if shares_prompts else 0.0
         self.queue: deque[SimulatedSample] = deque()
         self.running: list[SimulatedSample] = []
         self.clock = 0.0
-        self.number = -1
-        """Of the round."""
+        self.round_number = -1
         self.decode_s = self.prefill_s = 0.0
         self._lost = 0
         self._kv = 0
         self._stretch = self._idle = 0
-        """Decode steps in progress, and the slots that are waited for meanwhile."""
+        """Decode steps in progress, and the slots that are free meanwhile."""
 
-    def begun(self) -> set[SimulatedGroup]:
-        """Groups with samples that run or wait."""
+    def open_groups(self) -> set[SimulatedGroup]:
+        """Groups with running or waiting samples."""
         return {sample.group for sample in (*self.running, *self.queue)}
 
     def add(self, prompt: WorkloadPrompt) -> None:
@@ -107,18 +119,18 @@ class SimulatedEngine:
         self.queue.extend(group.samples)
 
     @property
-    def wanting(self) -> int:
-        """Samples that it could take beside those that wait, so that there are leaders of a whole batch."""
+    def missing(self) -> int:
+        """Samples to add so that a whole batch waits."""
         return self._slots - len(self.queue)
 
     def next(self) -> float | None:
-        """Begin what comes next; the time at which it ends, or None if there is nothing to do."""
+        """Begin the next step and return the time at which it ends, or None without work."""
         free = self._slots - len(self.running)
         first = list(islice(self.queue, free))
         if ready := [sample for sample in first if self._is_ready(sample)]:
             self._join(ready)
         elif first and self._due(free):
-            self._prefill(self._leaders(free) if self._ours else first)
+            self._prefill(self._leaders(free) if self._shares_prompts else first)
         elif self.running:
             self._idle = free if first else 0
             self._stretch = self._undisturbed()
@@ -128,7 +140,8 @@ class SimulatedEngine:
         return self.clock
 
     def end(self, until: float = math.inf) -> list[SimulatedGroup]:
-        """What has begun ends, of a stretch the step in flight at `until`; groups that are whole now."""
+        """End the step that `next` began (of several decode steps, the one in flight at `until`); returns completed
+        groups."""
         if self._stretch:
             self._decode(self._steps_until(until))
         ended = [sample for sample in self.running if sample.done >= sample.target]
@@ -142,26 +155,28 @@ class SimulatedEngine:
         return [group for group in dict.fromkeys(sample.group for sample in ended) if group.whole]
 
     def suspend(self, *, kept: bool) -> None:
-        """All that run wait again, first in, first out: partials before what never ran."""
+        """Return running samples to the head of the queue in their order."""
         for sample in self.running:
             sample.kept = kept
         self.queue.extendleft(reversed(self.running))
         self.running, self._kv = [], 0
 
     def _is_ready(self, sample: SimulatedSample) -> bool:
-        return sample.kept or (self._ours and not sample.done and sample.group.prefilled_in == self.number)
+        return sample.kept or (
+            self._shares_prompts and not sample.done and sample.group.prefilled_in == self.round_number
+        )
 
     def _due(self, free: int) -> bool:
-        if self._lost + free < self._gather * len(self.running):
+        if self._lost + free < self._batching * len(self.running):
             return False
         self._lost = 0
         return True
 
     def _undisturbed(self) -> int:
-        """Decode steps until a sample ends, or until the idle slots have lost what a prefill costs."""
+        """Decode steps until a sample ends or the idle slots have cost as much as a prefill."""
         steps = min(sample.target - sample.done for sample in self.running)
         if self._idle:
-            left = self._gather * len(self.running) - self._lost
+            left = self._batching * len(self.running) - self._lost
             steps = min(steps, math.ceil(left / self._idle) - 1)
         return max(1, steps)
 
@@ -176,7 +191,7 @@ class SimulatedEngine:
         return low
 
     def _leaders(self, free: int) -> list[SimulatedSample]:
-        """As `scheduler/prompts.py` has it: one of each group, of groups enough for one batch."""
+        """One sample of each group, for as many groups as fill a batch (as in `scheduler/prompts.py`)."""
         room, led, chosen = free + len(self.running), set[SimulatedGroup](), list[SimulatedSample]()
         for sample in self.queue:
             if len(chosen) == free or room <= 0:
@@ -192,16 +207,16 @@ class SimulatedEngine:
         return chosen
 
     def _join(self, samples: list[SimulatedSample]) -> None:
-        """On KV that is there: their next token comes with the next decode."""
+        """Add samples whose KV exists; the next decode draws their next tokens."""
         kept = [sample for sample in samples if sample.kept]
         took = len(kept) * self._costs.join_s + sum(x.tokens for x in kept) * self._costs.move_token_s
         self._enter(samples, took + (len(samples) - len(kept)) * (self._costs.prefill_sample_s + self._costs.follow_s))
 
     def _prefill(self, samples: list[SimulatedSample]) -> None:
         costs = self._costs
-        tokens = sum(1 if self._found and sample.done else sample.tokens for sample in samples)
+        tokens = sum(1 if self._prefix_cached and sample.done else sample.tokens for sample in samples)
         for sample in samples:
-            sample.group.prefilled_in = self.number
+            sample.group.prefilled_in = self.round_number
             sample.done += 1
         self._enter(samples, costs.prefill_s + len(samples) * costs.prefill_sample_s + tokens * costs.prefill_token_s)
 

@@ -23,14 +23,14 @@ class SimulatedVariant:
     """How a variant runs its rounds."""
 
     supply: Literal["quota", "factor", "refilled", "demand"]
-    """What is started: the quota, which all of it must finish; so many times as many, counted at a round's start or at
-    every step (`refilled`); whatever there are slots for."""
+    """What a round starts: the quota itself (`quota`), the over-sampling factor times the quota at its start (`factor`)
+    or at every step (`refilled`), or as many samples as there are slots (`demand`)."""
     left: Literal["partials", "running"] = "partials"
-    """What a round's end makes of the samples that run."""
+    """What running samples become when a round ends."""
     partials: Literal["prefilled", "found", "kept"] = "prefilled"
-    """What a partial needs: a prefill of all its tokens, of one behind a prefix that is found, or none."""
+    """What a partial needs: a prefill of all its tokens, a prefill of one token behind a cached prefix, or none."""
     between: Literal["gap_s", "abort_s", ""] = "gap_s"
-    """The cost beside the push."""
+    """The cost between rounds in addition to the push."""
     sleep_s: float = 0.0
     surplus_counts: bool = True
     """Whether finished surplus replaces groups that would otherwise be started."""
@@ -53,8 +53,8 @@ VARIANTS = {
 
 @dataclass
 class Outcome:
-    """Measured rounds: seconds and delivered tokens of all engines, and the seconds of a mean engine in decodes, in
-    prefills, and between rounds; in what is left of them it waited for others."""
+    """Measured rounds: seconds and delivered tokens of all engines, and a mean engine's seconds in decodes, in prefills
+    and between rounds. The rest is time in which it waited for other engines."""
 
     engines: int = 1
     seconds: float = 0.0
@@ -65,12 +65,12 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Delivered tokens/s of an engine."""
+        """Delivered tokens/s per engine."""
         return self.tokens / self.seconds / self.engines
 
 
 class Simulation:
-    """Rounds of one variant. `plan`: the slots of an engine and the quota of all of them."""
+    """Rounds of one variant. `plan`: the slots of one engine, and the quota over all engines."""
 
     def __init__(
         self,
@@ -78,20 +78,21 @@ class Simulation:
         plan: Plan,
         stream: Stream,
         costs: Costs,
-        gather: float = PrefillBatcher.STEPS,
+        batching: float = PrefillBatcher.STEPS,
         engines: int = 1,
     ) -> None:
-        self._way, self._plan, self._stream, self._costs = VARIANTS[variant], plan, stream, costs
-        ours, found = self._way.supply == "demand", self._way.partials == "found"
+        self._variant, self._plan, self._stream, self._costs = VARIANTS[variant], plan, stream, costs
+        quota, cached = self._variant.supply == "demand", self._variant.partials == "found"
         self._engines = [
-            SimulatedEngine(costs, plan.slots, ours=ours, gather=gather, found=found) for _ in range(engines)
+            SimulatedEngine(costs, plan.slots, shares_prompts=quota, batching=batching, prefix_cached=cached)
+            for _ in range(engines)
         ]
-        self._pile: list[SimulatedGroup] = []
+        self._finished: list[SimulatedGroup] = []
         self._clock = 0.0
         self.outcome = Outcome(engines)
 
     def run(self, warm: int = WARM, measured: int = MEASURED) -> Outcome:
-        """The steady state's figures."""
+        """Simulate warm-up and measured rounds; returns the measured ones."""
         for number in range(warm + measured):
             if number == warm:
                 self.outcome = Outcome(len(self._engines))
@@ -103,54 +104,54 @@ class Simulation:
         return self.outcome
 
     def _round(self, number: int) -> None:
-        way, began = self._way, self._clock
-        gap = self._costs.push_s + way.sleep_s + (getattr(self._costs, way.between) if way.between else 0.0)
+        variant, began = self._variant, self._clock
+        gap = self._costs.push_s + variant.sleep_s + (getattr(self._costs, variant.between) if variant.between else 0.0)
         for engine in self._engines:
-            engine.clock, engine.number = began + gap, number
-        if way.supply == "quota":
+            engine.clock, engine.round_number = began + gap, number
+        if variant.supply == "quota":
             self._start(self._plan.groups)
-        elif way.supply == "factor":
+        elif variant.supply == "factor":
             self._top_up()
-        self._until_the_quota()
-        delivered, self._pile = self._pile[: self._plan.groups], self._pile[self._plan.groups :]
-        if way.left == "partials":
+        self._run_until_quota()
+        delivered, self._finished = self._finished[: self._plan.groups], self._finished[self._plan.groups :]
+        if variant.left == "partials":
             self._suspend()
         self._clock = max(engine.clock for engine in self._engines)
         self.outcome.tokens += sum(sum(group.prompt.lengths) for group in delivered)
         self.outcome.between_s += gap
         self.outcome.seconds += self._clock - began
 
-    def _until_the_quota(self) -> None:
+    def _run_until_quota(self) -> None:
         ends: list[tuple[float, int]] = []
         for index in range(len(self._engines)):
-            self._go_on(index, ends)
-        while len(self._pile) < self._plan.groups:
+            self._advance(index, ends)
+        while len(self._finished) < self._plan.groups:
             _, index = heapq.heappop(ends)
-            self._pile += self._engines[index].end()
-            if len(self._pile) < self._plan.groups:
-                self._go_on(index, ends)
+            self._finished += self._engines[index].end()
+            if len(self._finished) < self._plan.groups:
+                self._advance(index, ends)
             else:
                 now = self._engines[index].clock
                 for _, other in ends:
-                    self._pile += self._engines[other].end(now)
+                    self._finished += self._engines[other].end(now)
 
-    def _go_on(self, index: int, ends: list[tuple[float, int]]) -> None:
+    def _advance(self, index: int, ends: list[tuple[float, int]]) -> None:
         engine = self._engines[index]
-        if self._way.supply == "refilled" and len(self._pile) < self._plan.groups:
+        if self._variant.supply == "refilled" and len(self._finished) < self._plan.groups:
             self._top_up()
-        while self._way.supply == "demand" and engine.wanting > 0:
+        while self._variant.supply == "demand" and engine.missing > 0:
             engine.add(*self._stream.take(1))
         at = engine.next()
         if at is not None:
             heapq.heappush(ends, (at, index))
 
     def _top_up(self) -> None:
-        begun = sum(len(engine.begun()) for engine in self._engines)
-        surplus = len(self._pile) if self._way.surplus_counts else 0
+        begun = sum(len(engine.open_groups()) for engine in self._engines)
+        surplus = len(self._finished) if self._variant.surplus_counts else 0
         self._start(round(self._plan.over_sampling * self._plan.groups) - begun - surplus)
 
     def _start(self, groups: int) -> None:
-        """New groups, each on the engine that has least to do."""
+        """Start new groups, each on the engine with the fewest samples."""
         loads = [(len(engine.running) + len(engine.queue), index) for index, engine in enumerate(self._engines)]
         heapq.heapify(loads)
         for prompt in self._stream.take(groups):
@@ -159,7 +160,7 @@ class Simulation:
             heapq.heapreplace(loads, (load + len(prompt.lengths), index))
 
     def _suspend(self) -> None:
-        kept = self._way.partials == "kept"
+        kept = self._variant.partials == "kept"
         for engine in self._engines:
             if kept:
                 engine.clock += sum(sample.tokens for sample in engine.running) * self._costs.move_token_s

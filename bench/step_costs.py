@@ -1,7 +1,7 @@
-"""What an engine's steps cost, seen from outside, for bench/simulate.py.
+"""Step costs of an engine, measured by a client, for bench/simulate.py.
 
-`bench.rollout` takes these looks between the rounds that it measures, because a machine that others share is not as
-fast in the next minute; every row of its main table has the costs that were found beside it.
+`bench.rollout` probes them between the rounds that it measures, because the speed of a shared machine changes within
+minutes. Every row of its main table has the costs measured during it.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from bench.rollout.workload import FIRST_TOKEN, VOCAB
 from bench.simulated_engine import Costs
 
 BATCHES = (1, 8, 32)
-"""Beside the full batch, one of these at each look."""
+"""Batch sizes of the decode probe; each probe measures the full batch and one of these."""
 ARRIVALS = ((1, 16, 6), (16, 16, 2), (1, 256, 4))
-"""Prompts at once, tokens of each, and how often: what joins a batch that decodes meanwhile."""
+"""(prompts, tokens of each, repetitions) of the prefills that interrupt a decoding batch."""
 SETTLE_STEPS = 12
 STEPS = 900
-"""Of a batch in the background: more than it lives."""
+"""Output length of the background batch, longer than any probe."""
 
 
 class Stall(NamedTuple):
-    """Seconds by which a prefill of so many samples with so many prompt tokens in all kept the others from decoding:
-    its own time, and what the engine does for samples that come and go."""
+    """Seconds for which a prefill of `samples` prompts with `tokens` tokens in total delayed the decoding batch,
+    including the engine's per-request work."""
 
     samples: int
     tokens: int
@@ -42,33 +42,33 @@ class Stall(NamedTuple):
 
 @dataclass
 class Observed:
-    """What looks at an engine have found; seconds."""
+    """Results of the probes of an engine, in seconds."""
 
     decodes: list[DecodeRate] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     pushes: list[float] = field(default_factory=list)
-    gathers: list[tuple[int, int, float]] = field(default_factory=list)
-    """Prompts, their tokens, and the time until a client has one token for each."""
+    prefills: list[tuple[int, int, float]] = field(default_factory=list)
+    """(prompts, their tokens, seconds until a client has one output token of each)."""
     aborts: list[float] = field(default_factory=list)
 
     def add(self, other: "Observed") -> None:
-        """All that another look has found."""
+        """Append the results of another probe."""
         for name, values in vars(other).items():
             getattr(self, name).extend(values)
 
     def step_ms(self) -> dict[str, float]:
-        """Mean milliseconds of a decode step, by rows."""
+        """Mean milliseconds of a decode step by batch size."""
         by_rows: dict[int, list[float]] = {}
         for point in self.decodes:
             by_rows.setdefault(point.rows, []).append(1e3 * point.seconds)
         return {str(rows): round(sum(by_rows[rows]) / len(by_rows[rows]), 3) for rows in sorted(by_rows)}
 
     def costs(self) -> Costs:
-        """Least squares, none below zero. `join_s` is taken for a decode row's own cost."""
+        """Non-negative least-squares fit. `join_s` is assumed to equal the cost of a decode row."""
         step_s, row_s, kv_token_s = fitted([(1, rows, tokens, took) for rows, tokens, took in self.decodes])
         prefill_s, sample_s, token_s = fitted([(1, samples, tokens, took) for samples, tokens, took in self.stalls])
         gaps = [
-            max(0.0, took - prefill_s - count * sample_s - tokens * token_s) for count, tokens, took in self.gathers
+            max(0.0, took - prefill_s - count * sample_s - tokens * token_s) for count, tokens, took in self.prefills
         ]
         push_s, gap_s, abort_s = (median(values) if values else 0.0 for values in (self.pushes, gaps, self.aborts))
         return Costs(
@@ -79,21 +79,21 @@ class Observed:
 
 
 def fitted(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Least squares of the last column by the others, none below zero."""
+    """Coefficients of a non-negative least-squares fit of the last column by the others."""
     table = np.array(rows, dtype=float)
     scale = np.abs(table[:, :-1]).max(axis=0)
     found, _ = nnls(table[:, :-1] / scale, table[:, -1])
     return tuple(float(value) for value in found / scale)
 
 
-async def look(
+async def probe(
     engine: EngineClient, checkpoint: Path | None, slots: int, length: int, prompt_tokens: int, batch: int
 ) -> Observed:
-    """One look of a few seconds at an idle engine; `checkpoint`: what is pushed, without a flush."""
+    """Probe an idle engine for a few seconds; `checkpoint` is pushed without a flush."""
     seen = Observed()
     seen.decodes += (await decode_rate(engine, batch, length, prompt_tokens)).halves
     seen.stalls = await _stalls(engine, max(1, slots // 2))
-    seen.gathers.append((slots, slots * prompt_tokens, await _timed(lambda: _prefill(engine, slots, prompt_tokens))))
+    seen.prefills.append((slots, slots * prompt_tokens, await _timed(lambda: _prefill(engine, slots, prompt_tokens))))
     if checkpoint is not None:
         seen.pushes.append(await _timed(lambda: engine.load_weights(checkpoint, flush=False)))
     seen.aborts.append(await _abort(engine, slots))
@@ -101,7 +101,7 @@ async def look(
 
 
 async def _stalls(engine: EngineClient, batch: int) -> list[Stall]:
-    """Prefills beside a batch that decodes: the seconds that its steps do not account for."""
+    """Prefills during a decoding batch: the seconds that its decode steps do not account for."""
     async with _decoding(engine, batch) as after:
         marks = [await after(0)]
         for count, tokens, times in ARRIVALS:
@@ -120,8 +120,8 @@ async def _stalls(engine: EngineClient, batch: int) -> list[Stall]:
 
 @contextlib.asynccontextmanager
 async def _decoding(engine: EngineClient, batch: int) -> AsyncIterator[Callable[[int], Awaitable[Counters]]]:
-    """A batch that decodes meanwhile, and is aborted in the end. Yields a wait for so many more steps of it, which
-    returns the counters after them."""
+    """A decoding batch in the background, aborted at exit. Yields `after(steps)`, which waits for that many more of its
+    steps and returns the counters after them."""
     body = {"input_ids": prompts(batch, 8), "sampling_params": params(STEPS), **LOGPROBS}
     task = asyncio.ensure_future(engine.post("/generate", body))
 
@@ -144,7 +144,7 @@ async def _decoding(engine: EngineClient, batch: int) -> AsyncIterator[Callable[
 
 
 async def _prefill(engine: EngineClient, count: int, tokens: int) -> None:
-    """One new token for each of so many prompts that no cache has seen."""
+    """One output token for each of `count` random prompts that no cache holds."""
     ids = [[random.randrange(FIRST_TOKEN, VOCAB) for _ in range(tokens)] for _ in range(count)]
     await engine.post("/generate", {"input_ids": ids, "sampling_params": params(1), **LOGPROBS})
 

@@ -1,17 +1,16 @@
-"""From the last finish to the reply, and the tokens computed after it: ours, and a client outside.
+"""Time from the last finish to the reply, and tokens computed after it: batch quota and client-side.
 
     python -m bench.stop_latency --running 16 64 256      # CPU; up to 1024 on a GPU
 
-Half of the running samples are short and make the quota; the others have no end in sight. `engine_ms` ends when the
-reply is handed to the connection; `latency_ms` is the client's wall clock at the last byte less the engine's at the
-quota (one machine, one clock). Outside, the client counts, aborts once and waits for every answer; the last finish is
-the time stamp that SGLang puts into that answer. Its tokens after the end are those that the scheduler decoded after
-the client knew, so they err on the low side.
+Half of the running samples are short and meet the quota; the others are long. `engine_ms` ends when the reply is handed
+to the connection; `latency_ms` is the client's clock at the last byte minus the engine's at the quota (same machine,
+same clock). The client-side variant counts, aborts once and waits for every response; its last finish is the time stamp
+in SGLang's response. Its tokens after the end are those decoded after the client saw the quota met, which
+underestimates them.
 """
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 import uuid
@@ -21,17 +20,18 @@ from typing import Any
 
 from bench import record
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.servers import Size, both
+from bench.rollout.servers import Size, both_servers
+from examples import interrupt
 from examples.tiny_model import make
 
 SHORT = 24
 LONG = 1000
 REPLY_LENGTH = 100
-"""Tokens of each sample of a big reply: as many samples as it takes, one after the other in the slots."""
+"""Tokens of each sample of a big reply."""
 
 
 def workload(running: int) -> list[dict[str, Any]]:
-    """Prompts of one sample each: every second one is short."""
+    """Prompts of one sample each; every second response is short."""
     params = [{"ignore_eos": True, "temperature": 1.0, "max_new_tokens": (SHORT, LONG)[i % 2]} for i in range(running)]
     return [
         {"id": str(i), "input_ids": [8 + (7 * i + j) % 400 for j in range(16)], "sampling_params": one}
@@ -39,8 +39,8 @@ def workload(running: int) -> list[dict[str, Any]]:
     ]
 
 
-async def ours(engine: EngineClient, running: int, packed: bool) -> record.Row:
-    """One round; its partials are dropped."""
+async def batch_quota(engine: EngineClient, running: int, packed: bool) -> record.Row:
+    """One round, whose partials are dropped afterwards."""
     run = f"stop-{uuid.uuid4().hex[:8]}"
     body = {"run": run, "prompts": workload(running), "quota": running // 2}
     stats = (await engine.rollout(body)).stats if packed else (await engine.post("/april/rollout", body))["stats"]
@@ -54,7 +54,7 @@ async def ours(engine: EngineClient, running: int, packed: bool) -> record.Row:
 
 
 async def outside(engine: EngineClient, running: int) -> record.Row:
-    """The same samples, counted and aborted from here."""
+    """The same samples as stock requests, counted and aborted by this client."""
 
     async def one(prompt: dict[str, Any]) -> dict[str, Any]:
         asked = {"input_ids": prompt["input_ids"], "sampling_params": prompt["sampling_params"]}
@@ -65,12 +65,12 @@ async def outside(engine: EngineClient, running: int) -> record.Row:
     while len(finished) < running // 2:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         finished += [task.result() for task in done]
-    look = asyncio.ensure_future(engine.counters())
+    counters = asyncio.ensure_future(engine.counters())
     await engine.abort_all()
     await asyncio.gather(*pending)
     end = time.time()
     stamps = sorted(answer["meta_info"]["response_sent_to_client_ts"] for answer in finished)
-    at_end = (await look).decoded
+    at_end = (await counters).decoded
     return {
         "latency_ms": 1e3 * (end - stamps[running // 2 - 1]),
         "engine_ms": None,
@@ -79,7 +79,7 @@ async def outside(engine: EngineClient, running: int) -> record.Row:
 
 
 async def big_reply(engine: EngineClient, running: int, tokens: int) -> Iterable[record.Row]:
-    """A reply of at least `tokens` tokens, in both formats: from the quota to the last byte."""
+    """Time from the quota to the last byte of a reply with at least `tokens` tokens, in both formats."""
     length = min(REPLY_LENGTH, -(-tokens // running))
     count = -(-tokens // length)
     params = {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": length}
@@ -99,7 +99,7 @@ def _format(packed: bool) -> str:
 
 
 async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record.Row) -> None:
-    """All cases in turn, repetition by repetition."""
+    """Run all cases, repetition by repetition."""
 
     def keep(row: record.Row) -> None:
         record.append_rows(args.out, [{**facts, **row}])
@@ -110,7 +110,7 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record
             for running in args.running:
                 common = {"running": running, "repetition": repetition}
                 for packed in (False, True):
-                    row = {"way": "ours", "format": _format(packed), **await ours(april, running, packed)}
+                    row = {"way": "ours", "format": _format(packed), **await batch_quota(april, running, packed)}
                     keep({**row, **common})
                 keep({"way": "outside", "format": "json", **await outside(stock, running), **common})
         if args.reply_tokens:
@@ -119,7 +119,7 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record
 
 
 def main(given: list[str] | None = None) -> int:
-    """Appends one row per case and repetition."""
+    """Append one row per case and repetition; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.stop_latency", description=(__doc__ or "").partition("\n")[0]
     )
@@ -132,7 +132,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="instead of a tiny one, which some attention backends do not take")
     parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")
     args = parser.parse_args(given)
-    facts = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.facts()}
+    facts = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
     if args.server:
         asyncio.run(measure(args, (args.stock_server or args.server, args.server), facts))
         return 0
@@ -140,10 +140,12 @@ def main(given: list[str] | None = None) -> int:
         slots = max(args.running)
         model, extra = args.model or make(Path(folder) / "v0"), tuple(args.server_options.split())
         size = Size(model, slots, LONG + 32, slots * (LONG + 100) + 20_000, extra)
-        with both(size, record.ROOT / "out" / "bench") as urls:
+        with both_servers(size, record.ROOT / "out" / "bench") as urls:
             asyncio.run(measure(args, urls, facts))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(
+        main, "rows that were measured are in bench/results/stop_latency.json; the same command measures again"
+    )

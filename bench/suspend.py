@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import sys
 import tempfile
 import time
 import uuid
@@ -32,36 +31,37 @@ import numpy as np
 
 from bench import record, traced_server
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.servers import Size, ours
+from bench.rollout.servers import Size, patched_server
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
+from examples import interrupt
 from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
 
 TIERS = ("device", "host", "disk", "none")
 AT_LEAST = 32
-"""Steps of a window, also where nothing is copied."""
-TURNS = 12
-"""Steps that the next round is seen for: more than the others need where they start anew just then."""
+"""Smallest number of steps in a window, used where nothing is copied."""
+NEXT_ROUND_STEPS = 12
+"""Length of the next round in steps, long enough for background samples that restart in it."""
 POLL_S, PATIENCE_S = 0.01, 120.0
 
 
 @dataclass(frozen=True)
 class SuspendPlan:
     samples: int = 64
-    """Suspended and resumed."""
+    """Samples that are suspended and resumed."""
     beside: int = 16
-    """Samples of the other run."""
+    """Running samples of the background run."""
     prompt: int = 512
     """Tokens of a sample's prompt."""
     output: int = 16
-    """Tokens that it has when its round ends."""
+    """Output tokens of a sample when its round ends."""
     length: int = 512
-    """Tokens that it would have at its end; none comes so far, but those of the other run do."""
+    """`max_new_tokens`; only samples of the background run reach it."""
     repetitions: int = 5
 
     @property
     def slots(self) -> int:
-        """One to spare: where slots run short, SGLang counts a prompt that it prefills in chunks twice."""
+        """Includes a spare slot: when slots run short, SGLang counts a prompt twice that it prefills in chunks."""
         return self.samples + 1 + self.beside + 1
 
     @property
@@ -70,28 +70,28 @@ class SuspendPlan:
 
     @property
     def pool_tokens(self) -> int:
-        """Each slot at its longest, twice: the radix tree has the prompts of the round before."""
+        """Twice the longest context per slot, because the radix tree keeps the prompts of the previous round."""
         return 2 * self.slots * self.context + 8192
 
 
 @dataclass
-class Seen:
+class TierTimes:
     """Measurements of one tier over all repetitions."""
 
     reply_ms: list[float] = field(default_factory=list)
     copy_ms: list[float] = field(default_factory=list)
     resume_ms: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
-    """Seconds, while pages leave."""
+    """Step times of the background run while pages are copied, in seconds."""
     resume_steps: list[float] = field(default_factory=list)
     suspended: int = 0
     resumed: int = 0
     tokens: int = 0
-    """Of KV, that left."""
+    """KV tokens that were moved off the device."""
 
 
 class Steps:
-    """When the scheduler began its forwards and ended its copies, as its own process wrote it down."""
+    """Times of the scheduler's forwards and copies, from the log that `bench.traced_server` writes."""
 
     def __init__(self, folder: Path) -> None:
         self._forwards, self._copies = (
@@ -104,7 +104,7 @@ class Steps:
         return [(line["at"], line["rows"]) for line in self._forwards.read(since) if line["decode"]]
 
     def copies(self, since: float) -> list[float]:
-        """When each copy ended."""
+        """End time of each copy."""
         lines = self._copies.read(since)
         if failed := [line["failure"] for line in lines if line["failure"]]:
             raise RuntimeError(f"{len(failed)} copies failed: {failed[0]}")
@@ -117,7 +117,7 @@ class Steps:
         return found
 
     async def until_copied(self, since: float, copies: int) -> float:
-        """When the last of this many copies ended."""
+        """Wait for this many copies; returns the end time of the last."""
         deadline = time.monotonic() + PATIENCE_S
         while len(found := self.copies(since)) < copies:
             if time.monotonic() > deadline:
@@ -127,16 +127,16 @@ class Steps:
 
 
 def prompt(name: str, tokens: int, length: int, salt: int) -> dict[str, Any]:
-    """One sample that shares no prefix."""
+    """A prompt for one sample that shares no prefix with others."""
     ids = [FIRST_TOKEN + (salt * 7919 + 31 * at + at * at) % (VOCAB - FIRST_TOKEN) for at in range(tokens)]
     params = {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": length}
     return {"id": name, "input_ids": ids, "sampling_params": params}
 
 
 @contextlib.asynccontextmanager
-async def others(engine: EngineClient, plan: SuspendPlan, steps: Steps) -> AsyncIterator[None]:
-    """A round that always has `beside` samples running, each up to the whole context, one after the other."""
-    run, start = f"others-{uuid.uuid4().hex[:8]}", time.time()
+async def background_run(engine: EngineClient, plan: SuspendPlan, steps: Steps) -> AsyncIterator[None]:
+    """A round that keeps `beside` samples running."""
+    run, start = f"background-{uuid.uuid4().hex[:8]}", time.time()
     prompts = [prompt(str(i), 16, plan.length, 10_000 + i) for i in range(64 * plan.beside)]
     body = {"run": run, "round_id": run, "prompts": prompts, "quota": None, "concurrency": plan.beside}
     reply = asyncio.ensure_future(engine.rollout(body))
@@ -144,7 +144,7 @@ async def others(engine: EngineClient, plan: SuspendPlan, steps: Steps) -> Async
         await steps.until(start, lambda found: len(found) > 3 or reply.done())
         yield
         if reply.done():
-            raise RuntimeError("the others came to an end: give them more tokens")
+            raise RuntimeError("the background run ended: increase --length")
     finally:
         with contextlib.suppress(Exception):
             await engine.post(f"/april/rounds/{run}/stop", {})
@@ -153,20 +153,20 @@ async def others(engine: EngineClient, plan: SuspendPlan, steps: Steps) -> Async
 
 
 async def once(
-    engine: EngineClient, plan: SuspendPlan, steps: Steps, tier: str, salt: int, weights: Path, seen: Seen
+    engine: EngineClient, plan: SuspendPlan, steps: Steps, tier: str, salt: int, weights: Path, seen: TierTimes
 ) -> None:
-    """Round, push without a flush, round; nothing of the run is left."""
+    """One repetition: round, push without a flush, round; drops the run at the end."""
     run = f"suspend-{uuid.uuid4().hex[:8]}"
     mine = [prompt(str(i), plan.prompt, plan.length, salt * 1000 + i) for i in range(plan.samples)]
     end = prompt("end", 16, plan.output, salt * 1000 + 999)
     first = await engine.rollout({"run": run, "prompts": [end, *mine], "quota": 1, "kv": "keep", "tier": tier})
     met = first.stats["t_quota_met"]
-    over = await steps.until_copied(met, plan.samples if tier in ("host", "disk") else 0)
-    found = await steps.until(met, lambda found: len(found) > AT_LEAST and found[-1][0] > over)
-    window = max(AT_LEAST, sum(at <= over for at, _ in found) + 1)
+    copied = await steps.until_copied(met, plan.samples if tier in ("host", "disk") else 0)
+    found = await steps.until(met, lambda found: len(found) > AT_LEAST and found[-1][0] > copied)
+    window = max(AT_LEAST, sum(at <= copied for at, _ in found) + 1)
     seen.steps += np.diff([at for at, _ in found[: window + 1]]).tolist()
     seen.reply_ms.append(1e3 * first.stats["quota_to_reply_s"])
-    seen.copy_ms.append(1e3 * (over - met))
+    seen.copy_ms.append(1e3 * (copied - met))
     seen.suspended += first.carried["samples"]
     seen.tokens += sum(n for name, n in first.carried["tokens_by_tier"].items() if name != "none")
 
@@ -176,14 +176,14 @@ async def once(
     pushed = time.time()
     await steps.until(pushed, lambda found: len(found) > 3)
 
-    asked = time.time()
-    again = prompt("again", 16, TURNS, salt * 1000 + 998)
+    sent = time.time()
+    again = prompt("again", 16, NEXT_ROUND_STEPS, salt * 1000 + 998)
     second = await engine.rollout({"run": run, "prompts": [again], "quota": 1, "kv": "keep", "tier": "device"})
-    found = steps.decodes(asked)
+    found = steps.decodes(sent)
     joined = next(i for i, (_, rows) in enumerate(found) if rows >= plan.samples + plan.beside)
-    seen.resume_ms.append(1e3 * (found[joined + 1][0] - asked))
+    seen.resume_ms.append(1e3 * (found[joined + 1][0] - sent))
     last = steps.decodes(pushed)
-    before = [at for at, _ in last if at < asked][-1:]
+    before = [at for at, _ in last if at < sent][-1:]
     seen.resume_steps += np.diff([*before, *(at for at, _ in found[: joined + 1])]).tolist()
     seen.resumed += second.stats["resumed_kept"] + second.stats["resumed_recomputed"]
     await engine.post("/april/drop", {"run": run})
@@ -191,9 +191,9 @@ async def once(
 
 async def measure(url: str, folder: Path, plan: SuspendPlan, weights: Path, on_gpu: bool) -> list[record.Row]:
     """One row per tier, and one for SGLang's own copy."""
-    steps, seen = Steps(folder), {tier: Seen() for tier in TIERS}
-    async with EngineClient(url, patched=True) as engine, others(engine, plan, steps):
-        await once(engine, plan, steps, "host", 0, weights, Seen())  # memory for the arena, caches, code
+    steps, seen = Steps(folder), {tier: TierTimes() for tier in TIERS}
+    async with EngineClient(url, patched=True) as engine, background_run(engine, plan, steps):
+        await once(engine, plan, steps, "host", 0, weights, TierTimes())  # warms up the host arena, caches and code
         for number in range(plan.repetitions):
             for at, tier in enumerate(TIERS):
                 await once(engine, plan, steps, tier, 1 + number * len(TIERS) + at, weights, seen[tier])
@@ -202,7 +202,7 @@ async def measure(url: str, folder: Path, plan: SuspendPlan, weights: Path, on_g
     return [*rows, sglang_copy(config, plan, on_gpu, median(seen["device"].steps))]
 
 
-def figures(one: Seen, device: Seen, plan: SuspendPlan) -> record.Row:
+def figures(one: TierTimes, device: TierTimes, plan: SuspendPlan) -> record.Row:
     usual = median(device.steps)
     calm, calm_resume = (float(np.percentile(of, 99)) for of in (device.steps, device.resume_steps))
     return {
@@ -231,17 +231,19 @@ def sglang_copy(config: dict[str, Any], plan: SuspendPlan, on_gpu: bool, step_s:
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     dtype, device = (config["torch_dtype"], "cuda") if on_gpu else ("float32", "cpu")
     tokens = plan.prompt + plan.output
-    bed = KernelTestbed(KernelConfig(config["num_hidden_layers"], heads, dim, dtype, 16), plan.samples * tokens, device)
-    if bed.sglang is None:
-        return {"tier": "sglang get_cpu_copy", "skipped": bed.why_not}
+    testbed = KernelTestbed(
+        KernelConfig(config["num_hidden_layers"], heads, dim, dtype, 16), plan.samples * tokens, device
+    )
+    if testbed.sglang is None:
+        return {"tier": "sglang get_cpu_copy", "skipped": testbed.why_not}
     copy_ms, load_ms = [], []
     for _ in range(plan.repetitions + 1):
         start = time.perf_counter()
-        slots = bed.random.split(tokens)
-        copies = [bed.sglang.get_cpu_copy(mine) for mine in slots]
+        slots = testbed.random.split(tokens)
+        copies = [testbed.sglang.get_cpu_copy(mine) for mine in slots]
         half = time.perf_counter()
         for mine, copy in zip(slots, copies, strict=True):
-            bed.sglang.load_cpu_copy(copy, mine)
+            testbed.sglang.load_cpu_copy(copy, mine)
         copy_ms.append(1e3 * (half - start))
         load_ms.append(1e3 * (time.perf_counter() - half))
     copied, loaded = median(copy_ms[1:]), median(load_ms[1:])
@@ -267,10 +269,10 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Prints one line per tier."""
+    """Print one line per tier; returns the exit status."""
     args = parsed(given)
     plan = SuspendPlan(**{name: getattr(args, name) for name in asdict(SuspendPlan())})
-    facts = {"bench": "suspend", "run_id": uuid.uuid4().hex[:12], **record.facts(), "config": asdict(plan)}
+    facts = {"bench": "suspend", "run_id": uuid.uuid4().hex[:12], **record.provenance(), "config": asdict(plan)}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name:
         folder = Path(name)
         model = args.model or make(folder / "model", dtype="float32")
@@ -278,7 +280,7 @@ def main(given: list[str] | None = None) -> int:
         disk = (f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=100", "--chunked-prefill-size=2048")
         flags = (*disk, *args.server_options.split())
         size = Size(model, plan.slots, plan.context, plan.pool_tokens, flags, "bench.traced_server")
-        with traced_server.into(folder), ours(size, record.ROOT / "out" / "bench") as url:
+        with traced_server.into(folder), patched_server(size, record.ROOT / "out" / "bench") as url:
             rows = asyncio.run(measure(url, folder, plan, model, has_gpu()))
     for row in rows:
         print(
@@ -292,4 +294,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from bench.record import Row
-from bench.rollout.interleaving import IN_TURNS
+from bench.rollout.interleaving import INTERLEAVED
 from bench.rollout.metrics import limit_of, peaks, share
 from bench.rollout.steady_state import carry_is_level
 
@@ -14,12 +14,14 @@ ROUNDS = 8
 """Measured rounds of a whole row."""
 OUTSIDE = ("outside", "outside-retry3s")
 WITH_FACTOR = (*OUTSIDE, "stale-reuse", "pause-retract", "pause-in-place", "async", "april-factor")
-"""Whoever starts a number of groups that a factor says."""
+"""Variants that start a multiple (the over-sampling factor) of the groups they need."""
 
 
 def newest(rows: Iterable[Row], preset: str) -> list[Row]:
-    """Of each table of a preset the rows of the newest run that has it (a run may have gone on for days), and of each
-    cell the last: one that was cut short may have been measured again."""
+    """For each table of a preset, the rows of the newest run that measured it; for each cell, its last row.
+
+    A run may take days, and a cell that was cut short may have been measured again.
+    """
     mine = [row for row in rows if row.get("bench") == "rollout" and row["preset"] == preset]
     mine = [row for row in mine if not row.get("changed")]
     last: dict[tuple[Any, ...], Row] = {}
@@ -34,7 +36,7 @@ def newest(rows: Iterable[Row], preset: str) -> list[Row]:
 
 
 def _table(row: Row) -> tuple[Any, ...]:
-    """What the rows of one table have in common."""
+    """The key that rows of one table share."""
     together = row.get("together")
     return row["distribution"], together or row["ablation"], bool(together)
 
@@ -52,14 +54,14 @@ RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
 
 
 def headline(variant: list[Row], base: list[Row]) -> float | None:
-    """The smaller of the token and the group ratio: the median over the repetitions that both have, where they were
-    measured in turns by one process, else the ratio of the medians of all there are.
+    """The smaller of the token-rate and the group-rate ratio; None without rows.
 
-    Each rate counts in units of the full-batch rate around it, so that a machine that becomes faster or slower between
-    two rows is no difference between them; what took turns has that rate in common."""
+    Interleaved variants: the median over the repetitions that both have. Others: the ratio of the medians. Each rate is
+    divided by the full-batch rate measured around it, which cancels changes of the machine between two rows.
+    """
     if not variant or not base:
         return None
-    if not in_turns(variant[0], base[0]):
+    if not interleaved(variant[0], base[0]):
         return min(median(_rates(variant, rate)) / median(_rates(base, rate)) for rate in RATES)
     other = {(row["time"], row["repetition"]): row for row in base}
     pairs = [(row, other[key]) for row in variant if (key := (row["time"], row["repetition"])) in other]
@@ -67,9 +69,9 @@ def headline(variant: list[Row], base: list[Row]) -> float | None:
     return median(ratios) if ratios else None
 
 
-def in_turns(one: Row, other: Row) -> bool:
-    """Whether rows of one table were measured in turns with one another."""
-    return (one["variant"] in IN_TURNS) == (other["variant"] in IN_TURNS)
+def interleaved(one: Row, other: Row) -> bool:
+    """Whether two rows of one table were measured by alternating between their variants."""
+    return (one["variant"] in INTERLEAVED) == (other["variant"] in INTERLEAVED)
 
 
 def _rates(rows: list[Row], rate: str) -> list[float]:
@@ -77,13 +79,13 @@ def _rates(rows: list[Row], rate: str) -> list[float]:
 
 
 def better_outside(table: dict[str, list[Row]]) -> list[Row]:
-    """The faster of the ways from outside."""
-    there = [table[name] for name in OUTSIDE if name in table]
-    return max(there, key=lambda rows: median(map(share, rows)), default=[])
+    """The rows of the faster client-side baseline."""
+    baselines = [table[name] for name in OUTSIDE if name in table]
+    return max(baselines, key=lambda rows: median(map(share, rows)), default=[])
 
 
 def _number(key: str, form: str, per: str | None = None) -> Callable[[list[Row]], str]:
-    """The median over the rows, of each by another figure of it (`per`)."""
+    """A column: the median of a figure over the rows, divided by the figure `per` of the same row if given."""
 
     def shown(rows: list[Row]) -> str:
         values = [row[key] / (row[per] if per else 1) for row in rows if row.get(key) is not None]
@@ -98,7 +100,7 @@ def _spread(rows: list[Row]) -> str:
 
 
 def _factor(rows: list[Row]) -> str:
-    """Of over-sampling: ours and who waits for all have none."""
+    """The over-sampling factors; batch-quota and synchronous rounds have none."""
     factors = {row["plan"]["over_sampling"] for row in rows if row["variant"] in WITH_FACTOR and row.get("plan")}
     return ", ".join(f"{factor:g}" for factor in sorted(factors)) or "–"
 
@@ -114,10 +116,10 @@ def _marks(rows: list[Row]) -> str:
         ("biased", any(row["biased"] for row in rows)),
         ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
     ]
-    return ", ".join(name for name, there in marks if there)
+    return ", ".join(name for name, applies in marks if applies)
 
 
-def _is_level(row: Row) -> bool:
+def _row_level(row: Row) -> bool:
     grown = row["carry_grown"] if row.get("carry_grown") is not None else row["carry_end"] - row["carry_start"]
     return carry_is_level(grown, row["delivered_tokens"])
 
@@ -146,7 +148,7 @@ def _carry(rows: list[Row]) -> str:
 
 
 def _staleness(rows: list[Row]) -> str:
-    """Delivered groups by the age of their oldest token in versions."""
+    """Delivered groups by the age of their oldest token, in policy versions."""
     groups: Counter[int] = Counter()
     for row in rows:
         groups.update({int(age): count for age, count in row["staleness"].items()})
@@ -154,7 +156,7 @@ def _staleness(rows: list[Row]) -> str:
 
 
 def _steps(rows: list[Row]) -> str:
-    """Of the looks in the row's time: of the stock server, which all ways of a table share."""
+    """Decode step times from the probes of the stock server between the rows' rounds, by batch size."""
     batches = sorted({int(batch) for row in rows for batch in row["step_ms_by_batch"]})
     found = {b: [row["step_ms_by_batch"][str(b)] for row in rows if str(b) in row["step_ms_by_batch"]] for b in batches}
     return ", ".join(f"{batch}: {median(took):.1f}" for batch, took in found.items()) or "–"
@@ -176,14 +178,14 @@ DETAILS: dict[str, Callable[[list[Row]], str]] = {
 
 
 def details_of(table: dict[str, list[Row]]) -> list[list[str]]:
-    """Header and one line per variant: what the first table has no room for."""
+    """Header and one line per variant: the columns that the main table omits."""
     return [
         ["variant", *DETAILS],
         *([name, *(column(rows) for column in DETAILS.values())] for name, rows in table.items()),
     ]
 
 
-OURS = ("april-keep", "april-auto", "april-recompute")
+BATCH_QUOTA = ("april-keep", "april-auto", "april-recompute")
 FLOORS: tuple[tuple[str, str | None, str, float], ...] = (
     ("lognormal", None, "synchronous", 1.6),
     ("lognormal", None, "outside", 1.25),
@@ -198,17 +200,17 @@ FLOORS: tuple[tuple[str, str | None, str, float], ...] = (
     ("extreme:100", "drain", "outside", 1.25),
     ("constant", None, "synchronous", 0.98),
 )
-"""What is aimed at: of a distribution and an ablation, against what, at least."""
+"""Performance targets: (distribution, ablation, baseline, smallest ratio)."""
 
 
 def aims(rows: list[Row]) -> str:
-    """A list of the aims and of what ours reached, from the rows of a preset."""
+    """A Markdown list: each target, and what the batch-quota variants reached in a preset's rows."""
     lines = []
     for distribution, ablation, against, floor in FLOORS:
         table = by_variant(rows, distribution, ablation)
         base = better_outside(table) if against == "outside" else table.get(against, [])
         reached: dict[str, float] = {}
-        for name in (name for name in OURS if name in table):
+        for name in (name for name in BATCH_QUOTA if name in table):
             ratio = median(map(share, table[name])) if against == "limit" else headline(table[name], base)
             reached |= {name: ratio} if ratio is not None else {}
         if reached:
@@ -218,7 +220,7 @@ def aims(rows: list[Row]) -> str:
             verdict = "met" if low >= floor else "missed" if high < floor else "partly"
             judged = [row for name in (*reached, against) for row in table.get(name, [])]
             marks = _marks(judged)
-            if not all(map(_is_level, judged)):  # what was delivered says where the carry was, not what was computed
+            if not all(map(_row_level, judged)):  # tokens from a shrinking carry were computed earlier
                 verdict = "not judged"
             details = [f"`{name}` {ratio:.2f}" for name, ratio in reached.items()]
             details.append(f"rows: {len(table[next(iter(reached))])}")
@@ -227,9 +229,10 @@ def aims(rows: list[Row]) -> str:
 
 
 def table_of(table: dict[str, list[Row]]) -> list[list[str]]:
-    """Header and one line per variant; ratios are against the synchronous rows and the better ones from outside.
+    """Header and one line per variant, with ratios to the synchronous rows and to the better client-side baseline.
 
-    What generates while the trainer works is compared with the asynchronous client only."""
+    `april-continue` generates while the trainer works, so it is compared with the asynchronous client only.
+    """
     lines = [["variant", "× synchronous", "× outside", "× async", *COLUMNS]]
     bases = table.get("synchronous", []), better_outside(table)
     for name, rows in table.items():
@@ -249,7 +252,7 @@ HEADLINE: dict[str, str] = {
     "april-auto": "**batch quota**, KV by cost",
     "april-keep": "**batch quota**, KV kept",
 }
-"""README's variants, and what they are called there."""
+"""The variants of README's table and their names there."""
 
 
 def headline_table(table: dict[str, list[Row]]) -> list[list[str]]:
@@ -271,7 +274,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def ablations_of(rows: list[Row], together: str) -> list[list[str]]:
-    """Header and one line for each of the ablations that were measured in turns, against the first of them."""
+    """Header and one line per ablation of an interleaved set, with ratios to the first."""
     table: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.get("together") == together:

@@ -1,23 +1,22 @@
-"""Where the seconds of a round go: the scheduler's loop, piece by piece, in rounds and in the full batch beside them.
+"""Where the time of a round goes: shares of each part of the scheduler loop, in rounds and in a full batch.
 
     python -m bench.timeline --record
 
-The workload and sizes are those of `bench.rollout --preset cpu`. Our server writes down when each piece of its
-scheduler's loop began and how long it took (`bench.traced_server`). A row has the pieces' shares of the rounds' time,
-from the start of the push to the reply:
+The workload is that of `bench.rollout --preset cpu`. The traced server (`bench.traced_server`) logs when each part of
+its scheduler loop began and how long it took. A row has the parts' shares of the rounds' time, from the start of the
+push to the reply:
 
-- `decode`, `prefill`: the model's forwards; `sample`: drawing tokens; `run`: what else `run_batch` does;
-- `results`: tokens into requests, finished samples, our bookkeeping, what is sent to the detokenizer;
-- `next`: the choice of the next batch, ours included; `requests`: control requests: rounds, pushes of weights;
-- `between`: from the last step of a round to the first one of the next, less `requests`;
+- `decode`, `prefill`: the model's forwards; `sample`: drawing tokens; `run`: the rest of `run_batch`;
+- `results`: tokens into requests, finished samples, bookkeeping of both, sending to the detokenizer;
+- `next`: choosing the next batch, by SGLang and the plugin; `requests`: control requests (rounds, pushes);
+- `between`: from the last step of a round to the first of the next, without `requests`;
 - `loop`: the rest of the loop, between steps.
 
-A row of the full batch alone (the limit) has the same shares: what a round loses against it is the difference.
+A row of the full batch alone (the limit) has the same shares; the difference is what rounds lose.
 """
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,18 +27,21 @@ from bench import record, traced_server
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.runner import KINDS, Track
-from bench.rollout.servers import Size, ours
+from bench.rollout.servers import Size, patched_server
 from bench.rollout.testbed import Testbed
+from examples import interrupt
 from examples.tiny_model import make
 
 Window = tuple[float, float]
 """Seconds since the epoch."""
-OURS = tuple(name for name in KINDS if name.startswith("april") and name not in ("april-factor", "april-continue"))
+BATCH_QUOTA = tuple(
+    name for name in KINDS if name.startswith("april") and name not in ("april-factor", "april-continue")
+)
 
 
 def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, float]:
-    """Each piece's share of the windows' time; they add up to 1. Beside them of the decode forwards: how many
-    `steps`, and the means of their `rows`, of a row's `context` (tokens) and of a forward's `decode_ms`."""
+    """Each part's share of the windows' time (they add up to 1); and of the decode forwards their number `steps`, and
+    the means of `rows`, of a row's `context` in tokens and of `decode_ms`."""
     took = dict.fromkeys(("decode", "prefill", "sample", "run", "results", "next", "requests", "between", "loop"), 0.0)
     steps = rows = context = 0
     for start, end in windows:
@@ -54,8 +56,10 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
             took["run"] -= span["took"] if piece in ("decode", "prefill", "sample") else 0.0
         runs = [span for span in inside if span["piece"] == "run"]
         first, last = (runs[0]["at"], runs[-1]["at"] + runs[-1]["took"]) if runs else (end, end)
-        asked = sum(span["took"] for span in inside if span["piece"] == "requests" and not first <= span["at"] < last)
-        took["between"] += max(0.0, (first - start) + (end - last) - asked)
+        requests = sum(
+            span["took"] for span in inside if span["piece"] == "requests" and not first <= span["at"] < last
+        )
+        took["between"] += max(0.0, (first - start) + (end - last) - requests)
     total = sum(end - start for start, end in windows)
     took["loop"] = total - sum(took.values())
     of_steps = {"rows": rows / max(steps, 1), "context": context / max(rows, 1)}
@@ -64,12 +68,12 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
 
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
-    """Rows: the full batch before, the variant's rounds in the steady state, the full batch after."""
+    """Three rows: the full batch before, the variant's rounds in the steady state, the full batch after."""
     spans = traced_server.Lines(folder / traced_server.SPANS)
     began = time.time()
     async with EngineClient(url, patched=True) as engine:
-        bed = Testbed(engine, engine, checkpoints, preset)
-        track = Track(bed, Cell("lognormal", variant))
+        testbed = Testbed(engine, engine, checkpoints, preset)
+        track = Track(testbed, Cell("lognormal", variant))
         steady = await track.warm()
         limits, full = [], []
         for measured in (False, True, False):
@@ -77,13 +81,18 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
                 windows, tokens = await _rounds(track, preset.measured)
                 continue
             start = time.time()
-            limits.append(await bed.limit("lognormal"))
+            limits.append(await testbed.limit("lognormal"))
             full.append((start, time.time()))
         await track.variant.drain()
     seen = spans.read(began)
     seconds = sum(end - start for start, end in windows)
-    rates = {"variant": variant, "steady": steady, "delivered_tokens_per_s": tokens / seconds}
-    rates["share_of_limit"] = rates["delivered_tokens_per_s"] / harmonic_mean(limits)
+    rate = tokens / seconds
+    rates = {
+        "variant": variant,
+        "steady": steady,
+        "delivered_tokens_per_s": rate,
+        "share_of_limit": rate / harmonic_mean(limits),
+    }
     return [
         {"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows)},
         {"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)},
@@ -102,10 +111,10 @@ async def _rounds(track: Track, count: int) -> tuple[list[Window], int]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """0."""
+    """Measure and print or record the rows; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
-    parser.add_argument("--variant", choices=OURS, default="april-keep", help="%(default)s")
+    parser.add_argument("--variant", choices=BATCH_QUOTA, default="april-keep", help="%(default)s")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
@@ -113,8 +122,8 @@ def main(given: list[str] | None = None) -> int:
         folder = Path(name)
         checkpoints = make(folder / "v0", seed=0), make(folder / "v1", seed=1)
         size = Size(checkpoints[0], preset.plan.slots, preset.context, preset.pool_tokens, (), "bench.traced_server")
-        facts = record.facts()
-        with ours(size, Path("out") / "bench") as url:
+        facts = record.provenance()
+        with patched_server(size, Path("out") / "bench") as url:
             rows = asyncio.run(measure(url, folder, preset, args.variant, checkpoints))
     for row in rows:
         print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
@@ -126,4 +135,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "nothing was written")

@@ -1,10 +1,10 @@
-"""`python -m bench.traced_server`: the patched server, whose scheduler writes down when it steps and when copies end.
+"""`python -m bench.traced_server`: the patched server, whose scheduler logs its steps and the ends of copies.
 
 Files of JSON lines in the folder `APRIL_STEPS`: `forwards.jsonl`, one line as each forward of the model begins on rank
-0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended; where
-`APRIL_SPANS` is set too, `spans.jsonl`, one line for each piece of the scheduler's loop (`at`, `took`: seconds; a
-forward's has `rows` and `context`, the tokens of all rows, too).
-SGLang spawns its scheduler, and a spawned process imports this file again: so the hooks are applied there too.
+0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended; with
+`APRIL_SPANS` set, also `spans.jsonl`, one line for each part of the scheduler loop (`at`, `took`: seconds; forwards
+also have `rows` and `context`, the tokens of all rows). SGLang spawns its scheduler, and the spawned process imports
+this file again, which applies the hooks there.
 """
 
 import bisect
@@ -30,12 +30,12 @@ PIECES = {
     "results": f"{_SCHEDULER}process_batch_result",
     "requests": f"{_SCHEDULER}process_input_requests",
 }
-"""Pieces of the loop, one method each. `run` contains `forward` and `sample`."""
+"""Parts of the loop, one method each. `run` contains `forward` and `sample`."""
 
 
 @contextlib.contextmanager
 def into(folder: Path, *, spans: bool = False) -> Iterator[None]:
-    """A server started in here writes there."""
+    """A server started in this context logs into `folder`."""
     os.environ |= {ENV: str(folder)} | ({SPANS_ENV: "1"} if spans else {})
     try:
         yield
@@ -45,14 +45,14 @@ def into(folder: Path, *, spans: bool = False) -> Iterator[None]:
 
 
 class Lines:
-    """A file of JSON lines that grows."""
+    """Reads a growing file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read_to, self._rest = path, 0, ""
         self._lines: list[dict[str, Any]] = []
 
     def read(self, since: float) -> list[dict[str, Any]]:
-        """All that began at `since` or later."""
+        """Lines with `at` of `since` or later."""
         if self._path.exists():
             with self._path.open() as file:
                 file.seek(self._read_to)

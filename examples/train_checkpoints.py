@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -76,10 +76,12 @@ def order_embeddings(model: Qwen3ForCausalLM) -> None:
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per number, so that the server can show answers as text."""
-    words = ["<pad>", "<bos>", "<eos>", "<sort>", *map(str, range(NUMBERS))]
+    """One token per number, with the space before it. Byte-level, because SGLang's grammar backend needs a decoder."""
+    words = ["<pad>", "<bos>", "<eos>", "<sort>", *(f"Ġ{number}" for number in range(NUMBERS))]
     table = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    table.decoder = decoders.ByteLevel()
+    table.add_tokens([AddedToken("<sort>", lstrip=True, rstrip=True, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 
@@ -125,7 +127,8 @@ def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS)
     model = new_model()
     order_embeddings(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    started, record = time.monotonic(), []
+    started = time.monotonic()
+    record: list[dict[str, str | float]] = []
     for step in range(1, steps + 1):
         for group in optimiser.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, step / 30) * (1.0 - 0.9 * step / steps)

@@ -18,6 +18,9 @@ from typing import Any, Literal, NoReturn
 ENV = "SGLANG_APRIL"
 PREFIX = "--april-"
 BYTES_PER_GB = 10**9
+BYTES_PER_MB = 2**20
+MAX_BODY_MB = 400
+"""JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_COUNT = 2**31 - 1
 DEFAULT_HOST_GB = 64.0
 
@@ -38,12 +41,15 @@ class AprilConfig:
     disk_dir: str | None = None
     disk_gb: float = 0.0
     kv_pages: str = "full"
+    carry_tokens: int = 100_000_000
     replies: int = 2
     reply_gb: float = 4.0
+    max_body_mb: int = 64
     concurrency: int | Literal["auto"] | None = None
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
+    journal_interval: int = 256
 
     @property
     def host_bytes(self) -> int:
@@ -59,6 +65,11 @@ class AprilConfig:
     def reply_bytes(self) -> int:
         """The cap of kept replies in bytes."""
         return int(self.reply_gb * BYTES_PER_GB)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request in bytes."""
+        return self.max_body_mb * BYTES_PER_MB
 
 
 @dataclass(frozen=True)
@@ -159,8 +170,10 @@ FLAGS: tuple[Flag, ...] = (
         "{full,int8}",
         "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
     ),
+    Flag("carry_tokens", _whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
+    Flag("max_body_mb", _whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
     Flag(
         "concurrency",
         _concurrency,
@@ -180,6 +193,7 @@ FLAGS: tuple[Flag, ...] = (
         "{normal,full}",
         "survives the death of the process, or loss of power",
     ),
+    Flag("journal_interval", _whole(1), "N", "output tokens of a running sample after which they are journalled"),
 )
 
 _BY_FIELD = {flag.field: flag for flag in FLAGS}

@@ -1,60 +1,66 @@
 """The command line of `april-train`: a configuration from a YAML file and flags."""
 
 import argparse
-from collections.abc import Iterator
+import difflib
+import sys
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import msgspec
 import yaml
 
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.loss_settings import LossSettings
-
-Field = tuple[msgspec.structs.FieldInfo, Any]
-"""A field of `Config` or `LossSettings`, and its type without bounds."""
+from trainer_bridge.config_reference import FieldReference, references
 
 
-def config_fields() -> dict[str, Field]:
-    """All fields by their names in YAML, in order; those of `LossSettings` in place of `Config.loss`."""
-    return dict(_fields_of(Config))
+class _Parser(argparse.ArgumentParser):
+    """Accepts flags with underscores, as slime spells them, and names the closest flag to an unknown one."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_dashed(argument) for argument in given], namespace)
 
-def _fields_of(struct: type[msgspec.Struct]) -> Iterator[tuple[str, Field]]:
-    types = get_type_hints(struct)
-    for field in msgspec.structs.fields(struct):
-        if field.type is LossSettings:
-            yield from _fields_of(LossSettings)
-        else:
-            yield field.encode_name, (field, types[field.name])
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        if unknown:
+            message += _suggestion(unknown[0].partition("=")[0], list(self._option_string_actions))
+        super().error(message)
 
 
 def config_parser() -> argparse.ArgumentParser:
     """A parser with one flag per field, spelled with dashes or underscores. Flags that are absent are left out."""
-    command = argparse.ArgumentParser(
+    command = _Parser(
         prog="april-train",
-        description="RL with Megatron-core as trainer and SGLang with sglang-april as engine.",
+        usage="%(prog)s [--config FILE] [--dry-run] [--FIELD VALUE ...]",
+        description="RL with Megatron-core as trainer and SGLang with sglang-april as engine. "
+        "`april-train report RUN_DIR` writes an HTML page about a run.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    command.add_argument("--config", type=Path, help="YAML file with fields by name")
-    command.add_argument("--dry-run", action="store_true", help="check everything that needs no engine, then exit")
-    for name, (field, kind) in config_fields().items():
-        names = list(dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"]))
-        origin, inner = get_origin(kind), get_args(kind)
-        default = "required" if field.required else field.default
-        if default is msgspec.NODEFAULT:
-            default = field.default_factory()
-        text = f"default: {default}"
-        if kind is bool:
-            command.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)
-        elif origin is list or list[str] in inner:
-            command.add_argument(*names, nargs="+", action="extend", help=text)
-        elif origin is Literal:
-            command.add_argument(*names, choices=inner, help=text)
-        else:
-            command.add_argument(*names, metavar="VALUE", help=text)
+    command.add_argument("--config", type=Path, help="YAML file with fields by name; flags override it")
+    command.add_argument(
+        "--dry-run", action="store_true", help="check configuration, model, data and reward, then exit"
+    )
+    groups: dict[str, Any] = {}
+    for field in references():
+        if field.section not in groups:
+            groups[field.section] = command.add_argument_group(field.section)
+        _add_flag(groups[field.section], field)
     return command
+
+
+def _add_flag(group: Any, field: FieldReference) -> None:
+    name = f"--{field.name.replace('_', '-')}"
+    origin, inner = get_origin(field.kind), get_args(field.kind)
+    text = f"{field.description.removesuffix('.')} (default: {field.default})".replace("%", "%%")
+    if field.kind is bool:
+        group.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
+    elif origin is list or list[str] in inner:
+        group.add_argument(name, nargs="+", action="extend", metavar="VALUE", help=text)
+    elif origin is Literal:
+        group.add_argument(name, choices=inner, help=text)
+    else:
+        group.add_argument(name, metavar="VALUE", help=text)
 
 
 def load(path: Path | None, flags: dict[str, Any]) -> Config:
@@ -67,19 +73,49 @@ def load(path: Path | None, flags: dict[str, Any]) -> Config:
             raise ConfigError(f"{path}: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}: must contain fields by name")
-    kinds = {name: kind for name, (_, kind) in config_fields().items()}
+    known = {field.name: field for field in references()}
+    if unknown := [name for name in fields | flags if name not in known]:
+        raise ConfigError(f"unknown field {unknown[0]}{_suggestion(str(unknown[0]), list(known))}")
+    converted = {name: _from_file(known[name], value) for name, value in fields.items()}
+    converted |= {name: _from_flag(known[name], value) for name, value in flags.items()}
     try:
-        return Config.from_fields(fields | {name: _from_text(kinds[name], value) for name, value in flags.items()})
+        return Config.from_fields(converted)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ValueError):  # raised by LossSettings itself
             raise ConfigError(str(error.__cause__)) from error
         raise ConfigError(str(error).replace("`", "")) from error
 
 
-def _from_text(kind: Any, value: Any) -> Any:
+def _from_file(field: FieldReference, value: Any) -> Any:
+    """A value from YAML. Numbers may be text: YAML 1.1 reads `1e-6` as text, because it has no dot."""
+    numeric = {int, float} & {field.kind, *get_args(field.kind)}
+    return _convert(field, value, strict=not (numeric and isinstance(value, str)))
+
+
+def _from_flag(field: FieldReference, value: Any) -> Any:
     """The text of a flag as a value of the field's type."""
-    if get_origin(kind) is dict and isinstance(value, str):
-        return yaml.safe_load(value)
-    if value in ("none", "null") and type(None) in get_args(kind):
+    if get_origin(field.kind) is dict and isinstance(value, str):
+        value = yaml.safe_load(value)
+    if value in ("none", "null") and type(None) in get_args(field.kind):
         return None
-    return msgspec.convert(value, kind, strict=False)
+    return _convert(field, value, strict=False)
+
+
+def _convert(field: FieldReference, value: Any, *, strict: bool) -> Any:
+    try:
+        return msgspec.convert(value, field.info.type, strict=strict)
+    except msgspec.ValidationError as error:
+        expected = str(error).partition(", got")[0].replace("`", "").replace("Expected", "expected")
+        if expected.startswith("Invalid"):
+            expected = f"expected {field.values.replace('`', '')}"
+        raise ConfigError(f"{field.name}: {expected}, got {value!r}") from error
+
+
+def _dashed(argument: str) -> str:
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""

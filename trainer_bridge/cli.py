@@ -1,18 +1,24 @@
 """The command `april-train` (`python -m trainer_bridge`): train, check a configuration, or write a report of a run."""
 
 import argparse
+import multiprocessing
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_bridge.args import config_parser, load
+from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.validate import RunError, dry_run
+from trainer_bridge.dry_run import dry_run
+from trainer_bridge.validate import RunError, check
+
+if TYPE_CHECKING:
+    from trainer_bridge.loop import TrainingLoop
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Exit status 0: success, 1: the run failed and can be resumed, 2: invalid input."""
+    """Run the command. Exit status 0: success, 1: the run failed and can be resumed, 2: invalid input, 130: Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["report"]:
         return _report(argv[1:])
@@ -21,17 +27,32 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(path, flags)
         print(config.as_yaml(), end="", flush=True)  # noqa: T201 - the command's output
-        lines = dry_run(config)
+        check(config)
+        if dry_run_only:
+            print("\n".join(["", *dry_run(config)]))  # noqa: T201
+            return 0
     except ConfigError as error:
-        print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    if dry_run_only:
-        print("\n".join(["", *lines]))  # noqa: T201
-        return 0
+        return _fail(2, str(error))
     return _train(config)
 
 
 def _train(config: Config) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    loops: list[TrainingLoop] = []
+    try:
+        return _run(config, loops)
+    except Interrupted as interrupted:
+        for child in multiprocessing.active_children():  # trainer ranks and reward processes
+            child.kill()
+        for loop in loops:
+            loop.engines.end_servers()
+        store = Checkpoints(Path(config.save), config.keep_checkpoints)
+        return _fail(128 + interrupted.number, f"interrupted. {_what_is_kept(store)}")
+
+
+def _run(config: Config, loops: "list[TrainingLoop]") -> int:
+    """Run the training; adds its loop to `loops`."""
     from sglang_april.client import AprilError
     from trainer_bridge.handshake import HandshakeError
     from trainer_bridge.loop import TrainingLoop
@@ -39,27 +60,48 @@ def _train(config: Config) -> int:
     from trainer_bridge.megatron.workers import TrainerFailed
     from trainer_bridge.server_process import EngineGoneError
 
-    # On SIGTERM, stop the servers and reward processes of the run before exiting.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         loop = TrainingLoop(config)
     except (ConfigError, UnsupportedModelError, OSError) as error:
-        print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return _fail(2, str(error))
+    loops.append(loop)
     try:
         loop.run()
     except ConfigError as error:  # in a row of the data, which is parsed when it is needed
-        print(f"april-train: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return _fail(2, str(error))
     except (RunError, EngineGoneError, HandshakeError, TrainerFailed, AprilError, OSError) as error:
-        saved = loop.store.steps()
-        print(  # noqa: T201
-            f"april-train: {error}. The same command resumes after step {saved[-1] if saved else 0}.", file=sys.stderr
-        )
-        return 1
+        return _fail(1, f"{str(error).removesuffix('.')}. {_what_is_kept(loop.store)}")
     finally:
-        loop.close()
+        if not isinstance(sys.exception(), Interrupted):
+            loop.close()
     return 0
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _interrupt(number: int, _: object) -> None:
+    for further in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(further, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
+def _fail(status: int, message: str) -> int:
+    for line in message.splitlines():
+        print(f"april-train: {line}", file=sys.stderr)  # noqa: T201
+    return status
+
+
+def _what_is_kept(store: Checkpoints) -> str:
+    steps = store.steps()
+    if not steps:
+        return "No step was saved; the same command starts from the beginning."
+    return f"The same command resumes after step {steps[-1]}."
 
 
 def _report(argv: list[str]) -> int:

@@ -56,7 +56,7 @@ class TrainingLoop:
             self._eval_data = PromptData(read_rows(config.eval_prompt_data), config, shuffle=False)
         self.rewards = _start_rewards(config)
         self._cluster = _connect_cluster(config)
-        self.engines = RolloutEngines(config, folder, self._cluster)
+        self.engines = RolloutEngines(config, folder, self._cluster, self.progress.note)
         self.trainer = trainer or make_trainer(config.trainer, self._cluster)
         self.pool = PromptPool(self._data, len(config.servers) or config.engines)
         self.rollouts = RolloutDriver(self.engines.client, self.run_name, self.pool, self.rewards, config, self.store)

@@ -36,6 +36,7 @@ class LossSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     """The policy loss and its off-policy correction. Raises `ValueError` for settings that contradict each other."""
 
     algorithm: Algorithm = msgspec.field(default="grpo", name="advantage_estimator")
+    """The policy loss and its advantages."""
     eps_clip: NonNegative | None = None
     """Lower clip range; None: the algorithm's default."""
     eps_clip_high: NonNegative | None = None

@@ -39,6 +39,7 @@ def step_metrics(
     reports = [step.report for step in trained]
     tokens = int(lengths.sum())
     generate_s = sum(rollout.generate_s for rollout in rounds)
+    engine_s = sum(rollout.summary.stats["duration_s"] for rollout in rounds)  # also of a reply that was kept
     row: dict[str, Any] = {
         "step": state.step,
         "round_ids": [rollout.summary.round_id for rollout in rounds],
@@ -56,7 +57,7 @@ def step_metrics(
         "reward_std": float(rewards.std()) if rewards.size else None,
         "delivered_tokens": tokens,
         "generate_s": generate_s,
-        "delivered_tokens_per_s": tokens / generate_s if generate_s else 0.0,
+        "delivered_tokens_per_s": tokens / engine_s if engine_s else 0.0,
         "lengths": lengths.tolist(),
         "delivered": [[sample.prompt_id, sample.index] for sample in samples],
         **_staleness_metrics(samples, version),

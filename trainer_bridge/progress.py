@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer_bridge.checkpoints import LoopState
@@ -72,9 +73,13 @@ class RunProgress:
             highlight=False,
         )
 
+    def note(self, text: str) -> None:
+        """Print a line about what the run waits for."""
+        self._console.print(f"[dim]  {escape(text)}", highlight=False, soft_wrap=True)
+
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._console.print(f"[yellow]  {text}")
+        self._console.print(f"[yellow]  {escape(text)}")
 
     def close(self) -> None:
         """Flush the TensorBoard events."""
@@ -85,9 +90,10 @@ def step_line(row: dict[str, Any]) -> str:
     """The console line of a step."""
     lengths = sorted(row["lengths"]) or [0]
     reward = "  none" if row["reward"] is None else f"{row['reward']:6.3f}"
-    seconds = " ".join(f"{name} {duration:.1f}" for name, duration in row["seconds"].items() if duration >= 0.05)
+    seconds = " ".join(f"{phase} {duration:.1f}" for phase, duration in row["seconds"].items() if duration >= 0.05)
+    name = "drain" if row.get("drain") else "step"
     return (
-        f"step {row['step']:4d}  reward {reward}  length {lengths[len(lengths) // 2]}/{lengths[-1]}  "
+        f"{name} {row['step']:4d}  reward {reward}  length {lengths[len(lengths) // 2]}/{lengths[-1]}  "
         f"{row['delivered_tokens_per_s']:7,.0f} tok/s  stale {row['off_policy_share']:4.0%} (≤ {row['staleness']})  "
         f"batch {row['mean_running']:.0f}  s: {seconds}"
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,21 @@ from sglang_april.client import AprilClient
 from trainer_bridge.config import Config
 from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.push.push_target import call_all
-from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess, ServerProcess
+from trainer_bridge.server_process import (
+    EngineGoneError,
+    EngineLostError,
+    LocalServerProcess,
+    ServerProcess,
+    last_error,
+)
 from trainer_bridge.validate import RunError
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import RayCluster
 
 POLL_S = 0.5
+NOTE_S = 10.0
+"""Interval of progress lines while a server starts."""
 MEMORY_CALL_TIMEOUT_S = 600.0
 NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
 """A server's reason for refusing to resume tags, none of which is released."""
@@ -42,11 +51,16 @@ class RolloutEngine:
         number: int = 0,
         url: str | None = None,
         cluster: "RayCluster | None" = None,
+        note: Callable[[str], None] = print,
     ) -> None:
-        """`url`: URL of an external server; `number`: index of a server that is started, among several."""
+        """`url`: URL of an external server; `number`: index of a server that is started, among several.
+
+        `note` prints a line of progress.
+        """
         name = f"server-{number}" if number else "server"
         self._config, self._number, self._log = config, number, folder / f"{name}.log"
-        self._journal = folder / f"{name}.journal"
+        self._journal, self._note = folder / f"{name}.journal", note
+        self._was_ready, self._ended = False, threading.Event()
         self.process: ServerProcess | None = None
         """None for an external server."""
         if url is None:
@@ -60,19 +74,30 @@ class RolloutEngine:
     def wait_until_ready(self) -> None:
         """Wait until the server is healthy, after starting it if it is a server of the run and not running.
 
-        Raises: EngineLostError: a server of the run has exited; EngineGoneError: no server is healthy in time.
+        Raises:
+            EngineLostError: a server of the run that was ready before has exited.
+            EngineGoneError: no server is healthy in time, or it exits in its first start.
         """
         process, timeout = self.process, self._config.server_start_timeout
+        logged = self._log.stat().st_size if self._log.exists() else 0
         if process is not None and not process.alive:
+            self._note(f"starting a server at {self.url}; log: {self._log}")
             process.start(self._command(), self.url, self._log)
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        began = noted = time.monotonic()
+        while (now := time.monotonic()) < began + timeout and not self._ended.is_set():
             if process is not None and not process.alive:
-                raise EngineLostError(f"the server has exited; its log: {self._log}")
+                reason = last_error(self._log, logged)
+                if self._was_ready:
+                    raise EngineLostError(f"the server has exited: {reason} (log: {self._log})")
+                raise EngineGoneError(f"the server did not start: {reason} (log: {self._log})")
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
+                    self._was_ready = True
                     return
-            time.sleep(POLL_S)
+            if now > noted + NOTE_S:
+                noted = now
+                self._note(f"waiting for {self.url} ({now - began:.0f} s): {last_error(self._log, logged)[:100]}")
+            self._ended.wait(POLL_S)
         raise EngineGoneError(f"no server at {self.url} became ready within {timeout:g} s (server_start_timeout)")
 
     def release(self) -> None:
@@ -89,8 +114,13 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Close the connections, and stop a server of the run."""
+        self.end_server()
         self.client.close()
         self._http.close()
+
+    def end_server(self) -> None:
+        """Stop a server of the run, also while `wait_until_ready` waits for it in another thread."""
+        self._ended.set()
         if self.process is not None:
             self.process.end()
 
@@ -121,9 +151,15 @@ class RolloutEngine:
 class RolloutEngines:
     """All engines of a run, and one client for them."""
 
-    def __init__(self, config: Config, folder: Path, cluster: "RayCluster | None" = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        cluster: "RayCluster | None" = None,
+        note: Callable[[str], None] = print,
+    ) -> None:
         urls: list[str | None] = [*config.servers] or [None] * config.engines
-        self.each = [RolloutEngine(config, folder, number, url, cluster) for number, url in enumerate(urls)]
+        self.each = [RolloutEngine(config, folder, number, url, cluster, note) for number, url in enumerate(urls)]
         clients = [engine.client for engine in self.each]
         self.client: AprilClient | EnginePool = clients[0] if len(clients) == 1 else EnginePool(clients)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="engines")
@@ -144,6 +180,11 @@ class RolloutEngines:
         """As `RolloutEngine.close`."""
         self._call_all(RolloutEngine.close)
         self._threads.shutdown()
+
+    def end_servers(self) -> None:
+        """As `RolloutEngine.end_server`, one after the other."""
+        for engine in self.each:
+            engine.end_server()
 
     def _call_all(self, call: Callable[[RolloutEngine], None]) -> None:
         call_all(self._threads, [partial(call, engine) for engine in self.each])

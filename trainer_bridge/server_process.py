@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,8 +14,12 @@ from typing import Protocol
 
 import psutil
 
-TERMINATION_TIMEOUT_S = 10.0
-"""Between SIGTERM and SIGKILL."""
+TERMINATION_TIMEOUT_S = 3.0
+"""Between SIGTERM and SIGKILL. A journal survives both."""
+
+
+ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")
+"""A refusal of the plugin, or the last line of a traceback."""
 
 
 class EngineLostError(RuntimeError):
@@ -114,6 +119,18 @@ class LocalServerProcess:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.wait()
         self._process = None
+
+
+def last_error(log: Path, start: int = 0) -> str:
+    """The last line of a server's log from byte `start` on that reports an error, or else its last line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    errors = [line for line in lines if ERROR_LINE.match(line)]
+    return (errors or lines or [""])[-1][:500]
 
 
 def free_port(host: str = "127.0.0.1") -> int:

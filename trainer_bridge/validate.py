@@ -1,8 +1,6 @@
-"""Validation of a configuration, as far as it needs no engine, and checks of a running run."""
+"""Validation of a configuration by itself, and checks of a running run."""
 
 import importlib.metadata
-import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,44 +131,8 @@ def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:
             )
 
 
-def dry_run(config: Config) -> list[str]:
-    """`check`, and one line for each model, data file and reward that the configuration names.
-
-    Missing ones are reported, not refused: a recipe may be checked on another machine than the one that runs it.
-    """
-    check(config)
-    lines = [f"hf_checkpoint: {_describe_model(Path(config.hf_checkpoint))}"]
-    for name in ("prompt_data", "eval_prompt_data"):
-        path = getattr(config, name)
-        if path is not None:
-            lines.append(f"{name}: {'found' if Path(path).exists() else 'not on this machine'} ({path})")
-    function = config.group_reward or config.reward
-    module = function.rpartition(":")[0]
-    if not module:
-        raise ConfigError("reward: must be module:function or file.py:function")
-    found = Path(module).exists() if module.endswith(".py") else _is_importable(module)
-    lines.append(f"reward: {'found' if found else 'not on this machine'} ({function})")
-    samples = config.rollout_batch_size * (config.n_samples_per_prompt if config.quota_unit == "group" else 1)
-    lines.append(f"a round delivers {samples} samples, {config.global_batch_size or samples} per optimiser step")
-    return lines
-
-
 def check_model(config: Config) -> None:
     """Raises: ConfigError: `hf_checkpoint` is not a model folder."""
     folder = Path(config.hf_checkpoint)
     if not (folder / "config.json").exists():
         raise ConfigError(f"hf_checkpoint: {folder} contains no config.json; it must be a Hugging Face folder")
-
-
-def _describe_model(path: Path) -> str:
-    if not (path / "config.json").exists():
-        return f"not on this machine ({path})"
-    fields = json.loads((path / "config.json").read_text())
-    return f"{fields.get('model_type')}, {fields.get('num_hidden_layers')} layers ({path})"
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -17,18 +17,19 @@ from bench.rollout.limit import NeverFullError
 from bench.rollout.metrics import IdentityError
 from bench.rollout.presets import PRESETS, Cell, Preset
 from bench.rollout.runner import KINDS, Runner
-from bench.rollout.servers import ServerError, Size, both
+from bench.rollout.servers import ServerError, Size, both_servers
 from bench.rollout.testbed import Testbed
+from examples import interrupt
 from examples.tiny_model import make
 
 PROBLEMS = (ServerError, EngineError, NeverFullError, IdentityError, httpx.HTTPError, aiohttp.ClientError)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.rollout",
-        description="Rounds of rollouts with real pushes between them, every way side by side, in the steady state.",
+        description="Rollout rounds with real weight pushes between them, for every variant, in the steady state.",
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes and tables (%(default)s)")
     parser.add_argument(
@@ -42,18 +43,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--distribution", help="instead of the preset's cells: this one, e.g. trace:lengths.json")
     parser.add_argument("--repetitions", type=int, help="of the main table")
     parser.add_argument("--warm-rounds", type=int, help="rounds after which measuring begins, steady or not")
-    parser.add_argument("--over-sampling", type=float, help="factor of the clients outside, where none is tried")
+    parser.add_argument(
+        "--over-sampling", type=float, help="over-sampling factor of client-side variants, if none is measured"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
     parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
     parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
     parser.add_argument("--server", metavar="URL", help="URL of a running patched server, used for all variants")
-    parser.add_argument("--stock-server", metavar="URL", help="with --server: a stock one for SGLang's own ways")
+    parser.add_argument("--stock-server", metavar="URL", help="with --server: URL of a stock server for the baselines")
     parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")
     return parser.parse_args(given)
 
 
 def preset_of(args: argparse.Namespace) -> Preset:
-    """The preset with the options' changes."""
+    """The preset with the changes that the options make."""
     from dataclasses import replace
 
     preset = PRESETS[args.preset]
@@ -86,7 +89,7 @@ def preset_of(args: argparse.Namespace) -> Preset:
 
 
 def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -> list[Cell]:
-    """What is left to do."""
+    """Cells without a row in `done`."""
     cells = list(preset.cells())
     if args.distribution:
         cells = [Cell(args.distribution, v, r) for r in range(preset.repetitions) for v in args.variants or KINDS]
@@ -102,12 +105,12 @@ def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -
 
 
 def _tried(cell: Cell, preset: Preset) -> tuple[str, str, int]:
-    """What a factor of over-sampling is tried for: a way of the clients outside, a distribution and n."""
+    """(variant, distribution, n) for which over-sampling factors are compared."""
     return cell.variant.removesuffix("-retry3s"), cell.distribution, (cell.plan or preset.plan).n
 
 
 def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tuple[Path, Path]:
-    """Two policies that alternate."""
+    """Two checkpoints that are pushed alternately."""
     if args.checkpoints:
         return args.checkpoints[0], args.checkpoints[1]
     if preset.shape != "tiny":
@@ -116,14 +119,14 @@ def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tu
 
 
 def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
-    """What a row's figures hold for, beside its plan."""
+    """Configuration stored with each row, in addition to its plan."""
     sizes = {key: getattr(preset, key) for key in ("shape", "mean", "longest", "prompt_tokens", "warm_limit")}
     pool = None if args.server else preset.pool_tokens
     return {**sizes, "pool_tokens": pool, "seed": args.seed, "server_options": args.server_options}
 
 
 def changed(args: argparse.Namespace) -> list[str]:
-    """Options that make a run's rows another thing than its preset's: tables are made of rows without any."""
+    """Options that change the preset; tables use only rows without any."""
     names = ["variants", "over_sampling", "warm_rounds", "seed"]
     if PRESETS[args.preset].shape == "tiny":
         names += ["server", "server_options", "checkpoints"]
@@ -131,7 +134,7 @@ def changed(args: argparse.Namespace) -> list[str]:
 
 
 def line(row: record.Row) -> str:
-    """A row on the terminal."""
+    """One line of output for a row."""
     marks = ("" if row["steady"] else " not-steady") + (" biased" if row["biased"] else "")
     name = f"{row['distribution']:<12} {row['variant']:<16} {row['ablation'] or '':<20} rep {row['repetition']}"
     return (
@@ -141,7 +144,7 @@ def line(row: record.Row) -> str:
 
 
 async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str], folder: Path, until: float) -> int:
-    """Runs what fits; returns how many cells were left out."""
+    """Run the cells that fit into the time budget; returns the number of cells left out."""
     done = [row for row in record.read_rows(args.out) if row.get("run_id") == args.run_id]
     cells = cells_of(args, preset, done)
 
@@ -150,15 +153,15 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
         print(line(row), flush=True)
 
     async with EngineClient(urls[0], patched=urls[0] == urls[1]) as stock, EngineClient(urls[1], patched=True) as april:
-        bed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
+        testbed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
         for row in done:
-            bed.note(row)
-        facts = {**record.facts(), "configuration": configuration(args, preset), "changed": changed(args)}
-        return await Runner(bed, facts, args.run_id, keep).run(cells, until)
+            testbed.note(row)
+        facts = {**record.provenance(), "configuration": configuration(args, preset), "changed": changed(args)}
+        return await Runner(testbed, facts, args.run_id, keep).run(cells, until)
 
 
 def main(given: list[str] | None = None) -> int:
-    """0 if all went well, whether or not the budget held everything."""
+    """Returns 0 if no cell failed, even if the budget was too short for all of them."""
     args = arguments(given)
     until = time.monotonic() + 60 * args.budget_minutes
     preset = preset_of(args)
@@ -175,7 +178,7 @@ def main(given: list[str] | None = None) -> int:
                 model, _ = checkpoints_of(args, preset, folder)
                 extra = tuple(args.server_options.split())
                 size = Size(model, preset.plan.slots, preset.context, preset.pool_tokens, extra)
-                urls = stack.enter_context(both(size, Path("out") / "bench"))
+                urls = stack.enter_context(both_servers(size, Path("out") / "bench"))
             left = asyncio.run(measure(args, preset, urls, folder, until))
         except PROBLEMS as problem:
             print(str(problem) or type(problem).__name__, file=sys.stderr)
@@ -187,4 +190,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt.run(main, "rows that were measured are kept; --run-id, as printed at the start, continues the run")

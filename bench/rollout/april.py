@@ -1,4 +1,4 @@
-"""The batch quota: one request per round; the engine counts, stops, keeps and resumes."""
+"""The batch quota: one request per round; the engine counts, stops, suspends and resumes."""
 
 import uuid
 from bisect import bisect_right
@@ -13,18 +13,18 @@ from sglang_april.client import types
 
 LEGS = ("started", "resumed_recomputed")
 READY = 3
-"""Demand-driven admission: quotas of prompts that wait in the engine, with at least two samples per slot. They cost
-nothing until a slot is free."""
+"""Prompts that wait in the engine, in quotas (at least two samples per slot). They cost nothing until a slot is
+free."""
 
 
 class April:
-    """One run on the patched server. Versions are numbers of its own pushes, because several runs share the engine."""
+    """One run on the patched server. Versions are numbers of its own pushes: several runs share the engine."""
 
     name = ""
     kv = "keep"
     after_quota = "suspend"
     by_factor = False
-    """Whether the factor of the plan says how many prompts are ready, as with the clients outside."""
+    """Whether the plan's over-sampling factor sets the number of prompts, as for client-side baselines."""
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         self.engine, self.plan, self.stream = engine, plan, stream
@@ -33,7 +33,7 @@ class April:
         self._run = f"bench-{uuid.uuid4().hex[:8]}"
         self._open: dict[str, WorkloadPrompt] = {}
         self._pushed: list[int] = []
-        """The engine's version after each of this run's pushes, known from the next reply on."""
+        """The engine's version after each push of this run; the next reply reports it."""
 
     @property
     def handed_over(self) -> int:
@@ -41,16 +41,16 @@ class April:
         return self.stream.taken
 
     async def push(self, checkpoint: Path) -> None:
-        """One weight call with the whole policy, as in the other variants; it counts as a push.
+        """Push the whole policy in one weight call, as in the other variants.
 
-        No flush: the version is in every request's cache key, and old prefixes leave the tree when it moves.
+        No flush is needed: the version is part of every cache key, and a push evicts old prefixes.
         """
         await self.engine.load_weights(checkpoint, flush=False)
         if self.plan.max_staleness:
             self._note((await self.engine.get("/april/state"))["policy_version"])
 
     async def round(self) -> RoundResult:
-        """New prompts in place of the delivered ones, and a quota."""
+        """A round with new prompts in place of the delivered ones."""
         plan = self.plan
         ready = max(READY * plan.groups, -(-2 * plan.slots // plan.n))
         new = self.stream.take((round(plan.over_sampling * plan.groups) if self.by_factor else ready) - len(self._open))
@@ -62,7 +62,7 @@ class April:
         return await self._rollout([], None)
 
     async def rest(self) -> None:
-        """Nothing runs between rounds."""
+        """Does nothing: no sample runs between rounds."""
 
     def _body(self, new: list[WorkloadPrompt], quota: int | None, after_quota: str) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -91,7 +91,7 @@ class April:
         return body
 
     def _bound(self) -> int | None:
-        """The bound in engine versions, which the pushes of other runs advance too."""
+        """The staleness bound in engine versions, which pushes of other runs advance too."""
         bound = self.plan.max_staleness
         if bound is None or bound == 0:
             return bound
@@ -113,7 +113,7 @@ class April:
         return self._round(reply.policy_version, reply.finished, reply.carried, reply.stats)
 
     async def _judged(self, body: dict[str, Any]) -> RoundResult:
-        """The quota counts accepted groups, and each is judged as soon as it has finished."""
+        """A round that counts accepted groups; each group is judged as soon as it has finished."""
         body |= {"count": "accepted", "round_id": uuid.uuid4().hex}
         groups: dict[tuple[str, int], types.RolloutGroup] = {}
         async for event in self.engine.stream(body):
@@ -189,7 +189,7 @@ class AprilAuto(April):
 
 
 class AprilFactor(April):
-    """Keep, with a fixed factor of over-sampling instead of prompts without end (ablation)."""
+    """Keep, with a fixed over-sampling factor instead of demand-driven admission (ablation)."""
 
     name = "april-factor"
     by_factor = True
@@ -206,11 +206,11 @@ class AprilContinue(April):
         self._held: RoundResult | None = None
 
     async def rest(self) -> None:
-        """A round of one group suspends what runs ahead; that group is delivered with the next round."""
+        """Suspend what runs ahead by a round of one group, which the next round delivers."""
         self._held = await self._rollout([], 1, after_quota="suspend")
 
     async def round(self) -> RoundResult:
-        """As the others'."""
+        """As in the other variants."""
         done = await super().round()
         held, self._held = self._held, None
         if held is not None:

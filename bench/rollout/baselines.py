@@ -1,6 +1,7 @@
 """Rounds on stock SGLang: wait for all, or client-side APRIL.
 
-One request per group, its unfinished samples in it. Versions are counted here: SGLang 0.5.17 reports none.
+Each request carries the unfinished samples of one group. The client counts versions, because SGLang 0.5.17 reports
+none.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from bench.rollout.workload import Stream, WorkloadPrompt
 
 @dataclass
 class RequestLeg:
-    """A piece of a response: tokens drawn by one request under one version."""
+    """Part of a response: the tokens that one request drew under one version."""
 
     version: int
     tokens: int
@@ -27,7 +28,7 @@ class RequestLeg:
 
 @dataclass
 class OpenGroup:
-    """A group that the client has started: what each of its responses has so far."""
+    """A group in progress: the tokens of each of its responses so far."""
 
     prompt: WorkloadPrompt
     output_ids: list[list[int]] = field(default_factory=list)
@@ -42,7 +43,7 @@ class OpenGroup:
 
     @property
     def pending(self) -> list[int]:
-        """Responses that have not reached their length."""
+        """Indices of the responses that have not reached their length."""
         return [i for i, target in enumerate(self.prompt.lengths) if len(self.output_ids[i]) < target]
 
     @property
@@ -51,7 +52,7 @@ class OpenGroup:
         return sum(map(len, self.output_ids))
 
     def delivered(self, version: int, hybrid: bool) -> DeliveredGroup:
-        """The group for the trainer; `hybrid`: later legs stand on the KV of earlier ones."""
+        """The group for the trainer; `hybrid`: whether later legs reuse KV of earlier ones."""
         legs = [leg for parts in self.legs for leg in parts]
         old = sum(leg.tokens for leg in legs if leg.version < version)
         on_old_kv = sum(leg.tokens for parts in self.legs for leg in parts[1:] if leg.version == version)
@@ -83,7 +84,7 @@ class ClientSideBaseline:
 
     @property
     def held(self) -> int:
-        """Samples that were handed over and not delivered."""
+        """Number of samples handed over and not yet delivered."""
         return self.plan.n * len(self._undelivered)
 
     @property
@@ -91,12 +92,12 @@ class ClientSideBaseline:
         return ()
 
     async def push(self, checkpoint: Path) -> None:
-        """SGLang's weight call; with its default it flushes the cache."""
+        """Push in one weight call with SGLang's default, which flushes the cache."""
         await self.engine.load_weights(checkpoint, flush=self.flush_on_push)
         self.version += 1
 
     async def rest(self) -> None:
-        """Nothing runs between rounds."""
+        """Does nothing: no request runs between rounds."""
 
     def _new(self, count: int) -> list[OpenGroup]:
         return [OpenGroup(prompt, started=self.version) for prompt in self.stream.take(count)]
@@ -146,7 +147,7 @@ class ClientSideBaseline:
         return done
 
     def _reject(self, groups: list[OpenGroup]) -> list[OpenGroup]:
-        """`dapo`: the client's filter drops groups without a signal; what they cost is wasted."""
+        """`dapo`: drop groups without a signal and count their tokens as wasted."""
         if not self.plan.filtered:
             return groups
         for group in groups:
@@ -157,12 +158,12 @@ class ClientSideBaseline:
 
 
 class Synchronous(ClientSideBaseline):
-    """All groups of a round are started; the round ends when the last has finished."""
+    """Starts all groups of a round and waits for the last one."""
 
     name = "synchronous"
 
     async def round(self) -> RoundResult:
-        """Starts what it needs, and with a filter again what was rejected, group by group; waits for all of it."""
+        """Start the quota, replace rejected groups one by one, and wait for all."""
         self._begin()
         whole: list[OpenGroup] = []
         pending = {asyncio.ensure_future(self._generate(group)) for group in self._new(self.plan.groups)}
@@ -180,12 +181,12 @@ class Synchronous(ClientSideBaseline):
 
 
 class Outside(ClientSideBaseline):
-    """Client-side APRIL at its best: over-sample, count in the client, abort once, resend token ids first in, first
-    out, and keep finished surplus."""
+    """Client-side APRIL, as fast as it can be: over-sample, count in the client, abort once, resend token ids in FIFO
+    order, and keep finished surplus."""
 
     name = "outside"
     abort_again_s = 0.05
-    """An aborted request answers within a step; what has not by then had not reached the engine: aborted again."""
+    """Delay before a second abort, for requests that had not reached the engine. Others answer within a step."""
     hybrid = False
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
@@ -194,7 +195,7 @@ class Outside(ClientSideBaseline):
         self._surplus: list[OpenGroup] = []
 
     async def round(self) -> RoundResult:
-        """Partials first, then new groups, more than are needed; one abort when enough have finished."""
+        """Start partials and then new groups up to the over-sampling factor; abort when the quota has finished."""
         self._begin()
         quota, needed = self.plan.groups, self.plan.groups - len(self._surplus)
         if needed <= 0:
@@ -221,15 +222,15 @@ class Outside(ClientSideBaseline):
         return self._end(whole[:quota], self._carry(), self.hybrid)
 
     async def _abort(self, pending: set[asyncio.Task[OpenGroup]]) -> None:
-        """The counters are looked at beside the first abort, when the client knows: what was computed between the last
-        finish and the client's knowing is not counted, in favour of this variant."""
+        """Read the counters together with the first abort. Tokens computed between the last finish and the moment at
+        which the client sees it are not counted, in favour of this variant."""
         if not pending:
             return
-        look = asyncio.ensure_future(self.engine.counters())
+        counters = asyncio.ensure_future(self.engine.counters())
         while pending:
             await self.engine.abort_all()
             _, pending = await asyncio.wait(pending, timeout=self.abort_again_s)
-        self._round.decoded_at_end = (await look).decoded
+        self._round.decoded_at_end = (await counters).decoded
 
     @property
     def _undelivered(self) -> Sequence[OpenGroup]:
@@ -239,7 +240,7 @@ class Outside(ClientSideBaseline):
         return sum(group.tokens for group in self._undelivered)
 
     async def drain(self) -> RoundResult:
-        """Sends what is left once more and waits for all of it."""
+        """Send all remaining groups again and wait for them."""
         self._begin()
         rest, self._partials = self._partials, []
         done = self._reject(list(await asyncio.gather(*map(self._generate, rest))))
@@ -248,15 +249,15 @@ class Outside(ClientSideBaseline):
 
 
 class OutsideRetry(Outside):
-    """The same with slime's way to end a round (`abort_server_until_idle` in
-    slime/backends/sglang_utils/server_control.py of THUDM/slime, commit 15b8e50): abort, ask for the load, and while
-    there is any, sleep three seconds and do it again. An aborted request is in the batch for one more step."""
+    """`Outside` with the round end of slime (`abort_server_until_idle` in slime/backends/sglang_utils/server_control.py
+    of THUDM/slime, commit 15b8e50): abort, query the load, and repeat every three seconds until it is zero. An aborted
+    request stays in the batch for one more step."""
 
     name = "outside-retry3s"
     abort_again_s = 3.0
 
     async def _abort(self, pending: set[asyncio.Task[OpenGroup]]) -> None:
-        look = await self.engine.counters()
+        counters = await self.engine.counters()
         while True:
             await self.engine.abort_all()
             load = await self.engine.counters()
@@ -265,11 +266,11 @@ class OutsideRetry(Outside):
             await asyncio.sleep(self.abort_again_s)
         if pending:
             await asyncio.wait(pending)
-        self._round.decoded_at_end = look.decoded
+        self._round.decoded_at_end = counters.decoded
 
 
 class StaleReuse(Outside):
-    """The same without flushing on a push: what was aborted is found in the radix tree, computed by the old weights."""
+    """`Outside` without a flush on a push: resent requests reuse KV of older weights from the radix tree."""
 
     name = "stale-reuse"
     flush_on_push = False

@@ -1,6 +1,6 @@
-"""A thin asynchronous client of one server, the same for every variant, and the scheduler's own counters.
+"""Asynchronous HTTP client of one server, the same for every variant, and the scheduler's counters.
 
-aiohttp rather than httpx: at hundreds of requests a round the client's own time would otherwise be the difference.
+It uses aiohttp: with hundreds of requests per round, the overhead of httpx would dominate the comparison.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 
 POLL_S = 0.02
 KEEP_ALIVE_S = 2.0
-"""Less than the five seconds after which the server closes an idle connection, perhaps while a request is written."""
+"""Shorter than the five seconds after which the server closes idle connections."""
 PACKED = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 
 
 class EngineError(RuntimeError):
-    """A route answered with an error; the message holds the route and the answer."""
+    """An HTTP error; the message has the route and the response body."""
 
     def __init__(self, route: str, status: int, content: bytes) -> None:
         super().__init__(f"{route}: {status} {content[:500]!r}")
@@ -32,8 +32,8 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Counters:
-    """What the scheduler has done so far (`/v1/loads`); a sample's first token comes from its prefill and is not
-    among the decoded ones."""
+    """Cumulative counters of the scheduler (`/v1/loads`). A sample's first token comes from its prefill and is not
+    counted as decoded."""
 
     time: float
     running: int
@@ -44,7 +44,7 @@ class Counters:
 
 
 class EngineClient:
-    """One server. `patched`: whether it is ours."""
+    """Client of one server. `patched`: whether it runs the plugin."""
 
     def __init__(self, url: str, patched: bool) -> None:
         self.patched = patched
@@ -63,7 +63,11 @@ class EngineClient:
         await self._http.close()
 
     async def post(self, route: str, body: dict[str, Any]) -> Any:
-        """POSTs JSON and returns the decoded answer; anything but 200 raises."""
+        """POST JSON and return the decoded response.
+
+        Raises:
+            EngineError: the status is not 200.
+        """
         headers = {"content-type": "application/json"}
         async with self._http.post(route, data=msgspec.json.encode(body), headers=headers) as answer:
             content = await answer.read()
@@ -73,7 +77,11 @@ class EngineClient:
             return msgspec.json.decode(content) if is_json and content else content
 
     async def get(self, route: str) -> Any:
-        """GETs JSON; anything but 200 raises."""
+        """GET JSON.
+
+        Raises:
+            EngineError: the status is not 200.
+        """
         async with self._http.get(route) as answer:
             content = await answer.read()
             if answer.status != 200:
@@ -89,7 +97,7 @@ class EngineClient:
             return read_reply(msgspec.msgpack.decode(content))
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[RolloutGroup | RolloutSummary]:
-        """The same, group by group as they finish, the summary last."""
+        """A streamed round: groups as they finish, then the summary."""
         data = msgspec.json.encode({**body, "stream": True})
         async with self._http.post(
             "/april/rollout", data=data, headers={"content-type": "application/json"}, read_bufsize=2**26
@@ -100,8 +108,8 @@ class EngineClient:
                 yield read_event(msgspec.json.decode(line))
 
     async def connect(self, requests: int) -> None:
-        """Opens as many connections as so many requests at once will take: who rested longer than they live, because
-        others had their turn, is not to open them on the clock."""
+        """Open connections for this many concurrent requests in advance, so that a variant that has rested does not
+        open them while it is timed."""
         await asyncio.gather(*(self._ping() for _ in range(requests)))
 
     async def _ping(self) -> None:
@@ -109,13 +117,13 @@ class EngineClient:
             await answer.read()
 
     async def load_weights(self, checkpoint: Path, *, flush: bool) -> None:
-        """One SGLang weight call with a whole checkpoint."""
+        """Load a whole checkpoint in one SGLang weight call."""
         answer = await self.post("/update_weights_from_disk", {"model_path": str(checkpoint), "flush_cache": flush})
         if not answer.get("success"):
             raise EngineError(f"the weights of {checkpoint}", 500, msgspec.json.encode(answer))
 
     async def counters(self) -> Counters:
-        """The newest published ones."""
+        """The most recently published counters."""
         load = (await self.get("/v1/loads?include=core"))["loads"][0]
         moments = load["decode_moments"]
         steps, decoded = (int(moments[0]), int(moments[-1])) if moments else (0, 0)
@@ -129,7 +137,8 @@ class EngineClient:
         )
 
     async def settled(self) -> Counters:
-        """The counters once they no longer move (they are published at a step's start, so the last step comes late)."""
+        """Wait until the counters no longer change; they are published at the start of a step, so the last step
+        lags."""
         before = await self.counters()
         while True:
             await asyncio.sleep(POLL_S)
@@ -139,10 +148,10 @@ class EngineClient:
             before = now
 
     async def abort_all(self) -> None:
-        """One abort of everything that the engine has."""
+        """Abort all requests."""
         await self.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def flush(self) -> None:
-        """Empties the prefix cache; refused while requests run, which is no error here."""
+        """Flush the prefix cache; a refusal (requests are running) is ignored."""
         with contextlib.suppress(EngineError):
             await self.post("/flush_cache", {})

@@ -1,7 +1,7 @@
-"""The ways in which requests stay in flight between rounds: SGLang's own pause, and an asynchronous client.
+"""Variants whose requests stay in flight between rounds: SGLang's pause, and an asynchronous client.
 
-A client cannot tell how many tokens a request in flight has, so these rounds have no carry of their own: `figures.py`
-takes it from the scheduler's counter.
+A client does not see how many tokens a request in flight has, so `metrics.py` derives their carry from the scheduler's
+counters.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from bench.rollout.workload import Stream
 
 
 class InFlight(ClientSideBaseline):
-    """Requests that live across rounds, and a pile of finished groups."""
+    """Requests that live across rounds, and the finished groups that no round has delivered yet."""
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)
         self.tasks: dict[asyncio.Task[OpenGroup], OpenGroup] = {}
         self.pile: list[OpenGroup] = []
         self.parked: list[OpenGroup] = []
-        """Groups whose requests were aborted, because another variant had its turn."""
+        """Groups whose requests were aborted while another variant was measured."""
         self._bell = asyncio.Event()
         self._failure: BaseException | None = None
         self._resting = False
@@ -38,7 +38,7 @@ class InFlight(ClientSideBaseline):
 
     @property
     def held_tokens(self) -> int:
-        """Output tokens of finished groups and of parked ones: while it rests, all there are."""
+        """Output tokens of finished and parked groups; while the variant rests, of all groups."""
         return sum(group.tokens for group in self._undelivered)
 
     def _begin(self) -> None:
@@ -46,7 +46,7 @@ class InFlight(ClientSideBaseline):
         self._round.generated = None
 
     async def rest(self) -> None:
-        """Aborts what is in flight and keeps its tokens, to be sent again at the next round."""
+        """Abort requests in flight and keep their tokens, which the next round resends."""
         self._resting = True
         await self._thaw()
         while self.tasks:
@@ -57,7 +57,7 @@ class InFlight(ClientSideBaseline):
         self._resting = False
 
     async def drain(self) -> RoundResult:
-        """Waits for all that is in flight."""
+        """Wait for all requests in flight."""
         await self._thaw()
         self._resting = True
         for group in self._unpark():
@@ -75,7 +75,7 @@ class InFlight(ClientSideBaseline):
         return groups
 
     def _fill(self, target: int) -> None:
-        """Parked groups, then new ones, until so many are in flight."""
+        """Start parked groups and then new ones until `target` groups are in flight."""
         for group in self._unpark():
             self._start(group)
         for group in self._new(target - len(self.tasks)):
@@ -102,7 +102,7 @@ class InFlight(ClientSideBaseline):
         """Called when a group has finished."""
 
     async def _until(self, groups: int) -> None:
-        """Waits for so many finished groups on the pile."""
+        """Wait until this many groups have finished."""
         while len(self.pile) < groups and not self._failure:
             self._bell.clear()
             await self._bell.wait()
@@ -121,19 +121,19 @@ class InFlight(ClientSideBaseline):
 
 
 class Paused(InFlight):
-    """SGLang's pause driven by a quota that the client counts: start more than is needed, pause, push, continue."""
+    """SGLang's pause, driven by a quota that the client counts: over-sample, pause, push, continue."""
 
     mode = ""
 
     async def round(self) -> RoundResult:
-        """Goes on with what was paused, tops it up, pauses when the quota is there."""
+        """Continue the paused requests, start more, and pause when the quota has finished."""
         self._begin()
         await self._thaw()
         self._fill(self._target)
         await self._until(self.plan.groups)
-        look = asyncio.ensure_future(self.engine.counters())
+        counters = asyncio.ensure_future(self.engine.counters())
         await self.engine.post("/pause_generation", {"mode": self.mode})
-        self._round.decoded_at_end = (await look).decoded
+        self._round.decoded_at_end = (await counters).decoded
         done = self._deliver(self.plan.groups)
         if self.mode == "retract":
             # Each of these gets a token from the prefill of its next leg, which the decode counter does not see.
@@ -141,15 +141,15 @@ class Paused(InFlight):
         return done
 
     def refill(self) -> None:
-        """Another group for each that the filter has rejected."""
+        """Start a group for each that the filter rejected."""
         self._fill(self._target - len(self.pile))
 
 
 class PauseRetract(Paused):
-    """Running requests go back to the queue and are prefilled again under the new weights.
+    """Running requests return to the queue and are prefilled again under the new weights.
 
-    Without a flush: SGLang 0.5.17 holds a queue with requests for busy, and a flush that fails ends its scheduler. What
-    a retract frees never was in the radix tree, so only the prompts' KV is old.
+    No flush: SGLang 0.5.17 refuses to flush while requests are queued, and a failed flush ends its scheduler. A retract
+    frees KV without inserting it into the radix tree, so only the KV of prompts is old.
     """
 
     name = "pause-retract"
@@ -158,7 +158,7 @@ class PauseRetract(Paused):
 
 
 class PauseInPlace(Paused):
-    """Running requests keep their slots and continue on old KV; no flush is possible."""
+    """Running requests keep their slots and continue on old KV, which rules out a flush."""
 
     name = "pause-in-place"
     mode = "in_place"
@@ -166,20 +166,20 @@ class PauseInPlace(Paused):
 
 
 class Asynchronous(InFlight):
-    """A client that never waits for the trainer: as many groups as the quota's factor in flight at any time, weights
-    exchanged under a pause in place; it stops handing over while a quota of finished groups waits."""
+    """A client that never waits for the trainer: it keeps the over-sampling factor times the quota in flight, pushes
+    under an in-place pause, and starts no group while a quota of finished ones waits."""
 
     name = "async"
     flush_on_push = False
 
     async def push(self, checkpoint: Path) -> None:
-        """Between two steps, on KV that stays."""
+        """Push under an in-place pause; KV is kept."""
         await self.engine.post("/pause_generation", {"mode": "in_place"})
         await super().push(checkpoint)
         await self._thaw()
 
     async def round(self) -> RoundResult:
-        """The next quota of finished groups, as soon as there is one."""
+        """Wait for the next quota of finished groups."""
         self._begin()
         self.refill()
         await self._until(self.plan.groups)
@@ -189,6 +189,6 @@ class Asynchronous(InFlight):
         return done
 
     def refill(self) -> None:
-        """One group for each that has finished."""
+        """Start a group for each that has finished."""
         if len(self.pile) < self.plan.groups:
             self._fill(self._target)

@@ -1,32 +1,40 @@
-"""Which cells are measured in turns, and how."""
+"""Which cells alternate while they are measured, and how."""
 
 import enum
 import random
 
 from bench.rollout.presets import Cell
 
-IN_TURNS = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto", "april-factor")
-"""Between two rounds of these nothing runs, and their next push leaves no prefix to be found: their rounds are measured
-in turns, round by round, and a machine that becomes faster or slower meanwhile does so for all of them."""
+INTERLEAVED = (
+    "synchronous",
+    "outside",
+    "outside-retry3s",
+    "april-keep",
+    "april-recompute",
+    "april-auto",
+    "april-factor",
+)
+"""Variants that alternate round by round: nothing of them runs between two rounds, and a push leaves no prefix to
+reuse. A change in the speed of the machine then affects all of them alike."""
 BLOCK = 4
-"""The others leave something in the engine between rounds: they take turns of so many rounds, after one that is not
-measured."""
+"""Other variants leave requests or KV in the engine between rounds. They alternate in blocks of this many rounds, each
+after one that is not measured."""
 
 
 class Interleaving(enum.Enum):
-    """How cells of one table take turns."""
+    """How cells of one table alternate."""
 
     ROUNDS = "round by round"
     BLOCKS = "in blocks of rounds"
 
 
 def kind(cell: Cell) -> Interleaving:
-    """How a cell is measured among others."""
-    return Interleaving.ROUNDS if cell.variant in IN_TURNS else Interleaving.BLOCKS
+    """How a cell alternates with others."""
+    return Interleaving.ROUNDS if cell.variant in INTERLEAVED else Interleaving.BLOCKS
 
 
-def in_turns(cells: list[Cell]) -> list[list[Cell]]:
-    """The cells in the order of their tables, those together that are measured in turns."""
+def interleaved_groups(cells: list[Cell]) -> list[list[Cell]]:
+    """The cells in the order of their tables, grouped by those that alternate with one another."""
     tables: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         tables.setdefault((*_table(cell), kind(cell)), []).append(cell)
@@ -34,8 +42,8 @@ def in_turns(cells: list[Cell]) -> list[list[Cell]]:
 
 
 def shuffled(count: int, cell: Cell, turn: int) -> list[int]:
-    """The order of a turn in the table of a cell, a different one each time: a variant that sleeps leaves a cooler
-    machine to the one that is next."""
+    """The order of the variants in one turn, different for each turn: a variant that sleeps leaves a cooler machine to
+    the next one."""
     return random.Random(f"{_table(cell)} {turn}").sample(range(count), count)
 
 

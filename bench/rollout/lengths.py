@@ -16,17 +16,17 @@ from pathlib import Path
 from statistics import NormalDist
 
 MEDIAN, P99 = 500.0, 5000.0
-"""Of a typical reasoning-RL run, as https://jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html gives
-them (read 2026-11; it also calls such lengths log-normal). Only their ratio is used: a preset sets the mean."""
+"""Lengths of a typical reasoning-RL run, from https://jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html
+(read 2026-11; it also describes them as log-normal). Only their ratio is used: a preset sets the mean."""
 SIGMA = math.log(P99 / MEDIAN) / NormalDist().inv_cdf(0.99)
 """Log-normal: σ = ln(p99 / median) / z(0.99) = 0.99."""
 PARETO_ALPHA = 1.5
-"""Infinite variance: the heaviest tail whose mean still exists comfortably."""
+"""Below 2, so the variance is infinite; above 1, so the mean exists."""
 EXTREME_SHARE = 0.05
 BIASED_ABOVE = 0.10
-"""A row whose delivered lengths are farther from the source (Kolmogorov–Smirnov) is marked biased. Eight rounds of 96
-samples differ by 0.05 from their own source in one case of twenty. Of two lengths (`extreme`) it is half the share of
-the long ones, three standard errors of so many samples."""
+"""Kolmogorov–Smirnov distance of the delivered lengths from the source above which a row is marked biased. Eight rounds
+of 96 samples exceed 0.05 in one case of twenty. For two lengths (`extreme`), the limit is half the share of the long
+ones, which is three standard errors."""
 GRID = 20_000
 
 
@@ -76,10 +76,10 @@ class Lengths:
 
 
 def named(name: str, mean: float, longest: int) -> Lengths:
-    """A distribution by name with (about) this mean after cutting, or a trace file: a JSON list of lengths.
+    """A distribution by name with about this mean after cutting, or a trace file (a JSON list of lengths).
 
-    ``extreme:R``: 95 % have `mean` tokens and 5 % R times as many; the mean is then not the mean of all. Neither these
-    nor a trace's are cut at `longest`.
+    ``extreme:R``: 95 % of the responses have `mean` tokens, and 5 % have R times as many. These and the lengths of a
+    trace are not cut at `longest`.
     """
     kind, _, argument = name.partition(":")
     if kind == "extreme":

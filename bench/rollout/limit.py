@@ -1,4 +1,4 @@
-"""The engine's own full-batch decode rate, measured in the same run: the limit, 1.0, for every variant."""
+"""The engine's full-batch decode rate, measured in the same run: the upper limit of every variant."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,16 @@ from bench.rollout.engine_client import Counters, EngineClient
 from bench.rollout.workload import FIRST_TOKEN, VOCAB
 
 POLL_S = 0.02
-"""At most, between two looks at the counters; at first every 5 ms, for a short batch is over within some of these."""
+"""Longest interval between two reads of the counters; it starts at 5 ms, because a short batch ends within a few."""
 TRIES = 4
 
 
 class NeverFullError(RuntimeError):
-    """The full batch never ran as a whole."""
+    """The full batch never ran with all its samples at once."""
 
 
 class DecodeRate(NamedTuple):
-    """Mean seconds of a decode step of so many rows, whose KV is so many tokens in all."""
+    """Mean seconds of a decode step with `rows` rows and `tokens` KV tokens in total."""
 
     rows: int
     kv_tokens: float
@@ -29,18 +29,17 @@ class DecodeRate(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """A batch that was decoded alone: tokens/s over all its steps, and its halves by themselves, because their contexts
-    differ."""
+    """A batch that decoded alone: tokens/s over all steps, and the two halves, whose contexts differ."""
 
     rate: float
     halves: tuple[DecodeRate, ...]
 
 
 async def decode_rate(engine: EngineClient, batch: int, length: int, prompt_tokens: int) -> Decoded:
-    """Exactly `batch` samples decoding, each from empty to `length` tokens; repeated if no probe saw it, as a short one
-    may be over between two looks at the counters.
+    """Decode exactly `batch` samples from 0 to `length` output tokens, repeated if the batch ended between two reads of
+    the counters.
 
-    Take the length-biased mean of the workload as `length`: then the mean context is that of a full batch of it.
+    With the length-biased mean of the workload as `length`, the mean context is that of a full batch of the workload.
     """
     for _ in range(TRIES - 1):
         with contextlib.suppress(NeverFullError):
@@ -64,19 +63,19 @@ LOGPROBS = {"return_logprob": True, "logprob_start_len": -1}
 
 
 def params(length: int) -> dict[str, object]:
-    """Sampling to a fixed length."""
+    """Sampling parameters for a fixed length."""
     return {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": length}
 
 
 def prompts(count: int, tokens: int) -> list[list[int]]:
-    """Token ids, the same every time."""
+    """Random token ids from a fixed seed."""
     return [
         [FIRST_TOKEN + (17 * row + column) % (VOCAB - FIRST_TOKEN) for column in range(tokens)] for row in range(count)
     ]
 
 
 def of_snapshots(seen: Sequence[Counters], batch: int, prompt_tokens: int = 0) -> Decoded:
-    """From the looks at a full batch with nothing waiting."""
+    """The decode rate from counters read while the full batch ran and nothing waited."""
     full = [look for look in seen if look.running == batch and not look.waiting]
     full = [look for number, look in enumerate(full) if not number or look.steps > full[number - 1].steps]
     if len(full) < 2:

@@ -1,4 +1,4 @@
-"""Rounds to rows. Every figure is counted; None where the variant cannot know it."""
+"""Rounds to rows. Every figure is counted, or None where a variant cannot observe it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class IdentityError(AssertionError):
 
 @dataclass(frozen=True)
 class Measured:
-    """One round and its surroundings: seconds from the start of the push to the reply (with a trainer, to the end of
-    its step), and what the scheduler did in that time."""
+    """One round: seconds from the start of the push to the reply (with a trainer, to the end of its step), and the
+    scheduler's counters over that time."""
 
     round: RoundResult
     seconds: float
@@ -29,7 +29,7 @@ class Measured:
 
 
 def between(before: Counters, after: Counters, done: RoundResult, seconds: float) -> Measured:
-    """A measured round from the counters around it."""
+    """A measured round from the counters before and after it."""
     return Measured(
         done,
         seconds,
@@ -42,19 +42,23 @@ def between(before: Counters, after: Counters, done: RoundResult, seconds: float
 
 @dataclass
 class Block:
-    """Measured rounds in a row, and the tokens carried into the first of them."""
+    """Consecutive measured rounds, and the tokens carried into the first."""
 
     carry_before: int
     rounds: list[Measured]
 
 
 def grown(block: Block) -> int:
-    """Tokens that were carried out of a block more than into it."""
+    """Growth of the carry over a block, in tokens."""
     return (block.rounds[-1].round.carry or 0) - block.carry_before
 
 
 def check_identity(blocks: Sequence[Block]) -> bool | None:
-    """Over each block; None for variants that do not know what their requests in flight have."""
+    """Check the identity for each block; None for variants that cannot observe their requests in flight.
+
+    Raises:
+        IdentityError: tokens were lost or counted twice.
+    """
     for block in blocks:
         if any(measured.round.generated is None for measured in block.rounds):
             return None
@@ -62,14 +66,14 @@ def check_identity(blocks: Sequence[Block]) -> bool | None:
         delivered = sum(measured.round.tokens for measured in block.rounds)
         wasted = sum(measured.round.wasted for measured in block.rounds)
         if generated != delivered + grown(block) + wasted:
-            told = f"{generated} generated, {delivered} delivered, carry grown by {grown(block)}, {wasted} wasted"
-            raise IdentityError(told)
+            counts = f"{generated} generated, {delivered} delivered, carry grown by {grown(block)}, {wasted} wasted"
+            raise IdentityError(counts)
     return True
 
 
 def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Sequence[float]) -> dict[str, Any]:
-    """The measured part of a row. `limits`: the engine's own full-batch decode rate in tokens/s, before the rounds,
-    between them, and after; of the same number of tokens each, so that their rate in all is the harmonic mean."""
+    """The measured part of a row. `limits`: full-batch decode rates in tokens/s before, between and after the rounds,
+    each over the same number of tokens, so that their harmonic mean is the overall rate."""
     rounds = [measured for block in blocks for measured in block.rounds]
     limit = harmonic_mean(limits)
     seconds = sum(measured.seconds for measured in rounds)
@@ -118,8 +122,8 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
 
 
 def limit_of(row: dict[str, Any]) -> float:
-    """The full-batch rate around a row: tokens of all looks by their seconds, as the rounds' rate is. Older rows have
-    the mean of the looks' rates, in which a slow minute counts less than in the rounds."""
+    """The full-batch rate around a row in tokens/s: the harmonic mean of its probes (the arithmetic mean in older
+    rows)."""
     looks = row.get("full_batch_looks")
     return harmonic_mean(looks) if looks else float(row["full_batch_tokens_per_s"])
 
@@ -130,7 +134,7 @@ def share(row: dict[str, Any]) -> float:
 
 
 def peaks(rows: Sequence[dict[str, Any]]) -> str:
-    """The most that some rows carried, by tier, in MB."""
+    """Largest carry over the rows by tier, in MB."""
     tiers = dict.fromkeys(tier for row in rows for tier in row["peak_bytes"])
     most = {tier: max(row["peak_bytes"].get(tier, 0) for row in rows) for tier in tiers}
     return ", ".join(f"{tier} {peak / 1e6:,.1f}" for tier, peak in most.items()) or "–"

@@ -13,60 +13,59 @@ MAIN = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recomp
 OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
 FEW = ("synchronous", "outside", "april-keep")
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Of over-sampling: so many times the groups that are needed are started."""
+"""Over-sampling factors: started groups / needed groups."""
 LIKELY = (1.25, 1.5, 2.0, 3.0)
-"""What is tried for each workload and each way to keep requests in flight, so that each runs at its own best."""
+"""Factors compared for each workload and variant, so that each runs at its best one."""
 OVER_SAMPLING = "over-sampling"
 DISTRIBUTIONS = ("constant", "pareto", "uniform")
 GPU_GB = 141
-"""Memory that the `/8` presets are sized for where none is named: an H200's."""
+"""Default GPU memory for the `/8` presets, an H200's."""
 SERVER_GB, TOKEN_GB = 5, 112 * 1024 / 1e9
-"""Qwen3-0.6B's weights and working memory, and its KV of a token."""
+"""Qwen3-0.6B: weights plus working memory, and KV per token."""
 EIGHTH_SLOTS = 64
-"""At most: a step of more rows takes longer, and a round with it."""
+"""Largest number of slots of the `/8` presets; larger batches make steps and rounds longer."""
 EIGHTH_RUNNING = 0.2
-"""Share of a pool for what runs at the workload's mean: the rest is for long responses and for the carry of three
-batch-quota runs."""
+"""Share of the pool for running samples of mean length; the rest holds long responses and the carry of three runs."""
 EXTREME_WARM = 45
-"""Rounds at most before measuring with extreme lengths: a long response takes ten rounds and more, so that fifteen end
-while the carry is still growing."""
+"""Warm-up limit in rounds for extreme lengths: a long response takes ten rounds or more, so the carry still grows after
+fifteen."""
 EXTREME_DRAIN = 24
-"""Quotas of a drain with extreme lengths, whose waves are longer than eight rounds; from empty to empty they do not
-count."""
+"""Quotas of a drain with extreme lengths, whose carry oscillates with a period of more than eight rounds; a drain
+starts and ends empty."""
 TRAINER = (0.5, 1.0)
-"""Trainer time per round as a share of the rollout (a round of `async` by itself), for what generates meanwhile; with
-none they are in the main table."""
+"""Trainer time per round as a share of the rollout time (a round of `async` alone), for variants that generate
+meanwhile. The main table has them without a trainer."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row to come."""
+    """One row to measure."""
 
     distribution: str
     variant: str
     repetition: int = 0
     ablation: str | None = None
     plan: Plan | None = None
-    """Where it differs from the preset's."""
+    """Overrides the preset's plan."""
     trainer: float = 0.0
     together: str | None = None
-    """Ablations of one name are measured in turns, as one table."""
+    """Ablations with the same name alternate and form one table."""
     drain: bool = False
-    """The second figure: a fixed set of prompts from empty to empty."""
+    """Whether to run a fixed set of prompts from an empty engine to an empty engine."""
     warm_limit: int | None = None
-    """Where it differs from the preset's."""
+    """Overrides the preset's warm-up limit."""
     rounds: int | None = None
-    """Measured ones, where they differ from the preset's."""
+    """Overrides the preset's number of measured rounds."""
 
     @property
     def tries(self) -> bool:
-        """Whether it tries a factor of over-sampling; all others run at the best one that was tried."""
+        """Whether the cell measures an over-sampling factor; later cells use the best one."""
         return (self.together or "").endswith(OVER_SAMPLING)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of one benchmark, and how much of it is run."""
+    """Sizes of one benchmark, and which cells it has."""
 
     name: str
     plan: Plan
@@ -75,18 +74,18 @@ class Preset:
     prompt_tokens: int
     repetitions: int
     shape: str = "tiny"
-    """`tiny`: made by a script. Otherwise two checkpoints must be named (`--checkpoints`)."""
+    """`tiny`: checkpoints are made by a script. Otherwise `--checkpoints` names two."""
     warm_limit: int = 15
-    """Rounds after which measuring begins even if the carry still moves (the row is marked)."""
+    """Rounds after which measuring begins even if the carry is not steady; the row is then marked."""
     measured: int = 8
     distributions: tuple[str, ...] = DISTRIBUTIONS
     extreme_short: int = 20
     extreme: int = 100
-    """`extreme`: 95 % of the responses have `extreme_short` tokens, 5 % so many times as many."""
+    """`extreme`: 95 % of the responses have `extreme_short` tokens, 5 % have this many times as many."""
     ablations: bool = True
-    """Whether they are run, extreme lengths among them."""
+    """Whether ablations are run, including extreme lengths."""
     pool: int = 0
-    """Tokens of each server's KV pool; 0: what the sizes ask for."""
+    """Tokens of each server's KV pool; 0: computed from the sizes."""
 
     @property
     def longest_of_all(self) -> int:
@@ -100,7 +99,8 @@ class Preset:
 
     @property
     def pool_tokens(self) -> int:
-        """KV pool of each server: the partials of several runs that take turns, and every slot at its longest."""
+        """KV pool tokens of each server: the partials of several alternating runs, and the longest context in every
+        slot."""
         return self.pool or max(8 * self.plan.slots * int(self.mean), 3 * self.plan.slots * self.context)
 
     def lengths(self, distribution: str) -> Lengths:
@@ -110,8 +110,8 @@ class Preset:
         return named(distribution, self.mean, self.longest)
 
     def eighth(self, gpu_gb: float = GPU_GB) -> "Preset":
-        """Lengths and the model ÷ 8 (Qwen3-0.6B), and as many slots as the pools of two servers on one GPU have room
-        for, with a quota as large against the slots as before: all variants in a few minutes."""
+        """This preset with lengths and model ÷ 8 (Qwen3-0.6B), as many slots as two servers on one GPU have memory for,
+        and the same ratio of quota to slots: all variants in a few minutes."""
         pool = int((0.85 * gpu_gb / 2 - SERVER_GB) / TOKEN_GB)
         slots = max(1, min(EIGHTH_SLOTS, round(EIGHTH_RUNNING * pool / (self.mean / 8 + self.prompt_tokens))))
         groups = max(2, round(self.plan.groups * slots / self.plan.slots))
@@ -129,7 +129,7 @@ class Preset:
         )
 
     def cells(self) -> Iterator[Cell]:
-        """All rows of the preset: the factors for the main table, the main table, then the others by their worth."""
+        """All cells: the over-sampling factors, the main table, then the other tables, most important first."""
         if self.ablations:
             yield from self._twice(list(self._over_sampling()))
         for repetition in range(self.repetitions):
@@ -139,12 +139,12 @@ class Preset:
             yield from table if table[0].tries else self._twice(table)
 
     def _twice(self, table: list[Cell]) -> Iterator[Cell]:
-        """One time after the other, so that few carries are kept."""
+        """Two repetitions of a table, one after the other, so that few carries exist at a time."""
         for repetition in range(min(2, self.repetitions)):
             yield from (replace(cell, repetition=repetition) for cell in table)
 
     def _tables(self) -> Iterator[list[Cell]]:
-        """All but the main one, each after the factors for it."""
+        """All tables but the main one, each preceded by its over-sampling factors."""
         tries = self._tries if self.ablations else lambda *_: ()
         yield from tries([Cell("lognormal", variant) for variant in OTHERS[:-1]])
         yield [Cell("lognormal", variant) for variant in OTHERS]
@@ -175,14 +175,14 @@ class Preset:
             yield [replace(extreme, variant=variant, ablation=name, plan=changed) for variant in FEW]
 
     def _over_sampling(self) -> Iterator[Cell]:
-        """Which factor is the best one from outside, and what ours would be with one."""
+        """Over-sampling factors: of the client-side baseline, and of the batch quota with a fixed one."""
         driven = f"{OVER_SAMPLING} demand-driven"
         yield Cell("lognormal", "april-keep", ablation=driven, together=OVER_SAMPLING)
         both = [Cell("lognormal", "outside"), Cell("lognormal", "april-factor")]
         yield from next(self._tries(both, FACTORS))
 
     def _tries(self, cells: list[Cell], factors: tuple[float, ...] = LIKELY) -> Iterator[list[Cell]]:
-        """One table: these cells at each of some factors."""
+        """One table: the cells at each factor."""
         table = []
         for factor in factors:
             for cell in cells:
@@ -192,7 +192,7 @@ class Preset:
         yield table
 
     def _knobs(self) -> Iterator[tuple[str, Plan]]:
-        """Ours with one thing changed, beside itself with none."""
+        """Names and plans of the batch quota with one setting changed, after the unchanged one."""
         plan = self.plan
         yield "as it is", plan
         yield "max_staleness 5", replace(plan, max_staleness=5)
@@ -204,7 +204,7 @@ class Preset:
 
 
 class AllVariants(Preset):
-    """Every variant, and nothing else."""
+    """Every variant, without ablations."""
 
     def cells(self) -> Iterator[Cell]:
         for repetition in range(self.repetitions):
@@ -213,7 +213,7 @@ class AllVariants(Preset):
 
 
 class FewVariants(Preset):
-    """What is waited for, the client outside and ours, and nothing else."""
+    """Synchronous, client-side and batch-quota rounds, without ablations."""
 
     def cells(self) -> Iterator[Cell]:
         for table in self._tries([Cell("lognormal", "outside")]):
@@ -222,7 +222,7 @@ class FewVariants(Preset):
 
 
 class Tiny(Preset):
-    """Every variant once, a filter, a drain: CI's smoke test. Its figures mean nothing."""
+    """Every variant once, a filter and a drain: a smoke test whose figures mean nothing."""
 
     def cells(self) -> Iterator[Cell]:
         yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))

@@ -1,4 +1,4 @@
-"""Cells to rows: repetitions in turn, the budget, and what a variant needs before it may be measured."""
+"""Cells to rows: repetitions, the time budget, and warm-up."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from bench.record import Row
 from bench.rollout import april, baselines, in_flight
 from bench.rollout.engine_client import Counters, EngineError
-from bench.rollout.interleaving import BLOCK, Interleaving, in_turns, kind, shuffled
+from bench.rollout.interleaving import BLOCK, Interleaving, interleaved_groups, kind, shuffled
 from bench.rollout.metrics import Block, IdentityError, Measured, between, figures, grown
 from bench.rollout.presets import Cell
 from bench.rollout.steady_state import carry_is_level, is_steady
@@ -28,34 +28,34 @@ KINDS: dict[str, type[Variant]] = {
 }
 
 
-LOOKS = 8
-"""At the machine between the rounds of a row, at most; one more follows them."""
+PROBES = 8
+"""Largest number of machine probes between the rounds of a row; one more follows the last round."""
 
 
 class Track:
-    """One variant with its stream and its carry. It rests while other variants run and then continues."""
+    """One variant with its prompts and its carry. It rests while other variants run."""
 
-    def __init__(self, bed: Testbed, cell: Cell) -> None:
-        self.bed, self.cell = bed, cell
-        self.plan = bed.plan(cell)
-        self.engine = bed.engine(cell.variant)
-        self.lengths = bed.lengths(cell.distribution)
-        stream = Stream(bed.seed, self.lengths, self.plan.n, bed.preset.prompt_tokens)
+    def __init__(self, testbed: Testbed, cell: Cell) -> None:
+        self.testbed, self.cell = testbed, cell
+        self.plan = testbed.plan(cell)
+        self.engine = testbed.engine(cell.variant)
+        self.lengths = testbed.lengths(cell.distribution)
+        stream = Stream(testbed.seed, self.lengths, self.plan.n, testbed.preset.prompt_tokens)
         self.variant: Variant = KINDS[cell.variant](self.engine, self.plan, stream)
         self.carried: list[int] = []
-        self._checkpoints = itertools.cycle(bed.checkpoints)
+        self._checkpoints = itertools.cycle(testbed.checkpoints)
         self.began = 0.0
-        """When the clock of its last round started, in seconds since the epoch."""
+        """Start of the last round, in seconds since the epoch."""
         self.steady: bool | None = None
-        """None: not warmed up yet."""
+        """Whether the carry became steady; None before warm-up."""
         self.warm_rounds = 0
         self._drawn = 0
-        """Drawn tokens of this variant less the delivered ones: the carry of who cannot know it."""
+        """Drawn minus delivered tokens: the carry of variants that cannot observe it."""
         self._last, self._last_legs = RoundResult(0, []), 0
 
     async def round(self, trainer_s: float = 0.0) -> Measured:
-        """A push, a round, and what a trainer does with it. The clock is stopped while connections are opened and the
-        counters settle, except for what never stops: there it runs from one look at the counters to the other's end."""
+        """A push, a round, and `trainer_s` seconds of training. Opening connections and waiting for the counters is not
+        timed, except for variants that never stop: their time runs from one read of the counters to the next."""
         ahead = isinstance(self.variant, (in_flight.Asynchronous, april.AprilContinue))
         before = None if ahead else await self._at_rest()
         self.began, start = time.time(), time.perf_counter()
@@ -85,9 +85,9 @@ class Track:
         self.carried.append(done.carry)
 
     async def warm(self, until: float = math.inf) -> bool:
-        """Rounds until the carry is steady, and a rest; False if the limit, or the monotonic clock's `until`, came
-        first."""
-        while time.monotonic() < until and len(self.carried) < (self.cell.warm_limit or self.bed.preset.warm_limit):
+        """Run rounds until the carry is steady, then rest. Returns False if the warm-up limit or the time `until`
+        (monotonic) came first."""
+        while time.monotonic() < until and len(self.carried) < (self.cell.warm_limit or self.testbed.preset.warm_limit):
             await self.round(self.trainer_s)
             if is_steady(self.carried):
                 break
@@ -96,7 +96,7 @@ class Track:
         return is_steady(self.carried)
 
     async def keep_up(self, rounds: int) -> None:
-        """More rounds, until it has had so many, and a rest."""
+        """Run more rounds until this many have run, then rest."""
         if len(self.carried) < rounds:
             while len(self.carried) < rounds:
                 await self.round(self.trainer_s)
@@ -105,17 +105,16 @@ class Track:
 
     @property
     def rounds(self) -> int:
-        """That are measured."""
-        return self.cell.rounds or self.bed.preset.measured
+        """Number of measured rounds."""
+        return self.cell.rounds or self.testbed.preset.measured
 
     @property
     def trainer_s(self) -> float:
-        """Seconds that a trainer takes in each round."""
-        return self.cell.trainer and self.cell.trainer * self.bed.rollout_s[self.cell.distribution]
+        """Seconds of training per round."""
+        return self.cell.trainer and self.cell.trainer * self.testbed.rollout_s[self.cell.distribution]
 
     async def block(self, rounds: int) -> Block:
-        """One round that is not measured, because others ran before it, and so many that are; then a rest, unless
-        there are none."""
+        """One unmeasured round, because other variants ran before, then `rounds` measured ones and a rest."""
         await self.round(self.trainer_s)
         done = Block(self.carried[-1], [await self.round(self.trainer_s) for _ in range(rounds)])
         if rounds:
@@ -126,24 +125,24 @@ class Track:
         return done
 
     def fixed(self) -> Block:
-        """No rounds yet, and a fixed set of prompts: the quotas of those to come are all that there is."""
+        """An empty block with a fixed set of prompts, enough for its rounds."""
         stream = self.variant.stream
         stream.ends_after = stream.taken + self.rounds * self.plan.groups
         return Block(0, [])
 
 
 class Runner:
-    """Runs cells one after the other. `facts`: what every row says of the run."""
+    """Runs cells one after the other. `facts`: fields that every row of the run has."""
 
-    def __init__(self, bed: Testbed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
-        self._bed, self._facts, self._run_id, self._keep = bed, facts, run_id, keep
+    def __init__(self, testbed: Testbed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
+        self._testbed, self._facts, self._run_id, self._keep = testbed, facts, run_id, keep
         self._tracks: dict[tuple[str, str, str | None], Track] = {}
-        """Until the last cell that uses them."""
+        """Tracks in use, removed after the last cell that needs them."""
 
     async def run(self, cells: list[Cell], until: float) -> int:
-        """Rows of the cells, as many as fit before the monotonic clock's `until`; returns how many were left out."""
+        """Measure cells until the time `until` (monotonic); returns the number of cells left out."""
         slowest, done = 0.0, 0
-        groups = in_turns(cells)
+        groups = interleaved_groups(cells)
         cells = [cell for group in groups for cell in group]
         for group in groups:
             if time.monotonic() + slowest > until:
@@ -159,8 +158,7 @@ class Runner:
         return 0
 
     async def _measure(self, cells: list[Cell], last: list[bool], until: float) -> None:
-        """One row for each of the cells, which are measured in turns: rounds of fewer than were asked for if the time
-        is up before (at least two)."""
+        """Measure alternating cells, one row each; with fewer rounds (at least two) if the time is up."""
         warmed = [(await self._warm(cell, until), is_last) for cell, is_last in zip(cells, last, strict=True)]
         tracks = [track for track, _ in warmed if track]
         if not tracks:
@@ -170,29 +168,29 @@ class Runner:
             most = max(len(track.carried) for track in tracks)
             for track in tracks:
                 await track.keep_up(most)
-        ruler = MachineProbe(self._bed, cells[0])
+        machine = MachineProbe(self._testbed, cells[0])
         blocks: list[list[Block]] = [[] for _ in tracks]
         if kind(cells[0]) is Interleaving.ROUNDS:
-            await self._round_by_round(tracks, blocks, ruler, until)
+            await self._round_by_round(tracks, blocks, machine, until)
         else:
-            for turn in range(-(-self._bed.preset.measured // BLOCK)):
+            for turn in range(-(-self._testbed.preset.measured // BLOCK)):
                 if turn and time.monotonic() > until:
                     break
                 for track, mine in zip(tracks, blocks, strict=True):
-                    # Nobody's turn is to pay for what others left in the tree, nor is the look.
-                    await self._bed.stock.flush()
-                    await ruler.look()
-                    mine.append(await track.block(min(BLOCK, self._bed.preset.measured)))
-        await ruler.look()
+                    # Prefixes that other variants left in the tree would slow this turn and the probe.
+                    await self._testbed.stock.flush()
+                    await machine.measure()
+                    mine.append(await track.block(min(BLOCK, self._testbed.preset.measured)))
+        await machine.measure()
         for track, mine in zip(tracks, blocks, strict=True):
-            self._row(track, mine, ruler)
+            self._row(track, mine, machine)
         # All rows are kept before the first of these: what fails now takes none of them away.
-        for track, is_last in warmed:
-            if track and is_last:
-                await self._finish(track)
+        for finished, is_last in warmed:
+            if finished and is_last:
+                await self._finish(finished)
 
     async def _round_by_round(
-        self, tracks: list[Track], blocks: list[list[Block]], ruler: MachineProbe, until: float
+        self, tracks: list[Track], blocks: list[list[Block]], machine: MachineProbe, until: float
     ) -> None:
         for track, mine in zip(tracks, blocks, strict=True):
             mine.append(track.fixed() if track.cell.drain else await track.block(0))
@@ -200,8 +198,8 @@ class Runner:
         for turn in range(count):
             if turn >= 2 and time.monotonic() > until and not tracks[0].cell.drain:
                 break
-            if turn % -(-count // LOOKS) == 0:
-                await ruler.look()
+            if turn % -(-count // PROBES) == 0:
+                await machine.measure()
             for i in shuffled(len(tracks), tracks[0].cell, turn):
                 blocks[i][0].rounds.append(await tracks[i].round(tracks[i].trainer_s))
         for track, (block,) in zip(tracks, blocks, strict=True):
@@ -211,7 +209,7 @@ class Runner:
                 raise IdentityError(f"{groups} groups of {count * track.plan.groups} were delivered")
 
     async def _warm(self, cell: Cell, until: float) -> Track | None:
-        """The cell's track, warm; None if the server lacks a field that it needs: the others are still worth having."""
+        """The warmed-up track of a cell, or None if the server does not support a field that it needs."""
         try:
             return await self._warmed(cell, until)
         except EngineError as refusal:
@@ -222,9 +220,9 @@ class Runner:
             return None
 
     async def _warmed(self, cell: Cell, until: float) -> Track:
-        if cell.trainer and cell.distribution not in self._bed.rollout_s:
-            self._bed.rollout_s[cell.distribution] = await self._rollout_s(cell)
-        track = self._tracks.setdefault(_key(cell), Track(self._bed, cell))
+        if cell.trainer and cell.distribution not in self._testbed.rollout_s:
+            self._testbed.rollout_s[cell.distribution] = await self._rollout_s(cell)
+        track = self._tracks.setdefault(_key(cell), Track(self._testbed, cell))
         track.cell = cell
         if track.steady is None:
             track.steady = cell.drain or await track.warm(until)
@@ -232,12 +230,12 @@ class Runner:
             print(f"{name}: {'' if track.steady else 'not '}steady after {track.warm_rounds} rounds", flush=True)
         return track
 
-    def _row(self, track: Track, blocks: Sequence[Block], ruler: MachineProbe) -> None:
+    def _row(self, track: Track, blocks: Sequence[Block], machine: MachineProbe) -> None:
         cell = track.cell
         row = {
             "bench": "rollout",
             "run_id": self._run_id,
-            "preset": self._bed.preset.name,
+            "preset": self._testbed.preset.name,
             **self._facts,
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "distribution": cell.distribution,
@@ -245,23 +243,23 @@ class Runner:
             "ablation": cell.ablation,
             "together": cell.together,
             "repetition": cell.repetition,
-            "steady": track.steady and (cell.drain or _is_level(blocks)),
+            "steady": track.steady and (cell.drain or _blocks_level(blocks)),
             "warm_rounds": track.warm_rounds,
             "server": "april" if track.engine.patched else "stock",
             "plan": asdict(track.plan),
             "trainer_s": track.trainer_s,
-            "step_ms_by_batch": ruler.observed.step_ms(),
-            "costs": ruler.costs(),
-            **figures(blocks, track.plan, track.lengths, ruler.limits),
+            "step_ms_by_batch": machine.observed.step_ms(),
+            "costs": machine.costs(),
+            **figures(blocks, track.plan, track.lengths, machine.limits),
             "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",
         }
         row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)
-        self._bed.note(row)
-        self._bed.note_time(row)
+        self._testbed.note(row)
+        self._testbed.note_time(row)
         self._keep(row)
 
     async def _finish(self, track: Track) -> None:
-        """After its last row every sample must come, and not only be said to be there."""
+        """After the last row of a variant, drain it: every remaining sample must be delivered."""
         del self._tracks[_key(track.cell)]
         if not track.cell.drain:
             await track.variant.drain()
@@ -269,7 +267,7 @@ class Runner:
             raise IdentityError(f"{track.cell}: {counts[0]} samples were lost, {counts[1]} came twice")
 
     async def _rollout_s(self, cell: Cell) -> float:
-        track = Track(self._bed, Cell(cell.distribution, "async"))
+        track = Track(self._testbed, Cell(cell.distribution, "async"))
         await track.warm()
         took = [measured.seconds for measured in (await track.block(BLOCK)).rounds]
         await track.variant.drain()
@@ -280,6 +278,6 @@ def _key(cell: Cell) -> tuple[str, str, str | None]:
     return cell.distribution, cell.variant, cell.ablation
 
 
-def _is_level(blocks: Sequence[Block]) -> bool:
+def _blocks_level(blocks: Sequence[Block]) -> bool:
     delivered = sum(measured.round.tokens for block in blocks for measured in block.rounds)
     return carry_is_level(sum(map(grown, blocks)), delivered)

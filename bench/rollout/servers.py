@@ -1,4 +1,4 @@
-"""The two servers: SGLang as it is, and ours, same model and flags. The idle one takes no time of the other."""
+"""Stock and patched SGLang servers with the same model and flags. The idle one uses no CPU time."""
 
 import contextlib
 import os
@@ -19,30 +19,30 @@ START_LIMIT_S = 600.0
 
 
 class ServerError(RuntimeError):
-    """A server did not come up; the message says where its log is."""
+    """A server did not start; the message names its log."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What both servers are started with."""
+    """Sizes and flags of both servers."""
 
     model: Path
     slots: int
     context: int
     pool_tokens: int
-    """KV pool of each server. Ours holds the partials of several runs that take turns."""
+    """KV pool of each server. The patched one holds the partials of several alternating runs."""
     extra: tuple[str, ...] = ()
     launcher: str = "sglang_april.launch_server"
-    """The module that starts ours."""
+    """Module that starts the patched server."""
 
 
 FIRST, LAST = "0.5", "0.85"
-"""What a server on a GPU may take of the memory that is free at its start: the first of two servers, and the last one.
-The pools are of the size that is asked for, or `both` says so."""
+"""`--mem-fraction-static` of the first of two servers on a GPU, and of the last. The pools have the requested size, or
+`both_servers` raises."""
 
 
 def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) -> list[str]:
-    """The launch command. Load snapshots are published at every step: they are the ruler of all variants."""
+    """The launch command. Load snapshots are published at every step, because all variants are measured by them."""
     # fmt: off
     flags = [
         "--model-path", str(size.model), "--host", "127.0.0.1", "--port", str(port),
@@ -60,9 +60,9 @@ def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) 
 
 
 @contextlib.contextmanager
-def both(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of the stock and the patched server; both end with the context. On a CPU they start together; on a GPU
-    one after the other, because each divides the memory that it finds."""
+def both_servers(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
+    """URLs of a stock and a patched server, which end with the context. On a CPU they start together; on a GPU one
+    after the other, because each takes a fraction of the free memory."""
     gpu = has_gpu()
     with contextlib.ExitStack() as stack:
         started = []
@@ -83,16 +83,16 @@ def both(size: Size, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def ours(size: Size, folder: Path) -> Iterator[str]:
-    """The URL of our server alone."""
+def patched_server(size: Size, folder: Path) -> Iterator[str]:
+    """URL of a patched server."""
     with _running(size, folder, True, has_gpu()) as (process, url, log):
         _wait(process, url, log)
         yield url
 
 
 @contextlib.contextmanager
-def stock(size: Size, folder: Path) -> Iterator[str]:
-    """The URL of a stock server alone."""
+def stock_server(size: Size, folder: Path) -> Iterator[str]:
+    """URL of a stock server."""
     with _running(size, folder, False, has_gpu()) as (process, url, log):
         _wait(process, url, log)
         yield url

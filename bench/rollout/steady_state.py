@@ -1,8 +1,8 @@
 """When measuring may begin.
 
-From empty, first-finished looks fast by building up carry. Measured rounds begin when the carried tokens' mean over
-three rounds is within 10 % of the mean over the three before, or after a limit, which is then marked. So are rows whose
-carry moves by more than 10 % of what they deliver.
+Starting empty, first-finished variants look fast while their carry builds up. Measuring begins when the mean carry of
+three rounds is within 10 % of the mean of the three before, or after a limit of rounds (the row is then marked). Rows
+whose carry changes by more than 10 % of the delivered tokens are marked as well.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def is_steady(carried: Sequence[int]) -> bool:
 
 
 def carry_is_level(grown: int, delivered_tokens: int) -> bool:
-    """Whether measured rounds delivered what they computed: their carry neither supplied nor absorbed much of it.
+    """Whether the carry changed by little compared with the delivered tokens.
 
     Args:
         grown: growth of the carry over the measured rounds, in tokens; negative if it shrank.

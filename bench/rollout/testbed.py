@@ -1,4 +1,4 @@
-"""Where cells run, and the looks at the machine between their rounds."""
+"""Servers and checkpoints that cells run on, and probes of the machine between their rounds."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from bench.rollout.lengths import Lengths
 from bench.rollout.limit import decode_rate
 from bench.rollout.presets import OVER_SAMPLING, Cell, Preset
 from bench.rollout.variant import Plan
-from bench.step_costs import BATCHES, Observed, look
+from bench.step_costs import BATCHES, Observed, probe
 
 
 @dataclass
 class Testbed:
-    """Where cells run: two servers, two checkpoints, and what was measured of the machine."""
+    """Two servers, two checkpoints, and measurements of the machine."""
 
     stock: EngineClient
     april: EngineClient
@@ -25,19 +25,18 @@ class Testbed:
     preset: Preset
     seed: int = 0
     given_limit: float | None = None
-    """Full-batch rate in tokens/s, where it is not to be measured."""
+    """Full-batch rate in tokens/s that replaces the measurement."""
     observed: Observed = field(default_factory=Observed)
-    """What the steps of this machine cost, over the whole run."""
+    """Step costs, accumulated over the whole run."""
     _batches: Iterator[int] = field(default_factory=lambda: itertools.cycle(BATCHES))
     rollout_s: dict[str, float] = field(default_factory=dict)
-    """Mean seconds of a round of `async` whose trainer takes no time, by distribution, in this process: what a
-    trainer's time is a share of."""
+    """Mean seconds of an `async` round without a trainer, by distribution. Trainer times are shares of it."""
     _tried: dict[tuple[str, str, int], dict[float, list[float]]] = field(default_factory=dict)
-    """Of a variant, a distribution and n, at each factor that was tried: what was computed and is kept, as shares of
-    the limit. In what is delivered the carry is, too, which may come in waves."""
+    """For each (variant, distribution, n) and over-sampling factor: computed and not wasted tokens/s as shares of the
+    limit. Delivered tokens would include changes of the carry."""
 
     def engine(self, variant: str) -> EngineClient:
-        """Ours for our variants, the stock one for the others."""
+        """The server that a variant runs on: the patched one for the batch quota, else the stock one."""
         return self.april if variant.startswith("april") else self.stock
 
     def lengths(self, distribution: str) -> Lengths:
@@ -45,21 +44,21 @@ class Testbed:
         return self.preset.lengths(distribution)
 
     def note(self, row: Row) -> None:
-        """What a row says to those that follow: how good a factor of over-sampling is."""
+        """Record the result of a row that measured an over-sampling factor."""
         if (row["together"] or "").endswith(OVER_SAMPLING):
             shares = self._tried.setdefault((row["variant"], row["distribution"], row["plan"]["n"]), {})
             kept = 1 + row["carry_grown"] / row["delivered_tokens"]
             shares.setdefault(row["plan"]["over_sampling"], []).append(row["share_of_limit"] * kept)
 
     def note_time(self, row: Row) -> None:
-        """How long a round of `async` takes by itself."""
+        """Record the duration of an `async` round without a trainer."""
         if row["variant"] == "async" and row["ablation"] is None:
             self.rollout_s[row["distribution"]] = row["seconds"] / row["rounds"]
 
     def plan(self, cell: Cell) -> Plan:
-        """A cell's sizes, at the factor of over-sampling that was the best one for its variant, if any was tried.
+        """A cell's plan at the best over-sampling factor measured for its variant, if any.
 
-        `outside-retry3s` differs from `outside` in how a round ends only."""
+        `outside-retry3s` uses the factor of `outside`, from which it differs only in how a round ends."""
         plan = cell.plan or self.preset.plan
         variant = "outside" if cell.variant == "outside-retry3s" else cell.variant
         tried = self._tried.get((variant, cell.distribution, plan.n), {})
@@ -68,7 +67,7 @@ class Testbed:
         return replace(plan, over_sampling=max(tried, key=lambda factor: mean(tried[factor])))
 
     async def limit(self, distribution: str) -> float:
-        """Full-batch rate in tokens/s, now, on the stock server: the ruler of both. Machines change within a minute."""
+        """Current full-batch rate in tokens/s of the stock server, the reference for both servers."""
         if self.given_limit is not None:
             return self.given_limit
         slots, tokens = self.preset.plan.slots, self.preset.prompt_tokens
@@ -76,15 +75,15 @@ class Testbed:
         self.observed.decodes += decoded.halves
         return decoded.rate
 
-    async def look(self, distribution: str) -> tuple[float, Observed]:
-        """The limit, and what else the model of bench.simulate is to know of the machine, now."""
+    async def probe(self, distribution: str) -> tuple[float, Observed]:
+        """The current full-batch rate, and the step costs that bench.simulate needs."""
         if self.given_limit is not None:
             return self.given_limit, Observed()
         known = len(self.observed.decodes)
         rate = await self.limit(distribution)
         slots, tokens = self.preset.plan.slots, self.preset.prompt_tokens
         batch = min(slots, next(self._batches))
-        seen = await look(self.stock, self.checkpoints[0], slots, self._length(distribution), tokens, batch)
+        seen = await probe(self.stock, self.checkpoints[0], slots, self._length(distribution), tokens, batch)
         full = Observed(self.observed.decodes[known:])
         self.observed.add(seen)
         full.add(seen)
@@ -95,25 +94,25 @@ class Testbed:
 
 
 class MachineProbe:
-    """The looks at the machine around and between the rounds of cells that take turns."""
+    """Probes of the machine around and between the rounds of alternating cells."""
 
-    def __init__(self, bed: Testbed, cell: Cell) -> None:
-        self._bed, self._distribution = bed, cell.distribution
+    def __init__(self, testbed: Testbed, cell: Cell) -> None:
+        self._testbed, self._distribution = testbed, cell.distribution
         self._closely = cell.ablation is None
         self.limits: list[float] = []
         self.observed = Observed()
 
-    async def look(self) -> None:
-        """At the full batch, and in a main table at what else a step costs."""
+    async def measure(self) -> None:
+        """Measure the full batch and, for a main table, the step costs."""
         if not self._closely:
-            known = len(self._bed.observed.decodes)
-            self.limits.append(await self._bed.limit(self._distribution))
-            self.observed.decodes += self._bed.observed.decodes[known:]
+            known = len(self._testbed.observed.decodes)
+            self.limits.append(await self._testbed.limit(self._distribution))
+            self.observed.decodes += self._testbed.observed.decodes[known:]
             return
-        rate, seen = await self._bed.look(self._distribution)
+        rate, seen = await self._testbed.probe(self._distribution)
         self.limits.append(rate)
         self.observed.add(seen)
 
     def costs(self) -> Row | None:
-        """What a step cost meanwhile, where that was looked at: `Costs` of bench.simulated_rounds."""
+        """Fields of `Costs` (bench.simulated_engine) measured during these rounds, or None."""
         return asdict(self.observed.costs()) if self.observed.stalls else None

@@ -1,4 +1,4 @@
-"""What a variant is, and what a round returns: counted the same way for all of them."""
+"""Interface of a variant, and the result of a round, counted the same way for all variants."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,70 +12,70 @@ from bench.rollout.workload import Stream
 
 @dataclass(frozen=True)
 class DeliveredGroup:
-    """One delivered group, as the trainer gets it. Versions are numbers of the variant's own pushes."""
+    """A delivered group. Versions are numbers of the variant's own pushes."""
 
     id: str
     lengths: list[int]
     rejected: bool = False
     oldest_version: int | None = None
-    """Version of its oldest token; None where SGLang does not tell."""
+    """Version of its oldest token; None where SGLang does not report it."""
     off_policy: int | None = None
-    """Tokens of an older version than the round's."""
+    """Number of tokens of a version older than the round's."""
     hybrid: int | None = None
-    """Tokens of the round's version that were drawn on KV of an older one."""
+    """Number of tokens of the round's version that were drawn on KV of an older one."""
 
 
 @dataclass
 class RoundResult:
-    """One round: what it delivered, and what it cost."""
+    """The groups that a round delivered, and its costs."""
 
     version: int
     groups: list[DeliveredGroup]
     generated: int | None = None
-    """Output tokens of this round, by the engine for ours, else those that the client got; None where requests stay in
-    flight and the client cannot know."""
+    """Output tokens of this round, from the engine (batch quota) or as the client received them; None where requests
+    stay in flight."""
     wasted: int = 0
-    """Tokens that were computed and will never be delivered."""
+    """Computed tokens that will never be delivered."""
     carry: int | None = None
-    """Output tokens computed and not yet delivered, at the end: of partials and of finished surplus."""
+    """Output tokens of partials and finished surplus at the end of the round."""
     reprefilled: int = 0
     after_end: int | None = 0
-    """Tokens computed after the last needed group had finished; None where nothing ends."""
+    """Tokens computed after the last needed group finished; None where generation never stops."""
     decoded_at_end: int | None = None
-    """The decode counter when the client knew that the quota was there, where that is how `after_end` is counted."""
+    """Decode counter at the moment the client saw the quota met, for variants that count `after_end` by it."""
     legs: int = 0
-    """Prefills that ended in an output token: the decode counter does not see those tokens."""
+    """Prefills that drew an output token; the decode counter does not include those tokens."""
     prolonged: bool = False
-    """The staleness bound kept the round open beyond its quota."""
+    """Whether the staleness bound kept the round open beyond its quota."""
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
-        """Delivered tokens that are trained on."""
+        """Number of delivered tokens that are trained on."""
         return sum(sum(group.lengths) for group in self.groups if not group.rejected)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a cell: the same for every variant."""
+    """Sizes of a cell, the same for every variant."""
 
     slots: int
     groups: int
     """The quota, in groups."""
     n: int
     filtered: bool = False
-    """`dapo`: rejected groups do not count."""
+    """`dapo`: whether a filter rejects groups, which then do not count."""
     over_sampling: float = 2.0
-    """Clients outside start this many times the groups that they need."""
+    """Client-side variants start this many times the groups that they need."""
     max_staleness: int | None = None
-    """Staleness bound of the batch quota; client-side variants have none. A round waits for groups that reach it."""
+    """Staleness bound in versions, for the batch quota only. A round waits for groups that reach it."""
     unit: str = "group"
     concurrency: int | str | None = None
     quota_mode: str = "first"
 
     @property
     def samples(self) -> int:
-        """Samples of a quota."""
+        """Number of samples in a quota."""
         return self.groups * self.n
 
 
@@ -86,36 +86,37 @@ class Variant(Protocol):
     stream: Stream
     delivered: Counter[str]
     """How often each sample has been delivered, by ``prompt/index``; `drain` completes it."""
-    held: int
-    """Samples that were handed over and not delivered, after a round: by the engine's count for ours."""
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None: ...
+
+    @property
+    def held(self) -> int:
+        """Samples handed over and not delivered, after a round (the engine's count for the batch quota)."""
 
     @property
     def handed_over(self) -> int:
         """Prompts taken from the stream."""
 
     async def push(self, checkpoint: Path) -> None:
-        """Brings the next policy version."""
+        """Push the next policy version."""
 
     async def round(self) -> RoundResult:
-        """A round that delivers the quota."""
+        """Run a round that delivers the quota."""
 
     async def drain(self) -> RoundResult:
-        """Finishes and delivers all that is left."""
+        """Finish and deliver all remaining samples."""
 
     async def rest(self) -> None:
-        """Called when another variant is to run: nothing of this one may take a step until its next push."""
+        """Called before another variant runs: no sample of this one may take a step until its next push."""
 
 
 def lost(variant: Variant, n: int) -> tuple[int, int]:
-    """After a round: samples that were handed over and are neither delivered nor held, and deliveries that came twice.
-    After `drain` none is held."""
+    """After a round: the numbers of lost samples (neither delivered nor held) and of duplicate deliveries."""
     delivered = len(variant.delivered)
     return variant.handed_over * n - delivered - variant.held, variant.delivered.total() - delivered
 
 
 def versions(groups: Sequence[DeliveredGroup], version: int) -> dict[str, Any]:
-    """Staleness histogram of delivered groups (versions -> groups), None where it is not known."""
+    """Staleness histogram of delivered groups (versions -> groups); None where versions are unknown."""
     ages = Counter(version - group.oldest_version for group in groups if group.oldest_version is not None)
     return {str(age): count for age, count in sorted(ages.items())}

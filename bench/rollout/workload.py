@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from bench.rollout.lengths import Lengths
 
 FIRST_TOKEN, VOCAB = 8, 512
-"""Prompt tokens are drawn from [FIRST_TOKEN, VOCAB): the tiny model's ids above its special tokens."""
+"""Prompt tokens are drawn from [FIRST_TOKEN, VOCAB), which excludes the special tokens of the tiny model."""
 REJECTED_SHARE = 0.4
-"""`dapo`: this share of the groups has no signal and is rejected (all right or all wrong)."""
+"""`dapo`: share of groups that are rejected because all their rewards are equal."""
 
 
 @dataclass(frozen=True)
 class WorkloadPrompt:
-    """One prompt and how long each response to it gets (`ignore_eos`, `max_new_tokens`)."""
+    """One prompt and the length of each response to it (`ignore_eos`, `max_new_tokens`)."""
 
     id: str
     input_ids: list[int]
@@ -23,13 +23,13 @@ class WorkloadPrompt:
 
     @property
     def rejected(self) -> bool:
-        """What a filter says of the group: the same decision in every variant."""
+        """Whether a filter rejects the group; the same in every variant."""
         digest = hashlib.blake2b(self.id.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2**64 < REJECTED_SHARE
 
 
 class Stream:
-    """Prompts in a fixed order, endless unless it `ends_after` so many; `taken` counts them."""
+    """Prompts in a fixed order, endless unless `ends_after` is set; `taken` counts them."""
 
     def __init__(self, seed: int, lengths: Lengths, n: int, prompt_tokens: int) -> None:
         self.taken = 0

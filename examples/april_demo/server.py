@@ -51,7 +51,6 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
         "--april-quota", str(settings.groups), "--april-kv", "keep",
         "--max-running-requests", str(settings.slots),
         "--load-snapshot-publish-interval", "1",
-        "--grammar-backend", "none",
         "--skip-server-warmup",
         "--log-level", "info",
     ]
@@ -98,10 +97,10 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks the server to end, and after ten seconds kills what is left of its process group."""
+    """Asks the server to end, and after three seconds kills what is left of its process group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10)
+        process.wait(3)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -49,6 +49,8 @@ class Drop(msgspec.Struct, tag=True):
     seq: int
     run: str
     ids: list[str] | None = None
+    round_id: str = ""
+    """The open round whose acceptance could not be journalled; it ends without a reply."""
 
 
 class Acknowledge(msgspec.Struct, tag=True):
@@ -115,5 +117,5 @@ Command = (
     | GetPartials
 )
 
-Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | PushEnd
 """Commands with a durable effect: with a journal they are answered once it is written (`journal-before-reply`)."""

@@ -101,7 +101,8 @@ class FinishedSample(msgspec.Struct, array_like=True):
     seed: int
     top_logprobs: list[list[tuple[float, int]]] | None = None
     """Per output token, `top_logprobs_num` pairs (logprob, token id)."""
-    proximal_logprobs: list[float | None] | None = None
+    proximal_logprobs: bytes | None = None
+    """float32 [output_len]; NaN where there is none."""
     proximal_version: int | None = None
     whole: bool = False
     """True on the sample that completes its group."""

@@ -20,7 +20,6 @@ from sglang_april.http.validation import check_judge, check_prompts, check_rollo
 
 logger = logging.getLogger("sglang_april")
 
-MAX_BODY = 2**30
 SMALL = 2**16
 """Bodies and events up to this many bytes are decoded and encoded on the event loop; larger ones in a thread."""
 
@@ -60,9 +59,12 @@ def _endpoint(handler: Handler) -> Endpoint:
     """Wrap a handler for FastAPI: every error becomes a reply with a field and a reason."""
 
     async def endpoint(request: Request) -> Response:
+        april = request.app.state.april
         try:
-            await request.app.state.april.restored_state.ready()
-            return await handler(request.app.state.april, request)
+            declared = request.headers.get("content-length", "")
+            april.check_size(int(declared) if declared.isdecimal() else 0)
+            await april.restored_state.ready()
+            return await handler(april, request)
         except RequestError as refused:
             return _refusal(request, refused)
         except Exception as error:
@@ -212,20 +214,16 @@ async def _off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body.
+    """The whole body, which may come in chunks without a declared size.
 
     Raises:
-        RequestError: 413 if it is too large.
+        RequestError: 413, as soon as it is too large.
     """
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MAX_BODY:
-        raise RequestError(413, "body", f"has {declared} bytes, and at most {MAX_BODY} are taken")
     chunks, size = [], 0
     async for chunk in request.stream():
         chunks.append(chunk)
         size += len(chunk)
-        if size > MAX_BODY:
-            raise RequestError(413, "body", f"has more than {MAX_BODY} bytes")
+        request.app.state.april.check_size(size)
     return b"".join(chunks)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sglang_april.api import messages, requests
-from sglang_april.api.errors import RequestError, fault
+from sglang_april.api.errors import JOURNAL, RequestError, fault
 from sglang_april.config import AprilConfig
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
@@ -56,10 +56,22 @@ class AprilService:
 
     async def rollout(self, request: dict[str, Any]) -> dict[str, Any]:
         """`POST /april/rollout` for callers in this process: run a round and return its reply, arrays as raw bytes."""
-        body = requests.decode_rollout(msgspec.msgpack.encode(request), True)
+        data = msgspec.msgpack.encode(request)
+        self.check_size(len(data))
+        body = requests.decode_rollout(data, True)
         round_ = await self.open(body, check_rollout(body, packed=True))
         reply = await asyncio.shield(round_.reply)
         return msgspec.msgpack.decode(reply.encode(packed=True))
+
+    def check_size(self, size: int) -> None:
+        """Refuse a body beyond `--april-max-body-mb` before it is decoded.
+
+        Raises:
+            RequestError: 413.
+        """
+        if size > self.config.max_body_bytes:
+            limit = f"more than the {self.config.max_body_mb} MiB of --april-max-body-mb"
+            raise RequestError(413, "body", f"has {size} bytes or more, {limit}")
 
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it (`idempotent-round`)."""
@@ -108,9 +120,14 @@ class AprilService:
         await asyncio.shield(round_.opened)
         number = self.rpc.number()
         command = await self._in_thread(extend_round, number, round_.spec, body, self.engine)
-        answer = await self.rpc.call(
-            command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
-        )
+        try:
+            answer = await self.rpc.call(
+                command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
+            )
+        except RequestError as error:
+            if error.unjournalled:
+                await self._undo(round_, command.prompts, accepted=True)
+            raise
         return {"round_id": round_id, **answer.data}
 
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
@@ -204,9 +221,11 @@ class AprilService:
         self.rounds.mark_ended(round_)
         try:
             parts = self.completed_groups.take(message.run, message.deliver)
+            if message.error:
+                raise RequestError(500, JOURNAL, message.error)
         except Exception as error:  # whatever is wrong, no client may wait for a reply that will not come
             logger.exception("round %s has no reply", round_.id)
-            self.rounds.fail(round_, fault(error))
+            self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
             self._start(self.weight_lock.release(round_.id))
             return
         streamed = {key for part in round_.events for key in part.keys}
@@ -224,10 +243,19 @@ class AprilService:
             await self.weight_lock.acquire(round_.id)
             await self.rpc.call(command, accepted=lambda answer: self._accepted(round_, command.prompts, answer))
         except Exception as error:
+            if isinstance(error, RequestError) and error.unjournalled:
+                await self._undo(round_, command.prompts, accepted=False)
             if not isinstance(error, RequestError):
                 logger.exception("round %s could not be opened", round_.id)
             await self.weight_lock.release(round_.id)
             self.rounds.refuse(round_, error if isinstance(error, RequestError) else fault(error))
+
+    async def _undo(self, round_: RoundRecord, prompts: list[messages.Prompt], *, accepted: bool) -> None:
+        """Delete prompts that could not be journalled, and end their round: if it was `accepted`, with its reply."""
+        round_id = "" if accepted else round_.id
+        await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
+        if accepted:
+            await self.stop(round_.id, None)
 
     def _accepted(self, round_: RoundRecord, prompts: list[messages.Prompt], answer: messages.Answer) -> None:
         self.completed_groups.add_prompts(round_.run, prompts)

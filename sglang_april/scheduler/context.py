@@ -23,6 +23,8 @@ class Context:
     disk_cap_tokens: int = 0
     store_page: int = 1
     """Tokens of a page of the store."""
+    carry_cap_tokens: int = 2**31 - 1
+    """Undelivered output tokens from which on no new prompts are accepted."""
     ledger: Ledger = field(default_factory=Ledger)
     reservations: Reservations = field(default_factory=Reservations)
     recorder: Unrecorded = field(init=False)

@@ -56,13 +56,15 @@ class Controller:
         Rounds that are over end first, and rounds that the message ends do so at once: a pause stops the steps.
         """
         self.round_end.end_due()
+        self.context.recorder.commit()  # the command's own records fail its answer, and no others
         try:
             data = self._commands.execute(cmd)
             answer = messages.Answer(cmd.seq, data=data) if data is not None else None
         except RequestError as error:
             answer = messages.Answer(cmd.seq, error.status, error.field, error.reason)
         if answer is not None:
-            self.context.recorder.answer(answer, lasting=isinstance(cmd, messages.Lasting))
+            lasting = isinstance(cmd, messages.Lasting) and answer.status == 200
+            self.context.recorder.answer(answer, lasting=lasting)
         self.round_end.end_due()
         self.context.recorder.commit()
 
@@ -136,7 +138,7 @@ class Controller:
     def progress(self, steps: Iterable[Progress]) -> None:
         """Count tokens and finishes; finished samples leave the scheduler at once."""
         done: list[messages.FinishedSample] = []
-        run, tokens = None, 0
+        run, tokens, interval = None, 0, self.context.recorder.interval
         for sample, length, prefilled, finished in steps:
             drawn, group = length - sample.length, sample.group
             if group.run is not run:
@@ -156,6 +158,8 @@ class Controller:
             sample.length = length
             if finished:
                 done.append(self._finish(sample, None))
+            elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
+                self.context.recorder.drawn(sample)
         self._count(run, tokens)
         self._announce(done)
 
@@ -200,7 +204,7 @@ class Controller:
         if not done:
             return
         self.round_end.mark_due()
-        self.context.recorder.send(messages.Finished(done))
+        self.context.recorder.announced(messages.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 rnd.stats.quota_met()

@@ -4,11 +4,11 @@ Records of one step or command are collected and put into the journal together (
 journal: ranks without one decide alike (`rank-determinism`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from sglang_april.api.messages import Answer, Event, FinishedSample, JournalFault, RoundEnded, RoundSpec
+from sglang_april.api.messages import Answer, Event, Finished, FinishedSample, JournalFault, RoundEnded, RoundSpec
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.outbox import Outbox
@@ -19,6 +19,9 @@ from sglang_april.scheduler.state import Group, Sample
 class Unrecorded:
     """Without a journal: events are sent at once and nothing is recorded."""
 
+    interval = 0
+    """Output tokens after which a running sample is recorded (`drawn`); 0: never."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
@@ -27,7 +30,7 @@ class Unrecorded:
         self._engine.send(event)
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:  # noqa: ARG002
-        """Send an answer to the HTTP process; with a journal, a `lasting` one once its changes are written."""
+        """Send an answer to the HTTP process; with a journal, a `lasting` one once all changes so far are written."""
         self._engine.send(answer)
 
     def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
@@ -41,9 +44,15 @@ class Unrecorded:
     def admitted(self, sample: Sample) -> None:
         """A sample enters the engine; only the first time is recorded."""
 
-    def suspended(self, sample: Sample) -> None: ...
+    def drawn(self, sample: Sample) -> None:
+        """An unfinished sample has new tokens: it is suspended, or `interval` is reached."""
 
     def finished(self, sample: Sample, result: FinishedSample) -> None: ...
+
+    def announced(self, event: Finished) -> None:
+        """Finished samples; with a journal they are sent once they are written, so that a crash replaces no token that
+        a stream has shown."""
+        self._engine.send(event)
 
     def ended(self, event: RoundEnded) -> None:
         """The reply is fixed; with a journal it is sent once it is written."""
@@ -60,19 +69,20 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    def __init__(self, engine: Engine, journal: Journal, keep_replies: int) -> None:
+    def __init__(self, engine: Engine, journal: Journal, keep_replies: int, interval: int = 256) -> None:
         super().__init__(engine)
         self._journal = journal
         self._keep = keep_replies
+        self.interval = interval
         self._outbox = Outbox(engine.send)
         self._records: list[schema.Op] = []
         self._batches = 0
         self._fault = ""
         journal.start(self._written)
 
-    def _written(self, batch: int, error: str) -> None:
+    def _written(self, batch: int, error: str, failed: Mapping[int, str]) -> None:
         """Called in the writer's thread."""
-        self._outbox.release(batch)
+        self._outbox.release(batch, failed)
         if error != self._fault:
             self._fault = error
             self._outbox.send(JournalFault(error))
@@ -80,15 +90,21 @@ class Recorder(Unrecorded):
     # --- messages
 
     def send(self, event: Event) -> None:
-        """Send an event once what it reports is written: a stream shows no sample that a crash would draw again."""
-        self._outbox.send(event, self._batches + 1 if self._records else 0)
+        self._outbox.send(event)
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:
-        self._outbox.send(answer, self._batches + 1 if lasting and self._records else 0)
+        self._outbox.send(answer, self._batches + bool(self._records) if lasting else 0)
+
+    def announced(self, event: Finished) -> None:
+        self.commit()
+        self._outbox.send(event, self._batches)
 
     def ended(self, event: RoundEnded) -> None:
+        """In a batch of its own: no other record can fail this reply, and this record no other promise."""
+        self.commit()
         self._records.append(schema.ended(event, self._keep))
         self._outbox.send(event, self._batches + 1)
+        self.commit()
 
     # --- records
 
@@ -114,8 +130,7 @@ class Recorder(Unrecorded):
             group = sample.group
             self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
 
-    def suspended(self, sample: Sample) -> None:
-        """Only tokens that are new."""
+    def drawn(self, sample: Sample) -> None:
         start = sample.journal.tokens
         if sample.length > start:
             chunk = self._engine.record(sample, start)

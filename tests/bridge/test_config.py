@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer_bridge.args import config_fields, config_parser, load
+from examples.tiny_model import make
+from trainer_bridge import config_reference
+from trainer_bridge.args import config_parser, load
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.validate import check, check_on_policy, dry_run, modified_sampling
+from trainer_bridge.validate import check, check_on_policy, modified_sampling
 
 REQUIRED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
 
@@ -122,7 +124,7 @@ def test_configuration_round_trips_through_yaml(tmp_path: Path) -> None:
 
 def test_yaml_and_help_list_loss_settings_between_the_other_fields() -> None:
     names = list(yaml.safe_load(config(advantage_estimator="dapo").as_yaml()))
-    assert names == list(config_fields())
+    assert names == [field.name for field in config_reference.references()]
     assert names[names.index("reward_timeout") + 1] == "advantage_estimator"
     assert names[names.index("seq_mask_high") + 1] == "kl_loss_coef"
 
@@ -131,23 +133,101 @@ def test_api_key_is_redacted() -> None:
     assert "hush" not in config(api_key="hush").as_yaml()
 
 
-def test_dry_run_reports_missing_files(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--hf-checkpoint", "nowhere", "--prompt-data", "nothing.jsonl", "--dry-run"]
-    assert main(flags) == 0
+@pytest.fixture
+def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all that the default flags of `dry_run_flags` name; it is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    return tmp_path
+
+
+def dry_run_flags(*flags: str) -> list[str]:
+    return ["--hf-checkpoint", "model", "--prompt-data", "data.jsonl", "--save", "run", "--dry-run", *flags]
+
+
+def test_dry_run_checks_model_data_and_reward(complete: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(dry_run_flags()) == 0
     output = capsys.readouterr().out
-    assert "prompt_data: not on this machine" in output
+    assert "prompt_data: 1 rows (data.jsonl); the first: '1+1=', label '2'" in output
+    assert "reward: trainer_bridge.rewards:math_answer" in output
     assert "over_sampling_batch_size: null" in output
-    assert "trainer_bridge.rewards:math_answer" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hf-checkpoint", "nowhere"], "hf_checkpoint: nowhere contains no config.json"),
+        (["--prompt-data", "nothing.jsonl"], "prompt_data: nothing.jsonl does not exist"),
+        (["--label-key", "answer"], "prompt_data: row 0 has no 'answer'"),
+        (["--eval-prompt-data", "nothing.jsonl"], "eval_prompt_data: nothing.jsonl does not exist"),
+        (["--reward", "mine"], "reward: must be module:function"),
+        (["--reward", "trainer_bridge.rewards:missing"], "reward: trainer_bridge.rewards:missing: AttributeError"),
+        (["--group-reward", "no_such_module:f"], "group_reward: no_such_module:f: ModuleNotFoundError"),
+        (["--tensor-model-parallel-size", "64", "--trainer-processes", "64"], "does not divide"),
+        (["--save", "data.jsonl/run"], "save: "),
+    ],
+)
+def test_dry_run_fails_for_what_is_missing(
+    complete: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(dry_run_flags(*flags)) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def test_dry_run_reports_all_problems_at_once(complete: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(dry_run_flags("--hf-checkpoint", "nowhere", "--reward", "mine")) == 2
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == ["hf_checkpoint", "reward"]
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001", "'1e-6'"])
+def test_yaml_numbers_may_lack_a_dot(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"hf_checkpoint: m\nprompt_data: d\nlr: {text}\n")
+    assert load(tmp_path / "c.yaml", {}).lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout_batchsize: 8", "^unknown field rollout_batchsize; did you mean rollout_batch_size\\?$"),
+        ("rollout_batch_size: many", "^rollout_batch_size: expected int, got 'many'$"),
+        ("rollout_batch_size: 0", "^rollout_batch_size: expected int >= 1, got 0$"),
+        ("kv: cherish", "^kv: expected keep, recompute, auto, got 'cherish'$"),
+        ("partial_rollout: 1e-6", "^partial_rollout: expected bool, got '1e-6'$"),
+        ("zzz: 1", "^unknown field zzz$"),
+    ],
+)
+def test_wrong_value_names_its_field(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"hf_checkpoint: m\nprompt_data: d\n{text}\n")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "c.yaml", {})
+
+
+def test_unknown_flag_names_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--rollout-batchsize", "8"])
+    assert stopped.value.code == 2
+    assert "did you mean --rollout-batch-size?" in capsys.readouterr().err
+
+
+def test_every_field_has_a_section_and_a_description() -> None:
+    for field in config_reference.references():
+        assert field.section, field.name
+        assert field.description.endswith("."), field.name
+    help_text = " ".join(config_parser().format_help().split())
+    for field in config_reference.references():
+        assert field.description.split(". ")[0].removesuffix(".")[:60] in help_text, field.name
+
+
+def test_reference_page_is_current() -> None:
+    assert config_reference.PAGE.read_text() == config_reference.page()
 
 
 def test_invalid_configuration_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hf-checkpoint", "m", "--prompt-data", "d", "--quota-unit", "sample"]) == 2
     assert "quota_unit: sample" in capsys.readouterr().err
-
-
-def test_reward_must_name_a_function() -> None:
-    with pytest.raises(ConfigError, match="reward"):
-        dry_run(config(reward="mine"))
 
 
 ON_POLICY = {"off_policy_share": 0.0, "hybrid_share": 0.0, "ratio_max": 1.00003, "ratio_min": 0.99996}

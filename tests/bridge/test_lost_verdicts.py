@@ -13,9 +13,9 @@ from sglang_april.client import AprilError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge import fake_engine_pool
 from tests.bridge.test_engine_pool import engine_pool, request
-from tests.bridge.test_engine_pool import rollout_driver as multi_engine_driver
 from tests.bridge.test_rollout import FakeEngine, finished_group, group_ids
 from tests.bridge.test_rollout import rollout_driver as single_engine_driver
+from tests.bridge.test_rollout_pool import rollout_driver as multi_engine_driver
 from trainer_bridge.rewards import Score
 from trainer_bridge.rollout_collector import ScoredRollout
 

@@ -1,4 +1,4 @@
-"""Recipes: each passes the dry run, has APRIL's settings, and states that it has not been run."""
+"""Recipes: each is consistent, has APRIL's settings, and states that it has not been run."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from trainer_bridge.args import load
 from trainer_bridge.cli import main
+from trainer_bridge.validate import check
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -21,10 +22,17 @@ def test_recipes_cover_the_algorithms_models_and_datasets() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_passes_the_dry_run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", str(path), "--dry-run"]) == 0
-    assert "a round delivers 256 samples, 256 per optimiser step" in capsys.readouterr().out
+def test_recipe_has_consistent_settings(path: Path) -> None:
     config = load(path, {})
+    check(config)
+    assert (config.rollout_batch_size * config.n_samples_per_prompt, config.global_batch_size) == (256, 256)
     assert (config.rollout_max_response_len, config.rollout_temperature, config.lr) == (16384, 0.8, 1e-6)
     assert (config.tensor_model_parallel_size, config.colocate, config.partial_rollout) == (2, True, True)
     assert "has not been run" in path.read_text()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_dry_run_names_what_a_machine_lacks(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(path), "--dry-run", "--save", "/dev/null/run"]) == 2
+    names = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert names[:2] == ["hf_checkpoint", "prompt_data"]

@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.live import until
@@ -14,7 +17,7 @@ from trainer_bridge.checkpoints import Checkpoints, LoopState
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config
 from trainer_bridge.rollout_engine import NOT_RELEASED, RolloutEngine, RolloutEngines
-from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess
+from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess, last_error
 from trainer_bridge.validate import RunError
 
 HTTP_SERVER = """
@@ -24,6 +27,25 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
     def log_message(self, *args): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from trainer_bridge import __main__, loop
+from trainer_bridge.rollout_engine import RolloutEngine, RolloutEngines
+
+class WaitingLoop:
+    def __init__(self, config):
+        folder = Path(config.save)
+        RolloutEngine._command = lambda self: [sys.executable, "-c", "import time; time.sleep(600)"]
+        self.engines = RolloutEngines(config, folder, note=lambda _: None)
+    def run(self):
+        self.engines.wait_until_ready()
+
+loop.TrainingLoop = WaitingLoop
+sys.argv = ["april-train", "--hf-checkpoint=m", "--prompt-data=d", "--save={save}"]
+sys.exit(__main__.main())
 """
 
 
@@ -74,8 +96,9 @@ def test_reused_pid_is_not_taken_for_the_server(tmp_path: Path) -> None:
     process.end()
 
 
-def test_server_that_exits_at_startup_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_restart_that_fails_is_reported_as_a_lost_engine(tmp_path: Path) -> None:
     rollout_engine = engine(tmp_path, "raise SystemExit(3)")
+    rollout_engine._was_ready = True
     with pytest.raises(EngineLostError, match=r"server\.log"):
         rollout_engine.wait_until_ready()
     rollout_engine.close()
@@ -151,3 +174,53 @@ def test_failed_run_reports_the_reason_and_where_it_resumes(
         "april-train: no server at http://x became ready within 9 s. The same command resumes after step 4."
     ]
     assert (tmp_path / "closed").exists()
+
+
+def test_first_start_that_fails_ends_with_the_servers_error(tmp_path: Path) -> None:
+    notes: list[str] = []
+    code = "import sys; print('loading'); sys.stdout.flush(); raise ValueError('no decoder')"
+    rollout_engine = engine(tmp_path, code)
+    rollout_engine._note = notes.append
+    with pytest.raises(EngineGoneError, match=r"did not start: ValueError: no decoder \(log: .*server\.log\)"):
+        rollout_engine.wait_until_ready()
+    assert len(notes) == 1
+    assert "starting a server" in notes[0]
+    rollout_engine.close()
+
+
+def test_only_errors_of_the_last_start_are_reported(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("ValueError: an earlier one\n")
+    start = log.stat().st_size
+    assert last_error(log, start) == ""
+    with log.open("a") as out:
+        out.write("loading\nsglang-april: --pp-size is refused.\n\nKilled\n")
+    assert last_error(log, start) == "sglang-april: --pp-size is refused."
+    assert last_error(tmp_path / "none.log") == ""
+
+
+def test_progress_is_reported_while_a_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_bridge.rollout_engine.NOTE_S", 0.0)
+    notes: list[str] = []
+    rollout_engine = engine(tmp_path, "import time; print('loading weights', flush=True); time.sleep(600)")
+    rollout_engine._note = notes.append
+    with ThreadPoolExecutor(1) as threads:
+        ready = threads.submit(rollout_engine.wait_until_ready)
+        until(lambda: any("loading weights" in note for note in notes), "a line of the log")
+        rollout_engine.end_server()
+        assert isinstance(ready.exception(), EngineGoneError | EngineLostError)
+    assert not rollout_engine.process.alive  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_stops_its_server_and_reports_what_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "run").mkdir()
+    code = INTERRUPTED.format(save=str(tmp_path / "run"))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=Path.cwd())
+    until(lambda: (tmp_path / "run" / "server.json").exists(), "the start of the server")
+    server = pid(tmp_path / "run")
+    process.send_signal(number)
+    errors = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 128 + number
+    assert errors == ["april-train: interrupted. No step was saved; the same command starts from the beginning."]
+    assert not psutil.pid_exists(server)

@@ -21,7 +21,9 @@ FIELDS = {
 }
 
 
-def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_every_variant_accounts_for_its_tokens(
+    server: Server, models: Callable[[str, int], Path], tmp_path: Path
+) -> None:
     rows: list[Row] = []
     preset = PRESETS["tiny"]
     facts = {"machine": {}, "versions": {}, "commit": ""}
@@ -30,8 +32,8 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
         async with EngineClient(server.url, patched=True) as engine:
             checkpoints = models("qwen3", 0), models("qwen3", 1)
             server.loaded = checkpoints[1]
-            bed = Testbed(engine, engine, checkpoints, preset, given_limit=1.0)
-            return await Runner(bed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
+            testbed = Testbed(engine, engine, checkpoints, preset, given_limit=1.0)
+            return await Runner(testbed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
 
     assert asyncio.run(scene()) == 0
     # A variant whose fields the server refuses has no row.
@@ -45,10 +47,10 @@ def test_every_variant_keeps_its_books(server: Server, models: Callable[[str, in
         assert row["delivered_samples"] >= row["rounds"] * preset.plan.samples * (not row["ablation"]), told
 
 
-def test_stops_are_timed_from_both_sides(server: Server) -> None:
+def test_stop_latency_of_both_variants(server: Server) -> None:
     async def scene() -> list[Row]:
         async with EngineClient(server.url, patched=True) as engine:
-            ours = [await stop_latency.ours(engine, 6, packed) for packed in (False, True)]
+            ours = [await stop_latency.batch_quota(engine, 6, packed) for packed in (False, True)]
             big = await stop_latency.big_reply(engine, 4, 20)
             return [*ours, await stop_latency.outside(engine, 6), *big]
 
@@ -59,7 +61,7 @@ def test_stops_are_timed_from_both_sides(server: Server) -> None:
     assert not server.state()["rounds"]
 
 
-def test_suspends_and_resumes_are_timed_in_every_tier(
+def test_suspend_and_resume_are_timed_in_every_tier(
     server: Server, models: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suspend, "AT_LEAST", 4)
@@ -78,7 +80,7 @@ def test_suspends_and_resumes_are_timed_in_every_tier(
     assert not sum(server.state()["samples"].values())
 
 
-def test_resumed_samples_are_compared_with_such_as_never_stopped(server: Server) -> None:
+def test_resumed_samples_are_compared_with_uninterrupted_ones(server: Server) -> None:
     rows = asyncio.run(resume.measure(server.url, samples=3, tokens=24, length=40))
     assert [row["tier"] for row in rows] == list(suspend.TIERS)
     assert all(row["suspended"] == 3 and resume.passed(row, 1e-5) for row in rows), rows
@@ -87,7 +89,7 @@ def test_resumed_samples_are_compared_with_such_as_never_stopped(server: Server)
     assert not resume.passed({**rows[2], "resumed_kept": 0}, 0.1)
 
 
-def test_a_round_stays_open_beside_other_requests(server: Server) -> None:
+def test_round_stays_open_during_stock_requests(server: Server) -> None:
     for beside in (overhead.open_round, overhead.plain_request):
         with beside(server.url, 2000):
             server.post("/generate", {"input_ids": [9, 9], "sampling_params": {"max_new_tokens": 4}})

@@ -244,10 +244,9 @@ class ControllerHarness(EventChecks):
         assert not any(self.ledger.census().values())
         assert sorted(self.engine.free) == list(range(self.engine.pool))
 
-    def _check_sent(self) -> None:
-        assert all(sent == self.sent[0] for sent in self.sent)
-        for sent in self.sent:
-            sent.clear()
+    @staticmethod
+    def _same(sent: list[bytes], other: list[bytes]) -> bool:
+        return sent == other
 
     def sample(self, run: str, name: str, index: int = 0) -> Sample:
         return self.ledger.runs[run].groups[name].samples[index]
@@ -271,8 +270,9 @@ class ControllerHarness(EventChecks):
         recount(self.engine, self.ledger)
         pool = report.state(self.controller.context)["pool"]
         assert pool.pop("total") == sum(pool.values())
-        self._check_sent()
+        assert all(self._same(sent, self.sent[0]) for sent in self.sent)
         assert len({d.getvalue() for d in self.digests}) == 1
-        for digest in self.digests:
+        for sent, digest in zip(self.sent, self.digests, strict=True):
+            sent.clear()
             digest.seek(0)
             digest.truncate()

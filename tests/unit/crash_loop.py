@@ -44,9 +44,9 @@ class PacedJournal(Journal):
         super().__init__(path)
         self._ahead, self._done, self._told = ahead, 0, threading.Condition()
 
-    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
-        def told(last: int, error: str) -> None:
-            written(last, error)
+    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
+        def told(last: int, error: str, failed: Mapping[int, str]) -> None:
+            written(last, error, failed)
             with self._told:
                 self._done = last
                 self._told.notify()
@@ -89,7 +89,7 @@ class CrashLoop:
             out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
         self.engine.send(restored_event(saved, unnamed=unnamed))
-        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT)
+        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT, self.rng.choice((4, 256)))
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 

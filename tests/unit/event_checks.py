@@ -39,13 +39,10 @@ class EventChecks(ReferenceModel):
                     if event.status == 200:
                         self._then(event)
                 case messages.Finished():
-                    self._heard_finished(event)
+                    for sample in event.samples:
+                        self._finished(sample)
                 case messages.RoundEnded():
                     self._ended(event)
-
-    def _heard_finished(self, event: messages.Finished) -> None:
-        for sample in event.samples:
-            self._finished(sample)
 
     def _finished(self, s: messages.FinishedSample) -> None:
         group, length = self.groups[s.run, s.id, s.incarnation], len(s.output_ids) // 4

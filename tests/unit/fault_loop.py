@@ -18,7 +18,6 @@ from typing import Any, Literal
 import msgspec
 
 from sglang_april.api import messages
-from sglang_april.recovery.journal import Journal
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.recorder import Recorder
@@ -89,52 +88,6 @@ def inject(fault: Fault) -> None:
     setattr(owner, name, faulty)
 
 
-class Entry:
-    """The outermost call of a controller's method that has not returned."""
-
-    depth = 0
-    batches = 0
-    """Of the journal, when it was called."""
-    journal: Journal | None = None
-
-
-def batches() -> int:
-    """How many batches were put to the journal of this process."""
-    return Entry.journal._put if Entry.journal is not None else 0
-
-
-def watch_journal() -> None:
-    """Assert that nothing of a step is put to the journal before the last call of the step."""
-    for call in calls():
-        place, name = call.split(".")
-        owner = CLASSES[place][1]
-        if place == "controller":
-            setattr(owner, name, _entered(getattr(owner, name)))
-        elif place == "engine":
-            setattr(owner, name, _called(getattr(owner, name)))
-
-
-def _entered(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if not Entry.depth:
-            Entry.batches = batches()
-        Entry.depth += 1
-        result = stock(*args, **kwargs)
-        Entry.depth -= 1
-        return result
-
-    return method
-
-
-def _called(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if Entry.depth and threading.current_thread() is threading.main_thread():
-            assert batches() == Entry.batches, f"half a step is in the journal when it calls {stock.__name__}"
-        return stock(*args, **kwargs)
-
-    return method
-
-
 class FaultLoop(CrashLoop):
     """Does everything that reaches one of the calls."""
 
@@ -144,7 +97,6 @@ class FaultLoop(CrashLoop):
     def __init__(self, folder: Path, pipe: int, seed: int) -> None:
         super().__init__(folder, pipe, seed)
         self.engine.shares = seed % 3 == 0
-        Entry.journal = self.recorder._journal
 
     def spec(self, **fields: Any) -> messages.RoundSpec:
         """Half of the rounds count what their caller accepts."""
@@ -253,7 +205,6 @@ def failing_epoch(folder: Path, pipe: int, seed: int, fault: Fault) -> None:
 
     threading.excepthook = thread_ended
     inject(fault)
-    watch_journal()
     try:
         FaultLoop(folder, pipe, seed).live_with_fault()
     except InjectedError:

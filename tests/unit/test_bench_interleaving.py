@@ -1,4 +1,4 @@
-"""bench.rollout's ways to run rounds, its cells, and the turns that they take."""
+"""bench.rollout: cells, their plans, and how they alternate."""
 
 import asyncio
 from collections import Counter
@@ -10,118 +10,32 @@ from typing import Any, cast
 import pytest
 
 from bench.record import Row
-from bench.rollout.baselines import Outside, OutsideRetry
-from bench.rollout.engine_client import Counters, EngineError
-from bench.rollout.in_flight import PauseInPlace
-from bench.rollout.interleaving import BLOCK, Interleaving, in_turns, kind, shuffled
-from bench.rollout.lengths import named
-from bench.rollout.metrics import Block, check_identity
+from bench.rollout.engine_client import EngineError
+from bench.rollout.interleaving import BLOCK, Interleaving, interleaved_groups, kind, shuffled
+from bench.rollout.metrics import Block
 from bench.rollout.presets import FEW, MAIN, PRESETS, Cell
 from bench.rollout.runner import KINDS, Runner, Track
 from bench.rollout.testbed import Testbed
 from bench.rollout.variant import RoundResult
-from bench.rollout.workload import Stream
-from tests.unit.round_fixtures import ANY, PLAN, counters, measured
+from tests.unit.round_fixtures import ANY, PLAN, measured
 
 
-class OneAtATime:
-    """An engine in which the third request hangs until it is aborted, with one token; the others finish."""
-
-    patched = False
-
-    def __init__(self) -> None:
-        self.waiting: list[asyncio.Event] = []
-        self.aborted = False
-
-    async def post(self, route: str, body: dict[str, Any]) -> Any:
-        event = asyncio.Event()
-        self.waiting.append(event)
-        if len(self.waiting) != 3:
-            event.set()
-        await event.wait()
-        answers = []
-        for params in body["sampling_params"]:
-            count = 1 if self.aborted else params["max_new_tokens"]
-            meta = {"prompt_tokens": 3, "cached_tokens": 0}
-            answers.append({"output_ids": [7] * count, "meta_info": meta})
-        return answers
-
-    async def abort_all(self) -> None:
-        self.aborted = True
-        for event in self.waiting:
-            event.set()
-
-    async def counters(self) -> Counters:
-        return counters(0, 0, 0, 0)
-
-
-def test_outside_carries_surplus_and_partials_and_loses_nothing() -> None:
-    async def scene() -> tuple[RoundResult, RoundResult, Outside]:
-        stream = Stream(0, named("constant", 5, 9), 2, 3)
-        variant = Outside(OneAtATime(), replace(PLAN, over_sampling=3.0), stream)  # type: ignore[arg-type]
-        first = await variant.round()
-        variant.engine.aborted = False  # type: ignore[attr-defined]
-        return first, await variant.drain(), variant
-
-    first, last, variant = asyncio.run(scene())
-    assert [group.lengths for group in first.groups] == [[5, 5]]
-    assert (first.generated, first.carry) == (10 + 10 + 2, 10 + 2)  # the second to finish is surplus, the third cut
-    assert check_identity([Block(0, [measured(first), measured(last)])])
-    assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
-    assert last.reprefilled == 6
-
-
-def test_a_pause_replaces_what_the_filter_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = named("lognormal", 8, 40)
-    variant = PauseInPlace(ANY, replace(PLAN, filtered=True, groups=3), Stream(0, lengths, 2, 4))
-    monkeypatch.setattr(variant, "_start", lambda group: variant.tasks.update({cast(Any, object()): group}))
-    variant._fill(variant._target)
-    assert len(variant.tasks) == 6
-    variant.pile.append(variant.tasks.popitem()[1])  # one has passed
-    variant.refill()
-    assert (len(variant.tasks), variant.stream.taken) == (5, 6)
-    variant.tasks.popitem()  # one was rejected
-    variant.refill()
-    assert (len(variant.tasks), variant.stream.taken) == (5, 7)
-
-
-def test_slimes_way_asks_for_the_load_and_sleeps_while_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An aborted request runs for one more step: the first look finds it nearly always."""
-    engine, slept = OneAtATime(), []
-    loads = iter([counters(0, 3, 0, 7), counters(0, 2, 0, 7), counters(0, 0, 0, 7, waiting=1), counters(0, 0, 0, 7)])
-
-    async def look() -> Counters:
-        return next(loads)
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    async def scene() -> RoundResult:
-        stream = Stream(0, named("constant", 5, 9), 2, 3)
-        return await OutsideRetry(engine, replace(PLAN, over_sampling=3.0), stream).round()  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine, "counters", look)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert len(asyncio.run(scene()).groups) == 1
-    assert slept == [3.0, 3.0]
-
-
-def test_a_trainers_time_is_a_share_of_its_own_workloads_rounds() -> None:
-    bed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"])
+def test_trainer_time_is_a_share_of_rollout_time() -> None:
+    testbed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["tiny"])
     row = {"variant": "async", "ablation": None, "distribution": "lognormal", "seconds": 16.0, "rounds": 8}
     others = [{"distribution": "constant", "seconds": 8.0}, {"variant": "outside"}, {"ablation": "n 8", "seconds": 1.0}]
     for other in ({}, *others):
-        bed.note_time({**row, **other})
-    assert bed.rollout_s == {"lognormal": 2.0, "constant": 1.0}
+        testbed.note_time({**row, **other})
+    assert testbed.rollout_s == {"lognormal": 2.0, "constant": 1.0}
 
 
-def test_everybody_outside_runs_at_the_best_factor_that_was_tried() -> None:
-    bed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"])
+def test_client_side_variants_run_at_their_best_measured_factor() -> None:
+    testbed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"])
 
     def factors(distribution: str, n: int = 4) -> list[float]:
         plan = replace(PRESETS["cpu"].plan, n=n)
         names = ("outside", "outside-retry3s", "async", "april-keep")
-        return [bed.plan(Cell(distribution, name, plan=plan)).over_sampling for name in names]
+        return [testbed.plan(Cell(distribution, name, plan=plan)).over_sampling for name in names]
 
     assert factors("lognormal") == [1.5] * 4
     for cell in PRESETS["cpu"].cells():
@@ -132,14 +46,14 @@ def test_everybody_outside_runs_at_the_best_factor_that_was_tried() -> None:
             grown = -50 if cell.plan.over_sampling > best else 0
             share = {"share_of_limit": 1.9 if grown else 1 - abs(cell.plan.over_sampling - best)}
             share |= {"carry_grown": grown, "delivered_tokens": 100}
-            bed.note({**told, **share, "together": cell.together, "plan": asdict(cell.plan)})
-            assert bed.plan(cell) == cell.plan, "what is tried is tried as it is"
+            testbed.note({**told, **share, "together": cell.together, "plan": asdict(cell.plan)})
+            assert testbed.plan(cell) == cell.plan, "what is tried is tried as it is"
     assert factors("lognormal") == [2.0, 2.0, 3.0, 1.5]
     assert factors("pareto") == factors("extreme:100") == [2.0, 2.0, 1.5, 1.5]
     assert factors("lognormal", n=8) == [1.5] * 4
 
 
-def test_presets_name_variants_that_exist_and_try_factors_before_they_are_used() -> None:
+def test_presets_name_existing_variants_and_measure_factors_first() -> None:
     for preset in PRESETS.values():
         cells = list(preset.cells())
         assert {cell.variant for cell in cells} <= set(KINDS)
@@ -168,9 +82,9 @@ def _of(cell: Cell) -> tuple[str, str, int]:
     return cell.distribution, cell.variant, cell.plan.n if cell.plan else 4
 
 
-def test_what_is_compared_is_measured_in_turns() -> None:
+def test_compared_cells_are_interleaved() -> None:
     cells = list(PRESETS["cpu"].cells())
-    groups = in_turns(cells)
+    groups = interleaved_groups(cells)
     assert sorted(map(str, (cell for group in groups for cell in group))) == sorted(map(str, cells))
     main = [group for group in groups if (group[0].variant, group[0].ablation) == ("synchronous", None)][:5]
     assert [[cell.variant for cell in group] for group in main] == [list(MAIN)] * 5
@@ -187,16 +101,16 @@ def test_what_is_compared_is_measured_in_turns() -> None:
     assert sorted(map(len, tables))[-3:] == [11, 11, 16]
 
 
-def test_each_kind_takes_turns_with_its_own() -> None:
+def test_cells_interleave_with_their_own_kind() -> None:
     names = ("synchronous", "april-keep", "async", "april-continue")
     cells = [Cell("lognormal", name) for name in names]
-    assert [len(group) for group in in_turns(cells)] == [2, 2]
-    assert [kind(group[0]) for group in in_turns(cells)] == [Interleaving.ROUNDS, Interleaving.BLOCKS]
+    assert [len(group) for group in interleaved_groups(cells)] == [2, 2]
+    assert [kind(group[0]) for group in interleaved_groups(cells)] == [Interleaving.ROUNDS, Interleaving.BLOCKS]
     mixed = [Cell("trace:a.json", name) for name in KINDS]
-    assert sorted(len(group) for group in in_turns(mixed)) == [5, 7]
+    assert sorted(len(group) for group in interleaved_groups(mixed)) == [5, 7]
 
 
-def test_the_order_of_turns_changes() -> None:
+def test_order_of_variants_changes_between_turns() -> None:
     cells = [Cell("lognormal", "synchronous", repetition) for repetition in range(5)]
     orders = [shuffled(6, cell, turn) for cell in cells for turn in range(8)]
     assert all(sorted(order) == list(range(6)) for order in orders)
@@ -238,15 +152,15 @@ class Takings(Runner):
         pass
 
 
-def test_no_block_pays_for_what_others_left_in_the_tree() -> None:
+def test_prefix_cache_is_flushed_between_blocks() -> None:
     runner = Takings()
     left_out = asyncio.run(runner.run([Cell("lognormal", "async"), Cell("lognormal", "april-continue")], float("inf")))
     assert left_out == 0
     assert runner.seen == ["flush", "async", "flush", "april-continue"] * 2
 
 
-@pytest.mark.parametrize(("rounds", "looks_before"), [(8, list(range(8))), (24, list(range(0, 24, 3)))])
-def test_many_rounds_have_no_more_looks_than_few(rounds: int, looks_before: list[int]) -> None:
+@pytest.mark.parametrize(("rounds", "rounds_before"), [(8, list(range(8))), (24, list(range(0, 24, 3)))])
+def test_number_of_probes_is_bounded(rounds: int, rounds_before: list[int]) -> None:
     runner, seen = Takings(), []
     cell = Cell("extreme:100", "april-keep", ablation="drain", drain=True, rounds=rounds)
     block = Block(0, [])
@@ -255,8 +169,8 @@ def test_many_rounds_have_no_more_looks_than_few(rounds: int, looks_before: list
         seen.append("round")
         return SimpleNamespace(round=SimpleNamespace(groups=[None] * PLAN.groups))
 
-    async def look() -> None:
-        seen.append("look")
+    async def measure() -> None:
+        seen.append("probe")
 
     async def rest() -> None:
         pass
@@ -265,15 +179,15 @@ def test_many_rounds_have_no_more_looks_than_few(rounds: int, looks_before: list
     track: Any = SimpleNamespace(
         cell=cell, rounds=rounds, round=turn, trainer_s=0.0, plan=PLAN, variant=variant, fixed=lambda: block
     )
-    asyncio.run(runner._round_by_round([track], [[]], cast(Any, SimpleNamespace(look=look)), float("inf")))
+    asyncio.run(runner._round_by_round([track], [[]], cast(Any, SimpleNamespace(measure=measure)), float("inf")))
     assert len(block.rounds) == seen.count("round") == rounds
-    assert [seen[:i].count("round") for i, what in enumerate(seen) if what == "look"] == looks_before
+    assert [seen[:i].count("round") for i, what in enumerate(seen) if what == "probe"] == rounds_before
 
 
-def test_all_of_a_table_are_measured_at_the_same_place_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_of_a_table_are_measured_at_the_same_position_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose carry takes longer to become steady has had more prompts; a later look may find what the first did not."""
-    bed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"], given_limit=1.0)
-    runner = Runner(bed, {}, "run", lambda row: None)
+    testbed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"], given_limit=1.0)
+    runner = Runner(testbed, {}, "run", lambda row: None)
     growing = {"synchronous": [0] * 99, "outside": [0, 20, 40] + [50] * 99, "april-keep": [1, 2] * 99}
 
     async def turn(track: Track, _trainer_s: float = 0.0) -> Any:
@@ -303,7 +217,7 @@ def test_all_of_a_table_are_measured_at_the_same_place_of_the_stream(monkeypatch
     assert (len(late.carried), late.steady) == (21, True)
 
 
-def test_only_a_refused_field_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_refused_field_skips_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that this version of the server does not know has no row, and the others do; a fault ends the run."""
     runner, usual = Takings(), Takings._warm
     cells = [Cell("lognormal", "async"), Cell("lognormal", "april-continue")]

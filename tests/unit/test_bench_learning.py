@@ -16,7 +16,7 @@ from bench.learning_stats import Paired, cost_to, final_reward, in_regime, ks_di
 from trainer_bridge.args import load
 
 
-def test_paired_difference_is_scipys_interval() -> None:
+def test_paired_difference_matches_scipy() -> None:
     ours, base = {0: 0.81, 1: 0.84, 2: 0.79, 3: 0.9}, {0: 0.80, 1: 0.80, 2: 0.81, 3: 0.85, 7: 0.1}
     seeds = range(4)
     scipys = stats.ttest_rel([ours[s] for s in seeds], [base[s] for s in seeds]).confidence_interval(0.95)
@@ -29,7 +29,7 @@ def test_paired_difference_is_scipys_interval() -> None:
     assert (found.low, found.high) == pytest.approx((scipys.low, scipys.high))
 
 
-def test_two_seeds_by_hand() -> None:
+def test_interval_of_two_seeds_by_hand() -> None:
     found = paired({0: 1.0, 1: 1.2}, {0: 0.9, 1: 1.0})
     # Differences 0.1 and 0.2: s/√2 = 0.05, and t of one degree of freedom at 97.5 % is 12.7062.
     assert found is not None
@@ -49,12 +49,12 @@ def test_verdicts_against_the_margin(low: float | None, high: float | None, verd
     assert Paired(3, 0.0, low, high).verdict == verdict
 
 
-def test_without_a_common_seed_nothing_is_compared() -> None:
+def test_no_comparison_without_a_common_seed() -> None:
     assert paired({1: 0.5}, {2: 0.5}) is None
     assert paired({1: 0.75}, {1: 0.5}) == Paired(1, 0.25, None, None)
 
 
-def test_ks_distance_is_scipys() -> None:
+def test_ks_distance_matches_scipy() -> None:
     draw = random.Random(0)
     ours, base = ([draw.randrange(1, 40) for _ in range(count)] for count in (200, 331))
     found = ks_distance(Counter(ours), Counter(base))
@@ -70,18 +70,18 @@ def evaluations(*rewards: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_final_reward_is_of_the_last_five_without_the_one_before_training() -> None:
+def test_final_reward_averages_the_last_five_evaluations() -> None:
     assert final_reward(evaluations(0.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0)) == 3.0
     assert final_reward(evaluations(0.0, 0.5, 0.7)) == pytest.approx(0.6)
 
 
-def test_a_reward_at_given_samples_is_linear_between_evaluations() -> None:
+def test_reward_at_given_samples_is_interpolated() -> None:
     seen = [{"samples_so_far": count, "reward": reward} for count, reward in ((0, 0.2), (100, 0.4), (300, 0.8))]
     assert reward_at([100, 300], seen) == pytest.approx(0.6)
     assert reward_at([50, 200], seen) == pytest.approx((0.3 + 0.6) / 2)
 
 
-def test_cost_to_a_target_is_linear_between_evaluations() -> None:
+def test_cost_to_a_target_is_interpolated() -> None:
     curve = evaluations(0.2, 0.4, 0.3, 0.8)
     assert cost_to(0.3, curve, "samples_so_far") == pytest.approx(50)
     assert cost_to(0.6, curve, "seconds_so_far") == pytest.approx(26)
@@ -164,7 +164,7 @@ def test_a_variant_with_larger_steps_is_compared_at_equal_samples() -> None:
     assert cohort[3:5] == ["0.8000", "-0.1000"]
 
 
-def test_a_run_goes_on_and_refuses_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_continues_and_refuses_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(["--run-id", "r", "--out", str(tmp_path / "rows.json"), "--folder", str(tmp_path), "--seeds", "1"])
     args.variants = ["synchronous", "keep"]
     sizes = {name: getattr(args, name) for name in SIZES}

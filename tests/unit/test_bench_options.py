@@ -14,7 +14,7 @@ def cells(*options: str) -> list[Cell]:
     return cells_of(args, preset_of(args), [])
 
 
-def test_tables_of_an_ablation_bring_the_factors_for_their_clients_outside() -> None:
+def test_ablation_tables_include_factors_for_client_side_variants() -> None:
     chosen = cells("--ablation", "n 8")
     tried, rest = chosen[:4], chosen[4:]
     assert [(cell.variant, cell.plan.n) for cell in tried if cell.plan and cell.tries] == [("outside", 8)] * 4
@@ -27,7 +27,7 @@ def test_tables_of_an_ablation_bring_the_factors_for_their_clients_outside() -> 
     assert {cell.variant for cell in trainer if cell.tries} == {"async"}
 
 
-def test_another_distribution_is_as_long_as_it_is(tmp_path: Path) -> None:
+def test_trace_lengths_are_not_cut(tmp_path: Path) -> None:
     """Its longest response fits the server's context, and nothing is cut that the source has."""
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps([3, 5000, 70]))
@@ -40,13 +40,13 @@ def test_another_distribution_is_as_long_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "no json"])
-def test_a_trace_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_trace_is_refused(tmp_path: Path, text: str) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(text)
     with pytest.raises(SystemExit, match=f"--distribution trace:{trace}"):
         preset_of(arguments(["--distribution", f"trace:{trace}"]))
 
 
-def test_a_table_of_some_variants_is_not_the_presets() -> None:
+def test_table_of_some_variants_is_marked_as_changed() -> None:
     assert changed(arguments([])) == []
     assert changed(arguments(["--variants", "april-keep"])) == ["variants"]

@@ -45,7 +45,7 @@ def test_idle_slots_are_counted_against_the_smallest_factor() -> None:
     )
 
 
-def test_a_machine_that_was_twice_as_fast_saved_nothing() -> None:
+def test_faster_machine_saves_no_idle_slots() -> None:
     found = points(
         [row("april-factor", "over-sampling 1", 100, 20, 500), row("april-factor", "over-sampling 2", 200, 20, 1000)],
         "lognormal",

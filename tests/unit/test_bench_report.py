@@ -49,7 +49,7 @@ ROWS = [
 ]
 
 
-def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_number() -> None:
+def test_headline_is_the_smaller_ratio_of_equal_repetitions() -> None:
     table = by_variant(newest(ROWS, "cpu"), "lognormal")
     # 180/100 and 15/10; 300/200 and 40/20: the smaller of each is 1.5.
     assert headline(table["april-keep"], table["synchronous"]) == 1.5
@@ -65,7 +65,7 @@ def test_the_headline_is_the_smaller_ratio_and_compares_repetitions_of_the_same_
     assert shown == [["1.5", "2", "0.50"], ["–", "2", "0.50"]]
 
 
-def test_what_was_measured_apart_is_compared_by_medians() -> None:
+def test_cells_measured_separately_are_compared_by_medians() -> None:
     """In units of the full batch: a fast minute of the one is no advantage over the other's slow one."""
     rows = [*ROWS, row("outside", 900, 90, 1, full_batch_tokens_per_s=3000), row("outside", 100, 9, 2)]
     apart = {"full_batch_tokens_per_s": 500}
@@ -78,7 +78,7 @@ def test_what_was_measured_apart_is_compared_by_medians() -> None:
     assert lines["async"][3] == "–"
 
 
-def test_each_table_is_that_of_the_newest_run_which_has_it() -> None:
+def test_each_table_comes_from_the_newest_run_that_measured_it() -> None:
     """A new main table does not hide what only an older run has; rows of two runs never stand in one table."""
     new = {"run_id": "new", "time": "2026-02-01"}
     rows = [*ROWS, row("synchronous", 100, 10, **new), row("april-keep", 250, 25, **new)]
@@ -88,12 +88,12 @@ def test_each_table_is_that_of_the_newest_run_which_has_it() -> None:
     assert "outside" not in by_variant(found, "lognormal")
 
 
-def test_a_run_with_other_options_is_no_table_of_its_preset() -> None:
+def test_run_with_changed_options_is_not_a_table_of_its_preset() -> None:
     new = {"run_id": "new", "time": "2026-02-01", "changed": ["seed"]}
     assert newest([*ROWS, row("april-keep", 250, 25, **new)], "cpu") == newest(ROWS, "cpu")
 
 
-def test_what_was_cut_short_and_measured_again_counts_once() -> None:
+def test_cell_measured_again_counts_once() -> None:
     again = {"time": "2026-01-02"}
     rows = [*ROWS, row("synchronous", 400, 40, **again), row("april-keep", 1000, 100, **again)]
     table = by_variant(newest(rows, "cpu"), "lognormal")
@@ -105,7 +105,7 @@ def test_what_was_cut_short_and_measured_again_counts_once() -> None:
     assert headline(table["april-keep"], table["synchronous"]) == pytest.approx(1.5)
 
 
-def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
+def test_interleaved_ablations_form_one_table() -> None:
     knobs = {"together": "knobs", "ks_distance": 0.02}
     rows = [
         row("april-keep", 100, 10, ablation="as it is", **knobs),
@@ -120,7 +120,7 @@ def test_ablations_measured_in_turns_are_one_table_against_the_first() -> None:
     assert {len(line) for line in lines} == {len(lines[0])}
 
 
-def test_the_aims_are_judged_by_the_rows() -> None:
+def test_targets_are_judged_by_the_rows() -> None:
     assert aims(newest(ROWS, "cpu")).splitlines() == [
         "- lognormal: at least 1.6 × synchronous: **missed** (`april-keep` 1.50, rows: 2, biased)",
         "- lognormal: at least 1.25 × outside: **missed** (`april-keep` 1.07, rows: 2, biased)",
@@ -137,14 +137,14 @@ def test_the_aims_are_judged_by_the_rows() -> None:
     ("carry", "verdict"),
     [({"carry_end": 15}, "met"), ({"carry_end": 16}, "not judged"), ({"carry_grown": -11}, "not judged")],
 )
-def test_what_delivers_its_carry_meets_no_aim(carry: dict[str, int], verdict: str) -> None:
+def test_row_with_a_shrinking_carry_meets_no_target(carry: dict[str, int], verdict: str) -> None:
     """Waves within the measured rounds are marked, and judged: what was delivered in them was computed in them."""
     rows = [row("synchronous", 100, 10), row("april-keep", 300, 30, steady=False, **carry)]
     told = aims(newest(rows, "cpu"))
     assert f"1.6 × synchronous: **{verdict}** (`april-keep` 3.00, rows: 1, not steady)" in told
 
 
-def test_a_machine_that_became_faster_is_no_gain() -> None:
+def test_change_of_machine_speed_is_no_gain() -> None:
     table = by_variant(
         [row("synchronous", 100, 10), row("april-keep", 180, 20, full_batch_tokens_per_s=1200)], "lognormal"
     )
@@ -227,7 +227,7 @@ def test_the_page_marks_the_knee_of_over_sampling(results: Path, tmp_path: Path)
     assert "<td>knee</td>" in page
 
 
-def test_the_page_needs_nothing_else(results: Path, tmp_path: Path) -> None:
+def test_page_is_self_contained(results: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     main(["--results", str(results), "--out", str(out)])
     page = out.read_text()

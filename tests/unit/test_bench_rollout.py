@@ -16,7 +16,7 @@ from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import DecodeRate, decode_rate, of_snapshots
 from bench.rollout.metrics import Block, IdentityError, between, check_identity, figures, grown
 from bench.rollout.presets import PRESETS, Cell
-from bench.rollout.runner import Track, _is_level
+from bench.rollout.runner import Track, _blocks_level
 from bench.rollout.steady_state import is_steady
 from bench.rollout.testbed import Testbed
 from bench.rollout.variant import DeliveredGroup, RoundResult, lost
@@ -25,7 +25,7 @@ from tests.unit.round_fixtures import ANY, PLAN, counters, measured
 
 
 @pytest.mark.parametrize("name", ["lognormal", "pareto", "uniform", "constant"])
-def test_a_distribution_has_the_mean_that_was_asked_for(name: str) -> None:
+def test_distribution_has_the_requested_mean(name: str) -> None:
     lengths = named(name, 64, 1024)
     assert lengths.mean == pytest.approx(64, rel=0.03)
     assert 1 <= lengths.grid[0] <= lengths.grid[-1] <= 1024
@@ -124,9 +124,9 @@ def test_a_row() -> None:
 
 def test_a_row_that_delivers_its_carry_is_not_steady() -> None:
     rounds = [measured(round_of(50, 50, generated=90, carry=carry)) for carry in (95, 90)]
-    assert _is_level([Block(110, rounds)])
-    assert not _is_level([Block(111, rounds)])
-    assert not _is_level([Block(100, rounds), Block(40, rounds[:1])])
+    assert _blocks_level([Block(110, rounds)])
+    assert not _blocks_level([Block(111, rounds)])
+    assert not _blocks_level([Block(100, rounds), Block(40, rounds[:1])])
 
 
 def test_without_the_long_responses_extreme_is_biased() -> None:
@@ -152,7 +152,7 @@ def test_rejected_groups_are_not_delivered_tokens() -> None:
     assert check_identity([Block(0, [measured(done)])])
 
 
-def test_tokens_after_the_end_are_counted_from_the_clients_look() -> None:
+def test_tokens_after_the_end_are_counted_from_the_clients_read() -> None:
     done = round_of(1, 1, generated=0, carry=0, decoded_at_end=130)
     assert between(counters(0, 0, 0, 100), counters(1, 0, 9, 150), done, 1.0).after_end == 20
 
@@ -164,7 +164,7 @@ def test_the_limit_is_taken_while_the_batch_is_full() -> None:
         of_snapshots(seen[:2], 8)
 
 
-def test_a_batch_that_was_over_before_anybody_looked_is_decoded_again() -> None:
+def test_batch_that_no_probe_saw_is_decoded_again() -> None:
     asked: list[int] = []
 
     class Quick:
@@ -195,7 +195,7 @@ def test_the_halves_of_a_full_batch_have_their_own_contexts() -> None:
     assert of_snapshots(seen, 8, 3).halves == (DecodeRate(8, 24 + 160, 0.05), DecodeRate(8, 24 + 320, 0.1))
 
 
-def test_hybrid_are_tokens_of_this_version_on_older_kv() -> None:
+def test_hybrid_tokens_are_of_this_version_on_older_kv() -> None:
     group = OpenGroup(WorkloadPrompt("a", [1], [6, 3]))
     group.output_ids = [[1] * 6, [1] * 3]
     group.legs = [[RequestLeg(1, 2), RequestLeg(2, 4)], [RequestLeg(2, 3)]]

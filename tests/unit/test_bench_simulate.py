@@ -20,11 +20,11 @@ PLAN = Plan(slots=8, groups=4, n=2)
 
 
 def run(
-    variant: str, distribution: str = "lognormal", costs: Costs = FLAT, gather: float = 1.0, engines: int = 1
+    variant: str, distribution: str = "lognormal", costs: Costs = FLAT, batching: float = 1.0, engines: int = 1
 ) -> Outcome:
     stream = Stream(0, named(distribution, 20, 200), PLAN.n, 4)
     plan = replace(PLAN, groups=PLAN.groups * engines)
-    return Simulation(variant, plan, stream, costs, gather, engines).run()
+    return Simulation(variant, plan, stream, costs, batching, engines).run()
 
 
 def test_a_round_of_equal_lengths_takes_exactly_its_steps() -> None:
@@ -36,35 +36,35 @@ def test_a_round_of_equal_lengths_takes_exactly_its_steps() -> None:
 
 def test_the_order_of_the_variants_on_a_long_tail() -> None:
     names = ("synchronous", "outside", "april-recompute", "april-keep")
-    rates = {name: run(name, gather=0.0).rate for name in names}
+    rates = {name: run(name, batching=0.0).rate for name in names}
     assert rates["synchronous"] < rates["outside"] <= rates["april-keep"] * 1.001
     costly = replace(FLAT, prefill_s=1.0, prefill_token_s=0.1)
     assert run("april-recompute", costs=costly).rate < run("april-keep", costs=costly).rate
 
 
-def test_ours_reaches_the_full_batch_rate_when_nothing_but_decoding_costs() -> None:
-    assert run("april-keep", gather=0.0).rate == pytest.approx(FLAT.full_rate(8, 0), rel=0.12)
+def test_batch_quota_reaches_the_full_batch_rate_when_only_decoding_costs() -> None:
+    assert run("april-keep", batching=0.0).rate == pytest.approx(FLAT.full_rate(8, 0), rel=0.12)
 
 
-def test_admission_that_waits_saves_prefills_and_costs_slots() -> None:
+def test_batched_prefills_save_time_and_cost_slots() -> None:
     costs = replace(FLAT, prefill_s=1.0)
-    at_once, gathered = run("april-keep", costs=costs, gather=0.0), run("april-keep", costs=costs)
-    assert gathered.prefill_s < 0.6 * at_once.prefill_s
-    assert gathered.rate > at_once.rate
-    assert run("april-keep").rate < run("april-keep", gather=0.0).rate
+    at_once, batched = run("april-keep", costs=costs, batching=0.0), run("april-keep", costs=costs)
+    assert batched.prefill_s < 0.6 * at_once.prefill_s
+    assert batched.rate > at_once.rate
+    assert run("april-keep").rate < run("april-keep", batching=0.0).rate
 
 
 def test_a_gap_between_rounds_is_counted_once_a_round() -> None:
     assert run("april-keep", costs=replace(FLAT, push_s=3.0, gap_s=2.0)).between_s == pytest.approx(MEASURED * 5.0)
 
 
-def test_costs_are_found_again_and_none_is_below_zero() -> None:
+def test_fit_recovers_costs_and_none_is_negative() -> None:
     seen = Observed(pushes=[0.2, 0.1, 0.3], aborts=[0.05])
     seen.decodes = [DecodeRate(rows, kv, 0.01 + 2e-4 * rows + 1e-6 * kv) for rows in (1, 16, 64) for kv in (100, 5000)]
     seen.stalls = [
         Stall(count, ids, 0.008 + 1e-3 * count + 2e-5 * ids) for count, ids in ((1, 16), (16, 256), (1, 256))
     ]
-    seen.gathers = [(64, 1024, 0.008 + 64e-3 + 1024 * 2e-5 + 0.03)]
+    seen.prefills = [(64, 1024, 0.008 + 64e-3 + 1024 * 2e-5 + 0.03)]
     costs = seen.costs()
     assert (costs.step_s, costs.row_s, costs.kv_token_s) == pytest.approx((0.01, 2e-4, 1e-6), rel=1e-6)
     assert (costs.prefill_s, costs.prefill_sample_s, costs.prefill_token_s) == pytest.approx((0.008, 1e-3, 2e-5))
@@ -75,13 +75,13 @@ def test_costs_are_found_again_and_none_is_below_zero() -> None:
     assert falling.costs().prefill_token_s == 0.0
 
 
-def test_samples_that_join_cost_something_of_their_own() -> None:
+def test_joining_samples_have_their_own_cost() -> None:
     out = run("april-keep", costs=replace(FLAT, prefill_sample_s=1.0))
     assert out.prefill_s == pytest.approx(MEASURED * PLAN.samples, rel=0.05)  # one for each that is delivered
     assert out.rate < 0.8 * run("april-keep").rate
 
 
-def test_validate_takes_each_row_with_the_costs_beside_it() -> None:
+def test_validate_uses_the_costs_measured_with_each_row() -> None:
     preset = replace(PRESETS["tiny"], name="p")
     row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
     row |= {"plan": {"slots": 16, "groups": 3, "n": 2}}
@@ -116,7 +116,7 @@ def test_ends_and_joins_are_fitted_on_a_row_each_and_predict_the_others() -> Non
     assert fitted_cost(preset, {**told[0], "delivered_tokens_per_s": 1e9}, "follow_s", {}) == 0.0
 
 
-def test_reach_takes_the_mean_of_the_costs_beside_the_newest_rows() -> None:
+def test_reach_uses_mean_costs_of_the_newest_rows() -> None:
     preset = replace(PRESETS["tiny"], name="p")
     row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
     found = [replace(FLAT, step_s=seconds) for seconds in (1.0, 3.0)]
@@ -128,7 +128,7 @@ def test_reach_takes_the_mean_of_the_costs_beside_the_newest_rows() -> None:
         costs_of(rows, PRESETS["tiny"])
 
 
-def test_a_long_response_is_warmed_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_covers_the_longest_response(monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rounds first the model would see the carry of long responses build up, as first-finished does."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(Simulation, "run", lambda _self, warm, measured: asked.append((warm, measured)))
@@ -145,17 +145,17 @@ def test_reach_accounts_for_all_the_time() -> None:
         assert line["decode"] + line["prefill"] + line["between"] == pytest.approx(1.0)
 
 
-def test_what_stands_between_two_rounds() -> None:
+def test_costs_between_two_rounds() -> None:
     costs = replace(FLAT, push_s=1.0, gap_s=2.0, abort_s=4.0)
     between = {variant: round(run(variant, costs=costs).between_s / MEASURED, 6) for variant in VARIANTS}
     aborting = {"outside": 5, "stale-reuse": 5, "outside-retry3s": 8}
     assert between == dict.fromkeys(VARIANTS, 3) | aborting | {"async": 1, "april-continue": 1}
 
 
-def test_what_a_partial_costs() -> None:
+def test_cost_of_a_partial() -> None:
     """Tokens prefilled for each that is delivered; a prompt has 4 of them, a response 20."""
     costs = replace(FLAT, prefill_token_s=1.0)
-    outcomes = {variant: run(variant, costs=costs, gather=0.0) for variant in VARIANTS}
+    outcomes = {variant: run(variant, costs=costs, batching=0.0) for variant in VARIANTS}
     share = {name: out.prefill_s / out.tokens for name, out in outcomes.items()}
     prompts = 4 / 20
     for name in ("synchronous", "pause-in-place", "async"):
@@ -167,7 +167,7 @@ def test_what_a_partial_costs() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_stretch_of_steps_is_so_many_single_ones(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_at_once_equal_single_steps(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(0.51371, 0.010313, 1.0337e-3, 0.71119, 1.0151e-3, 1.0, 0.2, 0.4, 0.010971, 0.050713)
     stretches = [run(variant, costs=costs, engines=engines) for engines in (1, 3)]
     monkeypatch.setattr(SimulatedEngine, "_undisturbed", lambda engine: 1)
@@ -176,9 +176,9 @@ def test_a_stretch_of_steps_is_so_many_single_ones(variant: str, monkeypatch: py
         assert asdict(single) == pytest.approx(asdict(out), rel=1e-9)
 
 
-def test_the_slowest_of_many_engines_holds_up_whoever_waits_for_all() -> None:
+def test_slowest_of_many_engines_delays_synchronous_rounds() -> None:
     rates = {
-        (name, n): run(name, gather=0.0, engines=n).rate for name in ("synchronous", "april-keep") for n in (1, 16)
+        (name, n): run(name, batching=0.0, engines=n).rate for name in ("synchronous", "april-keep") for n in (1, 16)
     }
     assert rates["synchronous", 16] < 0.75 * rates["synchronous", 1]
     # Others finish the step in which the quota is met.

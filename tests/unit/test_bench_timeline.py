@@ -12,7 +12,7 @@ def span(piece: str, at: float, took: float, rows: int | None = None, *, decode:
     return {"piece": piece, "at": at, "took": took, **of_forward}
 
 
-def test_the_pieces_add_up_to_the_rounds() -> None:
+def test_parts_add_up_to_the_rounds() -> None:
     spans = [
         span("requests", 10.1, 0.4),
         span("run", 11.0, 2.0),

@@ -35,6 +35,27 @@ def test_partials_restart_from_their_last_suspension(harness: CrashingHarness) -
     assert RESTARTED in reply.stats["warnings"]
 
 
+def test_running_samples_restart_from_at_most_the_interval_ago(tmp_path: Path) -> None:
+    """Their records are spread over the steps."""
+    harness = CrashingHarness(tmp_path / "j", interval=8, slots=8)
+    harness.open("run", {"p": (3, 8, -60)}, quota=None)
+    samples = harness.ledger.runs["run"].groups["p"].samples.values()
+    harness.step(20)
+    harness.recorder.commit()
+    recorded = []
+    for _ in range(16):
+        before = [s.journal.tokens for s in samples]
+        harness.step()
+        recorded.append(sum(s.journal.tokens > b for s, b in zip(samples, before, strict=True)))
+    assert recorded == [1] * 16
+    drawn = {s.index: s.length for s in samples}
+    harness.recorder.commit()
+    harness.crash()
+    for sample in harness.ledger.runs["run"].groups["p"].samples.values():
+        assert drawn[sample.index] - 8 < sample.length <= drawn[sample.index]
+    assert ids(harness.reply()) == ["p"]
+
+
 def test_a_round_whose_end_was_not_journalled_ends_again(harness: CrashingHarness) -> None:
     harness.open("run", lengths(3, 60))
     while harness.sample("run", "p0").state.value != "finished":
@@ -119,10 +140,13 @@ def test_a_version_below_the_journal_s_is_refused() -> None:
 class Restarts(Rounds):
     """All events of `Rounds`, and crashes."""
 
-    @initialize(engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}))
-    def start(self, engine: dict[str, Any]) -> None:
+    @initialize(
+        engine=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()}),
+        interval=st.sampled_from((1, 3, 256)),
+    )
+    def start(self, engine: dict[str, Any], interval: int = 256) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.harness = CrashingHarness(Path(self.folder.name) / "j", replicas=2, **engine)
+        self.harness = CrashingHarness(Path(self.folder.name) / "j", replicas=2, interval=interval, **engine)
         self.foreign_requests = 0
 
     @rule(written=st.booleans())

@@ -77,7 +77,7 @@ class RecordingVariant:
         return RoundResult(0, [])
 
 
-def test_variants_take_turns_and_lost_samples_are_counted() -> None:
+def test_variants_alternate_and_lost_samples_are_counted() -> None:
     log: list[str] = []
     settings = Settings(warmup_rounds=1, rounds=2, samples_per_group=3)
     variants = {name: cast(Variant, RecordingVariant(name, log)) for name in "ab"}

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from examples import tiny_model
+from examples.sorting_task import BOS, EOS, FIRST_NUMBER, SORT
+
+CHECKPOINTS = Path(tiny_model.__file__).parent / "checkpoints"
 
 
 @pytest.mark.parametrize("family", tiny_model.FAMILIES)
@@ -71,3 +74,15 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
         tiny_model.make(tmp_path / "model", dtype="float16")
     assert not (tmp_path / "model").exists()
     assert json.loads((tiny_model.make(tmp_path / "model") / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["v0", "v3", "warmup"])
+def test_tokenizer_of_a_shipped_checkpoint_encodes_prompts_and_serves_a_grammar_backend(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from_tokenizer = pytest.importorskip("llguidance.hf").from_tokenizer
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINTS / name)
+    ids = tokenizer("<bos> 17 4 9 <sort> 4 9 17<eos>").input_ids
+    prompt, answer = ([FIRST_NUMBER + number for number in numbers] for numbers in ((17, 4, 9), (4, 9, 17)))
+    assert ids == [BOS, *prompt, SORT, *answer, EOS]
+    assert tokenizer.decode(ids[5:8]) == " 4 9 17"
+    from_tokenizer(tokenizer)  # raises for a tokenizer without a known decoder

@@ -56,6 +56,7 @@ def attach(_: None, s: Scheduler) -> None:
     engine = SchedulerEngine(s, config)
     budgets = engine.budgets
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens, digest=_digest_file(s))
+    context.carry_cap_tokens = config.carry_tokens
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
     Process.step_times = StepTimes(engine.broadcast, s.max_running_requests)

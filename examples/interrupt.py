@@ -1,0 +1,26 @@
+"""Ctrl-C in the long commands of `bench` and `examples`: one line, and exit status 130."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+def run(command: Callable[[], int], kept: str) -> NoReturn:
+    """Exit with the status of `command`; after SIGINT or SIGTERM with 130, and `kept` on stderr.
+
+    Contexts of `command` are left as usual, so servers end. Threads that still wait do not delay the exit.
+
+    Args:
+        kept: what remains of an interrupted command, and how to continue.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        status = command()
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGINT)
+    sys.exit(status)

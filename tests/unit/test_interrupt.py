@@ -1,0 +1,64 @@
+"""Ctrl-C in long commands: one line, exit status 130, and no server left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WAITING = """
+import sys, threading, time
+from examples import interrupt
+
+def command():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    try:
+        print("started", flush=True)
+        time.sleep(600)
+    finally:
+        print("left", flush=True)
+
+interrupt.run(command, "two rows are kept")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_command_leaves_its_contexts_and_prints_one_line(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "left\n")
+    assert errors.splitlines() == ["", "interrupted: two rows are kept"]
+
+
+def test_demo_interrupted_while_its_server_starts_leaves_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.april_demo", "--out", str(tmp_path), "--steps", "0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SGLANG_APRIL_CPU": "1"},
+    )
+    children: list[psutil.Process] = []
+    while not children:
+        assert process.poll() is None
+        children = [
+            p for p in psutil.Process(process.pid).children(recursive=True) if "launch_server" in str(p.cmdline())
+        ]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("interrupted: the demo starts over")
+    assert not any(child.is_running() for child in children)

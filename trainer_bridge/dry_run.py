@@ -1,0 +1,73 @@
+"""`april-train --dry-run`: checks the model, data, reward and folders of a configuration, without an engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer_bridge.config import Config, ConfigError
+from trainer_bridge.data import PromptData, read_rows
+from trainer_bridge.megatron.shapes import ModelShape, UnsupportedModelError
+from trainer_bridge.rewards import load_function
+from trainer_bridge.validate import check, check_model
+
+
+def dry_run(config: Config) -> list[str]:
+    """One line per part of the run that was checked.
+
+    Raises:
+        ConfigError: some part is missing or invalid; the message has one line for each.
+    """
+    check(config)
+    parts: dict[str, Callable[[Config], str]] = {"hf_checkpoint": _model, "prompt_data": _data}
+    if config.eval_prompt_data is not None:
+        parts["eval_prompt_data"] = _eval_data
+    parts["group_reward" if config.group_reward is not None else "reward"] = _reward
+    parts["save"] = _folder
+    lines, problems = [], []
+    for name, part in parts.items():
+        try:
+            lines.append(f"{name}: {part(config)}")
+        except (ConfigError, UnsupportedModelError, OSError) as error:
+            problems.append(f"{name}: {str(error).removeprefix(f'{name}: ').removeprefix('prompt_data: ')}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    samples = config.rollout_batch_size * (config.n_samples_per_prompt if config.quota_unit == "group" else 1)
+    return [*lines, f"a round delivers {samples} samples, {config.global_batch_size or samples} per optimiser step"]
+
+
+def _model(config: Config) -> str:
+    check_model(config)
+    shape = ModelShape.read(Path(config.hf_checkpoint))
+    shape.check_tensor_parallel(config.tensor_model_parallel_size)
+    return f"{shape.family}, {shape.layers} layers ({config.hf_checkpoint})"
+
+
+def _data(config: Config) -> str:
+    return _first_prompt(config.prompt_data, config)
+
+
+def _eval_data(config: Config) -> str:
+    return _first_prompt(str(config.eval_prompt_data), config)
+
+
+def _first_prompt(path: str, config: Config) -> str:
+    data = PromptData(read_rows(path), config)
+    (prompt,) = data.take(1)
+    return f"{len(data)} rows ({path}); the first: {str(prompt.content)[:60]!r}, label {str(prompt.label)[:20]!r}"
+
+
+def _reward(config: Config) -> str:
+    path = config.group_reward or config.reward
+    if ":" not in path:
+        raise ConfigError(f"must be module:function or file.py:function, not {path!r}")
+    try:
+        function = load_function(path)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{path}: {error!r}") from error
+    if not callable(function):
+        raise ConfigError(f"{path} is not a function")
+    return path
+
+
+def _folder(config: Config) -> str:
+    Path(config.save).mkdir(parents=True, exist_ok=True)
+    return config.save
