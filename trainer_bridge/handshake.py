@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from sglang_april import __version__
-from sglang_april.client import AprilClient, AprilError
+from sglang_april.client import AprilClient, AprilError, ServerLostError
 from trainer_bridge.megatron.shapes import ARCHITECTURES, ModelShape
 
 
@@ -37,8 +35,8 @@ def shake_hands(url: str, shape: ModelShape, api_key: str | None = None) -> Engi
     try:
         with AprilClient(url, api_key) as client:
             state = client.state()
-    except httpx.TransportError as error:
-        raise EngineUnreachableError(f"no engine answers at {url}: {error}") from error
+    except ServerLostError as error:
+        raise EngineUnreachableError(f"no engine answers at {url}: {error.reason}") from error
     except AprilError as error:
         raise HandshakeError(f"{url}: {error.reason}") from error
     return check_engine(url, state, shape)

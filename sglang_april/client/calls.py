@@ -1,5 +1,7 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
+import time
+import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +13,11 @@ from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
+
+REPEATABLE = ("/april/rollout", "/april/drop")
+REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/ack")
+"""Routes whose effect is the same if a request arrives twice."""
+RETRY_INTERVAL_S = 0.5
 
 Exchange = Generator[httpx.Request, httpx.Response, T]
 """A call as a generator: it yields requests, is sent their responses, and returns the result."""
@@ -24,21 +31,12 @@ class AprilError(Exception):
         self.status, self.field, self.reason = status, field, reason
 
 
-class ConnectionLostError(AprilError, httpx.TransportError):
-    """The server cannot be reached, or has ended during the call; `status` is 0.
-
-    A server that has a journal delivers everything after its restart: repeat the call, a rollout by its `round_id`.
-    """
-
-    def __init__(self, url: str, error: httpx.TransportError) -> None:
-        httpx.TransportError.__init__(self, "")
-        cause = f"{type(error).__name__}: {error}"
-        reason = f"the connection to {url} failed ({cause}); if the server has ended, its log says why"
-        AprilError.__init__(self, 0, "server", reason)
-
-
 class NotPatchedError(AprilError):
     """The server is plain SGLang: the plugin is not active there."""
+
+
+class ServerLostError(AprilError):
+    """The server cannot be reached, or the connection broke before its answer was complete. `status` is 0."""
 
 
 class PushLeftOpenError(RuntimeError):
@@ -48,14 +46,22 @@ class PushLeftOpenError(RuntimeError):
 class Calls:
     """One generator per call. `AprilClient` and `AsyncAprilClient` run them on their transports."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, api_key: str | None, retry_s: float) -> None:
+        self._url, self._retry_s = url.rstrip("/"), retry_s
         self._headers = {**MSGPACK, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
         self._checked = False
 
     def rollout(self, **body: Any) -> Exchange[RolloutReply]:
-        """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request."""
-        return read_reply((yield from self._call("POST", "/april/rollout", body)))
+        """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request.
+
+        Without a `round_id` the client makes one, so that a call that is repeated after a lost connection finds its
+        round.
+
+        Raises:
+            AprilError: the server refused the round.
+            ServerLostError: the connection was lost; the message has the `round_id`.
+        """
+        return read_reply((yield from self._call("POST", "/april/rollout", with_round_id(body))))
 
     def get_round(self, round_id: str) -> Exchange[RolloutReply | None]:
         """`GET /april/rounds/{id}`: its reply, or None while it is open."""
@@ -104,11 +110,36 @@ class Calls:
         """Delete undelivered groups of a run, or all of them."""
         return (yield from self._call("POST", "/april/drop", {"run": run, "ids": ids}))
 
+    # --- lost connections
+
+    def retry_after(self, request: httpx.Request, error: httpx.TransportError, began: float) -> float:
+        """Seconds to wait before `request`, first sent at `began` (monotonic), is sent again.
+
+        Raises:
+            ServerLostError: it is not repeated: `retry_s` is over, or its effect would happen twice.
+        """
+        if (
+            request.url.path in REPEATABLE
+            or request.method == "GET"
+            or request.url.path.endswith(REPEATABLE_OF_A_ROUND)
+        ):
+            left = began + self._retry_s - time.monotonic()
+            if left > 0:
+                return min(RETRY_INTERVAL_S, left)
+        raise self.lost(request, error) from error
+
+    def lost(self, request: httpx.Request, error: httpx.TransportError) -> ServerLostError:
+        """The error of a request whose connection was lost."""
+        what = f"no answer to {request.method} {request.url.path} ({type(error).__name__}: {str(error) or 'no detail'})"
+        if round_id := request.extensions.get("round_id"):
+            what += f"; the round may still run: repeat the call with round_id={round_id!r}, which continues it"
+        return ServerLostError(0, "server", f"{self._url}: {what}")
+
     # --- parts of calls
 
     def stream_request(self, body: Mapping[str, Any]) -> httpx.Request:
         """The request of a streamed rollout."""
-        return self._request("POST", "/april/rollout", {**body, "stream": True})
+        return self._request("POST", "/april/rollout", {**with_round_id(body), "stream": True})
 
     def check_patched(self) -> Exchange[None]:
         """Before the first call: `GET /april/state` must answer (`explicit-activation`).
@@ -134,19 +165,15 @@ class Calls:
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> httpx.Request:
         given = {name: value for name, value in query.items() if value is not None}
         content = None if body is None else msgspec.msgpack.encode(body)
-        return httpx.Request(method, self._url + path, params=given or None, content=content, headers=self._headers)
-
-    @contextmanager
-    def connected(self) -> Iterator[None]:
-        """Around exchanges with the server.
-
-        Raises:
-            ConnectionLostError: the connection failed.
-        """
-        try:
-            yield
-        except httpx.TransportError as error:
-            raise ConnectionLostError(self._url, error) from error
+        extensions = {"round_id": body["round_id"]} if body and "round_id" in body else {}
+        return httpx.Request(
+            method,
+            self._url + path,
+            params=given or None,
+            content=content,
+            headers=self._headers,
+            extensions=extensions,
+        )
 
     @staticmethod
     def content(response: httpx.Response) -> Any:
@@ -168,6 +195,11 @@ class Calls:
         raise AprilError(response.status_code, error.get("field", "server"), error.get("reason", str(error)))
 
 
+def with_round_id(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a round, with a new `round_id` if it has none."""
+    return {**body, "round_id": body.get("round_id") or uuid.uuid4().hex}
+
+
 def event(line: str) -> RolloutGroup | RolloutSummary:
     """One line of a stream.
 
@@ -178,6 +210,16 @@ def event(line: str) -> RolloutGroup | RolloutSummary:
     if fields["event"] == "error":
         raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
     return read_event(fields)
+
+
+def is_new(received: RolloutGroup | RolloutSummary, seen: set[tuple[str, int]]) -> bool:
+    """Whether an event is not a repetition of a group in `seen`, to which it is added."""
+    if isinstance(received, RolloutSummary):
+        return True
+    key = received.id, received.incarnation
+    repeated = key in seen
+    seen.add(key)
+    return not repeated
 
 
 @contextmanager

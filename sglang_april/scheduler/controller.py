@@ -4,8 +4,8 @@ The adapter calls `command` and `observe` for broadcast messages, `before_step` 
 `resume` where a prefill could be launched, `progress` after each step's results, and the methods under
 "interruptions" around SGLang's own calls. All of them run on every TP rank with the same input (`rank-determinism`).
 
-What a method has changed goes to the journal together, at its end or at the next `before_step`. A method that raises
-leaves nothing there, and the server ends (`fail-stop`).
+What a method has changed goes to the journal at its end or at the next `before_step`. If it raises, the server ends and
+the next one continues from the journal (`fail-stop`).
 """
 
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_april.client import AprilClient, AprilError
+from sglang_april.client import AprilClient, ServerLostError
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.compare import by_key
 from tests.support.live import TIMEOUT_S, LiveServer, until
@@ -67,7 +67,7 @@ def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
         with server.raising(rank, name):
             last = live.in_background(server.post, path, body)
             until(lambda: not server.alive, "the server has ended")
-        with pytest.raises(AprilError, match="connection"):
+        with pytest.raises(ServerLostError, match=round_["round_id"]):
             live.result_of(waiting[0])
         with pytest.raises(httpx.TransportError):
             live.result_of(waiting[1])
