@@ -70,7 +70,11 @@ def hook_report() -> dict[str, Any]:
     """Versions, process id and verified hooks of this process; empty if no hooks were applied."""
     if not _verified:
         return {}
-    installed = {"april": sglang_april.__version__, "sglang": importlib.metadata.version("sglang")}
+    installed = {
+        "april": sglang_april.__version__,
+        "protocol": sglang_april.PROTOCOL,
+        "sglang": importlib.metadata.version("sglang"),
+    }
     return {**installed, "pid": os.getpid(), "hooks": list(_verified)}
 
 

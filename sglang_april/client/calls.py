@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from sglang_april import PROTOCOL, __version__
 from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
 
 REPEATABLE = ("/april/rollout", "/april/drop")
-REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/ack")
+REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
 """Routes whose effect is the same if a request arrives twice."""
 RETRY_INTERVAL_S = 0.5
 
@@ -32,7 +33,7 @@ class AprilError(Exception):
 
 
 class NotPatchedError(AprilError):
-    """The server is plain SGLang: the plugin is not active there."""
+    """The server is plain SGLang, or has a plugin whose protocol is another."""
 
 
 class ServerLostError(AprilError):
@@ -80,10 +81,19 @@ class Calls:
         return (yield from self._call("POST", f"/april/rounds/{round_id}/judge", body))
 
     def extend(
-        self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()
+        self,
+        round_id: str,
+        quota_add: int = 0,
+        prompts: Iterable[Mapping[str, Any]] = (),
+        idempotency_key: str | None = None,
     ) -> Exchange[dict[str, Any]]:
-        """Raise the quota of an open round and add prompts to it."""
-        body = {"quota_add": quota_add, "prompts": list(prompts)}
+        """Raise the quota of an open round and add prompts to it.
+
+        Without an `idempotency_key` the client makes one, so that a call that is repeated after a lost connection
+        extends the round once.
+        """
+        key = idempotency_key or uuid.uuid4().hex
+        body = {"quota_add": quota_add, "prompts": list(prompts), "idempotency_key": key}
         return (yield from self._call("POST", f"/april/rounds/{round_id}/extend", body))
 
     def ack(self, round_id: str) -> Exchange[dict[str, Any]]:
@@ -153,8 +163,14 @@ class Calls:
         if response.status_code == 404:
             reason = "SGLang runs there without sglang-april; launch it with python -m sglang_april.launch_server"
             raise NotPatchedError(404, "server", f"{self._url}: {reason}")
-        if not self.content(response)["http"]["hooks"]:
+        hooks = self.content(response)["http"]["hooks"]
+        if not hooks:
             raise NotPatchedError(500, "server", f"{self._url}: SGLang runs there without the plugin's hooks")
+        if hooks.get("protocol") != PROTOCOL:
+            versions = f"sglang-april {hooks.get('april')} there (protocol {hooks.get('protocol')})"
+            raise NotPatchedError(
+                500, "server", f"{self._url}: {versions} and {__version__} here (protocol {PROTOCOL})"
+            )
         self._checked = True
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> Exchange[Any]:

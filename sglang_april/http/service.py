@@ -114,12 +114,24 @@ class AprilService:
     def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
-    async def extend(self, round_id: str, body: requests.ExtendBody) -> dict[str, Any]:
-        """A larger quota and more prompts for an open round."""
-        round_ = self.rounds.find(round_id)
+    async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
+        """A larger quota and more prompts for an open round; idempotent with a key, also after the round's end."""
+        round_, key = self.rounds.find(round_id), body.idempotency_key
+        if key is None:
+            return await self._extend(round_, body, fingerprint)
+        if key not in round_.extensions:
+            work = asyncio.ensure_future(self._extend(round_, body, fingerprint))
+            work.add_done_callback(lambda done: done.cancelled() or (done.exception() and round_.extensions.pop(key)))
+            round_.extensions[key] = fingerprint, work
+        known, answer = round_.extensions[key]
+        if known != fingerprint:
+            raise RequestError(409, "idempotency_key", f"{key!r} was used with another body")
+        return await asyncio.shield(answer)
+
+    async def _extend(self, round_: RoundRecord, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
         await asyncio.shield(round_.opened)
         number = self.rpc.number()
-        command = await self._in_thread(extend_round, number, round_.spec, body, self.engine)
+        command = await self._in_thread(extend_round, number, round_.spec, body, fingerprint, self.engine)
         try:
             answer = await self.rpc.call(
                 command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
@@ -128,7 +140,7 @@ class AprilService:
             if error.unjournalled:
                 await self._undo(round_, command.prompts, accepted=True)
             raise
-        return {"round_id": round_id, **answer.data}
+        return {"round_id": round_.id, **answer.data}
 
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
         """The caller has stored the reply."""

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from sglang_april import PROTOCOL, __version__
 from sglang_april.api import messages
 from sglang_april.client import (
     AprilClient,
@@ -62,7 +63,7 @@ def url() -> Iterator[str]:
     app = FastAPI()
     engine = EagerEngine()
     engine.april = app.state.april = AprilService(engine, AprilConfig(quota=1))
-    engine.april.hook_report = {"hooks": ["one"]}
+    engine.april.hook_report = {"hooks": ["one"], "april": __version__, "protocol": PROTOCOL}
     add_routes(app, admin=lambda endpoint: endpoint)
     server, address = serve(app)
     yield address
@@ -114,6 +115,35 @@ def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:
         list(client.stream(quota=-1))
     with pytest.raises(AprilError, match="404"):
         client.get_round("none")
+
+
+class LosesAnswers(httpx.HTTPTransport):
+    """Loses the first answer to every `extend`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[bytes] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if request.url.path.endswith("/extend"):
+            self.bodies.append(request.read())
+            if len(self.bodies) % 2:
+                raise httpx.ReadError("the connection is lost", request=request)
+        return response
+
+
+def test_an_extend_whose_answer_is_lost_is_repeated_with_its_key(url: str) -> None:
+    transport = LosesAnswers()
+    with AprilClient(url, retry_s=10, transport=transport) as client:
+        events = client.stream(run="slow", round_id="lossy", prompts=[prompt()])
+        first = client.extend("lossy", quota_add=1)
+        second = client.extend("lossy", quota_add=1)
+        assert (first["round_id"], second["round_id"]) == ("lossy", "lossy")
+        keys = [msgspec.msgpack.decode(body)["idempotency_key"] for body in transport.bodies]
+        assert keys[0] == keys[1] != keys[2] == keys[3]
+        client.stop("lossy")
+        list(events)
 
 
 def test_failed_push_stays_open(client: AprilClient) -> None:
