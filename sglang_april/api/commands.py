@@ -41,6 +41,9 @@ class ExtendRound(msgspec.Struct, tag=True):
     prompts: list[Prompt]
     params: list[bytes]
     """As `OpenRound.params`; the prompts above index into this list."""
+    idempotency_key: str | None = None
+    fingerprint: str = ""
+    """Digest of the request body."""
 
 
 class Drop(msgspec.Struct, tag=True):

@@ -24,7 +24,6 @@ from sglang_april.api.commands import (
 )
 from sglang_april.api.events import (
     Answer,
-    Broken,
     Event,
     Finished,
     JournalFault,
@@ -38,6 +37,7 @@ from sglang_april.api.types import (
     Count,
     Delivery,
     EndReason,
+    Extension,
     FinishedSample,
     KvPolicy,
     Prompt,
@@ -51,7 +51,6 @@ from sglang_april.api.types import (
 __all__ = [
     "Acknowledge",
     "Answer",
-    "Broken",
     "Command",
     "Count",
     "Delivery",
@@ -59,6 +58,7 @@ __all__ = [
     "EndReason",
     "Event",
     "ExtendRound",
+    "Extension",
     "Fact",
     "Finished",
     "FinishedSample",

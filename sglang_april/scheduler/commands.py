@@ -145,9 +145,13 @@ class Commands:
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
+        incarnations = [g.incarnation for g in groups]
+        answer = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": incarnations}
+        if cmd.idempotency_key is not None:
+            rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
         c.recorder.extended(rnd.spec, rnd.number, groups)
         self._round_end.mark_due()
-        return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
+        return answer
 
     def _stop(self, cmd: messages.StopRound) -> dict[str, Any]:
         rnd = self._find(cmd.round_id)
