@@ -47,6 +47,8 @@ class AprilService:
         self.restored_state = RestoredState(
             engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
         )
+        self.closing = ""
+        """Why the server is about to end, or empty."""
         self._on_reply = on_reply
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -76,7 +78,7 @@ class AprilService:
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it (`idempotent-round`)."""
         await self.restored_state.ready()
-        if (reason := self.restored_state.fault) and not self.rounds.contains(body.round_id):
+        if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
