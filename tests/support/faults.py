@@ -12,6 +12,7 @@ from typing import Any
 Armed = Callable[[], bool]
 """Returns whether the switch is still on."""
 KV = "sglang_april.kv."
+START = "sglang_april.scheduler.resume.Resumer._start"
 
 
 def _wait(armed: Armed, stock: Callable[..., Any], *args: Any) -> Any:
@@ -29,9 +30,24 @@ def _flip(_armed: Armed, stock: Callable[..., Any], store: Any, number: int, *ar
     store._arena.pages(store._held[number].ranges[0])[0, 0] ^= 4
 
 
+def _start_reversed(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
+    stock(resumer, samples[::-1])
+
+
+def _start_fewer(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
+    stock(resumer, samples[:-1])
+
+
+def _start_none(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
+    stock(resumer, [])
+
+
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "slow copy": (KV + "page_store.PageStore._copy_to_host", _wait),
     "slow load": (KV + "page_store.PageStore._load", _wait),
     "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
     "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
+    "other order": (START, _start_reversed),
+    "fewer started": (START, _start_fewer),
+    "none started": (START, _start_none),
 }
