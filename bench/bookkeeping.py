@@ -5,10 +5,10 @@
 Uses the real ledger, tiers and eviction queues on an engine that does nothing: no tensors, no copies. Aim: each under
 20 µs. `suspend`: running samples become partials on the device. `lookup`: admission takes the next 64 partials until
 none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget of a quarter, so
-that most newcomers evict a sample and are evicted. `decision_us` is what
-the comparison of decisions costs each TP rank in a step that starts eight samples: digest, report, and the other rank's
-report in a thread; `plain_step_us` is its cost in a step without a decision. These two are per step and count all
-threads. Times are CPU time, which a busy machine affects little.
+that most newcomers evict a sample and are evicted. `decision_us` is what the comparison of decisions costs each
+TP rank in a step that starts eight samples: digest, report, and the other rank's report in a thread; `plain_step_us` is
+its cost in a step without a decision. These two are per step and count all threads. Times are CPU time, which a busy
+machine affects little.
 """
 
 import argparse

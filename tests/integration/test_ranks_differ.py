@@ -1,4 +1,4 @@
-"""A rank that decides differently ends the server with one sentence, before or while the ranks wait for each other."""
+"""Ranks that differ at the start do not serve; a rank that decides differently ends the server with one sentence."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +21,35 @@ def two_ranks(pool: Pool) -> Iterator[Server]:
     server = pool.get("tp2-differ", ["--tp-size=2", "--max-total-tokens=4000"], "llama", forked=True)
     yield server
     server.stop()
+
+
+@pytest.fixture
+def started_with(pool: Pool) -> Iterator[Callable[[str], Server]]:
+    """A server of two ranks whose fault is active while it starts."""
+    servers = []
+
+    def start(fault: str) -> Server:
+        folder = pool.folder / "tp2-start"
+        folder.mkdir(exist_ok=True)
+        (folder / "fault").write_text(fault)
+        servers.append(pool.get("tp2-start", ["--tp-size=2", "--max-total-tokens=4000"], "llama", forked=True))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def test_ranks_with_different_flags_do_not_start(started_with: Callable[[str], Server]) -> None:
+    with pytest.raises(RuntimeError, match="server tp2-start did not come up") as failed:
+        started_with("other flag")
+    sentence = "sglang-april: all TP ranks must agree on --april-quota, but rank 1 has 5 and rank 0 has 4."
+    assert sentence in str(failed.value)
+
+
+def test_smallest_budget_of_all_ranks_counts(started_with: Callable[[str], Server]) -> None:
+    """Rank 1 has little memory: rank 0 stores no more than it."""
+    assert started_with("little memory").state()["store"]["cap_tokens"]["host"] == 320
 
 
 def difference(server: Server) -> re.Match[str] | None:

@@ -12,6 +12,7 @@ from typing import Any
 Armed = Callable[[], bool]
 """Returns whether the switch is still on."""
 KV = "sglang_april.kv."
+AGREEMENT = "sglang_april.adapter.v0_5_17.rank_agreement."
 START = "sglang_april.scheduler.resume.Resumer._start"
 
 
@@ -42,11 +43,21 @@ def _start_none(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples:
     stock(resumer, [])
 
 
+def _another_flag(_armed: Armed, stock: Callable[..., Any], *args: Any) -> dict[str, str]:
+    return {**stock(*args), "--april-quota": "5"}
+
+
+def _smaller_budgets(_armed: Armed, stock: Callable[..., Any], s: Any, config: Any, form: Any, budgets: Any) -> Any:
+    return stock(s, config, form, budgets._replace(host=320))
+
+
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "slow copy": (KV + "page_store.PageStore._copy_to_host", _wait),
     "slow load": (KV + "page_store.PageStore._load", _wait),
     "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
     "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
+    "other flag": (AGREEMENT + "_compared", _another_flag),
+    "little memory": (AGREEMENT + "agree", _smaller_budgets),
     "other order": (START, _start_reversed),
     "fewer started": (START, _start_fewer),
     "none started": (START, _start_none),
