@@ -1,14 +1,15 @@
-"""CPU time of the store's bookkeeping per sample with 100,000 partials: suspend, lookup, placement, decision digest.
+"""CPU time of the store's bookkeeping with 100,000 partials, of comparing decisions, and bytes of a carried token.
 
     python -m bench.bookkeeping [--samples 100000] [--repeat 5] [--record]
 
 Uses the real ledger, tiers and eviction queues on an engine that does nothing: no tensors, no copies. Aim: each under
 20 µs. `suspend`: running samples become partials on the device. `lookup`: admission takes the next 64 partials until
 none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget of a quarter, so
-that most newcomers evict a sample and are evicted. `decision_us` is what the comparison of decisions costs each
-TP rank in a step that starts eight samples: digest, report, and the other rank's report in a thread; `plain_step_us` is
-its cost in a step without a decision. These two are per step and count all threads. Times are CPU time, which a busy
-machine affects little.
+that most newcomers evict a sample and are evicted. `decision_us` is what the comparison of decisions costs each TP rank
+in a step that starts eight samples: digest, report, and the other rank's report in a thread; `plain_step_us` is its
+cost in a step without a decision; both count all threads. Times are CPU time, which a busy machine affects little.
+`token_bytes`: what an output token of a suspended sample takes (tracemalloc); `token_bytes_in_lists`: what it takes in
+the lists in which SGLang collects it.
 """
 
 import argparse
@@ -16,11 +17,14 @@ import json
 import random
 import threading
 import time
+import tracemalloc
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 from bench.record import RESULTS, append_rows, provenance
 from sglang_april.adapter.rank_channel import Inbox, Sender, new_secret
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
@@ -124,7 +128,7 @@ def compare_decisions(steps: int) -> dict[str, float]:
         comparison.received(body)
         arrived.release()
 
-    inbox.read(secret, received, print)
+    inbox.read(secret, received)
 
     def step(number: int) -> None:
         decided = decisions.end_step(number)
@@ -144,6 +148,28 @@ def compare_decisions(steps: int) -> dict[str, float]:
     return {"decision_us": (decided - began) * 1e6 / steps, "plain_step_us": (plain - decided) * 1e6 / steps}
 
 
+def token_bytes(samples: int = 16, tokens: int = 4000) -> dict[str, float]:
+    """Bytes per output token: in SGLang's lists, and in the arrays of a suspended sample."""
+    rng = random.Random(0)
+    tracemalloc.start()
+    reqs: list[Any] = []
+    for _ in range(samples):
+        ids = [rng.randrange(1000, 150_000) for _ in range(tokens)]
+        lists = {"output_token_logprobs_val": [rng.random() for _ in ids], "output_token_logprobs_idx": ids}
+        logprob = SimpleNamespace(**lists, output_top_logprobs_val=None)
+        whole = array("q", ids)
+        reqs.append(SimpleNamespace(output_ids=array("q", ids), full_untruncated_fill_ids=whole, logprob=logprob))
+    del ids, lists, logprob, whole
+    in_lists = tracemalloc.get_traced_memory()[0]
+    outputs = [SampleOutput() for _ in reqs]
+    for req, output in zip(reqs, outputs, strict=True):
+        output.pack(req)
+    packed = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    count = samples * tokens
+    return {"token_bytes_in_lists": round(in_lists / count, 1), "token_bytes": round(packed / count, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100_000, help="partials (%(default)s)")
@@ -153,6 +179,7 @@ def main() -> None:
     runs = [measure(args.samples) for _ in range(args.repeat)]
     middle = {name: round(sorted(r[name] for r in runs)[len(runs) // 2], 2) for name in runs[0]}
     row = {**provenance(), "bench": "bookkeeping", "samples": args.samples, "repeat": args.repeat, **middle}
+    row |= token_bytes()
     print(json.dumps(row, indent=1))
     if args.record:
         append_rows(RESULTS / "bookkeeping.json", [row])

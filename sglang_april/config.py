@@ -18,6 +18,9 @@ from typing import Any, Literal, NoReturn
 ENV = "SGLANG_APRIL"
 PREFIX = "--april-"
 BYTES_PER_GB = 10**9
+BYTES_PER_MB = 2**20
+MAX_BODY_MB = 400
+"""JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_COUNT = 2**31 - 1
 MAX_DEFAULT_HOST_BYTES = 64 * BYTES_PER_GB
 
@@ -40,8 +43,10 @@ class AprilConfig:
     disk_dir: str | None = None
     disk_gb: float = 0.0
     kv_pages: str = "full"
+    carry_tokens: int = 100_000_000
     replies: int = 2
     reply_gb: float = 4.0
+    max_body_mb: int = 64
     concurrency: int | Literal["auto"] | None = None
     version: int | None = None
     journal: str | None = None
@@ -63,6 +68,11 @@ class AprilConfig:
     def reply_bytes(self) -> int:
         """The cap of kept replies in bytes."""
         return int(self.reply_gb * BYTES_PER_GB)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request in bytes."""
+        return self.max_body_mb * BYTES_PER_MB
 
 
 @dataclass(frozen=True)
@@ -175,8 +185,10 @@ FLAGS: tuple[Flag, ...] = (
         "{full,int8}",
         "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
     ),
+    Flag("carry_tokens", _whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
     Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
+    Flag("max_body_mb", _whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
     Flag(
         "concurrency",
         _concurrency,

@@ -72,27 +72,18 @@ class Inbox:
         self._newest: dict[int, int] = {}
         self._dropped, self._logged_at = 0, float("-inf")
 
-    def read(self, secret: bytes, handle: Callable[[int, Body], None], failed: Callable[[Exception], None]) -> None:
-        """Pass (sender, body) of every message to `handle`, in a thread that ends with the process.
+    def read(self, secret: bytes, handle: Callable[[int, Body], None]) -> None:
+        """Pass (sender, body) of each message to `handle`, in a thread whose exceptions end the server (`fail-stop`)."""
+        threading.Thread(target=self._read, args=(secret, handle), name="april-facts", daemon=True).start()
 
-        Args:
-            failed: is called with an exception of `handle`, after which nothing more is read.
-        """
-        args = (secret, handle, failed)
-        threading.Thread(target=self._read, args=args, name="april-facts", daemon=True).start()
-
-    def _read(self, secret: bytes, handle: Callable[[int, Body], None], failed: Callable[[Exception], None]) -> None:
+    def _read(self, secret: bytes, handle: Callable[[int, Body], None]) -> None:
         while True:
             try:
                 message = self._open(secret, self._socket.recv())
             except BadMessageError as error:
                 self._log_dropped(str(error))
                 continue
-            try:
-                handle(message.sender, message.body)
-            except Exception as error:  # noqa: BLE001 (the server ends with it)
-                failed(error)
-                return
+            handle(message.sender, message.body)
 
     def _open(self, secret: bytes, data: bytes) -> _Message:
         if len(data) > MAX_BYTES:

@@ -41,6 +41,9 @@ class ExtendRound(msgspec.Struct, tag=True):
     prompts: list[Prompt]
     params: list[bytes]
     """As `OpenRound.params`; the prompts above index into this list."""
+    idempotency_key: str | None = None
+    fingerprint: str = ""
+    """Digest of the request body."""
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -49,6 +52,8 @@ class Drop(msgspec.Struct, tag=True):
     seq: int
     run: str
     ids: list[str] | None = None
+    round_id: str = ""
+    """The open round whose acceptance could not be journalled; it ends without a reply."""
 
 
 class Acknowledge(msgspec.Struct, tag=True):
@@ -115,5 +120,5 @@ Command = (
     | GetPartials
 )
 
-Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | PushEnd
 """Commands with a durable effect: with a journal they are answered once it is written (`journal-before-reply`)."""

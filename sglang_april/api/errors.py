@@ -1,6 +1,8 @@
 """The error form of every route: an HTTP status, a field and a reason."""
 
 MAX_TEXT = 500
+JOURNAL = "journal"
+"""The field of a 500 for what the scheduler has done but the journal can never hold."""
 
 
 class RequestError(Exception):
@@ -12,6 +14,11 @@ class RequestError(Exception):
         self.status = status
         self.field = field[:MAX_TEXT]
         self.reason = reason[:MAX_TEXT]
+
+    @property
+    def unjournalled(self) -> bool:
+        """Whether the scheduler has carried the request out, and the journal cannot hold it."""
+        return (self.status, self.field) == (500, JOURNAL)
 
     def body(self) -> dict[str, dict[str, str]]:
         """The body of the error reply."""

@@ -8,7 +8,8 @@ from sglang_april.api.types import Delivery, EndReason, FinishedSample, Prompt, 
 
 
 class Answer(msgspec.Struct, tag=True):
-    """The answer to the command with the same `seq`. `status` is an HTTP status; if it is not 200, nothing changed."""
+    """The answer to the command with the same `seq`. `status` is an HTTP status; if it is not 200, nothing changed,
+    except that a 500 with the field `journal` follows a change that cannot be journalled."""
 
     seq: int
     status: int = 200
@@ -35,6 +36,8 @@ class RoundEnded(msgspec.Struct, tag=True):
     stats: dict[str, Any]
     carried_lengths: bytes = b""
     """int32: output tokens so far of each unfinished sample that has any."""
+    error: str = ""
+    """Why the reply cannot be journalled: the round fails. After a restart it is open, and delivers again."""
 
 
 class KeptReply(msgspec.Struct, array_like=True):
@@ -78,10 +81,4 @@ class JournalFault(msgspec.Struct, tag=True):
     reason: str
 
 
-class Broken(msgspec.Struct, tag=True):
-    """An exception of the plugin (`contained-faults`): no further round is served, and open rounds get no reply."""
-
-    reason: str
-
-
-Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault | Broken
+Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault

@@ -23,7 +23,6 @@ from sglang_april.api.commands import (
 )
 from sglang_april.api.events import (
     Answer,
-    Broken,
     Event,
     Finished,
     JournalFault,
@@ -37,6 +36,7 @@ from sglang_april.api.types import (
     Count,
     Delivery,
     EndReason,
+    Extension,
     FinishedSample,
     KvPolicy,
     Prompt,
@@ -50,7 +50,6 @@ from sglang_april.api.types import (
 __all__ = [
     "Acknowledge",
     "Answer",
-    "Broken",
     "Command",
     "Count",
     "Delivery",
@@ -58,6 +57,7 @@ __all__ = [
     "EndReason",
     "Event",
     "ExtendRound",
+    "Extension",
     "Fact",
     "Finished",
     "FinishedSample",

@@ -14,6 +14,8 @@ from sglang_april.config import AprilConfig
 from sglang_april.http.frontend import Frontend, ServerInfo
 from sglang_april.http.validation import GRAMMARS
 
+MAX_TOP_LOGPROBS = 60_000_000
+"""Of one sample. Each takes 15 bytes as msgpack, and SQLite holds 10^9 bytes in a row of the journal."""
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
@@ -85,6 +87,7 @@ class RequestBuilder:
         if lengths and min(lengths) < (least := params.get("min_new_tokens", 0)):
             raise bad(f"{at}.sampling_params.max_new_tokens", f"{min(lengths)} is less than min_new_tokens, {least}")
         self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
+        self._check_top_logprobs(prompt, raw, params, f"{at}.top_logprobs_num")
         if prompt.priority is not None and not self._server.priority:
             raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
         metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
@@ -119,6 +122,13 @@ class RequestBuilder:
         if new is not None and ids.size + new > server.context_len:
             reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {server.context_len}"
             raise bad(new_field, reason)
+
+    def _check_top_logprobs(self, prompt: PromptBody, raw: bytes, params: Params, field: str) -> None:
+        """A sample must fit into a row of the journal, whether there is one or not."""
+        tokens = params.get("max_new_tokens", self._server.context_len - len(raw) // 4)
+        if prompt.top_logprobs_num * tokens > MAX_TOP_LOGPROBS:
+            reason = f"{prompt.top_logprobs_num} for each of {tokens} new tokens are more than {MAX_TOP_LOGPROBS}"
+            raise bad(field, reason)
 
     def _intern(self, own: SamplingBody | None, at: str) -> Params:
         """The merged parameters of a prompt without its seed, checked and encoded once per distinct set."""
@@ -197,7 +207,9 @@ def open_round(
     return messages.OpenRound(seq, spec, builder.prompts(body.prompts), builder.params)
 
 
-def extend_round(seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: Frontend) -> messages.ExtendRound:
+def extend_round(
+    seq: int, spec: messages.RoundSpec, body: ExtendBody, fingerprint: str, engine: Frontend
+) -> messages.ExtendRound:
     """The command of an `extend`; its prompts get the sampling defaults of the round.
 
     Raises:
@@ -206,7 +218,9 @@ def extend_round(seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: F
     defaults = msgspec.msgpack.decode(spec.sampling_defaults, type=SamplingBody) if spec.sampling_defaults else None
     builder = RequestBuilder(engine, defaults)
     prompts = builder.prompts(body.prompts)
-    return messages.ExtendRound(seq, spec.round_id, body.quota_add, prompts, builder.params)
+    return messages.ExtendRound(
+        seq, spec.round_id, body.quota_add, prompts, builder.params, body.idempotency_key, fingerprint
+    )
 
 
 def _lengths(params: SamplingBody | None) -> list[int] | None:

@@ -127,9 +127,7 @@ def _sample_fields(done: CompletedSample, packed: bool) -> dict[str, Any]:
     if sample.top_logprobs is not None:
         fields["top_logprobs"] = sample.top_logprobs
     if sample.proximal_logprobs is not None:
-        fields["proximal_logprobs"] = (
-            np.array(sample.proximal_logprobs, dtype="<f4").tobytes() if packed else sample.proximal_logprobs
-        )
+        fields["proximal_logprobs"] = _floats(sample.proximal_logprobs, packed)
         fields["proximal_version"] = sample.proximal_version
     return fields
 
@@ -139,6 +137,7 @@ def _ints(raw: bytes, packed: bool) -> bytes | list[int]:
 
 
 def _floats(raw: bytes, packed: bool) -> bytes | list[float]:
+    """msgspec encodes NaN as null in JSON."""
     return raw if packed else np.frombuffer(raw, "<f4").tolist()
 
 
@@ -158,8 +157,8 @@ def _sample_size(done: CompletedSample) -> int:
     sample = done.sample
     pairs = sum(len(row) for row in sample.top_logprobs or ())
     text = len(done.text.result() or "")
-    lists = 32 * len(sample.proximal_logprobs or ()) + 96 * pairs
-    return len(sample.output_ids) + len(sample.logprobs) + text + 64 * len(sample.spans) + lists + 512
+    tokens = len(sample.output_ids) + len(sample.logprobs) + len(sample.proximal_logprobs or b"")
+    return tokens + text + 64 * len(sample.spans) + 96 * pairs + 512
 
 
 def delivery_stats(parts: list[GroupSlice], policy_version: int) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class RoundRecord:
     spec: RoundSpec
     verdicts: dict[str, bool] = field(default_factory=dict)
     """The caller's verdicts by prompt id, for a `judge` repeated after the scheduler has ended the round."""
+    extensions: dict[str, tuple[str, "asyncio.Future[dict[str, Any]]"]] = field(default_factory=dict)
+    """By `idempotency_key`, the fingerprint and the answer of an `extend`."""
     events: list[GroupSlice] = field(default_factory=list)
     """The events of a stream of this round, in order; kept so that a replay is identical."""
     state: Literal["opening", "open", "ended"] = "opening"
@@ -32,6 +34,12 @@ class RoundRecord:
     reply: "asyncio.Future[Reply]" = field(default_factory=lambda: _future())
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at the next change of `events` or `reply`, and then replaced."""
+
+    def __post_init__(self) -> None:
+        for key, known in self.spec.extensions.items():  # after a restart
+            answer = _future()
+            answer.set_result({"round_id": self.id, **known.answer})
+            self.extensions[key] = known.fingerprint, answer
 
     @property
     def id(self) -> str:
@@ -67,7 +75,8 @@ class RoundRegistry:
         self._open_of_run: dict[str, RoundRecord] = {}
         self._kept: OrderedDict[str, RoundRecord] = OrderedDict()
         self._bytes = 0
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, tuple[int, str, str]] = OrderedDict()
+        """Ids of rounds without a reply (any more), with the `RequestError` that a request for them gets."""
 
     @property
     def open(self) -> list[RoundRecord]:
@@ -92,15 +101,16 @@ class RoundRegistry:
         """The round that a request refers to, and whether it is new.
 
         Raises:
-            RequestError: 409 (another body, or another open round of the run), 410 (reply gone) or 503 (memory full).
+            RequestError: 409 (another body, or another open round of the run), 410 (reply gone), 500 (the round failed)
+                or 503 (memory full).
         """
         known = self._rounds.get(candidate.id)
         if known is not None:
             if known.spec.fingerprint != candidate.spec.fingerprint:
                 raise RequestError(409, "round_id", f"{candidate.id} was used with another body")
             return known, False
-        if candidate.id in self._gone:
-            raise _gone(candidate.id)
+        if error := self._gone.get(candidate.id):
+            raise RequestError(*error)
         busy = self._open_of_run.get(candidate.run)
         if busy is not None:
             raise RequestError(409, "run", f"run {candidate.run!r} has an open round, {busy.id}")
@@ -115,13 +125,13 @@ class RoundRegistry:
         """The round of this id.
 
         Raises:
-            RequestError: 410 if its reply is no longer kept, 404 if there never was one.
+            RequestError: 410 if its reply is no longer kept, 404 if there never was one, 500 if the round failed.
         """
         known = self._rounds.get(round_id)
         if known is not None:
             return known
-        if round_id in self._gone:
-            raise _gone(round_id)
+        if error := self._gone.get(round_id):
+            raise RequestError(*error)
         raise RequestError(404, "round_id", f"there is no round {round_id}")
 
     def contains(self, round_id: str | None) -> bool:
@@ -144,7 +154,8 @@ class RoundRegistry:
 
     def mark_gone(self, round_ids: list[str]) -> None:
         """Add ids of rounds whose replies are no longer kept, the oldest first."""
-        self._gone |= dict.fromkeys(round_ids[-REMEMBERED:])
+        for round_id in round_ids:
+            self._forget(round_id)
 
     # --- from request to reply
 
@@ -192,8 +203,9 @@ class RoundRegistry:
         self._trim()
 
     def fail(self, round_: RoundRecord, error: RequestError) -> None:
-        """A fault of the server: every waiting request gets the error, and the id is free again."""
+        """A fault of the server: every request for this id gets the error, now and later."""
         del self._rounds[round_.id]
+        self._forget(round_.id, error)
         round_.reply.set_exception(error)
         round_.notify()
 
@@ -226,7 +238,11 @@ class RoundRegistry:
     def _remove(self, round_: RoundRecord) -> None:
         del self._kept[round_.id], self._rounds[round_.id]
         self._bytes -= round_.reply.result().nbytes
-        self._gone[round_.id] = None
+        self._forget(round_.id)
+
+    def _forget(self, round_id: str, failure: RequestError | None = None) -> None:
+        error = failure or RequestError(410, "round_id", f"the reply of round {round_id} is no longer kept")
+        self._gone[round_id] = error.status, error.field, error.reason
         if len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
 
@@ -236,7 +252,3 @@ def _future() -> "asyncio.Future[Any]":
     future = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
-
-
-def _gone(round_id: str) -> RequestError:
-    return RequestError(410, "round_id", f"the reply of round {round_id} is no longer kept")

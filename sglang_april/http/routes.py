@@ -16,11 +16,10 @@ from sglang_april.http.completed_groups import wait_for_texts
 from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import AprilService
-from sglang_april.http.validation import check_judge, check_prompts, check_rollout
+from sglang_april.http.validation import check_judge, check_prompts, check_rollout, fingerprint
 
 logger = logging.getLogger("sglang_april")
 
-MAX_BODY = 2**30
 SMALL = 2**16
 """Bodies and events up to this many bytes are decoded and encoded on the event loop; larger ones in a thread."""
 
@@ -60,9 +59,12 @@ def _endpoint(handler: Handler) -> Endpoint:
     """Wrap a handler for FastAPI: every error becomes a reply with a field and a reason."""
 
     async def endpoint(request: Request) -> Response:
+        april = request.app.state.april
         try:
-            await request.app.state.april.restored_state.ready()
-            return await handler(request.app.state.april, request)
+            declared = request.headers.get("content-length", "")
+            april.check_size(int(declared) if declared.isdecimal() else 0)
+            await april.restored_state.ready()
+            return await handler(april, request)
         except RequestError as refused:
             return _refusal(request, refused)
         except Exception as error:
@@ -76,8 +78,8 @@ def _endpoint(handler: Handler) -> Endpoint:
 async def rollout(april: AprilService, request: Request) -> Response:
     """Open a round, or find it by its `round_id`, and answer with its reply."""
     data, packed = await _body(request), _is_packed(request)
-    body, fingerprint = await _off_loop(len(data), _read_rollout, data, packed)
-    round_ = await april.open(body, fingerprint)
+    body, digest = await _off_loop(len(data), _read_rollout, data, packed)
+    round_ = await april.open(body, digest)
     if body.stream:
         return StreamingResponse(_events(round_), media_type="application/x-ndjson")
     return await _reply(request, round_)
@@ -118,14 +120,14 @@ async def judge(april: AprilService, request: Request) -> Response:
 async def extend(april: AprilService, request: Request) -> Response:
     """A larger quota and more prompts for an open round."""
     data, packed = await _body(request), _is_packed(request)
-    body = await _off_loop(len(data), _read_extend, data, packed)
-    return _answer(request, await april.extend(_round_id(request), body))
+    body, digest = await _off_loop(len(data), _read_extend, data, packed)
+    return _answer(request, await april.extend(_round_id(request), body, digest))
 
 
-def _read_extend(data: bytes, packed: bool) -> requests.ExtendBody:
+def _read_extend(data: bytes, packed: bool) -> tuple[requests.ExtendBody, str]:
     body = requests.decode_extend(data, packed)
     check_prompts(body.prompts, packed)
-    return body
+    return body, fingerprint(body)
 
 
 async def push_begin(april: AprilService, request: Request) -> Response:
@@ -212,20 +214,16 @@ async def _off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body.
+    """The whole body, which may come in chunks without a declared size.
 
     Raises:
-        RequestError: 413 if it is too large.
+        RequestError: 413, as soon as it is too large.
     """
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MAX_BODY:
-        raise RequestError(413, "body", f"has {declared} bytes, and at most {MAX_BODY} are taken")
     chunks, size = [], 0
     async for chunk in request.stream():
         chunks.append(chunk)
         size += len(chunk)
-        if size > MAX_BODY:
-            raise RequestError(413, "body", f"has more than {MAX_BODY} bytes")
+        request.app.state.april.check_size(size)
     return b"".join(chunks)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sglang_april.api import messages, requests
-from sglang_april.api.errors import RequestError, fault
+from sglang_april.api.errors import JOURNAL, RequestError, fault
 from sglang_april.config import AprilConfig
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
@@ -47,8 +47,6 @@ class AprilService:
         self.restored_state = RestoredState(
             engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
         )
-        self.broken = ""
-        """Why the scheduler serves no more rounds, or empty."""
         self._on_reply = on_reply
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -58,15 +56,27 @@ class AprilService:
 
     async def rollout(self, request: dict[str, Any]) -> dict[str, Any]:
         """`POST /april/rollout` for callers in this process: run a round and return its reply, arrays as raw bytes."""
-        body = requests.decode_rollout(msgspec.msgpack.encode(request), True)
+        data = msgspec.msgpack.encode(request)
+        self.check_size(len(data))
+        body = requests.decode_rollout(data, True)
         round_ = await self.open(body, check_rollout(body, packed=True))
         reply = await asyncio.shield(round_.reply)
         return msgspec.msgpack.decode(reply.encode(packed=True))
 
+    def check_size(self, size: int) -> None:
+        """Refuse a body beyond `--april-max-body-mb` before it is decoded.
+
+        Raises:
+            RequestError: 413.
+        """
+        if size > self.config.max_body_bytes:
+            limit = f"more than the {self.config.max_body_mb} MiB of --april-max-body-mb"
+            raise RequestError(413, "body", f"has {size} bytes or more, {limit}")
+
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it (`idempotent-round`)."""
         await self.restored_state.ready()
-        if (reason := self.broken or self.restored_state.fault) and not self.rounds.contains(body.round_id):
+        if (reason := self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
@@ -104,16 +114,33 @@ class AprilService:
     def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
-    async def extend(self, round_id: str, body: requests.ExtendBody) -> dict[str, Any]:
-        """A larger quota and more prompts for an open round."""
-        round_ = self.rounds.find(round_id)
+    async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
+        """A larger quota and more prompts for an open round; idempotent with a key, also after the round's end."""
+        round_, key = self.rounds.find(round_id), body.idempotency_key
+        if key is None:
+            return await self._extend(round_, body, fingerprint)
+        if key not in round_.extensions:
+            work = asyncio.ensure_future(self._extend(round_, body, fingerprint))
+            work.add_done_callback(lambda done: done.cancelled() or (done.exception() and round_.extensions.pop(key)))
+            round_.extensions[key] = fingerprint, work
+        known, answer = round_.extensions[key]
+        if known != fingerprint:
+            raise RequestError(409, "idempotency_key", f"{key!r} was used with another body")
+        return await asyncio.shield(answer)
+
+    async def _extend(self, round_: RoundRecord, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
         await asyncio.shield(round_.opened)
         number = self.rpc.number()
-        command = await self._in_thread(extend_round, number, round_.spec, body, self.engine)
-        answer = await self.rpc.call(
-            command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
-        )
-        return {"round_id": round_id, **answer.data}
+        command = await self._in_thread(extend_round, number, round_.spec, body, fingerprint, self.engine)
+        try:
+            answer = await self.rpc.call(
+                command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
+            )
+        except RequestError as error:
+            if error.unjournalled:
+                await self._undo(round_, command.prompts, accepted=True)
+            raise
+        return {"round_id": round_.id, **answer.data}
 
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
         """The caller has stored the reply."""
@@ -193,8 +220,6 @@ class AprilService:
                 self.rounds.add_finished(self.completed_groups, message.samples)
             elif isinstance(message, messages.RoundEnded):
                 self._round_ended(message)
-            elif isinstance(message, messages.Broken):
-                self._fail_open_rounds(message.reason)
             else:
                 self.restored_state.receive(message)
         except Exception:
@@ -208,23 +233,17 @@ class AprilService:
         self.rounds.mark_ended(round_)
         try:
             parts = self.completed_groups.take(message.run, message.deliver)
+            if message.error:
+                raise RequestError(500, JOURNAL, message.error)
         except Exception as error:  # whatever is wrong, no client may wait for a reply that will not come
             logger.exception("round %s has no reply", round_.id)
-            self.rounds.fail(round_, fault(error))
+            self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
             self._start(self.weight_lock.release(round_.id))
             return
         streamed = {key for part in round_.events for key in part.keys}
         round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
         round_.notify()
         self._start(self._reply(round_, message, parts))
-
-    def _fail_open_rounds(self, reason: str) -> None:
-        """After a fault of the plugin in the scheduler: open rounds get no reply, and weight calls need not wait."""
-        self.broken = reason
-        for round_ in [r for r in self.rounds.open if r.state == "open"]:
-            self.rounds.mark_ended(round_)
-            self.rounds.fail(round_, RequestError(500, "server", reason))
-            self._start(self.weight_lock.release(round_.id))
 
     # --- background tasks
 
@@ -236,18 +255,25 @@ class AprilService:
             await self.weight_lock.acquire(round_.id)
             await self.rpc.call(command, accepted=lambda answer: self._accepted(round_, command.prompts, answer))
         except Exception as error:
+            if isinstance(error, RequestError) and error.unjournalled:
+                await self._undo(round_, command.prompts, accepted=False)
             if not isinstance(error, RequestError):
                 logger.exception("round %s could not be opened", round_.id)
             await self.weight_lock.release(round_.id)
             self.rounds.refuse(round_, error if isinstance(error, RequestError) else fault(error))
+
+    async def _undo(self, round_: RoundRecord, prompts: list[messages.Prompt], *, accepted: bool) -> None:
+        """Delete prompts that could not be journalled, and end their round: if it was `accepted`, with its reply."""
+        round_id = "" if accepted else round_.id
+        await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
+        if accepted:
+            await self.stop(round_.id, None)
 
     def _accepted(self, round_: RoundRecord, prompts: list[messages.Prompt], answer: messages.Answer) -> None:
         self.completed_groups.add_prompts(round_.run, prompts)
         round_.events += self.completed_groups.whole(round_.run, answer.data.get("unjudged", ()))
         self.rounds.mark_open(round_)
         self.weight_lock.acquire_missing([round_.id])  # if a push or pause ended while the round opened
-        if self.broken:  # with a journal this answer may arrive after the fault
-            self._fail_open_rounds(self.broken)
 
     async def _stop_after_opening(self, round_: RoundRecord, deliver: list[str] | None) -> None:
         with contextlib.suppress(RequestError):

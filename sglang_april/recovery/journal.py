@@ -5,6 +5,9 @@ SQLite in WAL mode, one writer thread; what is put while a transaction is writte
 `synchronous=NORMAL` a committed transaction survives the death of the process; with FULL, loss of power too (SQLite
 documentation, "PRAGMA synchronous"). Every record carries a CRC-32: a damaged one costs the tokens behind it, which are
 generated again, and is counted; it is never used.
+
+While the disk is full or fails, all records wait and are tried again. A record that can never be written is left out,
+and fails the event that waits for its batch.
 """
 
 import logging
@@ -12,7 +15,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, read_snapshot, seal
@@ -23,11 +26,25 @@ log = logging.getLogger("sglang_april")
 RETRY_S = 0.5
 """Seconds before the writer retries a failed transaction."""
 
-OnWritten = Callable[[int, str], None]
+OnWritten = Callable[[int, str, Mapping[int, str]], None]
+"""Called with the last batch written (0: none), the error of a failed transaction, and the batches of which a record
+can never be written, with the reason."""
+
+NEVER = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+"""SQLite's errors that blame the record (PEP 249): too big, a constraint, a wrong type. Others blame file or disk."""
 
 
 class JournalError(RuntimeError):
     """The journal cannot be used; the message is one sentence."""
+
+
+class UnwritableError(ValueError):
+    """An operation that fails however often it is tried."""
+
+    def __init__(self, index: int, error: Exception) -> None:
+        """`index`: its position in the transaction."""
+        super().__init__(f"the journal cannot hold it: {error}")
+        self.index = index
 
 
 def probe(path: Path | str) -> None:
@@ -104,8 +121,8 @@ class Journal:
             raise JournalError(f"the journal {self.path} cannot be read: {error}") from error
         return saved
 
-    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
-        """Start the writer. After every transaction it calls `written(last batch written, error)` in its own thread."""
+    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
+        """Start the writer. After every transaction it calls `written` in its own thread."""
         self._written = written
         self._thread = threading.Thread(target=self._write, name="april-journal", daemon=True)
         self._thread.start()
@@ -126,18 +143,29 @@ class Journal:
     # --- the writer
 
     def _write(self) -> None:
-        pending: list[Op] = []
+        pending: list[tuple[int, Op]] = []
+        failed: dict[int, str] = {}
         taken, ending = 0, False
         while not ending:
-            batches = self._take()
-            ending = None in batches
-            fresh = [batch for batch in batches if batch is not None]
-            taken += len(fresh)
-            pending += [op for batch in fresh for op in batch]
-            error = self._transaction(pending) if pending else ""
+            for batch in self._take():
+                ending |= batch is None
+                taken += batch is not None
+                pending += [(taken, op) for op in batch or ()]
+            error = self._write_all(pending, failed)
+            self._report(taken, error, failed)
             if not error:
-                pending = []
-            self._report(taken, error)
+                pending, failed = [], {}
+
+    def _write_all(self, pending: list[tuple[int, Op]], failed: dict[int, str]) -> str:
+        """Write all records in one transaction; those that can never be written go from `pending` to `failed`."""
+        while pending:
+            try:
+                return self._transaction([op for _, op in pending])
+            except UnwritableError as error:
+                batch, _ = pending.pop(error.index)
+                failed[batch] = str(error)
+                log.error("a record is left out of the journal: %s", error, exc_info=error.__cause__)
+        return ""
 
     def _take(self) -> list[list[Op] | None]:
         """All queued batches. Waits for the first one, or only `RETRY_S` if a failed transaction must be retried."""
@@ -149,28 +177,31 @@ class Journal:
             batches.append(self._queue.get())
         return batches
 
-    def _report(self, taken: int, error: str) -> None:
+    def _report(self, taken: int, error: str, failed: Mapping[int, str]) -> None:
         if error and error != self.error:
             log.error("%s; the write is retried, and replies wait for it", error)
         elif self.error and not error:
             log.info("the journal can be written again")
         self.error = error
-        try:
-            self._written(0 if error else taken, error)
-        except Exception:
-            log.exception("a message that waited for the journal could not be sent")
+        self._written(0 if error else taken, error, failed)
 
     def _transaction(self, ops: list[Op]) -> str:
-        """Run all operations in one transaction; returns why it failed, or an empty string."""
+        """Run all operations in one transaction; returns why it failed, or an empty string.
+
+        Raises:
+            UnwritableError: one of them can never be written; none has been.
+        """
+        running = -1
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            for op in ops:
+            for running, op in enumerate(ops):  # noqa: B007
                 op(self._db)
+            running = -1
             self._db.execute("COMMIT")
         except Exception as error:
-            if not isinstance(error, sqlite3.Error):
-                log.exception("a journal record could not be made")
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+            if running >= 0 and (isinstance(error, NEVER) or not isinstance(error, sqlite3.Error | MemoryError)):
+                raise UnwritableError(running, error) from error
             return f"the journal cannot be written: {error}"
         return ""

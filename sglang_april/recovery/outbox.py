@@ -2,14 +2,18 @@
 
 Acceptance is written before the round's 200, finished samples before a stream shows them, delivery before its reply.
 The scheduler's loop never waits for a disk: such an event waits here until the writer's thread releases it. Later
-events wait behind it; answers without a record are sent at once.
+events wait behind it; answers without a record are sent at once. If the record can never be written, the event says so
+instead of its promise.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from sglang_april.api.messages import Answer, Event, JournalFault
+import msgspec
+
+from sglang_april.api.errors import JOURNAL
+from sglang_april.api.messages import Answer, Event, JournalFault, RoundEnded
 
 
 class Outbox:
@@ -37,10 +41,21 @@ class Outbox:
             else:
                 self._waiting.append((batch, event))
 
-    def release(self, written: int) -> None:
-        """All batches up to this number have been written."""
+    def release(self, written: int, failed: Mapping[int, str]) -> None:
+        """All batches up to this number have been written, except for records of the `failed` ones."""
         with self._lock:
             self._written = max(self._written, written)
             while self._waiting and self._waiting[0][0] <= self._written:
-                self._transmit(self._waiting[0][1])
+                batch, event = self._waiting[0]
+                self._transmit(_broken_promise(event, failed[batch]) if batch in failed else event)
                 self._waiting.popleft()
+
+
+def _broken_promise(event: Event, reason: str) -> Event:
+    """The event, if a record that it waited for can never be written."""
+    match event:
+        case Answer():
+            return Answer(event.seq, 500, JOURNAL, reason)
+        case RoundEnded():
+            return msgspec.structs.replace(event, error=reason)
+    return event

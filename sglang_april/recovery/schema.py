@@ -12,7 +12,7 @@ from typing import Any
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.recovery.journal_snapshot import Chunk, seal
 
-SCHEMA = 2
+SCHEMA = 3
 REMEMBERED = 2**16
 """Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
@@ -36,8 +36,13 @@ CREATE INDEX IF NOT EXISTS finished_by_round ON finished(round_id) WHERE round_i
 DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
 
 Op = Callable[[sqlite3.Connection], Any]
+"""A record. A `sqlite3.OperationalError` means that it can be written later, other errors mostly that it never can."""
 NewGroup = tuple[int, int, Prompt, bytes]
 """gid, incarnation, prompt, sampling parameters."""
+
+
+class RecordError(ValueError):
+    """A record contradicts what is in the journal."""
 
 
 def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
@@ -101,12 +106,15 @@ def ended(event: RoundEnded, keep: int) -> Op:
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE rounds SET ended=? WHERE round_id=?", (seal(event, event.round_id), event.round_id))
-        db.executemany(
+        row = (seal(event, event.round_id), event.round_id, event.run)
+        known = db.execute("UPDATE rounds SET ended=? WHERE round_id=? AND run=? AND ended IS NULL", row).rowcount
+        found = db.executemany(
             "UPDATE finished SET round_id=? WHERE gid="
             "(SELECT gid FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
             delivered,
-        )
+        ).rowcount
+        if not known or found < len(delivered):
+            raise RecordError("it lacks the round's acceptance or a sample of the reply; the server's log says why")
         _prune(db, event.run, keep)
 
     return op

@@ -4,6 +4,7 @@ from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.api.errors import RequestError
+from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.pushes import Pushes
@@ -74,6 +75,7 @@ class Commands:
             open_id = c.rounds[spec.run].spec.round_id
             raise RequestError(409, "run", f"round {open_id!r} of run {spec.run!r} is still open")
         c.ledger.check(spec.run, cmd.prompts)
+        self._check_carry(cmd.prompts)
         run = c.ledger.run(spec.run)
         if isinstance(spec.concurrency, int):
             self._keep_within(run, spec.concurrency)
@@ -92,6 +94,20 @@ class Commands:
         unjudged = [g.id for g in run.groups.values() if g.whole and g.accepted is None] if spec.judged else []
         incarnations = [g.incarnation for g in groups]
         return {"incarnations": incarnations, "policy_version": c.clock.version, "unjudged": unjudged}
+
+    def _check_carry(self, prompts: list[Prompt]) -> None:
+        """Refuse new prompts while too much waits for delivery. A round without prompts only reduces it.
+
+        Raises:
+            RequestError: 503.
+        """
+        cap = self._c.carry_cap_tokens
+        if prompts and (tokens := self._c.ledger.tokens()) >= cap:
+            reason = (
+                f"{tokens} output tokens wait for delivery, and --april-carry-tokens {cap} is reached: "
+                "a round without prompts delivers them, POST /april/drop deletes them"
+            )
+            raise RequestError(503, "prompts", reason)
 
     def _keep_within(self, run: Run, limit: int) -> None:
         """Suspend what a run that ran ahead has running beyond the new round's `concurrency`."""
@@ -125,12 +141,17 @@ class Commands:
             if rnd.spec.quota + cmd.quota_add > MAX_QUOTA:
                 raise RequestError(400, "quota_add", f"makes the quota greater than {MAX_QUOTA}")
         c.ledger.check(rnd.run.name, cmd.prompts)
+        self._check_carry(cmd.prompts)
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
+        incarnations = [g.incarnation for g in groups]
+        answer = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": incarnations}
+        if cmd.idempotency_key is not None:
+            rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
         c.recorder.extended(rnd.spec, rnd.number, groups)
         self._round_end.mark_due()
-        return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
+        return answer
 
     def _stop(self, cmd: messages.StopRound) -> dict[str, Any]:
         rnd = self._find(cmd.round_id)
@@ -141,6 +162,8 @@ class Commands:
 
     def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
         c = self._c
+        if cmd.round_id:
+            self._round_end.abandon(cmd.run, cmd.round_id)
         run = c.ledger.runs.get(cmd.run)
         if run is None:
             return {"groups": [], "samples": 0}

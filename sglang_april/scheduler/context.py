@@ -23,6 +23,8 @@ class Context:
     disk_cap_tokens: int = 0
     store_page: int = 1
     """Tokens of a page of the store."""
+    carry_cap_tokens: int = 2**31 - 1
+    """Undelivered output tokens from which on no new prompts are accepted."""
     ledger: Ledger = field(default_factory=Ledger)
     reservations: Reservations = field(default_factory=Reservations)
     recorder: Unrecorded = field(init=False)
@@ -40,8 +42,6 @@ class Context:
     """A pause: no rollout sample takes a step."""
     flushing: bool = False
     """A flush is waiting for stock requests to end."""
-    broken: str = ""
-    """The exception of the plugin that ended its service; SGLang keeps serving (`contained-faults`)."""
     decisions: Decisions | None = None
     """The digest of all decisions, which ranks compare; None if there is only one rank."""
 
@@ -50,17 +50,9 @@ class Context:
 
     def closed(self) -> str:
         """Why no round may be opened, or an empty string."""
-        if self.broken:
-            return self.broken
         if released := self.engine.memory_released():
             return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
         return self.clock.closed
-
-    def stop_serving(self, reason: str) -> None:
-        """Report the first exception of the plugin at once, without waiting for the journal."""
-        if not self.broken:
-            self.broken = reason
-            self.engine.send(messages.Broken(reason))
 
     def cap(self, tier: CopyTier) -> int:
         """Tokens that a tier may hold."""

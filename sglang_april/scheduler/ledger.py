@@ -197,6 +197,12 @@ class Ledger:
             del new[bisect.bisect_left(new, group.order, key=lambda g: g.order)]
         group.queue = ""
 
+    def tokens(self) -> int:
+        """Output tokens of all undelivered samples."""
+        return sum(
+            s.length for run in self.runs.values() for group in run.groups.values() for s in group.samples.values()
+        )
+
     def samples(self, *states: State) -> Iterator[Sample]:
         for run in self.runs.values():
             yield from run.samples(*states)

@@ -4,7 +4,7 @@ Records of one step or command are collected and put into the journal together (
 journal: ranks without one decide alike (`rank-determinism`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -30,7 +30,7 @@ class Unrecorded:
         self._engine.send(event)
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:  # noqa: ARG002
-        """Send an answer to the HTTP process; with a journal, a `lasting` one once its changes are written."""
+        """Send an answer to the HTTP process; with a journal, a `lasting` one once all changes so far are written."""
         self._engine.send(answer)
 
     def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
@@ -80,9 +80,9 @@ class Recorder(Unrecorded):
         self._fault = ""
         journal.start(self._written)
 
-    def _written(self, batch: int, error: str) -> None:
+    def _written(self, batch: int, error: str, failed: Mapping[int, str]) -> None:
         """Called in the writer's thread."""
-        self._outbox.release(batch)
+        self._outbox.release(batch, failed)
         if error != self._fault:
             self._fault = error
             self._outbox.send(JournalFault(error))
@@ -93,15 +93,18 @@ class Recorder(Unrecorded):
         self._outbox.send(event)
 
     def answer(self, answer: Answer, *, lasting: bool) -> None:
-        self._outbox.send(answer, self._batches + 1 if lasting and self._records else 0)
+        self._outbox.send(answer, self._batches + bool(self._records) if lasting else 0)
 
     def announced(self, event: Finished) -> None:
         self.commit()
         self._outbox.send(event, self._batches)
 
     def ended(self, event: RoundEnded) -> None:
+        """In a batch of its own: no other record can fail this reply, and this record no other promise."""
+        self.commit()
         self._records.append(schema.ended(event, self._keep))
         self._outbox.send(event, self._batches + 1)
+        self.commit()
 
     # --- records
 

@@ -92,6 +92,8 @@ def state(c: Context) -> dict[str, Any]:
         "bytes": by_tier,
         "pool": {**c.engine.pool_tokens(), "held": held},
         "host_cap_tokens": c.host_cap_tokens,
+        "carry_tokens": c.ledger.tokens(),
+        "carry_cap_tokens": c.carry_cap_tokens,
         "kv_pages": c.engine.kv_pages,
         "kv_cost": kv_cost(c),
     }

@@ -51,6 +51,15 @@ class RoundEnd:
         self.context.engine.settle()
         self.end(rnd, "stopped", ids)
 
+    def abandon(self, run: str, round_id: str) -> None:
+        """Close a round that was never accepted, because it could not be journalled: there is no reply."""
+        rnd = self.context.rounds.get(run)
+        if rnd is not None and rnd.spec.round_id == round_id:
+            self.context.engine.settle()
+            self._suspender.suspend_run(rnd.run, rnd.spec.tier)
+            del self.context.rounds[run]
+            self._tiers.round_ended()
+
     def end(self, rnd: Round, reason: messages.EndReason, ids: list[str] | None) -> None:
         """Fix the reply, and suspend the rest or let it run ahead. The step in flight must be settled."""
         c = self.context

@@ -171,6 +171,8 @@ class Group:
     """Number of the round in which it got its first token; running ahead counts as the next round. -1 = none yet."""
     engine_params: Any = None
     """Decoded sampling parameters, shared by the group (set by the adapter)."""
+    engine_input_ids: Any = None
+    """The prompt in the engine's form, likewise."""
 
     @property
     def id(self) -> str:

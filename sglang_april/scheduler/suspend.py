@@ -39,9 +39,10 @@ class Suspender:
         if not samples:
             return
         self._c.trace("suspend", samples)
-        self._c.engine.detach(samples)
         for sample in samples:
             self._c.recorder.drawn(sample)
+        self._c.engine.detach(samples)
+        for sample in samples:
             self._c.ledger.suspend(sample)
         self._tiers.add_suspended(samples)
 

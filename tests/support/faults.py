@@ -1,6 +1,8 @@
-"""Faults of rank 1 alone, each active while the server's switch `fault` names it (launch.py installs them).
+"""Faults of one rank (launch.py installs them).
 
-A faulty function fails, corrupts its result, or blocks until the switch is off.
+While the server's switch `fault` names one of `FAULTS`, a function of rank 1 fails, corrupts its result, or blocks
+until the switch is off. While the switch `exception` names a rank and one of `EXCEPTIONS`, a function of that rank
+raises what the plugin does not expect.
 """
 
 import errno
@@ -61,4 +63,14 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "other order": (START, _start_reversed),
     "fewer started": (START, _start_fewer),
     "none started": (START, _start_none),
+}
+
+APRIL = "sglang_april."
+EXCEPTIONS: dict[str, str] = {
+    "detach": APRIL + "adapter.v0_5_17.engine.SchedulerEngine.detach",
+    "command": APRIL + "scheduler.commands.Commands.execute",
+    "progress": APRIL + "scheduler.controller.Controller.progress",
+    "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
+    "journal thread": APRIL + "recovery.journal.Journal._transaction",
+    "store thread": KV + "page_store.PageStore._copy_to_host",
 }

@@ -29,13 +29,13 @@ KEPT = 2
 class PromptJournal(Journal):
     """Writes synchronously, so that tests are deterministic."""
 
-    def start(self, written: OnWritten = lambda _last, _error: None) -> None:
+    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
         self._written = written
 
     def put(self, batch: list[Op]) -> int:
         self._put += 1
         assert self._transaction(list(batch)) == ""
-        self._written(self._put, "")
+        self._written(self._put, "", {})
         return self._put
 
 

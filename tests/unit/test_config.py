@@ -18,6 +18,7 @@ def test_defaults_are_those_of_the_design() -> None:
     assert (settings.replies, settings.reply_gb, settings.concurrency, settings.version) == (2, 4.0, None, None)
     assert (settings.host_gb, settings.servers_per_machine) == (None, 1)
     assert 0 < settings.host_bytes(1, 1) <= 64 * 10**9
+    assert settings.max_body_bytes == 64 * 2**20
 
 
 def test_flags_are_parsed_among_sglang_flags() -> None:
@@ -75,6 +76,7 @@ def test_concurrency_takes_a_number_or_auto() -> None:
         (["--april-host-gb", "nan"], "--april-host-gb must be a number of gigabytes"),
         (["--april-host-gb", "-1"], "--april-host-gb must be a number of gigabytes"),
         (["--april-reply-gb", "inf"], "--april-reply-gb must be a number of gigabytes"),
+        (["--april-max-body-mb", "401"], "--april-max-body-mb must be a whole number from 1 to 400"),
         (["--april-replies", "0"], "--april-replies must be a whole number from 1"),
         (["--april-version", "-1"], "--april-version must be a whole number from 0"),
         (["--april-concurrency", "0"], "--april-concurrency must be a whole number"),

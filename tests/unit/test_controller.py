@@ -5,7 +5,7 @@ import pytest
 from sglang_april.api import messages
 from sglang_april.scheduler import report
 from sglang_april.scheduler.state import State, sample_seed
-from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
+from tests.unit.controller_harness import Build, ControllerHarness, given_as, ids, lengths
 
 # --- when a round ends, and what it delivers
 
@@ -259,3 +259,30 @@ def test_an_id_is_taken_until_its_group_is_delivered_or_dropped(harness: Build) 
     assert w.open("run", lengths(9, 9), quota=1).data["incarnations"] == [1, 1]
     assert w.sample("run", "p1").seed != seed
     assert w.open("run", {"p5": (1, 1, 1)}).status == 409
+
+
+# --- the carry
+
+
+def test_too_much_carry_refuses_new_prompts_and_drops_nothing(harness: Build) -> None:
+    """A round without prompts is served, because it only reduces what waits."""
+    w = harness()
+    for engine in w.engines:
+        engine.controller.context.carry_cap_tokens = 20
+    w.open("run", lengths(4, 60, 60), quota=1)
+    w.reply()
+    w.open("run", {}, quota=None)
+    while w.command(messages.GetState).data["carry_tokens"] < 20:
+        w.step()
+    prompts, params = given_as(lengths(1))
+    spec = messages.RoundSpec("other", "other", 1, "group", "keep", 5)
+    extend = {"round_id": w.rounds["run"].spec.round_id, "quota_add": 0, "prompts": prompts, "params": params}
+    for refused in (
+        w.command(messages.OpenRound, spec=spec, prompts=prompts, params=params),
+        w.command(messages.ExtendRound, **extend),
+    ):
+        assert (refused.status, refused.field) == (503, "prompts")
+        assert "--april-carry-tokens 20 is reached" in refused.reason
+    assert ids(w.reply()) == ["p1", "p2"]
+    assert w.command(messages.GetState).data["carry_tokens"] == 0
+    assert w.open("run", lengths(1)).status == 200

@@ -5,7 +5,7 @@ import sqlite3
 import stat
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -134,7 +134,7 @@ def test_foreign_file_is_refused_and_unchanged(tmp_path: Path) -> None:
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     query(path, "UPDATE meta SET value=99 WHERE key='schema'")
-    with pytest.raises(JournalError, match="schema 99, and this version writes 2"):
+    with pytest.raises(JournalError, match=f"schema 99, and this version writes {schema.SCHEMA}"):
         probe(path)
 
 
@@ -187,7 +187,7 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal._db.execute(f"PRAGMA max_page_count={limit}")
     full = Chunk(bytes(10**6), b"", [])
 
-    def hear(last: int, error: str) -> None:
+    def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
         told.append((last, error))
         if len(told) == 2:  # in the writer's thread: somebody makes room
             journal._db.execute("PRAGMA max_page_count=1000000")

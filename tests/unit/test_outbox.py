@@ -31,9 +31,9 @@ def test_event_waits_for_its_batch_and_later_events_wait_behind_it() -> None:
     outbox.send(STATE)
     assert said == [FINISHED, STATE], "an answer that promises nothing overtakes"
     outbox.send(ended(), 2)
-    outbox.release(1)
+    outbox.release(1, {})
     assert said == [FINISHED, STATE, ANSWER, FINISHED]
-    outbox.release(2)
+    outbox.release(2, {})
     assert said[4:] == [ended()]
     assert len(outbox) == 0
 
@@ -41,9 +41,9 @@ def test_event_waits_for_its_batch_and_later_events_wait_behind_it() -> None:
 def test_event_of_a_written_batch_is_sent_at_once() -> None:
     said: list[Any] = []
     outbox = Outbox(said.append)
-    outbox.release(3)
+    outbox.release(3, {})
     outbox.send(ANSWER, 3)
-    outbox.release(0)  # a later try that failed takes nothing back
+    outbox.release(0, {})  # a later try that failed takes nothing back
     outbox.send(STATE, 2)
     assert said == [ANSWER, STATE]
 

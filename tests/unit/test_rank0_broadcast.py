@@ -61,9 +61,9 @@ Ranks = tuple[list[Scheduler], list[Rank0Broadcast]]
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
-    """What would have ended the server."""
-    errors: list[Exception] = []
-    monkeypatch.setattr(rank0_broadcast, "end_server", errors.append)
+    """What threads have raised, which would end the server (`fail-stop`)."""
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: errors.append(failed.exc_value))
     return errors
 
 

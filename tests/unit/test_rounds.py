@@ -115,6 +115,19 @@ async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
 
 
 @scenario
+async def test_a_failed_round_answers_its_error_again_and_its_id_stays_taken() -> None:
+    """With a journal the id is taken there, and its round would deliver after a restart."""
+    rounds = RoundRegistry(2, 100)
+    failed, _ = rounds.admit(record("x", "run"))
+    rounds.mark_open(failed)
+    rounds.mark_ended(failed)
+    rounds.fail(failed, RequestError(500, "server", "lost"))
+    assert status(lambda: rounds.admit(record("x", "run"))) == 500
+    assert status(lambda: rounds.find("x")) == 500
+    assert rounds.admit(record("y", "run"))[1]
+
+
+@scenario
 async def test_reader_blocks_a_writer_until_it_is_released() -> None:
     lock = sglang_rwlock()
     weight_lock = WeightLock(lock)

@@ -249,6 +249,14 @@ def test_each_sample_may_have_a_length_of_its_own() -> None:
     assert refuse({**one(), "sampling_params": {"max_new_tokens": [5]}}).field == "sampling_params.max_new_tokens"
 
 
+def test_a_sample_with_all_its_top_logprobs_fits_into_a_row_of_the_journal() -> None:
+    long = {"context_len": 2**17, "max_input_len": 2**17}
+    assert accept(one(top_logprobs_num=1024, sampling_params={"max_new_tokens": 58_000}), **long)
+    for sampling in ({"max_new_tokens": 59_000}, {"max_new_tokens": None}, {}):
+        refused = refuse(one(top_logprobs_num=1024, sampling_params=sampling), **long)
+        assert refused.field == "prompts[0].top_logprobs_num"
+
+
 def test_parameters_that_contradict_each_other() -> None:
     assert refuse(params(max_new_tokens=4, min_new_tokens=5)).field.endswith("min_new_tokens")
     assert refuse(params(regex="a", ebnf="b")).field.endswith("ebnf")

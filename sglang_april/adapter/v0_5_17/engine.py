@@ -23,6 +23,7 @@ from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.v0_5_17.rank_agreement import agree
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, restore_request, restore_tokens
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Event, FinishedSample, encode
 from sglang_april.config import AprilConfig
 from sglang_april.kv.kv_pages import Pages
@@ -62,6 +63,7 @@ class SchedulerEngine(Capacity):
         sample = req.april
         if sample is not None:
             sample.request = req
+            req.april_output = SampleOutput(req.logprob.top_logprobs_num)
             if sample.journal.snapshot is not None:
                 restore_tokens(req, sample, sample.journal.snapshot)
 
@@ -97,6 +99,7 @@ class SchedulerEngine(Capacity):
             s.handle_generate_request(build_request(sample))
             return
         req: Req = sample.request
+        req.april_output.unpack(req)
         collected = sample.recompute.proximal
         if proximal and is_eligible(req) and (collected is None or collected.version < self.version):
             sample.recompute.proximal = Proximal(self.version)
@@ -116,6 +119,8 @@ class SchedulerEngine(Capacity):
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]
+        for req in reqs:
+            req.april_output.unpack(req)
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
         batch = self.pages.build_decode_batch(reqs, pages, [x.kv.version < self.version for x in samples])
         for sample in samples:
@@ -140,6 +145,8 @@ class SchedulerEngine(Capacity):
         for req, sample in mine.items():
             if not req.output_ids or sample.journal.snapshot is not None:
                 self.forget(sample)
+            else:
+                req.april_output.pack(req)
 
     def _drop_chunked(self, req: Req) -> None:
         s = self._s

@@ -33,7 +33,7 @@ class PagePool:
             raise AssertionError(f"{req.rid}: KV {length}/{req.kv.kv_allocated_len} of {req.seqlen - 1} tokens")
         slots = self._rows.req_to_token[req.req_pool_idx, :length].to(torch.int64, copy=True)
         self._rows.free(req)
-        req.kv = None
+        req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
         return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
 
     def reset_request(self, req: Req) -> None:

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.layers.logits_processor import LogitsMetadata
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -108,18 +110,20 @@ def _logprobs(
     return logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
 
 
-def proximal_logprobs(sample: Sample, length: int, behaviour: list[float]) -> tuple[list[float | None], int] | None:
+def proximal_logprobs(
+    sample: Sample, length: int, behaviour: npt.NDArray[np.float32]
+) -> tuple[npt.NDArray[np.float32], int] | None:
     """Proximal logprobs of `length` output tokens and their version; None if no recompute gave any.
 
-    Tokens drawn under that very version repeat their behaviour value; tokens of later versions have none.
+    Tokens drawn under that very version repeat their behaviour value; tokens of later versions have NaN.
     """
     if sample.recompute.proximal is None:
         return None
     version = sample.recompute.proximal.version
-    values: list[float | None] = [None] * length
+    values = np.full(length, np.nan, dtype="<f4")
     for first, part in sample.recompute.proximal.parts:
-        values[first : first + len(part)] = part.tolist()
+        values[first : first + len(part)] = part.float().cpu().numpy()[: max(0, length - first)]
     for span in sample.closed_spans():
         if span.version == version:
             values[span.start : span.end] = behaviour[span.start : span.end]
-    return values[:length], version
+    return values, version

@@ -6,9 +6,6 @@ thread of rank 0, which sends one message when all have reported. Each rank also
 next rank, which compares them with its own.
 """
 
-import logging
-import os
-import signal
 import threading
 from typing import Any
 
@@ -21,11 +18,9 @@ from sglang.srt.utils.network import get_local_ip_auto
 from sglang_april.adapter.rank_channel import Body, Copied, Inbox, Sender, new_secret
 from sglang_april.adapter.v0_5_17.envelope import AprilReq
 from sglang_april.api import messages
-from sglang_april.scheduler.decisions import MAX_TEXT, Decided, PeerComparison, RanksDifferError
+from sglang_april.scheduler.decisions import MAX_TEXT, Decided, PeerComparison
 
 _TO_SCHEDULER = "inproc://april-facts"
-
-log = logging.getLogger("sglang_april")
 
 
 class Rank0Broadcast:
@@ -61,7 +56,7 @@ class Rank0Broadcast:
         """Compare this rank's decisions with those of the others, before the forward of the step is launched.
 
         Raises:
-            RanksDifferError: they differ.
+            RanksDifferError: they differ; the thread that receives reports raises it too (`fail-stop`).
         """
         if decided is not None:
             self._to_next.send(decided)
@@ -78,7 +73,7 @@ class Rank0Broadcast:
         to = {receiver: Sender(self._rank, receiver, addresses[receiver], secret) for receiver in (0, following)}
         self._to_rank_0, self._to_next = to[0], to[following]
         self._comparison = PeerComparison(self._rank, before)
-        inbox.read(secret, self._received, end_server)
+        inbox.read(secret, self._received)
 
     def _received(self, sender: int, body: Body) -> None:
         if isinstance(body, Decided):
@@ -88,13 +83,6 @@ class Rank0Broadcast:
             failures[sender] = f"rank {sender}: {body.failure}" if body.failure else ""
             if len(failures) == self._ranks:
                 self.send(_moved({body.order: self._failures_by_move.pop(body.order)}))
-
-
-def end_server(error: Exception) -> None:
-    """End the server from a thread, as SGLang does when its scheduler raises: the loop may wait in a collective."""
-    reason = str(error) if isinstance(error, RanksDifferError) else repr(error)
-    log.critical("sglang-april: the server ends: %s.", reason, exc_info=not isinstance(error, RanksDifferError))
-    os.kill(os.getppid(), signal.SIGQUIT)
 
 
 def _moved(failures_by_move: dict[int, dict[int, str]]) -> messages.Moved:

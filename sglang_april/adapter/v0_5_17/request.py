@@ -10,6 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.v0_5_17.proximal import proximal_logprobs
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import FinishedSample
 from sglang_april.scheduler.state import Group, Sample
 
@@ -34,7 +35,7 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(
         rid=rid_of(sample),
         input_text="",
-        input_ids=array("q", np.frombuffer(group.prompt.input_ids, dtype="<i4").astype(np.int64).tobytes()),
+        input_ids=_input_ids(group),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
@@ -46,6 +47,14 @@ def build_request(sample: Sample) -> TokenizedGenerateReqInput:
         stream=False,
         priority=group.prompt.priority,
     )
+
+
+def _input_ids(group: Group) -> "array[int]":
+    """int64 [prompt_len], one array for the group: SGLang replaces the prompt of a request, but never changes it."""
+    if group.engine_input_ids is None:
+        ids = np.frombuffer(group.prompt.input_ids, dtype="<i4").astype(np.int64)
+        group.engine_input_ids = array("q", ids.tobytes())
+    return group.engine_input_ids
 
 
 def has_grammar(group: Group) -> bool:
@@ -65,30 +74,25 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
     """Tokens and logprobs of a sample that has ended; a sample that never reached the engine has none."""
     ids = req.output_ids_through_stop if req is not None else array("q")
     sample.length = len(ids)
-    logprobs = (req.logprob.output_token_logprobs_val or []) if req is not None else []
+    output = req.april_output if req is not None else SampleOutput()
+    if req is not None:
+        output.collect(req)
+    logprobs = output.logprobs(0, len(ids))
     if reason is None:
         reason = req.finished_reason.to_json() if req is not None and req.finished_reason else {"type": "abort"}
     group = sample.group
-    proximal = proximal_logprobs(sample, len(ids), logprobs)
+    proximal = proximal_logprobs(sample, len(ids), np.frombuffer(logprobs, "<f4"))
     return FinishedSample(
         run=group.run.name,
         id=group.id,
         incarnation=group.incarnation,
         index=sample.index,
         output_ids=np.asarray(ids, dtype="<i4").tobytes(),
-        logprobs=np.asarray(logprobs[: len(ids)], dtype="<f4").tobytes(),
+        logprobs=logprobs,
         spans=sample.closed_spans(),
         finish_reason=reason,
         seed=sample.seed,
-        top_logprobs=top_logprobs(req, 0, len(ids)) if group.prompt.top_logprobs_num else None,
-        proximal_logprobs=proximal[0] if proximal else None,
+        top_logprobs=output.top_logprobs(0, len(ids)),
+        proximal_logprobs=proximal[0].tobytes() if proximal else None,
         proximal_version=proximal[1] if proximal else None,
     )
-
-
-def top_logprobs(req: Req | None, start: int, end: int) -> list[list[tuple[float, int]]]:
-    """Pairs (logprob, token id) for each output token in [start, end)."""
-    if req is None or not req.logprob.output_top_logprobs_val:
-        return []
-    values, ids = req.logprob.output_top_logprobs_val[start:end], req.logprob.output_top_logprobs_idx[start:end]
-    return [list(zip(v, i, strict=True)) for v, i in zip(values, ids, strict=True)]

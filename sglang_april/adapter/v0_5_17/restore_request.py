@@ -11,7 +11,8 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.v0_5_17.request import build_request, rid_of, top_logprobs, versioned_key
+from sglang_april.adapter.v0_5_17.request import build_request, rid_of, versioned_key
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.state import Proximal, Sample
 
@@ -19,15 +20,16 @@ from sglang_april.scheduler.state import Proximal, Sample
 def chunk_of(sample: Sample, start: int) -> Chunk:
     """Output tokens of an unfinished sample, from index `start`."""
     req: Req = sample.request
-    logprobs = req.logprob.output_token_logprobs_val or []
+    output: SampleOutput = req.april_output
+    output.collect(req)
     proximal = sample.recompute.proximal
     if proximal is not None and proximal.version == sample.journal.proximal_version:
         proximal = None
     return Chunk(
         np.asarray(req.output_ids[start : sample.length], dtype="<i4").tobytes(),
-        np.asarray(logprobs[start : sample.length], dtype="<f4").tobytes(),
+        output.logprobs(start, sample.length),
         sample.closed_spans(),
-        top_logprobs(req, start, sample.length) if sample.group.prompt.top_logprobs_num else None,
+        output.top_logprobs(start, sample.length),
         _serialize_proximal(proximal) if proximal is not None else None,
     )
 
@@ -46,12 +48,7 @@ def restore_tokens(req: Req, sample: Sample, chunk: Chunk) -> None:
     """Add the tokens of earlier legs to a new request."""
     ids = np.frombuffer(chunk.output_ids, "<i4")
     req.output_ids = array("q", ids.astype(np.int64).tobytes())
-    out = req.logprob
-    out.output_token_logprobs_val = np.frombuffer(chunk.logprobs, "<f4").tolist()
-    out.output_token_logprobs_idx = ids.tolist()
-    if chunk.top_logprobs is not None:
-        out.output_top_logprobs_val = [[value for value, _ in row] for row in chunk.top_logprobs]
-        out.output_top_logprobs_idx = [[token for _, token in row] for row in chunk.top_logprobs]
+    req.april_output.restore(chunk.logprobs, chunk.top_logprobs)
     if chunk.proximal is not None:
         version, parts = chunk.proximal
         values = [(first, torch.from_numpy(np.frombuffer(raw, "<f4").copy())) for first, raw in parts]
