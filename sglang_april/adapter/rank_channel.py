@@ -73,7 +73,7 @@ class Inbox:
         self._dropped, self._logged_at = 0, float("-inf")
 
     def read(self, secret: bytes, handle: Callable[[int, Body], None]) -> None:
-        """Pass (sender, body) of each message to `handle`, in a thread whose exceptions end the server (`fail-stop`)."""
+        """Pass (sender, body) of messages to `handle`, in a thread whose exceptions end the server (`fail-stop`)."""
         threading.Thread(target=self._read, args=(secret, handle), name="april-facts", daemon=True).start()
 
     def _read(self, secret: bytes, handle: Callable[[int, Body], None]) -> None:
