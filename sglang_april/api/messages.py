@@ -18,6 +18,7 @@ from sglang_april.api.commands import (
     OpenRound,
     PushBegin,
     PushEnd,
+    Shutdown,
     StopRound,
     Thaw,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "Restored",
     "RoundEnded",
     "RoundSpec",
+    "Shutdown",
     "Span",
     "StopRound",
     "Thaw",

@@ -47,6 +47,8 @@ class AprilService:
         self.restored_state = RestoredState(
             engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
         )
+        self.closing = ""
+        """Why the server is about to end, or empty."""
         self._on_reply = on_reply
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -76,7 +78,7 @@ class AprilService:
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it (`idempotent-round`)."""
         await self.restored_state.ready()
-        if (reason := self.restored_state.fault) and not self.rounds.contains(body.round_id):
+        if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
@@ -210,20 +212,17 @@ class AprilService:
     def receive(self, payload: bytes) -> None:
         """Handle one message of the scheduler, whole and in order; nothing in here may await.
 
-        An exception would end SGLang's loop, and with it the server.
+        An exception ends SGLang's loop, and with it the server (`fail-stop`): some client would wait for ever.
         """
-        try:
-            message = messages.decode_event(payload)
-            if isinstance(message, messages.Answer):
-                self.rpc.answered(message)
-            elif isinstance(message, messages.Finished):
-                self.rounds.add_finished(self.completed_groups, message.samples)
-            elif isinstance(message, messages.RoundEnded):
-                self._round_ended(message)
-            else:
-                self.restored_state.receive(message)
-        except Exception:
-            logger.exception("a message of the scheduler could not be handled")
+        message = messages.decode_event(payload)
+        if isinstance(message, messages.Answer):
+            self.rpc.answered(message)
+        elif isinstance(message, messages.Finished):
+            self.rounds.add_finished(self.completed_groups, message.samples)
+        elif isinstance(message, messages.RoundEnded):
+            self._round_ended(message)
+        else:
+            self.restored_state.receive(message)
 
     def _round_ended(self, message: messages.RoundEnded) -> None:
         round_ = next((r for r in self.rounds.open if r.id == message.round_id), None)

@@ -40,6 +40,8 @@ class Context:
     step: int = 0
     frozen: bool = False
     """A pause: no rollout sample takes a step."""
+    closing: str = ""
+    """Why the server is about to end, or empty."""
     flushing: bool = False
     """A flush is waiting for stock requests to end."""
     decisions: Decisions | None = None
@@ -50,6 +52,8 @@ class Context:
 
     def closed(self) -> str:
         """Why no round may be opened, or an empty string."""
+        if self.closing:
+            return self.closing
         if released := self.engine.memory_released():
             return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
         return self.clock.closed

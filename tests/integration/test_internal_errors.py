@@ -27,18 +27,19 @@ OTHER = {
 }
 """A round whose end copies pages to the host."""
 
-# rank, function (tests/support/faults.py), the place that the sentence names, and the call that reaches the function
+# process and function (tests/support/faults.py), the handler that the sentence names, the call that reaches it
 ONE_RANK = [
-    (0, "detach", "receive_message", ("/april/push/begin", {})),
-    (0, "row seeds", "sampling_filter", ("/generate", SHORT)),
-    (0, "journal thread", "thread april-journal", ("/april/rollout", {"run": "empty", "prompts": []})),
+    ("rank 0", "detach", "receive_message", ("/april/push/begin", {})),
+    ("rank 0", "row seeds", "sampling_filter", ("/generate", SHORT)),
+    ("rank 0", "journal thread", "thread april-journal", ("/april/rollout", {"run": "empty", "prompts": []})),
+    ("the HTTP process", "event", "receive_event", ("/april/push/begin", {})),
 ]
 TWO_RANKS = [
-    (1, "detach", "flush_request", ("/flush_cache", {})),
-    (0, "progress", "count_finishes", ("/generate", SHORT)),
-    (1, "store thread", "thread april-store", ("/april/rollout", OTHER)),
+    ("rank 1", "detach", "flush_request", ("/flush_cache", {})),
+    ("rank 0", "progress", "count_finishes", ("/generate", SHORT)),
+    ("rank 1", "store thread", "thread april-store", ("/april/rollout", OTHER)),
 ]
-Fault = tuple[int, str, str, tuple[str, dict[str, Any]]]
+Fault = tuple[str, str, str, tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture
@@ -59,12 +60,12 @@ def start(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Ite
 
 def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
     """A round, a stock request and the call that fails end with an error; so does the server, with one sentence."""
-    server, (rank, name, place, (path, body)) = live.server, fault
+    server, (process, name, handler, (path, body)) = live.server, fault
     with AprilClient(server.url) as client:
         waiting = [live.in_background(client.rollout, **round_), live.in_background(server.post, "/generate", GENERATE)]
         until(lambda: server.state()["samples"]["running"] or any(w.done() for w in waiting), "the round runs")
         live.wait_decodes()
-        with server.raising(rank, name):
+        with server.raising(process, name):
             last = live.in_background(server.post, path, body)
             until(lambda: not server.alive, "the server has ended")
         with pytest.raises(ServerLostError, match=round_["round_id"]):
@@ -74,8 +75,8 @@ def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
         assert last.exception(TIMEOUT_S) is None or isinstance(last.exception(), httpx.TransportError)
     until(lambda: not server.processes(), "no process is left")
     log = server.log.read_text(errors="replace")
-    sentences = re.findall(r"sglang-april: the server ends, because rank (\d) raised (.*) in (.*)\.", log)
-    assert sentences == [(str(rank), "RuntimeError('injected')", place)]
+    sentences = re.findall(r"sglang-april: the server ends, because (.*) raised (.*) in (.*)\.", log)
+    assert sentences == [(process, "RuntimeError('injected')", handler)]
     assert "Traceback" in log
 
 

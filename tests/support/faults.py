@@ -1,7 +1,7 @@
 """Faults of one rank (launch.py installs them).
 
 While the server's switch `fault` names one of `FAULTS`, a function of rank 1 fails, corrupts its result, or blocks
-until the switch is off. While the switch `exception` names a rank and one of `EXCEPTIONS`, a function of that rank
+until the switch is off. While the switch `exception` names a process and one of `EXCEPTIONS`, a function there
 raises what the plugin does not expect.
 """
 
@@ -72,5 +72,6 @@ EXCEPTIONS: dict[str, str] = {
     "progress": APRIL + "scheduler.controller.Controller.progress",
     "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
     "journal thread": APRIL + "recovery.journal.Journal._transaction",
+    "event": APRIL + "http.service.AprilService.receive",
     "store thread": KV + "page_store.PageStore._copy_to_host",
 }

@@ -123,11 +123,12 @@ def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raising(name: str) -> Callable[..., Any]:
-    """An AROUND hook: raises on the rank of the switch `exception` while that names this function."""
+    """An AROUND hook: raises in the process of the switch `exception` while that names this function."""
     from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if Process.scheduler is not None and switch("exception") == f"{Process.scheduler.ps.tp_rank} {name}":
+        place = f"rank {Process.scheduler.ps.tp_rank}" if Process.scheduler is not None else "the HTTP process"
+        if switch("exception") == f"{place}: {name}":
             raise RuntimeError("injected")
         return stock(*args, **kwargs)
 

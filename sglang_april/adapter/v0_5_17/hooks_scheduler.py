@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,6 +68,9 @@ def attach(_: None, s: Scheduler) -> None:
     if s.ps.tp_size > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
+    if threading.current_thread() is threading.main_thread():
+        # A signal to the whole group must not end a scheduler before the HTTP process says so. It dies with that one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
     Process.step_times = StepTimes(engine.broadcast, s.max_running_requests)
@@ -189,6 +193,11 @@ def add_held_tokens(result: int, _observer: Any) -> int:
         return result
     runs = controller.context.ledger.runs.values()
     return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
+
+
+def close_journal(_: None, s: Scheduler, _recv_req: Any) -> None:
+    """AFTER Scheduler.handle_shutdown: the loop ends after this step."""
+    s.april.context.recorder.close()
 
 
 # --- requests that SGLang aborts or retracts
