@@ -104,7 +104,8 @@ class Resumer:
     # --- by prefill
 
     def _start(self, samples: list[Sample]) -> None:
-        self._c.trace("start", samples)
+        if samples:
+            self._c.trace("start", samples)
         for sample in samples:
             if sample.kv.pages is not None:
                 sample.recompute.reason = self._why_recompute(sample, sample.kv.pages)

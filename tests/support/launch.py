@@ -115,7 +115,8 @@ def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
         return switch("fault") == name
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        on_rank = Process.scheduler is not None and Process.scheduler.ps.tp_rank == 1
+        scheduler = Process.scheduler or args[0]  # functions of the start are passed a scheduler
+        on_rank = hasattr(scheduler, "ps") and scheduler.ps.tp_rank == 1
         return faulty(armed, stock, *args, **kwargs) if on_rank and armed() else stock(*args, **kwargs)
 
     return hook
