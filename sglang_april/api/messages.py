@@ -18,12 +18,12 @@ from sglang_april.api.commands import (
     OpenRound,
     PushBegin,
     PushEnd,
+    Shutdown,
     StopRound,
     Thaw,
 )
 from sglang_april.api.events import (
     Answer,
-    Broken,
     Event,
     Finished,
     JournalFault,
@@ -51,7 +51,6 @@ from sglang_april.api.types import (
 __all__ = [
     "Acknowledge",
     "Answer",
-    "Broken",
     "Command",
     "Count",
     "Delivery",
@@ -82,6 +81,7 @@ __all__ = [
     "Restored",
     "RoundEnded",
     "RoundSpec",
+    "Shutdown",
     "Span",
     "StopRound",
     "Thaw",

@@ -46,14 +46,14 @@ class Commands:
                 return self._drop(cmd)
             case messages.Acknowledge():
                 self._c.recorder.acknowledged(cmd.round_id, cmd.run)
+            case messages.Shutdown():
+                self._shut_down(store=cmd.store)
             case messages.PushBegin():
                 self._pushes.begin(cmd.version)
             case messages.PushEnd():
                 return self._pushes.end(cmd.version)
-            case messages.Freeze():
-                self._pushes.freeze()
-            case messages.Thaw():
-                self._pushes.thaw()
+            case messages.Freeze() | messages.Thaw():
+                (self._pushes.freeze if isinstance(cmd, messages.Freeze) else self._pushes.thaw)()
             case messages.GetState() | messages.GetPartials():
                 return self._report(cmd)
         return {}
@@ -160,6 +160,12 @@ class Commands:
         self._round_end.stop(rnd, cmd.deliver)
         return {"open": True}
 
+    def _shut_down(self, *, store: bool) -> None:
+        self._c.closing = "the server is shutting down"
+        self._pushes.interrupt()
+        if store:
+            self._tiers.move_all_to_disk()
+
     def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
         c = self._c
         if cmd.round_id:
@@ -175,7 +181,7 @@ class Commands:
             self._suspender.suspend([s for g in dropped_groups for s in g.samples.values()])
         samples = c.ledger.drop(run, [g.id for g in dropped_groups])
         c.recorder.dropped(dropped_groups)
-        c.trace("drop", samples)
+        c.trace(f"drop from {cmd.run}", samples)
         for sample in samples:
             self._tiers.release(sample)
             c.engine.forget(sample)

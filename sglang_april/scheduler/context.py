@@ -1,11 +1,11 @@
 """State shared by the parts of the scheduler side: one per scheduler process, replicated on every TP rank."""
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
 
 from sglang_april.api import messages
 from sglang_april.kv.kv_pages import CopyTier
+from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
@@ -40,30 +40,23 @@ class Context:
     step: int = 0
     frozen: bool = False
     """A pause: no rollout sample takes a step."""
+    closing: str = ""
+    """Why the server is about to end, or empty."""
     flushing: bool = False
     """A flush is waiting for stock requests to end."""
-    broken: str = ""
-    """The exception of the plugin that ended its service; SGLang keeps serving (`contained-faults`)."""
-    digest: TextIO | None = None
-    """Receives one line per step with a hash of all decisions so far; tests compare ranks by it."""
-    _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+    decisions: Decisions | None = None
+    """The digest of all decisions, which ranks compare; None if there is only one rank."""
 
     def __post_init__(self) -> None:
         self.recorder = Unrecorded(self.engine)
 
     def closed(self) -> str:
         """Why no round may be opened, or an empty string."""
-        if self.broken:
-            return self.broken
+        if self.closing:
+            return self.closing
         if released := self.engine.memory_released():
             return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
         return self.clock.closed
-
-    def stop_serving(self, reason: str) -> None:
-        """Report the first exception of the plugin at once, without waiting for the journal."""
-        if not self.broken:
-            self.broken = reason
-            self.engine.send(messages.Broken(reason))
 
     def cap(self, tier: CopyTier) -> int:
         """Tokens that a tier may hold."""
@@ -99,13 +92,7 @@ class Context:
         rnd = self.round_of(sample) if self.rounds else None
         return rnd is not None and rnd.must_finish(sample.group)
 
-    def trace(self, decision: str, samples: list[Sample]) -> None:
+    def trace(self, decision: str, samples: Sequence[Sample] = (), detail: object = None) -> None:
         """Add a scheduling decision to the digest; it must be the same on every rank (`rank-determinism`)."""
-        if self.digest is not None and samples:
-            names = ",".join(f"{s.group.order}.{s.index}" for s in samples)
-            self._hash.update(f"{self.step} {decision} {names};".encode())
-
-    def write_digest(self) -> None:
-        if self.digest is not None:
-            self.digest.write(f"{self.step} {self._hash.hexdigest()}\n")
-            self.digest.flush()
+        if self.decisions is not None:
+            self.decisions.add(decision, samples, detail)
