@@ -8,6 +8,7 @@ import msgspec
 from sglang_april.api.commands import (
     Acknowledge,
     Command,
+    DeleteReply,
     Drop,
     ExtendRound,
     Freeze,
@@ -54,6 +55,7 @@ __all__ = [
     "Broken",
     "Command",
     "Count",
+    "DeleteReply",
     "Delivery",
     "Drop",
     "EndReason",

@@ -86,8 +86,9 @@ class CrashLoop:
         with (folder / "regained").open("a") as out:
             out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
+        self.replies = [(r.spec.run, r.spec.round_id) for r in saved.replies]
         self.engine.send(restored_event(saved, unnamed=unnamed))
-        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT, self.rng.choice((4, 256)))
+        self.recorder = self.context.recorder = Recorder(self.engine, journal, self.rng.choice((4, 256)))
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
@@ -95,6 +96,7 @@ class CrashLoop:
         """One word at a time; the journal's thread speaks too."""
         if isinstance(word, messages.RoundEnded):
             self.busy.discard(word.run)
+            self.replies.append((word.run, word.round_id))
         body = messages.encode(word)
         kind = EVENT if isinstance(word, messages.Event) else COMMAND
         with self.lock:
@@ -129,7 +131,13 @@ class CrashLoop:
             params=params,
         )
         if held:
-            self.ask(messages.Acknowledge, round_id=name, run=run)
+            self.ask(messages.Acknowledge, round_id=name)
+
+    def delete_replies(self, run: str) -> None:
+        """All but the last few of a run, as the HTTP process decides."""
+        for reply in [reply for reply in list(self.replies) if reply[0] == run][:-KEPT]:
+            self.replies.remove(reply)
+            self.ask(messages.DeleteReply, round_id=reply[1])
 
     def name_the_version(self) -> None:
         if self.context.clock.closed:
@@ -147,6 +155,8 @@ class CrashLoop:
                 self.engine.step()
             if self.rng.random() < 0.1:
                 self.disturb()
+            if self.rng.random() < 0.3:
+                self.delete_replies(self.rng.choice(RUNS))
 
     def disturb(self) -> None:
         match self.rng.randrange(4):
