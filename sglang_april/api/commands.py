@@ -96,6 +96,14 @@ class Thaw(msgspec.Struct, tag=True):
     seq: int
 
 
+class Shutdown(msgspec.Struct, tag=True):
+    """The server ends: every sample is suspended, and no further round is opened."""
+
+    seq: int
+    store: bool
+    """Move KV on the device and the host to the disk, where a restart with the journal finds it."""
+
+
 class GetState(msgspec.Struct, tag=True):
     """`GET /april/state`."""
 
@@ -123,9 +131,10 @@ Command = (
     | PushEnd
     | Freeze
     | Thaw
+    | Shutdown
     | GetState
     | GetPartials
 )
 
-Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | PushEnd
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | Shutdown | PushEnd
 """Commands with a durable effect: with a journal they are answered once it is written (`journal-before-reply`)."""

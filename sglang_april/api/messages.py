@@ -19,12 +19,12 @@ from sglang_april.api.commands import (
     OpenRound,
     PushBegin,
     PushEnd,
+    Shutdown,
     StopRound,
     Thaw,
 )
 from sglang_april.api.events import (
     Answer,
-    Broken,
     Event,
     Finished,
     JournalFault,
@@ -52,7 +52,6 @@ from sglang_april.api.types import (
 __all__ = [
     "Acknowledge",
     "Answer",
-    "Broken",
     "Command",
     "Count",
     "DeleteReply",
@@ -84,6 +83,7 @@ __all__ = [
     "Restored",
     "RoundEnded",
     "RoundSpec",
+    "Shutdown",
     "Span",
     "StopRound",
     "Thaw",

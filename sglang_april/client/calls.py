@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from sglang_april import PROTOCOL, __version__
 from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
@@ -32,7 +33,7 @@ class AprilError(Exception):
 
 
 class NotPatchedError(AprilError):
-    """The server is plain SGLang: the plugin is not active there."""
+    """The server is plain SGLang, or has a plugin whose protocol is another."""
 
 
 class ServerLostError(AprilError):
@@ -162,8 +163,14 @@ class Calls:
         if response.status_code == 404:
             reason = "SGLang runs there without sglang-april; launch it with python -m sglang_april.launch_server"
             raise NotPatchedError(404, "server", f"{self._url}: {reason}")
-        if not self.content(response)["http"]["hooks"]:
+        hooks = self.content(response)["http"]["hooks"]
+        if not hooks:
             raise NotPatchedError(500, "server", f"{self._url}: SGLang runs there without the plugin's hooks")
+        if hooks.get("protocol") != PROTOCOL:
+            versions = f"sglang-april {hooks.get('april')} there (protocol {hooks.get('protocol')})"
+            raise NotPatchedError(
+                500, "server", f"{self._url}: {versions} and {__version__} here (protocol {PROTOCOL})"
+            )
         self._checked = True
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> Exchange[Any]:

@@ -46,14 +46,14 @@ class Commands:
                 return self._drop(cmd)
             case messages.Acknowledge() | messages.DeleteReply():
                 self._note_reply(cmd)
+            case messages.Shutdown():
+                self._shut_down(store=cmd.store)
             case messages.PushBegin():
                 self._pushes.begin(cmd.version)
             case messages.PushEnd():
                 return self._pushes.end(cmd.version)
-            case messages.Freeze():
-                self._pushes.freeze()
-            case messages.Thaw():
-                self._pushes.thaw()
+            case messages.Freeze() | messages.Thaw():
+                (self._pushes.freeze if isinstance(cmd, messages.Freeze) else self._pushes.thaw)()
             case messages.GetState() | messages.GetPartials():
                 return self._report(cmd)
         return {}
@@ -164,6 +164,12 @@ class Commands:
             return {"open": False}
         self._round_end.stop(rnd, cmd.deliver)
         return {"open": True}
+
+    def _shut_down(self, *, store: bool) -> None:
+        self._c.closing = "the server is shutting down"
+        self._pushes.interrupt()
+        if store:
+            self._tiers.move_all_to_disk()
 
     def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
         c = self._c

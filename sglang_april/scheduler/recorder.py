@@ -69,6 +69,9 @@ class Unrecorded:
     def commit(self) -> None:
         """End of a step or a command."""
 
+    def close(self) -> None:
+        """The server ends: write everything and close the journal."""
+
 
 class Recorder(Unrecorded):
     def __init__(self, engine: Engine, journal: Journal, interval: int = 256) -> None:
@@ -174,7 +177,6 @@ class Recorder(Unrecorded):
             self._records = []
 
     def close(self) -> None:
-        """Write everything and close the journal; only tests call it, because a server needs no clean end."""
         self.commit()
         self._journal.close()
 

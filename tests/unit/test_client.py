@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from sglang_april import PROTOCOL, __version__
 from sglang_april.api import messages
 from sglang_april.client import (
     AprilClient,
@@ -62,7 +63,7 @@ def url() -> Iterator[str]:
     app = FastAPI()
     engine = EagerEngine()
     engine.april = app.state.april = AprilService(engine, AprilConfig(quota=1))
-    engine.april.hook_report = {"hooks": ["one"]}
+    engine.april.hook_report = {"hooks": ["one"], "april": __version__, "protocol": PROTOCOL}
     add_routes(app, admin=lambda endpoint: endpoint)
     server, address = serve(app)
     yield address
