@@ -156,11 +156,11 @@ class CrashLoop:
             self.turn()
             if self.rng.random() < 0.1:
                 self.disturb()
-            if self.rng.random() < 0.3:
-                self.delete_replies(self.rng.choice(RUNS))
 
     def turn(self) -> None:
-        """Open a round at times, and take some steps."""
+        """Delete old replies and open a round at times, and take some steps."""
+        if self.rng.random() < 0.3:
+            self.delete_replies(self.rng.choice(RUNS))
         idle = [run for run in RUNS if run not in self.busy]
         if idle and self.rng.random() < 0.5:
             self.open(self.rng.choice(idle), self.rng.randint(0, 3), self.rng.choice((1, 1, 2, None)))
