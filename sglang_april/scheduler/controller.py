@@ -89,9 +89,9 @@ class Controller:
         """After `interrupt`, before the KV pool is cleared or unmapped (`evacuate-before-clear`)."""
         self.suspender.evacuate()
 
-    def weight_call_ended(self, ok: bool, message: str, *, whole: bool) -> None:
-        """One of SGLang's weight calls has been applied, or has failed on some rank."""
-        self._pushes.weight_call_ended(ok, message, whole=whole)
+    def weight_call_ended(self, ok: bool, message: str, *, whole: bool, refused: bool = False) -> None:
+        """One of SGLang's weight calls has been applied, has failed on some rank, or was refused unchanged."""
+        self._pushes.weight_call_ended(ok, message, whole=whole, refused=refused)
         self.context.recorder.commit()
 
     def freeze(self) -> None:
