@@ -73,5 +73,4 @@ EXCEPTIONS: dict[str, str] = {
     "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
     "journal thread": APRIL + "recovery.journal.Journal._transaction",
     "event": APRIL + "http.service.AprilService.receive",
-    "store thread": KV + "page_store.PageStore._copy_to_host",
 }
