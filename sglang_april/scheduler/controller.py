@@ -182,7 +182,9 @@ class Controller:
         self.tiers.drop_prefix(sample)
         sample.kv.version, sample.recompute.in_progress = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
-        if rnd := self.context.active_round(sample):
+        rnd = self.context.active_round(sample)
+        self.context.engine.collect_proximal(sample, wanted=rnd is not None and rnd.spec.proximal)
+        if rnd is not None:
             rnd.stats.retracted += 1
 
     def _set_first_round(self, group: Group) -> None:
