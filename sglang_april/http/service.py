@@ -269,9 +269,10 @@ class AprilService:
     async def _undo(self, round_: RoundRecord, prompts: list[messages.Prompt], *, accepted: bool) -> None:
         """Delete prompts that could not be journalled, and end their round: if it was `accepted`, with its reply."""
         round_id = "" if accepted else round_.id
-        await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
-        if accepted:
-            await self.stop(round_.id, None)
+        with contextlib.suppress(RequestError):  # the first error is the one to report
+            await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
+            if accepted:
+                await self.stop(round_.id, None)
 
     def _accepted(self, round_: RoundRecord, prompts: list[messages.Prompt], answer: messages.Answer) -> None:
         self.completed_groups.add_prompts(round_.run, prompts)
