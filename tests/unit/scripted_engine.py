@@ -79,8 +79,9 @@ class ScriptedEngine:
             return messages.Answer(command.seq, data={"groups": [[i, 0] for i in ids], "samples": len(ids)})
         if isinstance(command, messages.PushEnd):
             self.version += 1
-        data = {"policy_version": self.version, "closed": "", "running": self.running}
-        return messages.Answer(command.seq, data=data)
+        brief = isinstance(command, messages.GetState) and command.brief
+        more = {"closed": "", "running": self.running} if brief else {}
+        return messages.Answer(command.seq, data={"policy_version": self.version, **more})
 
     def tell(self, message: messages.Event) -> None:
         self.april.receive(messages.encode(message))
