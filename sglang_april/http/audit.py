@@ -164,7 +164,7 @@ class Audit:
             "tolerance": self.tolerance,
             "audited": self._audited,
             "audited_tokens": self._tokens,
-            "waiting": sum(candidate is not None for candidate in self._chosen),
+            "waiting": sum(candidate is not None for candidate in self._chosen) + (self._rescoring is not None),
             "largest_difference": self._largest,
             "discarded": self._discarded,
             "skipped": dict(self._skipped),
