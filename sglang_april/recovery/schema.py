@@ -12,19 +12,19 @@ from typing import Any
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.recovery.journal_snapshot import Chunk, seal
 
-SCHEMA = 3
+SCHEMA = 4
 REMEMBERED = 2**16
 """Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id));
 CREATE TABLE IF NOT EXISTS rounds(
     seq INTEGER PRIMARY KEY, round_id TEXT UNIQUE, run TEXT, number INTEGER, spec BLOB, ended BLOB, held INTEGER);
-CREATE INDEX IF NOT EXISTS kept_replies ON rounds(run, seq) WHERE length(ended) > 0;
 CREATE TABLE IF NOT EXISTS groups(
     gid INTEGER PRIMARY KEY, run TEXT, id TEXT, incarnation INTEGER, n INTEGER, prompt BLOB, params BLOB,
-    accepted INTEGER, dropped INTEGER, UNIQUE(run, id, incarnation));
+    accepted INTEGER, dropped INTEGER);
+CREATE INDEX IF NOT EXISTS groups_by_id ON groups(run, id, incarnation);
 CREATE TABLE IF NOT EXISTS admitted(
     gid INTEGER, idx INTEGER, place INTEGER, number INTEGER, PRIMARY KEY(gid, idx)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks(gid INTEGER, idx INTEGER, start INTEGER, body BLOB, PRIMARY KEY(gid, idx, start));
@@ -39,32 +39,38 @@ Op = Callable[[sqlite3.Connection], Any]
 """A record. A `sqlite3.OperationalError` means that it can be written later, other errors mostly that it never can."""
 NewGroup = tuple[int, int, Prompt, bytes]
 """gid, incarnation, prompt, sampling parameters."""
+ForgottenIds = tuple[str, list[str] | None, int]
+"""As `Forgotten` of the ledger."""
 
 
 class RecordError(ValueError):
     """A record contradicts what is in the journal."""
 
 
-def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
-    """A round, the `number`th of its run, and its new groups."""
-    new, run = list(groups), spec.run
+def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten: Iterable[ForgottenIds] = ()) -> Op:
+    """A round, the `number`th of its run, its new groups, and the ids that are no longer remembered because of them."""
+    new, gone, run = list(groups), list(forgotten), spec.run
     row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
 
     def op(db: sqlite3.Connection) -> None:
+        # An id without a reply may be used again once the HTTP process, which checks ids, has forgotten it.
+        db.execute("DELETE FROM rounds WHERE round_id=? AND length(spec)=0", row[:1])
         db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row)
         _insert_groups(db, run, new)
+        _forget_ids(db, gone)
 
     return op
 
 
-def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
-    """An open round, the `number`th of its run, has a new quota or more groups."""
-    new, run = list(groups), spec.run
+def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten: Iterable[ForgottenIds] = ()) -> Op:
+    """An open round, the `number`th of its run, has a new quota or more groups; the rest as for `accepted`."""
+    new, gone, run = list(groups), list(forgotten), spec.run
     row = (seal(spec, spec.round_id, number), spec.round_id)
 
     def op(db: sqlite3.Connection) -> None:
         db.execute("UPDATE rounds SET spec=? WHERE round_id=?", row)
         _insert_groups(db, run, new)
+        _forget_ids(db, gone)
 
     return op
 
@@ -81,6 +87,16 @@ def _insert_groups(db: sqlite3.Connection, run: str, groups: list[NewGroup]) -> 
     db.executemany("INSERT OR REPLACE INTO ids VALUES(?,?,?)", [(run, p.id, inc + 1) for _, inc, p, _ in groups])
     if groups:
         db.execute("INSERT OR REPLACE INTO meta VALUES('next_gid', ?)", (groups[-1][0] + 1,))
+
+
+def _forget_ids(db: sqlite3.Connection, forgotten: list[ForgottenIds]) -> None:
+    """The empty id, which no prompt has, stands for all that are not remembered."""
+    for run, ids, first in forgotten:
+        if ids is None:
+            db.execute("DELETE FROM ids WHERE run=?", (run,))
+        else:
+            db.executemany("DELETE FROM ids WHERE run=? AND id=?", [(run, prompt_id) for prompt_id in ids])
+            db.execute("INSERT OR REPLACE INTO ids VALUES(?,'',?)", (run, first))
 
 
 def admitted(gid: int, index: int, place: int, number: int) -> Op:
@@ -101,8 +117,8 @@ def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
     return lambda db: db.execute(statement, (*key, seal(tail, *key)))
 
 
-def ended(event: RoundEnded, keep: int) -> Op:
-    """A round's reply is fixed; the last `keep` replies of its run are kept."""
+def ended(event: RoundEnded) -> Op:
+    """A round's reply is fixed."""
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
@@ -110,22 +126,30 @@ def ended(event: RoundEnded, keep: int) -> Op:
         known = db.execute("UPDATE rounds SET ended=? WHERE round_id=? AND run=? AND ended IS NULL", row).rowcount
         found = db.executemany(
             "UPDATE finished SET round_id=? WHERE gid="
-            "(SELECT gid FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
+            "(SELECT max(gid) FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
             delivered,
         ).rowcount
         if not known or found < len(delivered):
             raise RecordError("it lacks the round's acceptance or a sample of the reply; the server's log says why")
-        _prune(db, event.run, keep)
 
     return op
 
 
-def acknowledged(round_id: str, run: str, keep: int) -> Op:
+def acknowledged(round_id: str) -> Op:
     """The caller has stored the reply: it is now kept like any other."""
+    return lambda db: db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
+
+
+def reply_deleted(round_id: str) -> Op:
+    """The reply is no longer kept, nor are groups that only such replies refer to; the id is remembered."""
 
     def op(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
-        _prune(db, run, keep)
+        gids = [gid for (gid,) in db.execute("SELECT DISTINCT gid FROM finished WHERE round_id=?", (round_id,))]
+        db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE round_id=?", (round_id,))
+        db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
+        _forget_groups(db, gids)
+        oldest = "(SELECT max(seq) FROM rounds) - ?"
+        db.execute(f"DELETE FROM rounds WHERE length(ended)=0 AND seq <= {oldest}", (REMEMBERED,))  # noqa: S608
 
     return op
 
@@ -152,18 +176,6 @@ def version(number: int) -> Op:
 def epoch(name: str) -> Op:
     """A server epoch (one run of a server with this journal) has begun."""
     return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('epoch', ?)", (name,))
-
-
-def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:
-    """Delete replies beyond the last `keep` of a run, and groups that only they referred to."""
-    query = "SELECT seq, round_id, held FROM rounds WHERE run=? AND length(ended) > 0 ORDER BY seq DESC"
-    for seq, round_id, held in db.execute(query, (run,)).fetchall()[keep:]:
-        if not held:
-            gids = [gid for (gid,) in db.execute("SELECT DISTINCT gid FROM finished WHERE round_id=?", (round_id,))]
-            db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE seq=?", (seq,))
-            db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
-            _forget_groups(db, gids)
-    db.execute("DELETE FROM rounds WHERE length(ended)=0 AND seq <= (SELECT max(seq) FROM rounds) - ?", (REMEMBERED,))
 
 
 def _forget_groups(db: sqlite3.Connection, gids: list[int]) -> None:

@@ -44,8 +44,8 @@ class Commands:
                 return self._extend(cmd)
             case messages.Drop():
                 return self._drop(cmd)
-            case messages.Acknowledge():
-                self._c.recorder.acknowledged(cmd.round_id, cmd.run)
+            case messages.Acknowledge() | messages.DeleteReply():
+                self._note_reply(cmd)
             case messages.Shutdown():
                 self._shut_down(store=cmd.store)
             case messages.PushBegin():
@@ -66,6 +66,11 @@ class Commands:
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
 
+    def _note_reply(self, cmd: messages.Acknowledge | messages.DeleteReply) -> None:
+        recorder = self._c.recorder
+        note = recorder.acknowledged if isinstance(cmd, messages.Acknowledge) else recorder.reply_deleted
+        note(cmd.round_id)
+
     def _open(self, cmd: messages.OpenRound) -> dict[str, Any]:
         c = self._c
         if reason := c.closed():
@@ -84,7 +89,8 @@ class Commands:
         rnd = Round(spec, run, run.rounds_opened, tuned=c.tuned)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(spec.run, cmd.prompts, cmd.params)
-        c.recorder.accepted(spec, rnd.number, groups)
+        forgotten = c.ledger.forget(spec.run, c.rounds.keys() | c.ahead.keys())
+        c.recorder.accepted(spec, rnd.number, groups, forgotten)
         rnd.mark_mandatory(c.clock.version)
         rnd.mark_cohort()
         c.rounds[spec.run] = rnd
@@ -149,7 +155,8 @@ class Commands:
         answer = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": incarnations}
         if cmd.idempotency_key is not None:
             rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
-        c.recorder.extended(rnd.spec, rnd.number, groups)
+        forgotten = c.ledger.forget(rnd.run.name, c.rounds.keys() | c.ahead.keys())
+        c.recorder.extended(rnd.spec, rnd.number, groups, forgotten)
         self._round_end.mark_due()
         return answer
 

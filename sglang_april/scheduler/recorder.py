@@ -13,6 +13,7 @@ from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.outbox import Outbox
 from sglang_april.scheduler.engine import Engine
+from sglang_april.scheduler.ledger import Forgotten
 from sglang_april.scheduler.state import Group, Sample
 
 
@@ -33,9 +34,9 @@ class Unrecorded:
         """Send an answer to the HTTP process; with a journal, a `lasting` one once all changes so far are written."""
         self._engine.send(answer)
 
-    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None: ...
 
-    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None:
         """An open round has a new quota, or more groups."""
 
     def judged(self, groups: Iterable[Group]) -> None:
@@ -58,7 +59,9 @@ class Unrecorded:
         """The reply is fixed; with a journal it is sent once it is written."""
         self._engine.send(event)
 
-    def acknowledged(self, round_id: str, run: str) -> None: ...
+    def acknowledged(self, round_id: str) -> None: ...
+
+    def reply_deleted(self, round_id: str) -> None: ...
 
     def dropped(self, groups: Iterable[Group]) -> None: ...
 
@@ -72,10 +75,9 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    def __init__(self, engine: Engine, journal: Journal, keep_replies: int, interval: int = 256) -> None:
+    def __init__(self, engine: Engine, journal: Journal, interval: int = 256) -> None:
         super().__init__(engine)
         self._journal = journal
-        self._keep = keep_replies
         self.interval = interval
         self._outbox = Outbox(engine.send)
         self._records: list[schema.Op] = []
@@ -105,17 +107,17 @@ class Recorder(Unrecorded):
     def ended(self, event: RoundEnded) -> None:
         """In a batch of its own: no other record can fail this reply, and this record no other promise."""
         self.commit()
-        self._records.append(schema.ended(event, self._keep))
+        self._records.append(schema.ended(event))
         self._outbox.send(event, self._batches + 1)
         self.commit()
 
     # --- records
 
-    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
-        self._records.append(schema.accepted(spec, number, map(_new, groups)))
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None:
+        self._records.append(schema.accepted(spec, number, map(_new, groups), forgotten))
 
-    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
-        self._records.append(schema.extended(spec, number, map(_new, groups)))
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None:
+        self._records.append(schema.extended(spec, number, map(_new, groups), forgotten))
 
     def judged(self, groups: Iterable[Group]) -> None:
         self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))
@@ -153,8 +155,11 @@ class Recorder(Unrecorded):
         self._records.append(schema.finished(sample.group.order, start, sample.finish_step, tail))
         self._begun(sample)
 
-    def acknowledged(self, round_id: str, run: str) -> None:
-        self._records.append(schema.acknowledged(round_id, run, self._keep))
+    def acknowledged(self, round_id: str) -> None:
+        self._records.append(schema.acknowledged(round_id))
+
+    def reply_deleted(self, round_id: str) -> None:
+        self._records.append(schema.reply_deleted(round_id))
 
     def dropped(self, groups: Iterable[Group]) -> None:
         if gids := [g.order for g in groups]:

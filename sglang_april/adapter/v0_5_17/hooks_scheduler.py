@@ -235,10 +235,10 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
 
     The lock is needed because the journal's writer thread uses the same socket.
     """
-    engine, controller = Process.engine, Process.controller
-    if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
+    sample = getattr(recv_obj, "april", None) if isinstance(output, AbortReq) else None
+    if sample is not None and Process.controller is not None:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
-        controller.aborted(engine.samples[output.rid], reason)
+        Process.controller.aborted(sample, reason)
         return None
     with Process.sending:
         return orig(sender, output, recv_obj)
