@@ -27,7 +27,7 @@ async def skip_watchdog(_original: Original, _manager: Any) -> None:
     """AROUND `sigterm_watchdog`: `Shutdown` ends the server instead."""
 
 
-def refuse_reserved_rid(original: Callable[..., Any], manager: Any, obj: Any, *args: Any) -> Any:
+def refuse_reserved_rid(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `_init_req_state`, the first step of every generation request.
 
     Raises:
@@ -36,7 +36,7 @@ def refuse_reserved_rid(original: Callable[..., Any], manager: Any, obj: Any, *a
     rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
     if any(str(rid).startswith(RESERVED_RID) for rid in rids):
         raise ValueError(f"rid: the prefix {RESERVED_RID!r} is reserved for samples of rollouts")
-    return original(manager, obj, *args)
+    return original(manager, obj, *args, **kwargs)
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
