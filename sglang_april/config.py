@@ -199,7 +199,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("carry_tokens", _whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
     Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
-    Flag("reply_gb", _gigabytes, "GB", "memory for replies that are kept until acknowledged"),
+    Flag("reply_gb", _gigabytes, "GB", "memory for replies that wait for their ack, and as much again for all others"),
     Flag("max_body_mb", _whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
     Flag(
         "concurrency",

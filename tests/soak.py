@@ -1,44 +1,97 @@
-"""`make soak`: kill −9 the live server a hundred times in total, over any number of invocations.
+"""`make soak`: kills, hostile clients, stopped ranks and failing copies on live servers, for hours if requested.
 
-Each scenario (tests/support/kills.py) starts a server with an empty journal, kills it a few times and checks everything
-at its end. Totals are kept in a file, so that an interrupted soak can continue; an interrupted scenario does not count.
-Servers are forks of one process that has imported SGLang (tests/support/fork_server.py), which saves most of the start
-time.
+Each scenario (tests/support/kills.py) starts a server with an empty journal, with one rank or two; two trainers roll
+out and push, and the server is killed (-9) again and again. Between the kills a disturbance happens: hostile calls of
+SGLang's routes (tests/support/neighbours.py), SIGSTOP of one rank, or a fault of one rank's copies
+(tests/support/faults.py). At the end of a scenario everything must have been delivered once, with exact tokens. Totals
+are kept in a file, so that an interrupted soak can continue; an interrupted scenario does not count. Servers are forks
+of one process that has imported SGLang (tests/support/fork_server.py), which saves most of the start time.
 """
 
 import argparse
+import contextlib
 import json
 import random
+import signal
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+import psutil
+
+from examples import interrupt
 from examples.tiny_model import make
+from tests.support.faults import FAULTS
 from tests.support.fork_server import ForkServer
 from tests.support.kills import KillScenario
+from tests.support.neighbours import Neighbour
 from tests.support.server import Server
 
-FLAGS = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
-OVERLAP = ["--max-total-tokens=16000"]
+POOL = "--max-total-tokens=16000"
+HARMLESS = ("generate", "chat", "completions", "abort", "pause", "unpause", "flush", "april", "read")
+"""Calls of neighbours that change no weights: the policy of each version stays known."""
+
+
+@dataclass
+class Disturbances:
+    """What happens between two kills."""
+
+    server: Server
+    ranks: int
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, rng: random.Random) -> None:
+        kinds = ["none", "neighbours", "stopped_ranks", *(["faults"] if self.ranks > 1 else [])]
+        kind = rng.choice(kinds)
+        if kind != "none":
+            getattr(self, kind)(rng)
+            self.counts[kind] += 1
+
+    def neighbours(self, rng: random.Random) -> None:
+        """Twenty hostile calls; a pause that they leave is ended."""
+        with contextlib.suppress(httpx.TransportError):
+            Neighbour(self.server, self.server.model, rng.randrange(2**30), HARMLESS).run(20)
+        self.server.http.post("/continue_generation", json={})
+
+    def stopped_ranks(self, rng: random.Random) -> None:
+        """One scheduler process stops for a while; the others wait for it in their next collective."""
+        assert self.server.process is not None
+        children = psutil.Process(self.server.process.pid).children(recursive=True)
+        schedulers = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline()) + child.name()]
+        process = rng.choice(schedulers or children)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(rng.uniform(0.1, 3.0))
+        process.send_signal(signal.SIGCONT)
+
+    def faults(self, rng: random.Random) -> None:
+        """Copies of rank 1 fail, are damaged or hang for a while."""
+        with self.server.fault(rng.choice(sorted(FAULTS))):
+            time.sleep(rng.uniform(0.2, 2.0))
 
 
 def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -> dict[str, int]:
     """Run one scenario in its own folder and return its totals."""
+    rng = random.Random(seed)
+    ranks = 2 if seed % 3 == 2 else 1
+    family = "llama" if ranks == 2 else "qwen3"
 
     def model(which: int) -> Path:
         path = folder / f"model-{which}"
-        return path if path.exists() else Path(make(path, dtype="float32", seed=which))
+        return path if path.exists() else Path(make(path, family=family, dtype="float32", seed=which))
 
-    rng = random.Random(seed)
-    loop = rng.choice((FLAGS, OVERLAP))
-    flags = [*loop, f"--april-journal={folder / 'journal'}", f"--april-journal-sync={rng.choice(('normal', 'full'))}"]
+    flags = [POOL, f"--tp-size={ranks}", *(["--disable-overlap-schedule"] if rng.random() < 0.5 else [])]
+    flags += [f"--april-journal={folder / 'journal'}", f"--april-journal-sync={rng.choice(('normal', 'full'))}"]
     (folder / "disk").mkdir()
     flags += [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
     server = Server("soak", model(0), flags, folder, fork_server=fork_server)
+    disturbances = Disturbances(server, ranks)
     try:
         server.spawn()
         server.wait()
-        scenario = KillScenario(server, model, seed)
+        scenario = KillScenario(server, model, seed, disturb=disturbances)
         scenario.run(kills)
     finally:
         server.stop()
@@ -46,33 +99,40 @@ def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -
     assert not scenario.warnings
     return {
         "scenarios": 1,
+        "scenarios_of_two_ranks": int(ranks == 2),
         "kills": scenario.kills,
         "rounds": sum(map(len, scenario.rounds.values())),
         "groups": len(scenario.groups),
         "tokens": sum(len(s["output_ids"]) for g in scenario.groups for s in g["samples"]),
         "replies_asked_again": scenario.replayed,
+        **disturbances.counts,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="total, including earlier invocations")
-    parser.add_argument("--each", type=int, default=10, help="kills per scenario")
-    parser.add_argument("--state", type=Path, default=Path("out/soak.json"))
+def main() -> int:
+    """Run scenarios until the totals are reached; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="total, including earlier invocations (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="run at least so long, however many kills that takes"
+    )
+    parser.add_argument("--each", type=int, default=10, help="kills per scenario (%(default)s)")
+    parser.add_argument("--state", type=Path, default=Path("out/soak.json"), help="totals (%(default)s)")
     options = parser.parse_args()
     totals: dict[str, int] = json.loads(options.state.read_text()) if options.state.exists() else {}
-    fork_server = ForkServer()
-    while (left := options.kills - totals.get("kills", 0)) > 0:
+    fork_server, end = ForkServer(), time.monotonic() + 60 * options.minutes
+    while totals.get("kills", 0) < options.kills or time.monotonic() < end:
         with tempfile.TemporaryDirectory() as folder:
             began, seed = time.monotonic(), totals.get("scenarios", 0)
-            totals_of_one = run_scenario(Path(folder), seed, min(left, options.each), fork_server)
+            totals_of_one = run_scenario(Path(folder), seed, options.each, fork_server)
             for name, count in {**totals_of_one, "seconds": round(time.monotonic() - began)}.items():
                 totals[name] = totals.get(name, 0) + count
         options.state.parent.mkdir(parents=True, exist_ok=True)
         options.state.write_text(json.dumps(totals, indent=1) + "\n")
         print(json.dumps(totals), flush=True)
     fork_server.close()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "totals of complete scenarios are kept; the same command continues")

@@ -25,7 +25,7 @@ from sglang_april.scheduler.decisions import Decided
 MAX_BYTES = 64 << 10
 """Of one message; ours have less than 3 KiB."""
 MAX_BUFFERED_BYTES = 1 << 20
-"""ZMQ disconnects a sender of larger messages before it stores them."""
+"""ZMQ disconnects a sender of larger messages before it stores them, without a log line."""
 LOG_INTERVAL_S = 10.0
 MAC_BYTES = 32
 
@@ -125,6 +125,7 @@ class Sender:
         self._rank, self._receiver, self._secret, self._number = rank, receiver, secret, -1
         self._lock = threading.Lock()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)  # a process that ends does not wait for a rank that is gone
         self._socket.connect(address)
 
     def send(self, body: Body) -> None:

@@ -61,7 +61,13 @@ class Acknowledge(msgspec.Struct, tag=True):
 
     seq: int
     round_id: str
-    run: str
+
+
+class DeleteReply(msgspec.Struct, tag=True):
+    """The HTTP process no longer keeps the reply of a round (`kept-replies`). Only the journal uses it."""
+
+    seq: int
+    round_id: str
 
 
 class PushBegin(msgspec.Struct, tag=True):
@@ -120,6 +126,7 @@ Command = (
     | ExtendRound
     | Drop
     | Acknowledge
+    | DeleteReply
     | PushBegin
     | PushEnd
     | Freeze

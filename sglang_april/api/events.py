@@ -48,6 +48,7 @@ class KeptReply(msgspec.Struct, array_like=True):
     prompts: list[Prompt]
     """One per entry of `ended.deliver`."""
     samples: list[FinishedSample]
+    acknowledged: bool = False
 
 
 class Restored(msgspec.Struct, tag=True):

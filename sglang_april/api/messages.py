@@ -8,6 +8,7 @@ import msgspec
 from sglang_april.api.commands import (
     Acknowledge,
     Command,
+    DeleteReply,
     Drop,
     ExtendRound,
     Freeze,
@@ -53,6 +54,7 @@ __all__ = [
     "Answer",
     "Command",
     "Count",
+    "DeleteReply",
     "Delivery",
     "Drop",
     "EndReason",

@@ -31,7 +31,7 @@ _msgpack = msgspec.msgpack.Encoder()
 
 @dataclass(eq=False)
 class Reply:
-    """The reply of a round; it never changes."""
+    """The reply of a round; its content never changes."""
 
     round_id: str
     run: str
@@ -42,6 +42,8 @@ class Reply:
     stats: dict[str, Any]
     nbytes: int = 0
     """Estimated size in memory."""
+    received: bool = False
+    """Whether a connection has been given it."""
 
     @classmethod
     async def build(cls, ended: messages.RoundEnded, parts: list[GroupSlice]) -> "Reply":
@@ -90,7 +92,8 @@ class Reply:
         }
 
     def _stamp(self) -> None:
-        """Set once the seconds from the met quota until a connection first gets the reply."""
+        """A connection gets the reply; set once the seconds from the met quota until then."""
+        self.received = True
         if self.stats.get("t_quota_met") is not None:
             self.stats.setdefault("quota_to_reply_s", max(0.0, time.time() - self.stats["t_quota_met"]))
 

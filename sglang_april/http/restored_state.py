@@ -89,7 +89,8 @@ class RestoredState:
                 logger.exception("the reply of round %s is lost", kept.spec.round_id)
                 self._rounds.mark_gone([kept.spec.round_id])
                 continue
-            self._rounds.restore_reply(RoundRecord(kept.spec, events=list(parts)), reply)
+            round_ = RoundRecord(kept.spec, events=list(parts), acknowledged=kept.acknowledged)
+            self._rounds.restore_reply(round_, reply)
         self._complete.set()
 
     def _parts(self, kept: messages.KeptReply) -> list[GroupSlice]:

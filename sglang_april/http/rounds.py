@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,7 +69,9 @@ class RoundRecord:
 class RoundRegistry:
     """All rounds that the server has. Every method is synchronous, so no intermediate state is ever visible."""
 
-    def __init__(self, replies_per_run: int, reply_bytes: int) -> None:
+    def __init__(self, replies_per_run: int, reply_bytes: int, deleted: Callable[[str], object] | None = None) -> None:
+        """`deleted` is called with the id of each round whose reply is no longer kept."""
+        self._deleted = deleted or (lambda _round_id: None)
         self._per_run = replies_per_run
         self._capacity = reply_bytes
         self._rounds: dict[str, RoundRecord] = {}
@@ -223,22 +226,30 @@ class RoundRegistry:
         return round_
 
     def _trim(self) -> None:
-        """Remove the oldest replies beyond the last few of their run, or beyond the memory for all of them.
+        """Remove replies beyond the last few of their run, and then, beyond the memory, the oldest of all.
 
-        The newest reply always stays, because its caller has not received it yet.
+        Those that no connection has received go last; the newest one stays. Protected ones have a memory of their own.
         """
         newer: dict[str, int] = {}
-        total = 0
-        for i, round_ in enumerate(reversed(list(self._kept.values()))):
-            total += round_.reply.result().nbytes
+        rest: list[RoundRecord] = []
+        for round_ in reversed(list(self._kept.values())):
             count = newer[round_.run] = newer.get(round_.run, 0) + 1
-            if i and not round_.protected and (count > self._per_run or total > self._capacity):
-                self._remove(round_)
+            if not round_.protected:
+                rest.append(round_)
+                if count > self._per_run:
+                    self._remove(rest.pop())
+        total = sum(round_.reply.result().nbytes for round_ in rest)
+        for round_ in sorted(rest[:0:-1], key=lambda r: not r.reply.result().received):
+            if total <= self._capacity:
+                break
+            total -= round_.reply.result().nbytes
+            self._remove(round_)
 
     def _remove(self, round_: RoundRecord) -> None:
         del self._kept[round_.id], self._rounds[round_.id]
         self._bytes -= round_.reply.result().nbytes
         self._forget(round_.id)
+        self._deleted(round_.id)
 
     def _forget(self, round_id: str, failure: RequestError | None = None) -> None:
         error = failure or RequestError(410, "round_id", f"the reply of round {round_id} is no longer kept")

@@ -38,7 +38,7 @@ class AprilService:
         self.rpc = SchedulerRpc(engine.send)
         self.weight_lock = WeightLock(engine.lock)
         self.completed_groups = CompletedGroups(self._decode)
-        self.rounds = RoundRegistry(config.replies, config.reply_bytes)
+        self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
         self.hook_report: dict[str, Any] = {}
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
@@ -148,8 +148,13 @@ class AprilService:
         """The caller has stored the reply."""
         round_ = self.rounds.acknowledge(round_id)
         if self.config.journal is not None:
-            await self.rpc.call(messages.Acknowledge(self.rpc.number(), round_.id, round_.run))
+            await self.rpc.call(messages.Acknowledge(self.rpc.number(), round_.id))
         return {"round_id": round_.id, "acknowledged": True}
+
+    def _reply_deleted(self, round_id: str) -> None:
+        """The journal keeps the replies that this process keeps. After a crash before that, this is decided again."""
+        if self.config.journal is not None:
+            self._start(self.rpc.call(messages.DeleteReply(self.rpc.number(), round_id)))
 
     async def drop(self, run: str, ids: list[str] | None) -> dict[str, Any]:
         """Delete undelivered groups of a run."""

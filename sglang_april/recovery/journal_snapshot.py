@@ -225,8 +225,8 @@ def _whole(tail: FinishedSample, start: int, chunk: Chunk | None) -> FinishedSam
 
 
 def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot) -> None:
-    for round_id, number, spec_blob, ended_blob in db.execute(
-        "SELECT round_id, number, spec, ended FROM rounds ORDER BY seq"
+    for round_id, number, spec_blob, ended_blob, held in db.execute(
+        "SELECT round_id, number, spec, ended, held FROM rounds ORDER BY seq"
     ).fetchall():
         if not spec_blob:
             saved.gone.append(round_id)
@@ -237,7 +237,9 @@ def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot) -> None:
                 saved.rounds.append(SnapshotRound(spec, number))
             else:
                 ended = unseal(ended_blob, RoundEnded, round_id)
-                saved.replies.append(_reply(db, saved, spec, ended))
+                reply = _reply(db, saved, spec, ended)
+                reply.acknowledged = spec.keep_until_ack and not held
+                saved.replies.append(reply)
         except CorruptRecordError:
             saved.corrupt += 1
             saved.gone.append(round_id)

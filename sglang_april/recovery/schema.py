@@ -21,7 +21,6 @@ CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rounds(
     seq INTEGER PRIMARY KEY, round_id TEXT UNIQUE, run TEXT, number INTEGER, spec BLOB, ended BLOB, held INTEGER);
-CREATE INDEX IF NOT EXISTS kept_replies ON rounds(run, seq) WHERE length(ended) > 0;
 CREATE TABLE IF NOT EXISTS groups(
     gid INTEGER PRIMARY KEY, run TEXT, id TEXT, incarnation INTEGER, n INTEGER, prompt BLOB, params BLOB,
     accepted INTEGER, dropped INTEGER, UNIQUE(run, id, incarnation));
@@ -51,6 +50,8 @@ def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
     row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
 
     def op(db: sqlite3.Connection) -> None:
+        # An id without a reply may be used again once the HTTP process, which checks ids, has forgotten it.
+        db.execute("DELETE FROM rounds WHERE round_id=? AND length(spec)=0", row[:1])
         db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row)
         _insert_groups(db, run, new)
 
@@ -101,8 +102,8 @@ def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
     return lambda db: db.execute(statement, (*key, seal(tail, *key)))
 
 
-def ended(event: RoundEnded, keep: int) -> Op:
-    """A round's reply is fixed; the last `keep` replies of its run are kept."""
+def ended(event: RoundEnded) -> Op:
+    """A round's reply is fixed."""
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
@@ -115,17 +116,25 @@ def ended(event: RoundEnded, keep: int) -> Op:
         ).rowcount
         if not known or found < len(delivered):
             raise RecordError("it lacks the round's acceptance or a sample of the reply; the server's log says why")
-        _prune(db, event.run, keep)
 
     return op
 
 
-def acknowledged(round_id: str, run: str, keep: int) -> Op:
+def acknowledged(round_id: str) -> Op:
     """The caller has stored the reply: it is now kept like any other."""
+    return lambda db: db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
+
+
+def reply_deleted(round_id: str) -> Op:
+    """The reply is no longer kept, nor are groups that only such replies refer to; the id is remembered."""
 
     def op(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
-        _prune(db, run, keep)
+        gids = [gid for (gid,) in db.execute("SELECT DISTINCT gid FROM finished WHERE round_id=?", (round_id,))]
+        db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE round_id=?", (round_id,))
+        db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
+        _forget_groups(db, gids)
+        oldest = "(SELECT max(seq) FROM rounds) - ?"
+        db.execute(f"DELETE FROM rounds WHERE length(ended)=0 AND seq <= {oldest}", (REMEMBERED,))  # noqa: S608
 
     return op
 
@@ -152,18 +161,6 @@ def version(number: int) -> Op:
 def epoch(name: str) -> Op:
     """A server epoch (one run of a server with this journal) has begun."""
     return lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES('epoch', ?)", (name,))
-
-
-def _prune(db: sqlite3.Connection, run: str, keep: int) -> None:
-    """Delete replies beyond the last `keep` of a run, and groups that only they referred to."""
-    query = "SELECT seq, round_id, held FROM rounds WHERE run=? AND length(ended) > 0 ORDER BY seq DESC"
-    for seq, round_id, held in db.execute(query, (run,)).fetchall()[keep:]:
-        if not held:
-            gids = [gid for (gid,) in db.execute("SELECT DISTINCT gid FROM finished WHERE round_id=?", (round_id,))]
-            db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE seq=?", (seq,))
-            db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
-            _forget_groups(db, gids)
-    db.execute("DELETE FROM rounds WHERE length(ended)=0 AND seq <= (SELECT max(seq) FROM rounds) - ?", (REMEMBERED,))
 
 
 def _forget_groups(db: sqlite3.Connection, gids: list[int]) -> None:

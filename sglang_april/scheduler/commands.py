@@ -44,8 +44,8 @@ class Commands:
                 return self._extend(cmd)
             case messages.Drop():
                 return self._drop(cmd)
-            case messages.Acknowledge():
-                self._c.recorder.acknowledged(cmd.round_id, cmd.run)
+            case messages.Acknowledge() | messages.DeleteReply():
+                self._note_reply(cmd)
             case messages.Shutdown():
                 self._shut_down(store=cmd.store)
             case messages.PushBegin():
@@ -65,6 +65,11 @@ class Commands:
                 return None
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
+
+    def _note_reply(self, cmd: messages.Acknowledge | messages.DeleteReply) -> None:
+        recorder = self._c.recorder
+        note = recorder.acknowledged if isinstance(cmd, messages.Acknowledge) else recorder.reply_deleted
+        note(cmd.round_id)
 
     def _open(self, cmd: messages.OpenRound) -> dict[str, Any]:
         c = self._c

@@ -89,9 +89,9 @@ class Controller:
         """After `interrupt`, before the KV pool is cleared or unmapped (`evacuate-before-clear`)."""
         self.suspender.evacuate()
 
-    def weight_call_ended(self, ok: bool, message: str, *, whole: bool) -> None:
-        """One of SGLang's weight calls has been applied, or has failed on some rank."""
-        self._pushes.weight_call_ended(ok, message, whole=whole)
+    def weight_call_ended(self, ok: bool, message: str, *, whole: bool, refused: bool = False) -> None:
+        """One of SGLang's weight calls has been applied, has failed on some rank, or was refused unchanged."""
+        self._pushes.weight_call_ended(ok, message, whole=whole, refused=refused)
         self.context.recorder.commit()
 
     def freeze(self) -> None:
@@ -182,7 +182,9 @@ class Controller:
         self.tiers.drop_prefix(sample)
         sample.kv.version, sample.recompute.in_progress = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
-        if rnd := self.context.active_round(sample):
+        rnd = self.context.active_round(sample)
+        self.context.engine.collect_proximal(sample, wanted=rnd is not None and rnd.spec.proximal)
+        if rnd is not None:
             rnd.stats.retracted += 1
 
     def _set_first_round(self, group: Group) -> None:

@@ -82,6 +82,12 @@ class Engine(Protocol):
             proximal: collect the old tokens' logprobs under the current policy.
         """
 
+    def collect_proximal(self, sample: Sample, *, wanted: bool) -> None:
+        """Before a recompute: collect the old tokens' logprobs under the current policy, or discard collected ones.
+
+        Those of an earlier recompute never stay, because this one would add to them under its own version.
+        """
+
     def shares_prompt(self, group: Group) -> bool:
         """Whether members can `follow` one that has been prefilled; constant for a group."""
 

@@ -58,7 +58,9 @@ class Unrecorded:
         """The reply is fixed; with a journal it is sent once it is written."""
         self._engine.send(event)
 
-    def acknowledged(self, round_id: str, run: str) -> None: ...
+    def acknowledged(self, round_id: str) -> None: ...
+
+    def reply_deleted(self, round_id: str) -> None: ...
 
     def dropped(self, groups: Iterable[Group]) -> None: ...
 
@@ -72,10 +74,9 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    def __init__(self, engine: Engine, journal: Journal, keep_replies: int, interval: int = 256) -> None:
+    def __init__(self, engine: Engine, journal: Journal, interval: int = 256) -> None:
         super().__init__(engine)
         self._journal = journal
-        self._keep = keep_replies
         self.interval = interval
         self._outbox = Outbox(engine.send)
         self._records: list[schema.Op] = []
@@ -105,7 +106,7 @@ class Recorder(Unrecorded):
     def ended(self, event: RoundEnded) -> None:
         """In a batch of its own: no other record can fail this reply, and this record no other promise."""
         self.commit()
-        self._records.append(schema.ended(event, self._keep))
+        self._records.append(schema.ended(event))
         self._outbox.send(event, self._batches + 1)
         self.commit()
 
@@ -153,8 +154,11 @@ class Recorder(Unrecorded):
         self._records.append(schema.finished(sample.group.order, start, sample.finish_step, tail))
         self._begun(sample)
 
-    def acknowledged(self, round_id: str, run: str) -> None:
-        self._records.append(schema.acknowledged(round_id, run, self._keep))
+    def acknowledged(self, round_id: str) -> None:
+        self._records.append(schema.acknowledged(round_id))
+
+    def reply_deleted(self, round_id: str) -> None:
+        self._records.append(schema.reply_deleted(round_id))
 
     def dropped(self, groups: Iterable[Group]) -> None:
         if gids := [g.order for g in groups]:

@@ -56,7 +56,7 @@ class VersionClock:
         self.open, self._target = False, None
         return self.version
 
-    def weight_call(self, ok: bool, message: str, forward_count: int, *, whole: bool) -> bool:
+    def weight_call(self, ok: bool, message: str, forward_count: int, *, whole: bool, refused: bool = False) -> bool:
         """One of SGLang's weight calls has ended; returns whether the version moved.
 
         Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
@@ -65,7 +65,10 @@ class VersionClock:
 
         Args:
             whole: the call carries the complete policy (from disk), so it can do both.
+            refused: the call has changed no weight. It fails only a push of which other calls may have arrived.
         """
+        if refused and not self.open and self._moved_at != forward_count:
+            return False
         if not ok:
             self.failed = message or "a weight call failed"
             return False

@@ -1,26 +1,34 @@
-"""SIGTERM on a live server with a journal and a disk tier, and kills while it shuts down."""
+"""SIGTERM on a live server with a journal and a disk tier, kills while it shuts down, and kills of running samples."""
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.background import BackgroundRound
-from tests.support.compare import by_key
+from tests.support.compare import assert_near, by_key, stock_noise
 from tests.support.live import until
 from tests.support.server import Server
 from tests.support.workload import prompt
 
 LENGTH = 300
+EVERY = 16
+"""Tokens between two records of a running sample."""
 
 
 @pytest.fixture
 def journalled(pool: Pool, tmp_path: Path) -> Iterator[Server]:
     """A server with an empty journal that no other test shares."""
-    server = pool.get("shutdown", [*NORMAL, f"--april-journal={tmp_path / 'journal'}"], forked=True)
+    server = pool.get(
+        "shutdown",
+        [*NORMAL, f"--april-journal={tmp_path / 'journal'}", f"--april-journal-interval={EVERY}"],
+        forked=True,
+    )
     yield server
     server.stop()
 
@@ -60,7 +68,7 @@ def restart(server: Server) -> None:
 
 
 def test_a_restart_after_sigterm_resumes_on_the_disk(
-    journalled: Server, models: Callable[[str, int], Path], run: str
+    journalled: Server, models: Callable[[str, int], Path], tmp_path: Path, run: str
 ) -> None:
     server = journalled
     before = leave(server, run)
@@ -75,6 +83,7 @@ def test_a_restart_after_sigterm_resumes_on_the_disk(
     assert "april: shut down in" in log
     assert "cut short" not in log
     assert "not everything was stored" not in log
+    assert not (tmp_path / "journal-wal").exists(), "the journal is not closed"
 
     restart(server)
     found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
@@ -103,3 +112,31 @@ def test_a_shutdown_that_is_cut_short_loses_nothing(journalled: Server, run: str
     for tier in ("device", "host"):
         groups = server.drain(f"{run}-{tier}")
         assert [len(s["output_ids"]) for g in groups for s in g["samples"]] == [LENGTH] * 3
+
+
+def test_a_kill_redraws_few_tokens_and_none_that_a_stream_has_shown(journalled: Server, run: str) -> None:
+    """Running samples restart from their last periodic record; penalties and seeds go on as if nothing had happened."""
+    server = journalled
+    params = {"plain": {"temperature": 1.0}, "greedy": {"temperature": 0}, "repetition": {"repetition_penalty": 1.3}}
+    prompts = [prompt(name, LENGTH, n=2, **given) for name, given in params.items()]
+    wanted = by_key(server.rollout(run=f"{run}-wanted", prompts=prompts, quota=None)["finished"])
+    asked = {"run": run, "round_id": run, "prompts": [*prompts, prompt("short", 5 * EVERY)], "quota": None}
+    with (
+        server.slowed(0.02),
+        httpx.stream("POST", f"{server.url}/april/rollout", json={**asked, "stream": True}, timeout=120) as stream,
+    ):
+        shown = json.loads(next(stream.iter_lines()))
+        end(server, signal.SIGKILL)
+    assert shown["id"] == "short"
+    restart(server)
+    reply = server.post("/april/rollout", asked)
+    samples = by_key(reply["finished"])
+    short = samples.pop(("short", 0, 0))
+    assert all(short[name] == value for name, value in shown["samples"][0].items())
+    for sample in samples.values():
+        start = sample["spans"][-1]["start"]
+        assert sample["spans"][-1]["kv"] == "recomputed"
+        assert 4 * EVERY <= start <= LENGTH - EVERY, "it was running, and is not drawn from its beginning"
+    for name in params:
+        one, other = ({k: s for k, s in group.items() if k[0] == name} for group in (samples, wanted))
+        assert_near(one, other, stock_noise(server), seeded=name != "greedy")

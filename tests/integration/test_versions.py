@@ -211,3 +211,21 @@ def test_kept_kv_never_enters_the_tree(live: LiveServer, run: str) -> None:
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
     assert server.post("/generate", body)["meta_info"]["cached_tokens"] == 0
     assert server.post("/generate", body)["meta_info"]["cached_tokens"] > 0
+
+
+def test_recompute_in_a_round_without_proximal_discards_earlier_values(normal: LiveServer, run: str) -> None:
+    """Values of an older policy never appear under a version that did not compute them."""
+    params = {"cool": PARAMS["cool"]}
+    server, v = normal.server, normal.version
+    server.rollout(run=run, prompts=[*prompts_of(params), *prompts_of({"a": SHORT}, n=1)], quota=1)
+    normal.push(1)
+    server.rollout(run=run, prompts=prompts_of({"b": SHORT}, n=1), quota=1, kv="recompute", proximal=True)
+    normal.push(0)
+    server.rollout(run=run, prompts=prompts_of({"c": SHORT}, n=1), quota=1, kv="recompute")
+    normal.push(1)
+    (group,) = server.drain(run, kv="keep", proximal=True)
+    for sample in group["samples"]:
+        assert [s["kv"] for s in sample["spans"]] == ["fresh", RECOMPUTED, RECOMPUTED, KEPT]
+        assert [s["version"] for s in sample["spans"]] == [v, v + 1, v + 2, v + 3]
+        assert sample.get("proximal_logprobs") is None
+    normal.check([group], params)

@@ -52,6 +52,8 @@ class KillScenario:
     requested: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Sampling parameters and `n` of every prompt, by id."""
     groups: list[dict[str, Any]] = field(default_factory=list)
+    disturb: Callable[[random.Random], None] = lambda _: None
+    """Called before each kill, while the trainers run."""
     kills: int = 0
     replayed: int = 0
     warnings: int = 0
@@ -125,6 +127,7 @@ class KillScenario:
 
     def kill(self) -> None:
         """Kill the server after a random number of forwards, restart it, and compare its kept replies."""
+        self.disturb(self.rng)
         start, wait = self.steps(), self.rng.randint(1, 120)
         until(lambda: self.steps() >= start + wait or self.trainer_failed(), f"{wait} forwards")
         if self.trainer_failed():

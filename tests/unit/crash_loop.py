@@ -88,8 +88,9 @@ class CrashLoop:
         with (folder / "regained").open("a") as out:
             out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
+        self.replies = [(r.spec.run, r.spec.round_id) for r in saved.replies]
         self.engine.send(restored_event(saved, unnamed=unnamed))
-        self.recorder = self.context.recorder = Recorder(self.engine, journal, KEPT, self.rng.choice((4, 256)))
+        self.recorder = self.context.recorder = Recorder(self.engine, journal, self.rng.choice((4, 256)))
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
@@ -97,6 +98,7 @@ class CrashLoop:
         """One word at a time; the journal's thread speaks too."""
         if isinstance(word, messages.RoundEnded):
             self.busy.discard(word.run)
+            self.replies.append((word.run, word.round_id))
         body = messages.encode(word)
         kind = EVENT if isinstance(word, messages.Event) else COMMAND
         with self.lock:
@@ -131,7 +133,13 @@ class CrashLoop:
             params=params,
         )
         if held:
-            self.ask(messages.Acknowledge, round_id=name, run=run)
+            self.ask(messages.Acknowledge, round_id=name)
+
+    def delete_replies(self, run: str) -> None:
+        """All but the last few of a run, as the HTTP process decides."""
+        for reply in [reply for reply in list(self.replies) if reply[0] == run][:-KEPT]:
+            self.replies.remove(reply)
+            self.ask(messages.DeleteReply, round_id=reply[1])
 
     def spec(self, **fields: Any) -> messages.RoundSpec:
         return messages.RoundSpec(**fields)
@@ -150,7 +158,9 @@ class CrashLoop:
                 self.disturb()
 
     def turn(self) -> None:
-        """Open a round at times, and take some steps."""
+        """Delete old replies and open a round at times, and take some steps."""
+        if self.rng.random() < 0.3:
+            self.delete_replies(self.rng.choice(RUNS))
         idle = [run for run in RUNS if run not in self.busy]
         if idle and self.rng.random() < 0.5:
             self.open(self.rng.choice(idle), self.rng.randint(0, 3), self.rng.choice((1, 1, 2, None)))

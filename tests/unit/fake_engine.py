@@ -12,7 +12,7 @@ from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.decisions import Decisions
-from sglang_april.scheduler.state import Group, Sample
+from sglang_april.scheduler.state import Group, Proximal, Sample
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.fake_copies import Copies, SampleKey
 from tests.unit.fake_loop import FakeLoop, Request
@@ -126,6 +126,9 @@ class FakeEngine(FakeLoop):
             self.starts += 1
         request.recomputed = bool(request.output)
         self.queue(request)
+
+    def collect_proximal(self, sample: Sample, *, wanted: bool) -> None:
+        sample.recompute.proximal = Proximal(self.version) if wanted and sample.length else None
 
     def shares_prompt(self, group: Group) -> bool:
         return self.shares and group.prompt.n > 1 and len(group.prompt.input_ids) > 4

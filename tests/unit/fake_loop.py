@@ -270,8 +270,9 @@ class FakeLoop:
     def weight_call(self, *, ok: bool, whole: bool, flush: bool) -> None:
         """One of SGLang's weight calls, as the adapter's hook handles it."""
         self.controller.interrupt()
-        ok = ok and (not flush or self.flush())
-        self.controller.weight_call_ended(ok, "failed", whole=whole)
+        refused = flush and not self.fully_idle()
+        ok = ok and not refused and (not flush or self.flush())
+        self.controller.weight_call_ended(ok, "failed", whole=whole, refused=refused)
 
     def release_memory(self) -> bool:
         self.controller.interrupt()

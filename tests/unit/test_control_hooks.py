@@ -58,14 +58,14 @@ def test_weight_call_with_flush_is_refused_while_requests_are_in_flight(flush: b
     """SGLang would load the weights, then fail an assertion because the flush needs an idle engine."""
     ended: list[tuple[bool, str, bool]] = []
     controller = SimpleNamespace(
-        interrupt=lambda: None, weight_call_ended=lambda ok, why, whole: ended.append((ok, why, whole))
+        interrupt=lambda: None, weight_call_ended=lambda ok, why, whole, refused: ended.append((ok, why, refused))
     )
     manager = SimpleNamespace(scheduler=SimpleNamespace(april=controller), is_fully_idle=lambda: idle)
     loaded = SimpleNamespace(success=True, message="loaded")
     request = UpdateWeightFromDiskReqInput(model_path="model", flush_cache=flush)
     output = hooks_control.weight_call(lambda *_: loaded, manager, request)
     assert output.success is not refused
-    assert [ok for ok, _, _ in ended] == [not refused]
+    assert [(ok, known) for ok, _, known in ended] == [(not refused, refused)]
     if refused:
         assert "other requests are in flight" in output.message
 

@@ -13,7 +13,7 @@ from sglang_april.api.messages import Extension
 from sglang_april.scheduler.restore import RESTARTED, starting_version
 from tests.unit.controller_harness import ids, lengths
 from tests.unit.crashing_harness import CrashingHarness
-from tests.unit.test_conservation import ENGINES, Rounds
+from tests.unit.test_conservation import ENGINES, RUNS, Rounds
 
 
 @pytest.fixture(params=["normal", "overlap"])
@@ -158,6 +158,10 @@ class Restarts(Rounds):
         self.folder = tempfile.TemporaryDirectory()
         self.harness = CrashingHarness(Path(self.folder.name) / "j", replicas=2, interval=interval, **engine)
         self.foreign_requests = 0
+
+    @rule(run=st.sampled_from(RUNS))
+    def delete_replies(self, run: str) -> None:
+        self.harness.delete_replies(run)
 
     @rule(written=st.booleans())
     def crash(self, written: bool) -> None:

@@ -57,7 +57,7 @@ def test_finished_sample_appends_only_new_tokens(tmp_path: Path) -> None:
 
 def test_delivered_samples_are_deleted_with_their_reply(tmp_path: Path) -> None:
     path = written(
-        tmp_path / "j", accept(0, request("a", "p", "q")), *finish_both(0, "p"), schema.ended(ended("a", "p"), keep=2)
+        tmp_path / "j", accept(0, request("a", "p", "q")), *finish_both(0, "p"), schema.ended(ended("a", "p"))
     )
     saved = read(path)
     assert [g.prompt.id for g in saved.groups] == ["q"]
@@ -67,19 +67,17 @@ def test_delivered_samples_are_deleted_with_their_reply(tmp_path: Path) -> None:
     assert saved.rounds == []
 
 
-def test_only_the_last_replies_and_the_unacknowledged_are_kept(tmp_path: Path) -> None:
+def test_replies_are_kept_until_the_http_process_deletes_them(tmp_path: Path) -> None:
     records = []
     for gid, (name, held) in enumerate([("a", False), ("b", True), ("c", False)]):
         p = f"p{gid}"
-        records += [
-            accept(gid, request(name, p, held=held)),
-            *finish_both(gid, p),
-            schema.ended(ended(name, p), keep=1),
-        ]
-    saved = read(written(tmp_path / "j", *records))
-    assert [r.spec.round_id for r in saved.replies] == ["b", "c"]
+        records += [accept(gid, request(name, p, held=held)), *finish_both(gid, p), schema.ended(ended(name, p))]
+    saved = read(written(tmp_path / "j", *records, schema.reply_deleted("a")))
+    assert [(r.spec.round_id, r.acknowledged) for r in saved.replies] == [("b", False), ("c", False)]
     assert saved.gone == ["a"]
-    path = written(tmp_path / "j", schema.acknowledged("b", "run", keep=1))
+    saved = read(written(tmp_path / "j", schema.acknowledged("b")))
+    assert [(r.spec.round_id, r.acknowledged) for r in saved.replies] == [("b", True), ("c", False)]
+    path = written(tmp_path / "j", schema.reply_deleted("b"))
     saved = read(path)
     assert ([r.spec.round_id for r in saved.replies], saved.gone, saved.groups) == (["c"], ["a", "b"], [])
     left = [query(path, f"SELECT count(*) FROM {t}")[0] for t in ("groups", "finished", "chunks")]
@@ -96,13 +94,10 @@ def test_dropped_groups_are_not_restored(tmp_path: Path) -> None:
 def test_a_group_that_is_dropped_after_a_part_of_it_was_delivered(tmp_path: Path) -> None:
     part = RoundEnded("a", "run", 0, "quota", [Delivery("p", 0, [1], False)], {}, {})
     delivered = schema.finished(0, 0, 3, sample("p", 1, 5))
-    path = written(
-        tmp_path / "j", accept(0, request("a", "p")), delivered, schema.ended(part, keep=1), schema.dropped([0])
-    )
+    path = written(tmp_path / "j", accept(0, request("a", "p")), delivered, schema.ended(part), schema.dropped([0]))
     saved = read(path)
     assert (saved.groups, [s.index for s in saved.replies[0].samples]) == ([], [1])
-    after = [accept(1, request("b")), schema.ended(ended("b"), keep=1)]
-    read(written(path, *after))
+    read(written(path, schema.reply_deleted("a")))
     assert query(path, "SELECT count(*) FROM groups") == (0,)
 
 
@@ -110,9 +105,12 @@ def test_the_ids_of_the_oldest_rounds_are_forgotten(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(schema, "REMEMBERED", 3)
     records = []
     for i in range(8):
-        records += [accept(i, request(f"r{i}")), schema.ended(ended(f"r{i}"), keep=1)]
-    saved = read(written(tmp_path / "j", *records))
+        records += [accept(i, request(f"r{i}")), schema.ended(ended(f"r{i}")), schema.reply_deleted(f"r{i - 1}")]
+    path = written(tmp_path / "j", *records)
+    saved = read(path)
     assert ([r.spec.round_id for r in saved.replies], saved.gone) == (["r7"], ["r5", "r6"])
+    again = read(written(path, accept(8, request("r5"))))
+    assert [r.spec.round_id for r in again.rounds] == ["r5"], "the HTTP process has forgotten the id before"
 
 
 # --- files that cannot be used

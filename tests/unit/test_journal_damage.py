@@ -49,7 +49,7 @@ def test_damaged_finished_sample_is_generated_again(tmp_path: Path, where: str) 
 
 
 def test_damaged_reply_is_reported_as_gone(tmp_path: Path) -> None:
-    path = written(tmp_path / "j", accept(0, request("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p"), 2))
+    path = written(tmp_path / "j", accept(0, request("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p")))
     flipped(path, "finished", "idx=1")
     saved = read(path)
     assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
@@ -72,7 +72,7 @@ def test_no_damage_makes_a_wrong_token(tmp_path: Path) -> None:
         records += [accept(gid, request(f"r{gid}", name))]
         records += [schema.tokens(gid, 0, s, chunk(*range(s, s + 10), start=s)) for s in (0, 10, 20)]
         records += finish_both(gid, name)[1:] if gid % 2 else []
-        records += [*finish_both(gid, name), schema.ended(ended(f"r{gid}", name), keep=2)] if gid < 3 else []
+        records += [*finish_both(gid, name), schema.ended(ended(f"r{gid}", name))] if gid < 3 else []
     whole = written(tmp_path / "whole", *records).read_bytes()
     outcomes = [_read_damaged(tmp_path / f"{seed}", whole, random.Random(seed)) for seed in range(400)]
     assert set(outcomes) == {"true", "counted", "refused"}

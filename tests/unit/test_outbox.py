@@ -94,7 +94,7 @@ def test_full_disk_holds_back_only_events_with_records(tmp_path: Path) -> None:
     engine, heard = FakeEngine(), Heard()
     engine.on_event = heard
     journal = SmallDisk(tmp_path / "j")
-    controller, recorder = engine.controller, Recorder(engine, journal, 2)
+    controller, recorder = engine.controller, Recorder(engine, journal)
     controller.context.recorder = recorder
     prompt = messages.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
     params = [msgspec.msgpack.encode(-30)]

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.scheduler.state import State
+from sglang_april.scheduler.state import Proximal, State
 from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 from tests.unit.fake_engine import FakeEngine
 
@@ -206,3 +206,23 @@ def test_retracted_samples_are_recomputed_under_one_version(harness: Build) -> N
     reply = w.reply()
     assert (reply.stats["retracted"], reply.stats["reprefilled_tokens"] > 3) == (1, True)
     assert sorted([spans(w, "p0"), spans(w, "p1")]) == [[(0, "fresh")], [(0, "fresh"), (0, "recomputed")]]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_retract_renews_or_discards_proximal_logprobs(harness: Build, wanted: bool) -> None:
+    """Values collected under an older policy are not mixed with those of the prefill after a retract."""
+    w = harness()
+    w.open("run", lengths(9, 9), quota=2, proximal=wanted)
+    w.step(4)
+    for name in ("p0", "p1"):
+        w.sample("run", name).recompute.proximal = Proximal(0, [(0, None)])
+    w.push_begin(version=3)
+    w.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+    w.push_end()
+    w.step(3)
+    w.do(lambda e: setattr(e, "retract_next", True))
+    w.step()
+    collected = [w.sample("run", name).recompute.proximal for name in ("p0", "p1")]
+    (renewed,) = [x for x in collected if x is None or x.version == 3]
+    assert (renewed is not None) == wanted
+    assert renewed is None or renewed.parts == []

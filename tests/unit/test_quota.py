@@ -169,6 +169,17 @@ def test_quota_is_delivered_in_finish_then_admission_order() -> None:
     assert [g.id for g in driver.run.groups.values()] == ["g0"]
 
 
+@pytest.mark.parametrize("unit", ["group", "sample"])
+def test_strict_on_policy_delivers_all_that_has_finished(unit: str) -> None:
+    """Also beyond the quota: what would be carried could only be off-policy in the next round."""
+    driver = LedgerDriver()
+    groups = driver.groups(2, 1)
+    driver.finish(*(s for g in groups for s in g.samples.values()))
+    rnd = driver.round(quota=1, quota_unit=unit, max_staleness=0)
+    assert rnd.ends_now() == "quota"
+    assert dict(delivered(driver, rnd)) == {"g0": [0, 1], "g1": [0]}
+
+
 def test_surplus_return_delivers_all_that_is_whole() -> None:
     """`quota-exact`."""
     driver = LedgerDriver()

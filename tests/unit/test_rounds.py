@@ -93,6 +93,38 @@ async def test_replies_of_many_runs_stay_within_the_memory() -> None:
 
 
 @scenario
+async def test_replies_that_wait_for_their_ack_leave_the_last_replies_their_own_memory() -> None:
+    rounds = RoundRegistry(2, 25)
+    for i in range(2):
+        ended(rounds, f"p{i}", run="protected", keep=True)
+    for i in range(3):
+        ended(rounds, f"r{i}")
+    assert [name for name in ("p0", "p1", "r0", "r1", "r2") if rounds.contains(name)] == ["p0", "p1", "r1", "r2"]
+
+
+@scenario
+async def test_replies_that_no_connection_has_received_go_last() -> None:
+    """The only reply of a run is not lost while its client repeats a broken request."""
+    rounds = RoundRegistry(2, 25)
+    ended(rounds, "waiting", run="waiting")
+    for i in range(4):
+        ended(rounds, f"r{i}", run=f"run{i}").reply.result().encode(packed=False)
+    assert [name for name in ("waiting", "r0", "r1", "r2", "r3") if rounds.contains(name)] == ["waiting", "r3"]
+
+
+@scenario
+async def test_ids_of_deleted_replies_are_reported_for_the_journal() -> None:
+    deleted: list[str] = []
+    rounds = RoundRegistry(1, 1000, deleted.append)
+    ended(rounds, "kept", keep=True)
+    ended(rounds, "r0")
+    ended(rounds, "r1")
+    assert deleted == ["r0"]
+    rounds.acknowledge("kept")
+    assert deleted == ["r0", "kept"]
+
+
+@scenario
 async def test_ack_before_the_reply_or_of_an_unknown_round_is_refused() -> None:
     rounds = RoundRegistry(2, 100)
     rounds.admit(record("open", "run", "body"))

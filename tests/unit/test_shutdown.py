@@ -51,6 +51,21 @@ def test_without_a_journal_nothing_is_moved() -> None:
     assert w.open("late", lengths(1)).status == 503
 
 
+def test_the_most_valuable_are_written_first() -> None:
+    """Time may not suffice for all. A recompute of long samples costs most per byte."""
+    w = ControllerHarness(disk_cap=400, slots=8)
+    for run, sizes in (("host", (5, 40, 60)), ("device", (9, 50, 60))):
+        w.open(run, {f"{run}{i}": (3 + i, 1, -size) for i, size in enumerate(sizes)}, tier=run)
+        w.reply(run)
+    written: list[int] = []
+    for name in ("copy_out", "spill"):
+        stock = getattr(w.engine, name)
+        setattr(w.engine, name, lambda s, order, stock=stock: (written.append(s.kv.pages.length), stock(s, order)))
+    w.command(messages.Shutdown, store=True)
+    assert len(set(written)) == 4
+    assert written == sorted(written, reverse=True)
+
+
 @pytest.mark.parametrize("longest", ["host", "device"])
 def test_a_small_disk_keeps_the_longest(longest: str) -> None:
     """Samples on the host and on the device compete for its room."""
@@ -75,8 +90,12 @@ def test_a_round_that_is_over_ends_before_the_shutdown() -> None:
         w.step()
         if w.engine.in_flight and w.sample("run", "p0").length == 5:
             break
-    w.end_due_rounds()
-    w.command(messages.Shutdown, store=False)
+    heard: list[messages.Event] = []
+    receive, w.engine.on_event = w.engine.on_event, heard.append
+    w.controller.command(messages.Shutdown(99, store=False))
+    assert [type(event) for event in heard] == [messages.Finished, messages.RoundEnded, messages.Answer]
+    for event in heard[:2]:
+        receive(event)
     assert [ids(r) for r in w.replies] == [["p0"]]
 
 

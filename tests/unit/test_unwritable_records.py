@@ -24,7 +24,7 @@ class Server:
         self.engine, self.heard = FakeEngine(), Heard()
         self.engine.on_event = self.heard
         self.controller = self.engine.controller
-        self.recorder = self.controller.context.recorder = Recorder(self.engine, Journal(path), 2)
+        self.recorder = self.controller.context.recorder = Recorder(self.engine, Journal(path))
         self.seq = 0
 
     def ask(self, kind: type[messages.Command], **fields: Any) -> int:

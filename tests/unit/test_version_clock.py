@@ -42,6 +42,29 @@ def test_a_push_without_any_call_moves_the_version_too() -> None:
     assert clock.end(None) == 1
 
 
+def refuse(clock: VersionClock, forwards: int) -> None:
+    """SGLang or the plugin refuses a weight call before it has changed anything."""
+    assert not clock.weight_call(False, "flush_cache needs an idle engine", forwards, whole=False, refused=True)
+
+
+def test_a_refused_weight_call_of_no_push_changes_nothing() -> None:
+    clock = VersionClock(3)
+    refuse(clock, 5)
+    assert (clock.version, clock.closed) == (3, "")
+    assert call(clock, 5)
+    assert clock.version == 4
+
+
+def test_a_refused_bucket_is_missing_from_its_push() -> None:
+    clock = VersionClock(3)
+    assert call(clock, 5)
+    refuse(clock, 5)
+    assert "half pushed" in clock.closed, "an earlier bucket has been applied"
+    clock.begin(None)
+    refuse(clock, 5)
+    assert "begin it again" in refused(409, clock.end, None)
+
+
 @pytest.mark.parametrize(("at_begin", "at_end", "becomes"), [(9, None, 9), (None, 9, 9), (9, 12, 12), (None, None, 4)])
 def test_begin_or_end_names_the_version(at_begin: int | None, at_end: int | None, becomes: int) -> None:
     clock = VersionClock(3)

@@ -5,6 +5,7 @@ and when it builds a decode batch from stored KV (`Scheduler._build_hisparse_dec
 """
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from sglang_april.adapter.v0_5_17.prompt_pages import PromptPages
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.v0_5_17.rank_agreement import agree
-from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
+from sglang_april.adapter.v0_5_17.request import build_request, result_of, versioned_key
 from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, restore_request, restore_tokens
 from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Event, FinishedSample, encode
@@ -50,17 +51,20 @@ class SchedulerEngine(Capacity):
         self.budgets = agree(scheduler, config, page_format, tier_budgets(config, page_format, ranks, local_ranks))
         self.broadcast = Rank0Broadcast(scheduler)
         self.store = build_store(scheduler, config, page_format, self.budgets, self.broadcast)
-        self.samples: dict[str, Sample] = {}
-        """Samples that have a request, by rid."""
+        self._creating: Sample | None = None
+        """The sample whose request SGLang is creating."""
 
     # --- requests that SGLang creates for samples
 
     def adopt(self, req: Req) -> None:
-        """After `Req.__init__`: add the policy version to its cache key, and link it to its sample if it has one."""
+        """After `Req.__init__`: add the policy version to its cache key, and link it to its sample if it has one.
+
+        Samples are identified by object, never by `rid`, which any client may choose (`isolated-samples`).
+        """
         req.april_base_key = req.extra_key
         req.extra_key = versioned_key(req.extra_key, self.version)
-        req.april = self.samples.get(req.rid)
-        sample = req.april
+        req.april = sample = self._creating
+        self._creating = None
         if sample is not None:
             sample.request = req
             req.april_output = SampleOutput(req.logprob.top_logprobs_num)
@@ -95,21 +99,33 @@ class SchedulerEngine(Capacity):
     def start(self, sample: Sample, *, proximal: bool) -> None:
         s = self._s
         if sample.request is None:
-            self.samples[rid_of(sample)] = sample
-            s.handle_generate_request(build_request(sample))
+            self._create(sample)
+            self.collect_proximal(sample, wanted=proximal)
             return
         req: Req = sample.request
         req.april_output.unpack(req)
-        collected = sample.recompute.proximal
-        if proximal and is_eligible(req) and (collected is None or collected.version < self.version):
-            sample.recompute.proximal = Proximal(self.version)
+        self.collect_proximal(sample, wanted=proximal)
         s._add_request_to_queue(req)
+
+    def collect_proximal(self, sample: Sample, *, wanted: bool) -> None:
+        req: Req | None = sample.request
+        collects = wanted and sample.length > 0 and req is not None and is_eligible(req)
+        sample.recompute.proximal = Proximal(self.version) if collects else None
+        sample.journal.proximal_version = -1
+
+    def _create(self, sample: Sample) -> None:
+        """Let SGLang create a request and queue it, or refuse it."""
+        self._creating = sample
+        try:
+            self._s.handle_generate_request(build_request(sample))
+        finally:
+            self._creating = None
 
     def shares_prompt(self, group: Group) -> bool:
         return self.prompts.shares(group)
 
     def follow(self, sample: Sample) -> bool:
-        req = make_request(self._s, self.samples, sample)
+        req = make_request(self._s, self._create, sample)
         if req is None:
             return False
         sample.kv.pages = self.prompts.find(req)
@@ -121,6 +137,7 @@ class SchedulerEngine(Capacity):
         reqs = [x.request for x in samples]
         for req in reqs:
             req.april_output.unpack(req)
+            req.time_stats.forward_entry_time = time.perf_counter()  # a prefill sets it otherwise
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
         batch = self.pages.build_decode_batch(reqs, pages, [x.kv.version < self.version for x in samples])
         for sample in samples:
@@ -147,6 +164,7 @@ class SchedulerEngine(Capacity):
                 self.forget(sample)
             else:
                 req.april_output.pack(req)
+                req.time_stats.forward_entry_time = 0.0  # no timeout counts the time until the sample resumes
 
     def _drop_chunked(self, req: Req) -> None:
         s = self._s
@@ -157,7 +175,6 @@ class SchedulerEngine(Capacity):
 
     def forget(self, sample: Sample) -> None:
         self.release(sample)
-        self.samples.pop(rid_of(sample), None)
         sample.request = None
 
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
@@ -180,7 +197,7 @@ class SchedulerEngine(Capacity):
         self.store.register_file(pages.copy.number, key_of(sample), pages.length)
 
     def rebuild_request(self, sample: Sample) -> bool:
-        return restore_request(self._s, self.samples, sample)
+        return restore_request(self._s, self._create, sample)
 
     # --- pages
 

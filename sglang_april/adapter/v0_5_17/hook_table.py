@@ -74,6 +74,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "around",
+        "hooks_http:refuse_reserved_rid",
+        (_TOKENIZER + "_init_req_state",),
+        "requests of clients must not have a rid of samples, by which SGLang would report aborts of both",
+        "samples have no rid of SGLang's",
+    ),
+    Hook(
+        "around",
         "hooks_http:freeze_before_pause",
         (_TOKENIZER + "pause_generation",),
         "a pause freezes open rounds; SGLang would abort them, or wait for their lock forever",

@@ -40,12 +40,13 @@ def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: suspend samples first."""
     controller: Controller = manager.scheduler.april
     controller.interrupt()
-    if recv_req.flush_cache and not manager.is_fully_idle():  # SGLang would fail an assertion
+    refused = recv_req.flush_cache and not manager.is_fully_idle()  # SGLang would fail an assertion
+    if refused:
         out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
     else:
         out = orig(manager, recv_req)
     kind = type(recv_req).__name__
-    controller.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
+    controller.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind, refused=refused)
     return out
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 
 from sglang_april.adapter.v0_5_17 import frontend
+from sglang_april.adapter.v0_5_17.request import RESERVED_RID
 from sglang_april.adapter.v0_5_17.shutdown import Shutdown
 
 Original = Callable[..., Awaitable[Any]]
@@ -24,6 +25,18 @@ def shut_down(_original: Any, handler: Any, *_args: Any, **_kwargs: Any) -> None
 
 async def skip_watchdog(_original: Original, _manager: Any) -> None:
     """AROUND `sigterm_watchdog`: `Shutdown` ends the server instead."""
+
+
+def refuse_reserved_rid(original: Callable[..., Any], manager: Any, obj: Any, *args: Any) -> Any:
+    """AROUND `_init_req_state`, the first step of every generation request.
+
+    Raises:
+        ValueError: the client chose a `rid` of samples. SGLang's routes answer 400.
+    """
+    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+    if any(str(rid).startswith(RESERVED_RID) for rid in rids):
+        raise ValueError(f"rid: the prefix {RESERVED_RID!r} is reserved for samples of rollouts")
+    return original(manager, obj, *args)
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
@@ -46,8 +59,10 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     (`evacuate-before-clear`). The writer lock blocks requests that arrive meanwhile.
 
     Raises:
-        ValueError: the server is busy. SGLang's route answers 400.
+        ValueError: a tag is unknown, which SGLang would accept, or the server is busy. SGLang's route answers 400.
     """
+    if unknown := sorted(_tags(obj) - set(GPU_MEMORY_ALL_TYPES)):
+        raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
     await _refuse_while_busy(manager)
     async with manager.model_update_lock.writer_lock:

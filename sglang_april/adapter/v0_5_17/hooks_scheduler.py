@@ -22,6 +22,7 @@ from sglang_april.adapter.v0_5_17.envelope import AprilReq
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
 from sglang_april.adapter.v0_5_17.restart import restart
 from sglang_april.adapter.v0_5_17.restore_request import advance_grammar
+from sglang_april.adapter.v0_5_17.sample_output import COLLECT_EVERY
 from sglang_april.adapter.v0_5_17.step_times import StepTimes
 from sglang_april.api import messages
 from sglang_april.config import load
@@ -174,7 +175,10 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
     for i, req in enumerate(batch.reqs):
         sample = req.april
         if sample is not None and sample.state is State.RUNNING and sample.request is req:
-            yield sample, len(req.output_ids), lengths[i] if lengths else 0, req.finished_reason is not None
+            length = len(req.output_ids)
+            if not (length + sample.order) % COLLECT_EVERY:  # neighbours in a batch at different steps
+                req.april_output.collect(req)
+            yield sample, length, lengths[i] if lengths else 0, req.finished_reason is not None
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
@@ -231,10 +235,10 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
 
     The lock is needed because the journal's writer thread uses the same socket.
     """
-    engine, controller = Process.engine, Process.controller
-    if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
+    sample = getattr(recv_obj, "april", None) if isinstance(output, AbortReq) else None
+    if sample is not None and Process.controller is not None:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
-        controller.aborted(engine.samples[output.rid], reason)
+        Process.controller.aborted(sample, reason)
         return None
     with Process.sending:
         return orig(sender, output, recv_obj)

@@ -1,5 +1,6 @@
 """Builds SGLang's request for a sample, and the result of a finished request."""
 
+import secrets
 from array import array
 from typing import Any
 
@@ -22,8 +23,15 @@ def versioned_key(base: str | None, version: int) -> str:
     return f"{base or ''}|v{version}"
 
 
+RESERVED_RID = "april."
+"""Prefix of the `rid` of samples. Requests with it are refused at the front end."""
+_PROCESS = secrets.token_hex(8)
+
+
 def rid_of(sample: Sample) -> str:
-    return f"april.{sample.group.order}.{sample.index}"
+    """A `rid` that no other request has, because part of it never leaves this process. It identifies nothing:
+    `Req.april` does."""
+    return f"{RESERVED_RID}{_PROCESS}.{sample.group.order}.{sample.index}"
 
 
 def build_request(sample: Sample) -> TokenizedGenerateReqInput:

@@ -52,9 +52,8 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         raise SystemExit(f"sglang-april: {error}") from error
     if journal is not None:
         controller.context.engine.send(restored_event(saved, unnamed=unnamed))
-        recorder = controller.context.recorder = Recorder(
-            controller.context.engine, journal, config.replies, config.journal_interval
-        )
+        engine = controller.context.engine
+        recorder = controller.context.recorder = Recorder(engine, journal, config.journal_interval)
         recorder.version(version)
         recorder.epoch(saved.next_epoch)
         recorder.commit()

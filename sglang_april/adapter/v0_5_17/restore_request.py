@@ -5,13 +5,14 @@ that of a retracted request. Its grammar is advanced past those tokens once SGLa
 """
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.v0_5_17.request import build_request, rid_of, versioned_key
+from sglang_april.adapter.v0_5_17.request import versioned_key
 from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.state import Proximal, Sample
@@ -55,11 +56,15 @@ def restore_tokens(req: Req, sample: Sample, chunk: Chunk) -> None:
         sample.recompute.proximal, sample.journal.proximal_version = Proximal(version, values), version
 
 
-def restore_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bool:
+Create = Callable[[Sample], None]
+"""Lets SGLang create the request of a sample and add it to its waiting queue."""
+
+
+def restore_request(s: Scheduler, create: Create, sample: Sample) -> bool:
     """Create the request of a sample whose KV was recovered; False, without any change, if SGLang refuses it."""
     pages, tokens = sample.kv.pages, sample.journal.snapshot
     assert pages is not None
-    req = make_request(s, ours, sample)
+    req = make_request(s, create, sample)
     if req is None:
         sample.journal.snapshot = tokens
         return False
@@ -67,20 +72,18 @@ def restore_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> bo
     return True
 
 
-def make_request(s: Scheduler, ours: dict[str, Sample], sample: Sample) -> Req | None:
+def make_request(s: Scheduler, create: Create, sample: Sample) -> Req | None:
     """A request that needs no prefill, created by SGLang; None, without any change, if SGLang refuses it.
 
     The waiting queue is replaced by an empty one meanwhile, so that no other request is moved or aborted.
     """
-    ours[rid_of(sample)] = sample
     queue, s.waiting_queue = s.waiting_queue, []
     try:
-        s.handle_generate_request(build_request(sample))
+        create(sample)
     finally:
         queued, s.waiting_queue = s.waiting_queue, queue
     req: Req | None = sample.request
     if req is None or queued != [req] or req.to_finish is not None:
-        del ours[rid_of(sample)]
         sample.request = None
         return None
     return req

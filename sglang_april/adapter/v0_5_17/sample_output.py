@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+COLLECT_EVERY = 256
+"""Steps after which the lists of a running sample are emptied, so that the step of a suspend has little to convert."""
+
 
 class SampleOutput:
     """`Req.april_output`; an empty one is attached when SGLang creates the request."""

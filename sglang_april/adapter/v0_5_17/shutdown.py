@@ -36,9 +36,13 @@ class Shutdown:
 
     def signalled(self) -> None:
         """SIGTERM, on the event loop."""
-        if self._task is not None:
+        if self._task is None:
+            self._begin()
+        else:
             log.error("april: second SIGTERM")
             _end(1)
+
+    def _begin(self) -> None:
         manager, limit = self._manager, self._manager.april.config.shutdown_s
         self._began = time.monotonic()
         manager.gracefully_exit = True  # /health answers 503

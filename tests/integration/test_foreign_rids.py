@@ -1,0 +1,45 @@
+"""Requests of other clients with the `rid` of samples (`isolated-samples`)."""
+
+from typing import Any
+
+import pytest
+
+from tests.integration.test_interruptions import finish, open_round
+from tests.support.live import LiveServer
+
+PARAMS = {"max_new_tokens": 8, "ignore_eos": True}
+TEXT = {"sampling_params": PARAMS, "return_logprob": True}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "1"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/generate", {**TEXT, "text": "1 2 3", "rid": "april.0.0"}),
+        ("/generate", {**TEXT, "text": "1 2 3", "rid": "april.0.0", "stream": True}),
+        ("/generate", {**TEXT, "text": ["1", "2"], "rid": ["mine", "april.0.1"]}),
+        ("/v1/chat/completions", {**CHAT, "rid": "april.0.0"}),
+        ("/v1/completions", {"model": "m", "prompt": "1 2", "max_tokens": 4, "rid": "april.0.0"}),
+    ],
+    ids=["generate", "stream", "batch", "chat", "completions"],
+)
+def test_reserved_rid_is_refused_while_samples_run(
+    live: LiveServer, run: str, route: str, body: dict[str, Any]
+) -> None:
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        answer = live.server.http.post(route, json=body)
+        assert "the prefix 'april.' is reserved" in answer.text
+        assert answer.status_code == 400 or body.get("stream")
+        assert live.running() == 4
+    finish(live, reply, (v, "fresh"))
+
+
+def test_rid_that_resembles_a_sample_is_an_ordinary_rid(live: LiveServer, run: str) -> None:
+    v = live.version
+    with live.server.slowed():
+        reply = open_round(live, run)
+        beside = live.server.post("/generate", {**TEXT, "text": "1 2 3", "rid": "april-0.0"})
+        assert len(beside["output_ids"]) == len(beside["meta_info"]["output_token_logprobs"]) == 8
+    finish(live, reply, (v, "fresh"))

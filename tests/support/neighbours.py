@@ -1,0 +1,222 @@
+"""Hostile clients beside open rounds: SGLang's own routes with any ids, sizes and timings.
+
+A `Neighbour` draws calls from a seed and makes them one after the other; several run at once. Whatever they do, the
+server lives, and after `heal` the rounds beside them deliver every sample once, with exact tokens.
+"""
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.live import LiveServer
+from tests.support.server import Server
+
+RIDS: tuple[Any, ...] = (
+    *(
+        "april",
+        "april.",
+        "april.0.0",
+        "april.2.1",
+        "april..",
+        "",
+        "a",
+        "rid",
+        "rid",
+        "é\n",
+        "x" * 5000,
+    ),
+    *(["april.0.0", "b"], ["b", "b"], [], 7, None, {"a": 1}),
+)
+IDS: tuple[Any, ...] = (
+    [],
+    [1],
+    [7] * 40,
+    [7] * 300,
+    [5] * 5000,
+    [511],
+    [512],
+    [10**9],
+    [2**63],
+    ["1"],
+    [[1], [2, 3]],
+    None,
+)
+LENGTHS: tuple[Any, ...] = (0, 1, 3, 20, 200, 10**6, 2**31, -1, 1.5, "7", None)
+MODES = ("abort", "in_place", "retract", "none", 3)
+CALLS = {
+    "generate": 12,
+    "chat": 4,
+    "completions": 2,
+    "abort": 6,
+    "pause": 2,
+    "unpause": 3,
+    "flush": 3,
+    "weights": 2,
+    "broken_weights": 1,
+    "release": 1,
+    "resume": 2,
+    "april": 4,
+    "push": 1,
+    "read": 3,
+}
+"""Kinds of calls, and how often each is drawn."""
+
+
+@dataclass
+class Neighbour:
+    """One client. It ignores what it is answered, but not a connection that the server's end broke."""
+
+    server: Server
+    model: Path
+    """Weights that its weight calls load: those of the current policy."""
+    seed: int
+    kinds: Sequence[str] = tuple(CALLS)
+    """The kinds of calls to draw from."""
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.http = httpx.Client(base_url=self.server.url, timeout=20)
+
+    def run(self, calls: int) -> None:
+        """Make calls; returns when all are answered, refused, timed out or disconnected."""
+        with self.http:
+            for _ in range(calls):
+                kind = self.rng.choices(self.kinds, [CALLS[kind] for kind in self.kinds])[0]
+                try:
+                    getattr(self, kind)(self.rng)
+                except httpx.TimeoutException:
+                    self.statuses["timeout"] += 1
+                self.statuses[kind] += 1
+
+    def _post(self, path: str, body: Any, timeout: float | None = None) -> None:
+        options = {} if timeout is None else {"timeout": timeout}
+        answer = self.http.post(path, json=body, **options)  # type: ignore[arg-type]
+        self.statuses[str(answer.status_code)] += 1
+
+    def _some(self, rng: random.Random, **choices: tuple[Any, ...]) -> dict[str, Any]:
+        return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.6}
+
+    def generate(self, rng: random.Random) -> None:
+        params = self._some(
+            rng,
+            max_new_tokens=LENGTHS,
+            temperature=(0, 1.0, -1, 1e9, "hot"),
+            n=(1, 2, 0, 40, -1),
+            sampling_seed=(3, -1, 2**40),
+            ignore_eos=(True, False),
+            stop=("1", ["1", ""], 7),
+            regex=("[0-9]+", "("),
+        )
+        body = {"sampling_params": params}
+        body |= {"text": rng.choice(["1 2 3", "", "x" * 3000, ["1", "2"], 7])} if rng.random() < 0.4 else {}
+        body |= {"input_ids": rng.choice(IDS)} if rng.random() < 0.6 else {}
+        body |= self._some(
+            rng,
+            rid=RIDS,
+            return_logprob=(True, False),
+            logprob_start_len=(0, 2, -1, 10**6, -7),
+            top_logprobs_num=(0, 3, 10**6),
+            priority=(0, 10**9),
+            extra_key=("k", "|v0", ""),
+            stream=(False, False, True),
+        )
+        if rng.random() < 0.3:  # a disconnect
+            with contextlib.suppress(httpx.TimeoutException):
+                self._post("/generate", body, timeout=rng.choice([0.01, 0.1, 0.5]))
+            return
+        self._post("/generate", body, timeout=5)
+
+    def chat(self, rng: random.Random) -> None:
+        body = {"model": "m", "messages": rng.choice([[{"role": "user", "content": "1"}], [], "no", [{"role": 3}]])}
+        body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, stream=(True, False), n=(1, 3, -1), logprobs=(True,))
+        self._post("/v1/chat/completions", body, timeout=5)
+
+    def completions(self, rng: random.Random) -> None:
+        body = {"model": "m", "prompt": rng.choice(["1 2", [1, 2, 3], [], ["1", "2"], None])}
+        body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, echo=(True, False), stream=(True, False))
+        self._post("/v1/completions", body, timeout=5)
+
+    def abort(self, rng: random.Random) -> None:
+        body = {"rid": rng.choice(RIDS)} if rng.random() < 0.9 else {"abort_all": True}
+        self._post("/abort_request", body)
+
+    def pause(self, rng: random.Random) -> None:
+        self._post("/pause_generation", {"mode": rng.choice(MODES)})
+
+    def unpause(self, rng: random.Random) -> None:
+        self._post("/continue_generation", rng.choice([{}, {"torch_empty_cache": False}]))
+
+    def flush(self, rng: random.Random) -> None:
+        self._post("/flush_cache" + rng.choice(["", "?timeout=1", "?timeout=-1", "?timeout=x"]), {})
+
+    def weights(self, rng: random.Random) -> None:
+        """The same weights again: the version moves, the policy does not."""
+        body = {
+            "model_path": str(self.model),
+            "flush_cache": rng.choice([True, False]),
+            "abort_all_requests": rng.random() < 0.2,
+        }
+        self._post("/update_weights_from_disk", body)
+
+    def broken_weights(self, rng: random.Random) -> None:
+        self._post("/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": rng.choice([True, False])})
+
+    def release(self, rng: random.Random) -> None:
+        self._post("/release_memory_occupation", {"tags": rng.choice([["kv_cache"], ["no such tag"], [], None])})
+
+    def resume(self, rng: random.Random) -> None:
+        self._post("/resume_memory_occupation", {"tags": rng.choice([["kv_cache"], ["weights"], None])})
+
+    def april(self, rng: random.Random) -> None:
+        """Calls of another run, most of them malformed."""
+        run = f"neighbour-{self.seed}"
+        prompt = {"id": rng.choice(["a", "b", "", 7]), "input_ids": rng.choice(IDS), "n": rng.choice([1, 2, 0, "x"])}
+        bodies = {
+            "/april/rollout": {
+                "run": rng.choice([run, "", 7]),
+                "prompts": rng.choice([[prompt], [], None, "no"]),
+                "quota": rng.choice([1, 0, None, -1]),
+                "sampling_params": {"max_new_tokens": rng.choice(LENGTHS)},
+            },
+            "/april/rounds/none/stop": {},
+            "/april/rounds/none/judge": {"accept": ["a"]},
+            "/april/rounds/none/ack": {},
+            "/april/drop": {"run": run},
+        }
+        path = rng.choice(list(bodies))
+        self._post(
+            path, rng.choice([bodies[path], [], "text", None]) if rng.random() < 0.3 else bodies[path], timeout=5
+        )
+
+    def push(self, rng: random.Random) -> None:
+        self._post(
+            rng.choice(["/april/push/begin", "/april/push/end"]), rng.choice([{}, {"version": -1}, {"version": "x"}])
+        )
+
+    def read(self, rng: random.Random) -> None:
+        paths = (
+            "/april/state",
+            "/april/partials",
+            "/april/rounds/none",
+            "/health",
+            "/server_info",
+            "/v1/models",
+            "/none",
+        )
+        self.statuses[str(self.http.get(rng.choice(paths)).status_code)] += 1
+
+
+def heal(live: LiveServer) -> None:
+    """Undo what neighbours may leave: a pause, released memory, an open push, weights that failed to load."""
+    server = live.server
+    server.http.post("/continue_generation", json={})
+    server.http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
+    if server.state()["closed"]:
+        server.push(live.model(0))

@@ -1,0 +1,93 @@
+"""SIGTERM in the HTTP process: storing has a part of the time limit; the limit or a second signal ends everything."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import ShutdownReq
+
+from sglang_april.adapter.v0_5_17 import shutdown
+
+
+async def forever(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+async def at_once(*_: Any) -> None: ...
+
+
+class FakeServer:
+    """A manager and its schedulers, which end by `ShutdownReq` unless they hang."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Callable[..., Awaitable[None]], limit: float) -> None:
+        self.schedulers, self.hangs, self.statuses = ["scheduler"], False, list[int]()
+        self.ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def end(status: int) -> None:
+            self.statuses.append(status)
+            loop.call_soon_threadsafe(self.ended.set)
+
+        monkeypatch.setattr(shutdown, "shut_down", store)
+        monkeypatch.setattr(shutdown, "collect_scheduler_processes", lambda: self.schedulers)
+        monkeypatch.setattr(shutdown, "_end", end)
+        self.manager = SimpleNamespace(
+            april=SimpleNamespace(config=SimpleNamespace(shutdown_s=limit)),
+            gracefully_exit=False,
+            rid_to_state={},
+            _subprocess_watchdog=None,
+            _dispatch_to_scheduler=self._dispatch,
+        )
+        self.shutdown = shutdown.Shutdown(self.manager)
+
+    def _dispatch(self, message: Any) -> None:
+        assert isinstance(message, ShutdownReq)
+        if not self.hangs:
+            self.schedulers.clear()
+
+
+@pytest.mark.parametrize(
+    ("store", "limit", "hangs", "status"),
+    [(at_once, 600.0, False, 0), (forever, 600.0, False, 0), (at_once, 0.1, True, 1)],
+    ids=["in order", "storing takes too long", "a scheduler hangs"],
+)
+def test_the_server_ends_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, store: Callable[..., Awaitable[None]], limit: float, hangs: bool, status: int
+) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(shutdown, "STORING", 1e-4)
+        server = FakeServer(monkeypatch, store, limit)
+        server.hangs = hangs
+        server.shutdown.signalled()
+        assert server.manager.gracefully_exit, "/health answers 503"
+        await server.ended.wait()
+        assert server.statuses[0] == status
+
+    asyncio.run(story())
+
+
+def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        server = FakeServer(monkeypatch, forever, 600.0)
+        server.shutdown.signalled()
+        server.shutdown.signalled()
+        assert server.statuses == [1]
+
+    asyncio.run(story())
+
+
+def test_requests_of_sglang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        server = FakeServer(monkeypatch, at_once, 600.0)
+        server.manager.rid_to_state["r"] = None
+        server.shutdown.signalled()
+        await asyncio.sleep(0.1)
+        assert server.schedulers
+        assert not server.statuses
+        server.manager.rid_to_state.clear()
+        await server.ended.wait()
+        assert server.statuses[0] == 0
+
+    asyncio.run(story())
