@@ -14,6 +14,7 @@ import msgspec
 from sglang_april.api import messages, requests
 from sglang_april.api.errors import JOURNAL, RequestError, fault
 from sglang_april.config import AprilConfig
+from sglang_april.http.audit import Audit, OnAudit
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
 from sglang_april.http.prepare import extend_round, open_round, round_spec
@@ -32,10 +33,17 @@ OnReply = Callable[[Reply], None]
 class AprilService:
     """Rounds, pushes and replies on the event loop of the HTTP process; every decision is the scheduler's."""
 
-    def __init__(self, engine: Frontend, config: AprilConfig, on_reply: OnReply | None = None) -> None:
+    def __init__(
+        self,
+        engine: Frontend,
+        config: AprilConfig,
+        on_reply: OnReply | None = None,
+        on_audit: OnAudit | None = None,
+    ) -> None:
         self.engine = engine
         self.config = config
         self.rpc = SchedulerRpc(engine.send)
+        self.audit = Audit(engine, self.rpc, config, on_audit)
         self.weight_lock = WeightLock(engine.lock)
         self.completed_groups = CompletedGroups(self._decode)
         self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
@@ -80,6 +88,8 @@ class AprilService:
         await self.restored_state.ready()
         if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)
+        if (reason := self.audit.refusal) and not self.rounds.contains(body.round_id):
+            raise RequestError(503, "audit", reason)
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
         if new:
@@ -167,7 +177,7 @@ class AprilService:
 
     async def push_begin(self, version: int | None) -> dict[str, Any]:
         """Suspend all samples in the scheduler, then release the rounds' reader locks so that weight calls can run."""
-        async with self._pushing:
+        async with self._pushing, self.audit.held():
             answer = await self.rpc.call(messages.PushBegin(self.rpc.number(), version))
             await self.weight_lock.release_all("push")
         return {"push_open": True, **answer.data}
@@ -181,8 +191,9 @@ class AprilService:
 
     async def freeze(self) -> None:
         """A pause begins: no sample takes a step, and no round makes the pause wait."""
-        await self.rpc.call(messages.Freeze(self.rpc.number()))
-        await self.weight_lock.release_all("pause")
+        async with self.audit.held():
+            await self.rpc.call(messages.Freeze(self.rpc.number()))
+            await self.weight_lock.release_all("pause")
 
     async def thaw(self) -> None:
         """The pause is over."""
@@ -206,7 +217,7 @@ class AprilService:
             "model": self.engine.server_info().model,
             "journal": self.restored_state.state(),
         }
-        return {**answer.data, "http": http}
+        return {**answer.data, "audit": self.audit.state(), "http": http}
 
     async def partials(self, run: str | None) -> dict[str, Any]:
         """The suspended samples of a run, or of all."""
@@ -224,6 +235,9 @@ class AprilService:
             self.rpc.answered(message)
         elif isinstance(message, messages.Finished):
             self.rounds.add_finished(self.completed_groups, message.samples)
+            for sample in message.samples:
+                if (prompt := self.completed_groups.prompt_of(sample)) is not None:
+                    self.audit.offer(sample, prompt)
         elif isinstance(message, messages.RoundEnded):
             self._round_ended(message)
         else:

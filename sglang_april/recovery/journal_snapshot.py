@@ -79,7 +79,7 @@ class JournalSnapshot(msgspec.Struct):
     gone: list[str] = []
     """Ids of rounds whose replies are no longer kept."""
     ids: list[tuple[str, str, int]] = []
-    """(run, prompt id, next incarnation)."""
+    """(run, prompt id, next incarnation), the least recently accepted first; an empty id stands for all others."""
     rounds_opened: dict[str, int] = {}
     epoch: str = ""
     """Name of the last server epoch with this journal; the lock files of the disk tier contain it too."""
@@ -125,7 +125,7 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
     meta = dict(db.execute("SELECT key, value FROM meta"))
     saved.next_gid = meta.get("next_gid", 0)
     saved.epoch, saved.next_epoch = str(meta.get("epoch", "")), secrets.token_hex(16)
-    saved.ids = db.execute("SELECT run, id, next FROM ids").fetchall()
+    saved.ids = db.execute("SELECT run, id, next FROM ids ORDER BY rowid").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
     query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
     for gid, run, incarnation, prompt_blob, params_blob, accepted in db.execute(query).fetchall():

@@ -12,18 +12,19 @@ from typing import Any
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.recovery.journal_snapshot import Chunk, seal
 
-SCHEMA = 3
+SCHEMA = 4
 REMEMBERED = 2**16
 """Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ids(run TEXT, id TEXT, next INTEGER, PRIMARY KEY(run, id));
 CREATE TABLE IF NOT EXISTS rounds(
     seq INTEGER PRIMARY KEY, round_id TEXT UNIQUE, run TEXT, number INTEGER, spec BLOB, ended BLOB, held INTEGER);
 CREATE TABLE IF NOT EXISTS groups(
     gid INTEGER PRIMARY KEY, run TEXT, id TEXT, incarnation INTEGER, n INTEGER, prompt BLOB, params BLOB,
-    accepted INTEGER, dropped INTEGER, UNIQUE(run, id, incarnation));
+    accepted INTEGER, dropped INTEGER);
+CREATE INDEX IF NOT EXISTS groups_by_id ON groups(run, id, incarnation);
 CREATE TABLE IF NOT EXISTS admitted(
     gid INTEGER, idx INTEGER, place INTEGER, number INTEGER, PRIMARY KEY(gid, idx)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks(gid INTEGER, idx INTEGER, start INTEGER, body BLOB, PRIMARY KEY(gid, idx, start));
@@ -38,15 +39,17 @@ Op = Callable[[sqlite3.Connection], Any]
 """A record. A `sqlite3.OperationalError` means that it can be written later, other errors mostly that it never can."""
 NewGroup = tuple[int, int, Prompt, bytes]
 """gid, incarnation, prompt, sampling parameters."""
+ForgottenIds = tuple[str, list[str] | None, int]
+"""As `Forgotten` of the ledger."""
 
 
 class RecordError(ValueError):
     """A record contradicts what is in the journal."""
 
 
-def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
-    """A round, the `number`th of its run, and its new groups."""
-    new, run = list(groups), spec.run
+def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten: Iterable[ForgottenIds] = ()) -> Op:
+    """A round, the `number`th of its run, its new groups, and the ids that are no longer remembered because of them."""
+    new, gone, run = list(groups), list(forgotten), spec.run
     row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
 
     def op(db: sqlite3.Connection) -> None:
@@ -54,18 +57,20 @@ def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
         db.execute("DELETE FROM rounds WHERE round_id=? AND length(spec)=0", row[:1])
         db.execute("INSERT INTO rounds(round_id, run, number, spec, held) VALUES(?,?,?,?,?)", row)
         _insert_groups(db, run, new)
+        _forget_ids(db, gone)
 
     return op
 
 
-def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup]) -> Op:
-    """An open round, the `number`th of its run, has a new quota or more groups."""
-    new, run = list(groups), spec.run
+def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten: Iterable[ForgottenIds] = ()) -> Op:
+    """An open round, the `number`th of its run, has a new quota or more groups; the rest as for `accepted`."""
+    new, gone, run = list(groups), list(forgotten), spec.run
     row = (seal(spec, spec.round_id, number), spec.round_id)
 
     def op(db: sqlite3.Connection) -> None:
         db.execute("UPDATE rounds SET spec=? WHERE round_id=?", row)
         _insert_groups(db, run, new)
+        _forget_ids(db, gone)
 
     return op
 
@@ -82,6 +87,16 @@ def _insert_groups(db: sqlite3.Connection, run: str, groups: list[NewGroup]) -> 
     db.executemany("INSERT OR REPLACE INTO ids VALUES(?,?,?)", [(run, p.id, inc + 1) for _, inc, p, _ in groups])
     if groups:
         db.execute("INSERT OR REPLACE INTO meta VALUES('next_gid', ?)", (groups[-1][0] + 1,))
+
+
+def _forget_ids(db: sqlite3.Connection, forgotten: list[ForgottenIds]) -> None:
+    """The empty id, which no prompt has, stands for all that are not remembered."""
+    for run, ids, first in forgotten:
+        if ids is None:
+            db.execute("DELETE FROM ids WHERE run=?", (run,))
+        else:
+            db.executemany("DELETE FROM ids WHERE run=? AND id=?", [(run, prompt_id) for prompt_id in ids])
+            db.execute("INSERT OR REPLACE INTO ids VALUES(?,'',?)", (run, first))
 
 
 def admitted(gid: int, index: int, place: int, number: int) -> Op:
@@ -111,7 +126,7 @@ def ended(event: RoundEnded) -> Op:
         known = db.execute("UPDATE rounds SET ended=? WHERE round_id=? AND run=? AND ended IS NULL", row).rowcount
         found = db.executemany(
             "UPDATE finished SET round_id=? WHERE gid="
-            "(SELECT gid FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
+            "(SELECT max(gid) FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
             delivered,
         ).rowcount
         if not known or found < len(delivered):

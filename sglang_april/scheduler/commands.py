@@ -63,6 +63,8 @@ class Commands:
             if cmd.check:
                 self._tiers.integrity.begin(cmd.seq)
                 return None
+            if cmd.brief:
+                return report.brief(self._c)
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
 
@@ -89,7 +91,8 @@ class Commands:
         rnd = Round(spec, run, run.rounds_opened, tuned=c.tuned)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(spec.run, cmd.prompts, cmd.params)
-        c.recorder.accepted(spec, rnd.number, groups)
+        forgotten = c.ledger.forget(spec.run, c.rounds.keys() | c.ahead.keys())
+        c.recorder.accepted(spec, rnd.number, groups, forgotten)
         rnd.mark_mandatory(c.clock.version)
         rnd.mark_cohort()
         c.rounds[spec.run] = rnd
@@ -154,7 +157,8 @@ class Commands:
         answer = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": incarnations}
         if cmd.idempotency_key is not None:
             rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
-        c.recorder.extended(rnd.spec, rnd.number, groups)
+        forgotten = c.ledger.forget(rnd.run.name, c.rounds.keys() | c.ahead.keys())
+        c.recorder.extended(rnd.spec, rnd.number, groups, forgotten)
         self._round_end.mark_due()
         return answer
 

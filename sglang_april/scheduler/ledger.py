@@ -4,12 +4,21 @@ Pure: no clock, no engine, no rank.
 """
 
 import bisect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Container, Iterator
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State, sample_seed
+
+MAX_IDS = 2**16
+"""Prompt ids of a run whose next incarnation is remembered."""
+MAX_RUNS = 2**10
+"""Runs that are remembered, if so many are idle."""
+
+Forgotten = tuple[str, list[str] | None, int]
+"""(run, prompt ids or None for all of the run, next incarnation of ids that are not remembered)."""
 
 
 class Ledger:
@@ -41,7 +50,7 @@ class Ledger:
         run = self.run(run_name)
         groups = []
         for prompt in prompts:
-            incarnation = run.incarnations.get(prompt.id, 0)
+            incarnation = run.incarnations.pop(prompt.id, run.first_incarnation)
             run.incarnations[prompt.id] = incarnation + 1
             group = Group(run, prompt, params[prompt.params], incarnation, self._groups_seen)
             self._groups_seen += 1
@@ -53,11 +62,28 @@ class Ledger:
             groups.append(group)
         return groups
 
+    def forget(self, name: str, busy: Container[str]) -> list[Forgotten]:
+        """Forget the least recent ids of the run that has accepted prompts, and idle runs, beyond what is remembered.
+
+        `busy`: the runs that have a round.
+        """
+        run = self.runs[name] = self.runs.pop(name)
+        ids = list(itertools.islice(run.incarnations, max(0, len(run.incarnations) - MAX_IDS)))
+        run.first_incarnation = max([run.first_incarnation, *map(run.incarnations.pop, ids)])
+        idle = [r.name for r in self.runs.values() if not r.groups and r is not run and r.name not in busy]
+        runs = idle[: max(0, len(self.runs) - MAX_RUNS)]
+        for other in runs:
+            del self.runs[other]
+        return [(name, ids, run.first_incarnation)] * bool(ids) + [(other, None, 0) for other in runs]
+
     def restore(self, saved: JournalSnapshot) -> None:
         """Fill an empty ledger from a journal."""
         self._groups_seen = saved.next_gid
         for run_name, prompt_id, incarnation in saved.ids:
-            self.run(run_name).incarnations[prompt_id] = incarnation
+            if prompt_id:
+                self.run(run_name).incarnations[prompt_id] = incarnation
+            else:
+                self.run(run_name).first_incarnation = incarnation
         for run_name, count in saved.rounds_opened.items():
             self.run(run_name).rounds_opened = count
         for known in saved.groups:

@@ -13,6 +13,7 @@ from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.outbox import Outbox
 from sglang_april.scheduler.engine import Engine
+from sglang_april.scheduler.ledger import Forgotten
 from sglang_april.scheduler.state import Group, Sample
 
 
@@ -33,9 +34,9 @@ class Unrecorded:
         """Send an answer to the HTTP process; with a journal, a `lasting` one once all changes so far are written."""
         self._engine.send(answer)
 
-    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None: ...
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None: ...
 
-    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None:
         """An open round has a new quota, or more groups."""
 
     def judged(self, groups: Iterable[Group]) -> None:
@@ -112,11 +113,11 @@ class Recorder(Unrecorded):
 
     # --- records
 
-    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
-        self._records.append(schema.accepted(spec, number, map(_new, groups)))
+    def accepted(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None:
+        self._records.append(schema.accepted(spec, number, map(_new, groups), forgotten))
 
-    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group]) -> None:
-        self._records.append(schema.extended(spec, number, map(_new, groups)))
+    def extended(self, spec: RoundSpec, number: int, groups: Iterable[Group], forgotten: list[Forgotten]) -> None:
+        self._records.append(schema.extended(spec, number, map(_new, groups), forgotten))
 
     def judged(self, groups: Iterable[Group]) -> None:
         self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))

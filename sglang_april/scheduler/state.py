@@ -244,7 +244,9 @@ class Run:
     groups: "OrderedDict[str, Group]" = field(default_factory=OrderedDict)
     """Undelivered groups by prompt id, in arrival order."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """How often each prompt id has been accepted so far."""
+    """Next incarnation of the prompt ids that were accepted last, the least recent first."""
+    first_incarnation: int = 0
+    """Next incarnation of all other ids: above that of every forgotten one, so that no incarnation repeats."""
     rounds_opened: int = 0
     whole: int = 0
     """Undelivered groups whose members have all finished."""

@@ -113,6 +113,31 @@ def test_the_ids_of_the_oldest_rounds_are_forgotten(tmp_path: Path, monkeypatch:
     assert [r.spec.round_id for r in again.rounds] == ["r5"], "the HTTP process has forgotten the id before"
 
 
+def test_forgotten_ids_are_deleted_and_the_others_keep_their_order(tmp_path: Path) -> None:
+    def take(gid: int, round_id: str, name: str, incarnation: int, *forgotten: schema.ForgottenIds) -> schema.Op:
+        opened = request(round_id, name)
+        return schema.accepted(opened.spec, 1, [(gid, incarnation, opened.prompts[0], b"params")], forgotten)
+
+    records = [take(0, "a", "p", 0), take(1, "b", "q", 0), take(2, "c", "p", 1), take(3, "d", "r", 0)]
+    path = written(tmp_path / "j", *records)
+    assert read(path).ids == [("run", "q", 1), ("run", "p", 2), ("run", "r", 1)]
+    written(path, take(4, "e", "s", 0, ("run", ["q", "p"], 2)))
+    assert read(path).ids == [("run", "r", 1), ("run", "s", 1), ("run", "", 2)]
+    written(path, take(5, "f", "t", 0, ("run", None, 0)))
+    assert read(path).ids == []
+
+
+def test_an_incarnation_that_comes_back_in_a_forgotten_run_is_another_group(tmp_path: Path) -> None:
+    """The first one is still in a kept reply."""
+    first = [accept(0, request("a", "p")), *finish_both(0, "p"), schema.ended(ended("a", "p"))]
+    again = [accept(1, request("b", "p")), *finish_both(1, "p")]
+    path = written(tmp_path / "j", *first, *again)
+    saved = read(path)
+    assert ([r.spec.round_id for r in saved.replies], [g.gid for g in saved.groups]) == (["a"], [1])
+    saved = read(written(path, schema.ended(ended("b", "p"))))
+    assert ([r.spec.round_id for r in saved.replies], saved.groups) == (["a", "b"], [])
+
+
 # --- files that cannot be used
 
 

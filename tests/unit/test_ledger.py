@@ -4,6 +4,7 @@ import pytest
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Span
+from sglang_april.scheduler import ledger
 from sglang_april.scheduler.state import LedgerError, State, sample_seed
 from tests.unit.ledger_driver import LedgerDriver, prompt
 
@@ -127,6 +128,35 @@ def test_an_id_twice_in_one_request_is_refused() -> None:
     with pytest.raises(RequestError) as no:
         LedgerDriver().accept(prompt("a"), prompt("b"), prompt("a"))
     assert (no.value.status, no.value.field) == (409, "prompts[2].id")
+
+
+def deliver_all(driver: LedgerDriver, *names: str) -> list[int]:
+    """Accept and deliver prompts; returns their incarnations."""
+    groups = driver.accept(*map(prompt, names))
+    for group in groups:
+        driver.finish(*group.samples.values())
+        driver.ledger.deliver(group, [0])
+    return [group.incarnation for group in groups]
+
+
+def test_ids_and_runs_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten id comes back above every forgotten incarnation; an idle run is forgotten whole."""
+    monkeypatch.setattr(ledger, "MAX_IDS", 3)
+    monkeypatch.setattr(ledger, "MAX_RUNS", 2)
+    driver = LedgerDriver()
+    assert deliver_all(driver, "a", "b") + deliver_all(driver, "a", "c") == [0, 0, 1, 0]
+    assert driver.ledger.forget("run", ()) == []
+    assert deliver_all(driver, "d", "e") == [0, 0]
+    assert driver.ledger.forget("run", ()) == [("run", ["b", "a"], 2)]
+    assert list(driver.run.incarnations) == ["c", "d", "e"]
+    assert deliver_all(driver, "a", "b", "c", "new") == [2, 2, 1, 2]
+    others = [LedgerDriver(name, driver.ledger) for name in ("busy", "carries", "idle")]
+    deliver_all(others[0], "a")
+    others[1].accept(prompt("a"))
+    deliver_all(others[2], "a")
+    assert driver.ledger.forget("run", {"busy"})[1:] == [("idle", None, 0)]
+    assert list(driver.ledger.runs) == ["busy", "carries", "run"]
+    assert deliver_all(LedgerDriver("idle", driver.ledger), "a") == [0]
 
 
 def test_a_seed_depends_on_sampling_seed_id_incarnation_and_index_only() -> None:
