@@ -53,6 +53,9 @@ class AprilConfig:
     journal: str | None = None
     journal_sync: str = "normal"
     journal_interval: int = 256
+    audit: int = 0
+    audit_tolerance: float | None = None
+    audit_strict: bool = False
     shutdown_s: float = 30.0
 
     def host_bytes(self, ranks: int, local_ranks: int) -> int:
@@ -85,11 +88,18 @@ class Flag:
     parse: Callable[[Any], Any]
     metavar: str
     help: str
+    switch: bool = False
+    """The flag may be given without a value, which means `on`."""
 
     @property
     def option(self) -> str:
         """The flag as it is typed."""
         return PREFIX + self.field.replace("_", "-")
+
+    @property
+    def arity(self) -> dict[str, Any]:
+        """For `argparse`."""
+        return {"nargs": "?", "const": "on"} if self.switch else {}
 
     def read(self, value: Any) -> Any:
         """The parsed value.
@@ -134,6 +144,22 @@ def _seconds(value: Any) -> float:
     if not 0 < number <= MAX_SECONDS:
         raise ValueError(f"must be a number of seconds above 0 and up to {MAX_SECONDS}")
     return number
+
+
+def _difference(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError("must be a number above 0")
+    return number
+
+
+def _switch(value: Any) -> bool:
+    if value not in (True, False, "on", "off"):
+        raise ValueError("must be on or off")
+    return value in (True, "on")
 
 
 def _directory(value: Any) -> str:
@@ -222,6 +248,14 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("shutdown_s", _seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
     Flag("journal_interval", _whole(1), "N", "output tokens of a running sample after which they are journalled"),
+    Flag("audit", _whole(0), "N", "samples of each policy version that a plain prefill rescores (default: 0, none)"),
+    Flag(
+        "audit_tolerance",
+        _difference,
+        "X",
+        "difference of logprobs that counts as noise (default: 0.001 for float32 weights, 0.1 otherwise)",
+    ),
+    Flag("audit_strict", _switch, "", "refuse new rounds after a finding, until it is acknowledged", switch=True),
 )
 
 _BY_FIELD = {flag.field: flag for flag in FLAGS}
@@ -231,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags to SGLang's `--help`, as text values that `from_mapping` checks."""
     group = parser.add_argument_group("sglang-april", "native partial-rollout scheduling")
     for flag in FLAGS:
-        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=flag.help)
+        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=flag.help, **flag.arity)
 
 
 def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> bool:
@@ -245,7 +279,7 @@ def from_argv(argv: Sequence[str]) -> dict[str, str]:
     """The plugin's flags among SGLang's, as typed."""
     parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag in FLAGS:
-        parser.add_argument(flag.option, dest=flag.field)
+        parser.add_argument(flag.option, dest=flag.field, **flag.arity)
     known, rest = parser.parse_known_args(list(argv))
     for arg in rest:
         if arg.startswith(PREFIX):

@@ -6,6 +6,7 @@ from sglang_april.http.reply import Reply
 
 PREFIX = "sglang_april:"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+DIFFERENCES = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
 
 class Metrics:
@@ -31,9 +32,24 @@ class Metrics:
         def gauge(name: str, text: str, *more: str) -> Gauge:
             return Gauge(PREFIX + name, text, [*names, *more], multiprocess_mode="mostrecent")
 
+        self._audits = Counter(
+            PREFIX + "audited_samples", "Samples that the audit rescored, by outcome.", [*names, "outcome"]
+        )
+        self._difference = Histogram(
+            PREFIX + "audit_logprob_difference",
+            "Difference between drawn and rescored logprobs of an audited sample.",
+            names,
+            buckets=DIFFERENCES,
+        )
         self._carried = gauge("carried", "What the latest round left for the next.", "what")
         self._carried_bytes = gauge("carried_bytes", "KV bytes of partials after the latest round.", "tier")
         self._version = gauge("policy_version", "Policy version at the end of the latest round.")
+
+    def audited(self, outcome: str, difference: float) -> None:
+        """Count one sample of the audit: `ok`, `finding` or `discarded`."""
+        self._audits.labels(**self._labels, outcome=outcome).inc()
+        if outcome != "discarded":
+            self._difference.labels(**self._labels).observe(difference)
 
     def observe(self, reply: Reply) -> None:
         """Count one round."""

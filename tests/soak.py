@@ -84,6 +84,7 @@ def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -
 
     flags = [POOL, f"--tp-size={ranks}", *(["--disable-overlap-schedule"] if rng.random() < 0.5 else [])]
     flags += [f"--april-journal={folder / 'journal'}", f"--april-journal-sync={rng.choice(('normal', 'full'))}"]
+    flags.append(f"--april-journal-interval={rng.choice((16, 256))}")
     (folder / "disk").mkdir()
     flags += [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
     server = Server("soak", model(0), flags, folder, fork_server=fork_server)

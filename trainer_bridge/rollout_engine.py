@@ -138,6 +138,8 @@ class RolloutEngine:
             f"--port={address.port}",
             f"--april-quota={config.rollout_batch_size}",
         ]
+        if config.engines > 1:
+            command.append(f"--april-servers-per-machine={config.engines}")
         command += config.server_flags
         if config.server_journal and not any(flag.startswith("--april-journal") for flag in config.server_flags):
             command.append(f"--april-journal={self._journal}")

@@ -110,6 +110,8 @@ class GetState(msgspec.Struct, tag=True):
     seq: int
     check: bool = False
     """Verify every stored page on every rank. The answer is that outcome alone, sent when it is known."""
+    brief: bool = False
+    """Only the policy version, `closed` and how many samples run."""
 
 
 class GetPartials(msgspec.Struct, tag=True):

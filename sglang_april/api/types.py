@@ -39,6 +39,8 @@ class Prompt(msgspec.Struct, array_like=True):
     no_stop_trim: bool = False
     truncates: bool = False
     """Whether top-k, top-p or min-p cut the distribution the tokens were drawn from (`behaviour-logprobs`)."""
+    rescore: float | str = "accepted by an earlier server"
+    """The temperature at which a plain prefill gives the same logprobs, or what prevents that (`audited-logprobs`)."""
 
 
 class Extension(msgspec.Struct, array_like=True):

@@ -87,6 +87,11 @@ class CompletedGroups:
         for prompt in prompts:
             self._groups[run, prompt.id] = CompletedGroup(prompt)
 
+    def prompt_of(self, sample: FinishedSample) -> Prompt | None:
+        """The prompt of an undelivered sample; None if its group has been dropped."""
+        group = self._groups.get((sample.run, sample.id))
+        return group.prompt if group is not None else None
+
     def add(self, sample: FinishedSample) -> CompletedGroup | None:
         """Store a finished sample and start decoding it; returns its group, or None if that has been dropped."""
         group = self._groups.get((sample.run, sample.id))

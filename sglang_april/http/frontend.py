@@ -19,6 +19,8 @@ class ServerInfo:
     overlap: bool
     """Whether the scheduler runs its overlap loop."""
     grammar: bool = True
+    dtype: str = "float32"
+    """Type of the weights, by torch's name."""
     preferred: dict[str, Any] | None = None
     """The server's default sampling parameters."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +59,16 @@ class Frontend(Protocol):
 
     def encode_params(self, params: dict[str, Any]) -> bytes:
         """SGLang's `SamplingParams`, normalised and verified, as msgpack. Runs in a worker thread."""
+
+    async def rescore(self, rid: str, ids: list[int], start: int, temperature: float) -> list[float]:
+        """Logprobs of `ids[start + 1:]` by a plain prefill, which reads no KV of samples.
+
+        Raises:
+            ValueError: the request was aborted or refused.
+        """
+
+    def abort(self, rid: str) -> None:
+        """Abort a `rescore` in flight; it ends within a step."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
         """The text of token ids; None where the server has no tokenizer. Runs in a worker thread."""

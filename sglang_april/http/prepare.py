@@ -16,6 +16,8 @@ from sglang_april.http.validation import GRAMMARS
 
 MAX_TOP_LOGPROBS = 60_000_000
 """Of one sample. Each takes 15 bytes as msgpack, and SQLite holds 10^9 bytes in a row of the journal."""
+GREEDY = 1e-6
+"""SGLang draws greedily below this temperature, from logits that it does not divide."""
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
@@ -105,6 +107,7 @@ class RequestBuilder:
             spaces_between_special_tokens=params.get("spaces_between_special_tokens", True),
             no_stop_trim=params.get("no_stop_trim", False),
             truncates=_truncates(params),
+            rescore=_rescore(params),
         )
 
     def _check_length(self, raw: bytes, params: Params, field: str, new_field: str) -> None:
@@ -235,9 +238,17 @@ def _seed(params: SamplingBody | None, otherwise: int) -> int:
 
 
 def _truncates(params: Params) -> bool:
-    if params.get("temperature", 1.0) < 1e-6:
+    if params.get("temperature", 1.0) < GREEDY:
         return False
     return params.get("top_p", 1.0) < 1 or params.get("min_p", 0.0) > 0 or params.get("top_k", -1) not in (-1, 1 << 30)
+
+
+def _rescore(params: Params) -> float | str:
+    """The temperature by which logits are divided, or what else changes the distribution."""
+    changes = [name for name, neutral in PENALTIES.items() if params.get(name, neutral) != neutral]
+    changes += [name for name in (*GRAMMARS, "min_new_tokens", "logit_bias") if params.get(name, None)]
+    temperature = params.get("temperature", 1.0)
+    return changes[0] if changes else float(temperature) if temperature >= GREEDY else 1.0
 
 
 def _where(name: str, own: SamplingBody | None, at: str) -> str:

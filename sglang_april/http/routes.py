@@ -51,6 +51,7 @@ def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
         ("POST", "/april/push/end", push_end),
         ("POST", "/april/drop", drop),
         ("GET", "/april/check", check),
+        ("POST", "/april/audit/ack", acknowledge_audit),
     ):
         app.add_api_route(path, admin(_endpoint(handler)), methods=[method])
     app.add_api_route("/april/{path:path}", _endpoint(no_route), methods=METHODS, include_in_schema=False)
@@ -147,6 +148,12 @@ async def drop(april: AprilService, request: Request) -> Response:
     """Delete undelivered groups of a run."""
     body = requests.decode_drop(await _body(request), _is_packed(request))
     return _answer(request, await april.drop(body.run, body.ids))
+
+
+async def acknowledge_audit(april: AprilService, request: Request) -> Response:
+    """The findings of the audit are known: rounds may open again."""
+    requests.decode_nothing(await _body(request), _is_packed(request))
+    return _answer(request, april.audit.acknowledge())
 
 
 async def state(april: AprilService, request: Request) -> Response:

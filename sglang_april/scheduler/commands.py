@@ -63,6 +63,8 @@ class Commands:
             if cmd.check:
                 self._tiers.integrity.begin(cmd.seq)
                 return None
+            if cmd.brief:
+                return report.brief(self._c)
             return {**report.state(self._c), "store": self._tiers.report()}
         return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
 

@@ -99,6 +99,12 @@ def state(c: Context) -> dict[str, Any]:
     }
 
 
+def brief(c: Context) -> dict[str, Any]:
+    """What the audit asks before and after each sample; cheap."""
+    running = sum(run.running for run in c.ledger.runs.values())
+    return {"policy_version": c.clock.version, "closed": c.closed(), "running": running}
+
+
 def kv_cost(c: Context) -> dict[str, Any] | None:
     """The costs by which `kv: auto` decides."""
     return cost_model.report(c.rates, c.engine.bytes_per_token)

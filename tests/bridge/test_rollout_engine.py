@@ -122,6 +122,18 @@ def test_started_server_has_a_journal_by_default(tmp_path: Path) -> None:
     assert journal_flags(server_journal=False) == []
 
 
+def test_several_servers_share_the_memory_of_their_machine(tmp_path: Path) -> None:
+    """A flag of the user's comes later and wins."""
+
+    def shares(**fields: object) -> list[str]:
+        rollout_engine = RolloutEngine(Config(hf_checkpoint="m", prompt_data="d", **fields), tmp_path)  # type: ignore[arg-type]
+        return [flag.rpartition("=")[2] for flag in rollout_engine._command() if "servers-per-machine" in flag]
+
+    assert shares() == []
+    assert shares(engines=4) == ["4"]
+    assert shares(engines=4, server_flags=["--april-servers-per-machine=2"]) == ["4", "2"]
+
+
 def resume(folder: Path, status: int, answer: str, *tags: str) -> None:
     rollout_engine = RolloutEngine(
         Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x"

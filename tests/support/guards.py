@@ -51,6 +51,26 @@ def _free_a_shared_page(guarded: Callable[..., Any], pool: Any, pages: Any) -> N
         pool._allocator.free(shared[-1:])
 
 
+def _damage_a_page(guarded: Callable[..., Any], pool: Any, reqs: Any, pages: Any, on_old_kv: list[bool]) -> Any:
+    kv = pool._s.token_to_kv_pool_allocator.get_kvcache()
+    for page in pages:
+        for values in kv.v_buffer:
+            values[page.slots[page.length // 2]] += 4.0
+    return guarded(pool, reqs, pages, on_old_kv)
+
+
+def _kept_as_fresh(guarded: Callable[..., Any], sample: Any, version: int, kv: str) -> None:
+    guarded(sample, version, "fresh")
+
+
+def _old_as_new(guarded: Callable[..., Any], sample: Any, version: int, kv: str) -> None:
+    del sample.spans[1:]
+    if sample.spans:
+        sample.spans[0].version = version
+    else:
+        guarded(sample, version, kv)
+
+
 def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     raise RuntimeError("nobody leaves")
 
@@ -67,5 +87,8 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "penalty replay": (APRIL + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
     "suspend": (APRIL + "scheduler.suspend.Suspender.suspend_all", _fail),
     "decisions compared": (APRIL + "adapter.v0_5_17.rank0_broadcast.Rank0Broadcast.compare", _nothing),
+    "sound pages": (APRIL + "adapter.v0_5_17.page_pool.PagePool.build_decode_batch", _damage_a_page),
+    "kept span": (APRIL + "scheduler.state.Sample.open_span", _kept_as_fresh),
+    "span version": (APRIL + "scheduler.state.Sample.open_span", _old_as_new),
     "deliver once": (APRIL + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }

@@ -1,5 +1,6 @@
 """A scheduler small enough to read: it answers commands and finishes what a test tells it to finish."""
 
+import asyncio
 import importlib.util
 import itertools
 import sys
@@ -43,6 +44,13 @@ class ScriptedEngine:
         self.silent: set[type] = set()
         self.taken: set[tuple[str, str]] = set()
         self.version = 0
+        self.running = 0
+        """Samples that run, as the audit is told."""
+        self.rescored: list[tuple[str, list[int], int, float]] = []
+        """Calls of `rescore`."""
+        self.rescoring: dict[str, asyncio.Future[list[float]]] = {}
+        """Answers that a test sets; with `hold_rescores` only then."""
+        self.hold_rescores = False
 
     def server_info(self) -> ServerInfo:
         return self._info
@@ -71,7 +79,9 @@ class ScriptedEngine:
             return messages.Answer(command.seq, data={"groups": [[i, 0] for i in ids], "samples": len(ids)})
         if isinstance(command, messages.PushEnd):
             self.version += 1
-        return messages.Answer(command.seq, data={"policy_version": self.version})
+        brief = isinstance(command, messages.GetState) and command.brief
+        more = {"closed": "", "running": self.running} if brief else {}
+        return messages.Answer(command.seq, data={"policy_version": self.version, **more})
 
     def tell(self, message: messages.Event) -> None:
         self.april.receive(messages.encode(message))
@@ -128,6 +138,17 @@ class ScriptedEngine:
         if params.get("regex") == "(":
             raise ValueError("regex is not a regular expression")
         return msgspec.msgpack.encode(params, order="sorted")
+
+    async def rescore(self, rid: str, ids: list[int], start: int, temperature: float) -> list[float]:
+        """The logprobs that `sample` gives, unless a test answers."""
+        self.rescored.append((rid, ids, start, temperature))
+        answer = self.rescoring[rid] = asyncio.get_running_loop().create_future()
+        if not self.hold_rescores:
+            answer.set_result(np.linspace(-1, -0.1, len(ids) - 1 - start, dtype="<f4").tolist())
+        return await answer
+
+    def abort(self, rid: str) -> None:
+        self.rescoring[rid].set_exception(ValueError("aborted"))
 
     def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
         return "".join(chr(i) for i in ids if i or not skip_special_tokens)

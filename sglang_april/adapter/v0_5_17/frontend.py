@@ -3,21 +3,25 @@
 import functools
 import logging
 import sys
+import uuid
 from typing import Any
 
 from msgspec import msgpack
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_april import config, metrics
 from sglang_april.adapter.hooking import hook_report
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
+from sglang_april.adapter.v0_5_17.proximal import RESCORE
 from sglang_april.http.frontend import ServerInfo
 from sglang_april.http.routes import add_routes
 from sglang_april.http.service import AprilService
 
 log = logging.getLogger("sglang_april")
 
+LOWEST_PRIORITY = 2**30
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -27,6 +31,7 @@ class SGLangFrontend:
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
         self.lock = manager.model_update_lock
+        self._audit_key = f"audit {uuid.uuid4().hex}"
 
     def server_info(self) -> ServerInfo:
         """Available once the schedulers have reported, which is before the first request."""
@@ -39,6 +44,7 @@ class SGLangFrontend:
             priority=args.enable_priority_scheduling,
             overlap=not args.disable_overlap_schedule,
             grammar=args.grammar_backend != "none",
+            dtype=str(manager.model_config.dtype).removeprefix("torch."),
             preferred=manager.preferred_sampling_params or None,
             model=_model(manager),
         )
@@ -80,6 +86,45 @@ class SGLangFrontend:
             raise ValueError(str(error) or type(error).__name__) from error
         return msgpack.encode(sampling)
 
+    async def rescore(self, rid: str, ids: list[int], start: int, temperature: float) -> list[float]:
+        """One of SGLang's own requests, with the lowest priority and without metrics or logs.
+
+        SGLang matches no cached prefix beyond `logprob_start_len`, and below it only KV of the same cache key, which
+        other requests cannot know.
+        """
+        params: dict[str, Any] = {"max_new_tokens": 1}
+        if temperature != 1:
+            params["custom_params"] = {RESCORE: temperature}
+        request = GenerateReqInput(
+            rid=rid,
+            input_ids=ids,
+            sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=start,
+            extra_key=self._audit_key,
+            priority=self._lowest_priority(),
+            log_metrics=False,
+            no_logs=True,
+        )
+        try:
+            answers = [answer async for answer in self._manager.generate_request(request)]
+        except Exception as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        meta = answers[-1]["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            raise ValueError(meta["finish_reason"].get("message", "aborted"))
+        return [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]
+
+    def _lowest_priority(self) -> int | None:
+        args = self._manager.server_args
+        if not args.enable_priority_scheduling:
+            return None
+        return LOWEST_PRIORITY if args.schedule_low_priority_values_first else -LOWEST_PRIORITY
+
+    def abort(self, rid: str) -> None:
+        """As a client's `/abort_request` does."""
+        self._manager.abort_request(rid)
+
     def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
         """With the options that SGLang's detokenizer uses."""
         tokenizer = self._manager.tokenizer
@@ -109,8 +154,9 @@ def _model(manager: TokenizerManager) -> dict[str, Any]:
 def attach(manager: TokenizerManager) -> AprilService:
     """Give a TokenizerManager the service, as `manager.april` and, where SGLang serves HTTP, as routes under /april."""
     args = manager.server_args
-    on_reply = metrics.Metrics({"model_name": args.served_model_name}).observe if args.enable_metrics else None
-    service = AprilService(SGLangFrontend(manager), config.load(), on_reply)
+    observer = metrics.Metrics({"model_name": args.served_model_name}) if args.enable_metrics else None
+    observers = (observer.observe, observer.audited) if observer is not None else ()
+    service = AprilService(SGLangFrontend(manager), config.load(), *observers)
     service.hook_report = hook_report()
     manager.april = service
     manager._result_dispatcher._mapping[AprilOutput] = functools.partial(_receive_event, service)

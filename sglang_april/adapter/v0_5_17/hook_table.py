@@ -121,6 +121,17 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang's own end would kill the schedulers while they store partials",
         "upstream keeps partials",
     ),
+    Hook(
+        "around",
+        "hooks_http:without_audit",
+        (
+            _TOKENIZER + "update_weights_from_disk",
+            *(_CONTROL + "update_weights_from_" + transport for transport in _TRANSPORTS[1:]),
+            _CONTROL + "flush_cache",
+        ),
+        "a request of the audit must not make a weight call wait or a flush fail",
+        "upstream rescores samples itself",
+    ),
     # The scheduler loop.
     Hook(
         "after",

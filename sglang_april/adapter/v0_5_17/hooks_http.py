@@ -54,6 +54,12 @@ async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any
         return result
 
 
+async def without_audit(original: Original, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `flush_cache` and `update_weights_from_*`: a request of the audit would refuse or delay them."""
+    async with manager.april.audit.held():
+        return await original(manager, *args, **kwargs)
+
+
 async def release_when_idle(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
     """AROUND `release_memory_occupation`: the scheduler asserts idleness, which would end the server
     (`evacuate-before-clear`). The writer lock blocks requests that arrive meanwhile.
@@ -64,9 +70,10 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     if unknown := sorted(_tags(obj) - set(GPU_MEMORY_ALL_TYPES)):
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
-    await _refuse_while_busy(manager)
-    async with manager.model_update_lock.writer_lock:
-        result = await original(manager, obj, request)
+    async with manager.april.audit.held():
+        await _refuse_while_busy(manager)
+        async with manager.model_update_lock.writer_lock:
+            result = await original(manager, obj, request)
     manager.april.released |= _tags(obj)
     return result
 

@@ -19,6 +19,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.scheduler.state import Proximal, Sample
 
+RESCORE = "april_rescore"
+"""Key in `custom_params` of the audit's requests: the temperature at which their input logprobs are wanted."""
 CHUNK_ROWS = 512
 """Rows of logits alive at once; 512 x 152k x 4 bytes = 311 MB."""
 
@@ -63,6 +65,7 @@ def with_proximal(
 ) -> Any:
     """AROUND LogitsProcessor.forward. `hidden_states`: [tokens of the batch, hidden], rows one after the other."""
     rows = getattr(getattr(metadata, "sampling_info", None), "april", None)
+    rescored = rows.rescored if rows is not None and isinstance(metadata, ForwardBatch) else None
     wanted = rows.proximal if rows is not None and isinstance(metadata, ForwardBatch) else None
     if wanted is not None and metadata.forward_mode.is_extend():
         plain = LogitsMetadata.from_forward_batch(metadata)
@@ -72,7 +75,51 @@ def with_proximal(
                 for i in range(0, len(states), CHUNK_ROWS)
             ]
             proximal.parts.append((first, torch.cat(values)))
-    return stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
+    result = stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
+    if rescored is not None and metadata.forward_mode.is_extend() and result.input_token_logprobs is not None:
+        _apply_temperatures(result.input_token_logprobs, processor, hidden_states, lm_head, metadata, rescored)
+    return result
+
+
+def _apply_temperatures(
+    logprobs: torch.Tensor,
+    processor: Any,
+    hidden_states: torch.Tensor,
+    lm_head: Any,
+    batch: ForwardBatch,
+    temperatures: list[float | None],
+) -> None:
+    """Replace the input logprobs of audited rows by those at the temperature at which their tokens were drawn.
+
+    Args:
+        logprobs: float [sum over rows of computed tokens from `logprob_start_len` on], changed in place.
+    """
+    plain = LogitsMetadata.from_forward_batch(batch)
+    row_start = out = 0
+    rows = zip(temperatures, batch.extend_logprob_start_lens_cpu, batch.extend_seq_lens_cpu, strict=False)
+    for temperature, begin, length in rows:
+        count = length - begin
+        if temperature is not None:
+            states = hidden_states[row_start + begin : row_start + length]
+            targets = batch.extend_input_logprob_token_ids_gpu[out : out + count]
+            for i in range(0, count, CHUNK_ROWS):
+                part = slice(i, i + CHUNK_ROWS)
+                logits = processor._get_logits(states[part], lm_head, plain, use_logits_buffer=False).float()
+                values = logits.div_(temperature).log_softmax(dim=-1).gather(1, targets[part, None]).squeeze(1)
+                logprobs[out + i : out + i + len(values)] = values
+        row_start, out = row_start + length, out + count
+
+
+def rescored_rows(batch: ScheduleBatch) -> list[float | None] | None:
+    """Per row of a prefill batch: the temperature of an audited sample; None if there is no such row."""
+    rows = [_rescore_temperature(r.sampling_params.custom_params) for r in batch.reqs]
+    return rows if any(rows) else None
+
+
+def _rescore_temperature(custom: Any) -> float | None:
+    """Any client may send `custom_params`; what it can get by this key is scaled logprobs of its own prompt."""
+    value = custom.get(RESCORE) if isinstance(custom, dict) else None
+    return value if isinstance(value, float) and 0 < value < float("inf") else None
 
 
 def _old_tokens(

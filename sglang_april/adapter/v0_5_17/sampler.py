@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from april_kernels.seeded_sampling import keep_mask, seeded_sample
-from sglang_april.adapter.v0_5_17.proximal import recomputed_rows
+from sglang_april.adapter.v0_5_17.proximal import recomputed_rows, rescored_rows
 from sglang_april.scheduler.state import Sample
 
 
@@ -26,12 +26,19 @@ class RowSeeds:
     """int64 [rows] on the device of the batch; 0 in rows of other requests."""
     proximal: list[Sample | None] | None = None
     """Rows of a prefill that need proximal logprobs (proximal.py); None after it."""
+    rescored: list[float | None] | None = None
+    """Rows of a prefill that belong to the audit, with the temperature of their sample; None after it."""
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
         ours = [r.april is not None for r in batch.reqs]
         seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, ours, strict=True)]
-        return cls(ours, torch.tensor(seeds, dtype=torch.int64, device=batch.device), recomputed_rows(batch))
+        return cls(
+            ours,
+            torch.tensor(seeds, dtype=torch.int64, device=batch.device),
+            recomputed_rows(batch),
+            rescored_rows(batch),
+        )
 
     def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
         return RowSeeds([self.ours[i] for i in rows], self.seeds[rows_on_device])

@@ -1,0 +1,278 @@
+"""The online audit: which samples it chooses, when it runs, what it discards, and what a finding does."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_april.api import messages
+from sglang_april.api.errors import RequestError
+from sglang_april.api.requests import RolloutBody, SamplingBody
+from sglang_april.config import AprilConfig
+from sglang_april.http import audit as audit_module
+from sglang_april.http.audit import Audit, Candidate, candidate_of
+from sglang_april.http.prepare import open_round, round_spec
+from sglang_april.http.scheduler_rpc import SchedulerRpc
+from tests.unit.http_app import client_of, run, until
+from tests.unit.http_app import open_round as open_in
+from tests.unit.scripted_engine import ScriptedEngine, prompt, service
+
+Spans = list[tuple[int, int, int, str]]
+
+
+def finished(spans: Spans, prompt_len: int = 3, rescore: float | str = 1.0, logprobs: Any = None) -> Any:
+    length = spans[-1][1]
+    values = np.linspace(-1, -0.1, length, dtype="<f4") if logprobs is None else np.asarray(logprobs, "<f4")
+    given = messages.Prompt("p", np.arange(1, prompt_len + 1, dtype="<i4").tobytes(), 1, 0, 0, rescore=rescore)
+    sample = messages.FinishedSample(
+        run="r",
+        id="p",
+        incarnation=0,
+        index=0,
+        output_ids=np.arange(10, 10 + length, dtype="<i4").tobytes(),
+        logprobs=values.tobytes(),
+        spans=[messages.Span(*span) for span in spans],
+        finish_reason={"type": "stop"},
+        seed=0,
+    )
+    return sample, given
+
+
+def candidate(*args: Any, longest: int = 1000, **named: Any) -> Any:
+    return candidate_of(*finished(*args, **named), longest)
+
+
+def positions(*args: Any, **named: Any) -> list[int]:
+    return list(candidate(*args, **named).positions)
+
+
+def test_tokens_of_the_current_version_that_are_not_on_kept_kv_are_compared() -> None:
+    assert positions([(0, 4, 2, "fresh")]) == [0, 1, 2, 3]
+    assert positions([(0, 2, 1, "fresh"), (2, 4, 2, "recomputed")]) == [2, 3]
+    assert positions([(0, 1, 2, "kept"), (1, 2, 2, "recomputed"), (2, 3, 2, "kept")]) == [1]
+    assert candidate([(0, 2, 1, "fresh"), (2, 4, 2, "kept")]) == "kept KV"
+    assert candidate([(0, 2, 1, "fresh")], rescore="regex") == "regex"
+
+
+def test_a_prefill_is_no_longer_than_the_server_takes() -> None:
+    assert positions([(0, 8, 0, "fresh")], longest=7) == [0, 1, 2, 3]
+    assert candidate([(0, 8, 0, "fresh")], longest=3) == "length"
+
+
+def test_the_prefill_ends_with_the_last_compared_token_and_begins_before_the_first() -> None:
+    ids, start = candidate([(0, 2, 1, "fresh"), (2, 4, 2, "recomputed"), (4, 6, 2, "kept")]).request()
+    assert ids == [1, 2, 3, 10, 11, 12, 13]
+    assert ids[start + 1 :] == [12, 13]
+
+
+def test_a_difference_is_the_worst_mean_of_a_window() -> None:
+    drawn = np.zeros(64)
+    drawn[40:56] = -1.0
+    found: Candidate = candidate([(0, 64, 0, "fresh")], logprobs=drawn)
+    assert found.compare([0.0] * 64) == (1.0, 40)
+    assert found.compare(list(drawn)) == (0.0, 0)
+    one_token = candidate([(0, 64, 0, "fresh")], logprobs=np.eye(64)[5])
+    assert one_token.compare([0.0] * 64)[0] == 1 / audit_module.WINDOW
+    assert candidate([(0, 2, 0, "fresh")], logprobs=[0, float("nan")]).compare([0.0, 0.0])[0] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, 1.0),
+        ({"temperature": 0.7, "top_p": 0.9}, 0.7),
+        ({"temperature": 0}, 1.0),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"min_new_tokens": 3}, "min_new_tokens"),
+        ({"logit_bias": {"1": 2.0}}, "logit_bias"),
+        ({"regex": "a+"}, "regex"),
+    ],
+)
+def test_parameters_say_whether_a_prefill_gives_the_same_distribution(params: Any, expected: float | str) -> None:
+    body = RolloutBody(sampling_params=SamplingBody(**params))
+    body.prompts = [_prompt_body()]
+    config = AprilConfig(quota=1)
+    engine = ScriptedEngine(overlap=False)
+    command = open_round(1, round_spec(body, "r", "", config), body, config, engine)
+    assert command.prompts[0].rescore == expected
+
+
+def _prompt_body() -> Any:
+    from sglang_april.api.requests import PromptBody
+
+    return PromptBody(id="a", input_ids=np.array([1, 2], "<i4").tobytes())
+
+
+class Scene:
+    """An audit on a scripted engine, without rounds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        monkeypatch.setattr(audit_module, "POLL_S", 0.001)
+        self.engine = ScriptedEngine()
+        self.engine.april = self  # type: ignore[assignment]
+        self.rpc = SchedulerRpc(self.engine.send)
+        self.outcomes: list[str] = []
+        config = AprilConfig(**{"audit": 2, **settings})
+        self.audit = Audit(self.engine, self.rpc, config, lambda outcome, _: self.outcomes.append(outcome))
+
+    def receive(self, payload: bytes) -> None:
+        answer = messages.decode_event(payload)
+        assert isinstance(answer, messages.Answer)
+        self.rpc.answered(answer)
+
+    def offer(self, count: int = 1, version: int = 0, **named: Any) -> None:
+        for _ in range(count):
+            self.audit.offer(*finished([(0, 4, version, "fresh")], **named))
+
+
+def test_as_many_samples_of_each_version_are_rescored_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        scene.offer(50)
+        await until(lambda: len(scene.outcomes) == 2)
+        scene.offer(50)
+        scene.engine.version = 1
+        scene.offer(1, version=0)
+        scene.offer(1, version=1)
+        scene.offer(1, version=0)
+        await until(lambda: len(scene.outcomes) == 3)
+        await asyncio.sleep(0.01)
+        assert scene.outcomes == ["ok"] * 3
+        assert scene.audit.state()["waiting"] == 0
+
+    run(scenario())
+
+
+def test_every_sample_is_chosen_with_the_same_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        chosen = [0] * 10
+        scene = Scene(monkeypatch)
+        scene.engine.silent.add(messages.GetState)
+        for version in range(500):
+            for length in range(1, 11):
+                scene.audit.offer(*finished([(0, length, version, "fresh")]))
+            for picked in scene.audit._chosen:
+                chosen[len(picked.positions) - 1] += 1
+        assert min(chosen) > 60
+        assert max(chosen) < 140
+
+    run(scenario())
+
+
+def test_off_by_default_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, audit=AprilConfig().audit)
+        scene.offer(5)
+        await asyncio.sleep(0.01)
+        assert scene.engine.commands == []
+        assert scene.engine.rescored == []
+
+    run(scenario())
+
+
+def test_while_samples_run_audits_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an audit that took a while, the next one waits 49 times as long, or until nothing runs."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        scene.engine.running, scene.engine.hold_rescores = 1, True
+        scene.offer(2)
+        await until(lambda: len(scene.engine.rescored) == 1)
+        await asyncio.sleep(0.1)
+        scene.engine.hold_rescores = False
+        for answer in scene.engine.rescoring.values():
+            answer.set_result(np.linspace(-1, -0.1, 4, dtype="<f4").tolist())
+        await until(lambda: scene.outcomes == ["ok"])
+        await asyncio.sleep(0.05)
+        assert len(scene.engine.rescored) == 1
+        scene.engine.running = 0
+        await until(lambda: scene.outcomes == ["ok"] * 2)
+
+    run(scenario())
+
+
+def test_nothing_runs_while_it_is_held_and_what_runs_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        scene.engine.hold_rescores = True
+        scene.offer(2)
+        await until(lambda: len(scene.engine.rescored) == 1)
+        async with scene.audit.held():
+            await until(lambda: scene.outcomes == ["discarded"])
+            await asyncio.sleep(0.01)
+            assert len(scene.engine.rescored) == 1
+        await until(lambda: len(scene.engine.rescored) == 2)
+
+    run(scenario())
+
+
+def test_a_result_is_discarded_if_the_version_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        scene.engine.hold_rescores = True
+        scene.offer(2)
+        await until(lambda: len(scene.engine.rescored) == 1)
+        scene.engine.version = 1
+        for answer in scene.engine.rescoring.values():
+            answer.set_result([0.0] * 4)
+        await until(lambda: scene.outcomes == ["discarded"] * 2)
+        assert len(scene.engine.rescored) == 1
+        assert scene.audit.state()["findings"] == []
+
+    run(scenario())
+
+
+def test_tolerance_follows_the_type_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    assert scene.audit.tolerance == 1e-3
+    scene.engine._info = ScriptedEngine(dtype="bfloat16").server_info()
+    assert scene.audit.tolerance == 0.1
+    assert Scene(monkeypatch, audit_tolerance=0.5).audit.tolerance == 0.5
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_finding_is_reported_and_with_strict_refuses_rounds(strict: bool) -> None:
+    """It stays refused after a push; a known round_id still answers; an acknowledgement lets rounds open again."""
+
+    async def scenario() -> None:
+        april, engine = service(audit=1, audit_strict=strict)
+        engine.hold_rescores = True
+        async with client_of(april) as client:
+            reply = await open_in(client, engine, round_id="one", prompts=[prompt(id="a")])
+            engine.finish(engine.opened, ("a", 0))
+            engine.end(engine.opened, ("a", [0]))
+            assert (await reply).status_code == 200
+            await until(lambda: engine.rescored)
+            (rid, ids, start, temperature), *_ = engine.rescored
+            assert (ids, start, temperature) == ([1, 2, 3, ord("a"), ord("b")], 2, 1.0)
+            engine.rescoring[rid].set_result([-1.0, -3.0])
+            await until(lambda: april.audit.state()["found"])
+            state = (await client.get("/april/state")).json()["audit"]
+            assert state["findings"][0]["id"] == "a"
+            assert bool(state["refusal"]) == strict
+            await client.post("/april/push/begin")
+            await client.post("/april/push/end")
+            if strict:
+                refused = await client.post("/april/rollout", json={"round_id": "two", "prompts": [prompt()]})
+                assert refused.status_code == 503
+                assert refused.json()["error"]["field"] == "audit"
+                again = await client.get("/april/rounds/one")
+                assert again.status_code == 200
+            assert (await client.post("/april/audit/ack")).json()["refusal"] == ""
+            await open_in(client, engine, round_id="two", prompts=[prompt()])
+            assert engine.opened.spec.round_id == "two"
+            await client.post("/april/rounds/two/stop")
+            engine.end(engine.opened)
+
+    run(scenario())
+
+
+def test_a_refused_round_names_the_reason() -> None:
+    async def scenario() -> None:
+        april, _ = service(audit=1, audit_strict=True)
+        april.audit.refusal = "the audit found it wrong"
+        with pytest.raises(RequestError, match="the audit found it wrong"):
+            await april.rollout({"prompts": [prompt(input_ids=np.array([1], "<i4").tobytes())]})
+
+    run(scenario())
