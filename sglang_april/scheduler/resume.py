@@ -129,7 +129,7 @@ class Resumer:
         self._c.ledger.admit(sample)
         sample.admitted_round = rnd.number
         self._c.recorder.admitted(sample)
-        sample.kv.version = self._c.clock.version
+        sample.kv.version, sample.kv.quantized = self._c.clock.version, False
         sample.open_span(sample.kv.version, "recomputed" if sample.length else "fresh")
 
     # --- on stored pages
@@ -172,10 +172,10 @@ class Resumer:
         self._c.ledger.admit(sample)
         sample.admitted_round = rnd.number
         version = self._c.clock.version
-        if sample.kv.version < version:
+        if sample.kv.version < version or sample.kv.quantized:
             sample.open_span(version, "kept")
-            if rnd.spec.kv == "auto":
-                rnd.stats.kept[_source_tier(sample)] += 1
+        if sample.kv.version < version and rnd.spec.kv == "auto":
+            rnd.stats.kept[_source_tier(sample)] += 1
         self._tiers.prepare_resume(sample)
 
     def _select_fitting(self, samples: list[Sample]) -> list[Sample]:

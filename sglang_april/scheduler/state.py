@@ -63,6 +63,8 @@ class SampleKv:
     """The stored prefix that its first tokens equal; kept while it runs on the KV that was loaded from there."""
     version: int = 0
     """Oldest policy version that wrote one of its pages; meaningless without KV."""
+    quantized: bool = False
+    """Whether some of its pages were restored from lossy ones (`--april-kv-pages int8`)."""
 
 
 @dataclass(eq=False, slots=True)

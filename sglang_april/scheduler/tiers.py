@@ -250,6 +250,7 @@ class Tiers:
         match pages.state:
             case KvState.LOADING:
                 pages.change(KvState.DEVICE_WITH_COPY)
+                transfer.sample.kv.quantized |= self._c.engine.kv_pages != "full"
                 self._queues["device"].push(transfer.sample)
             case KvState.COPYING_OUT:
                 self._free_slots(pages)

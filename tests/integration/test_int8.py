@@ -45,6 +45,8 @@ def test_samples_resumed_from_int8_pages_stay_within_the_documented_error(int8: 
         samples, drifts = by_key(last["finished"]), []
         assert samples.keys() == before.keys()
         for key, sample in samples.items():
+            assert [s["kv"] for s in sample["spans"]] == ["fresh", "kept"]
+            assert len({s["version"] for s in sample["spans"]}) == 1
             assert len(sample["output_ids"]) == len(sample["logprobs"]) == LENGTH
             errors = logprob_errors(oracle, sample, PARAMS[key[0]], int8.version)
             old = before[key]["tokens"]

@@ -225,6 +225,7 @@ class FakeEngine(FakeLoop):
         pages.slots = [self.free.pop() for _ in range(pages.length)]
         for slot in pages.slots:
             self.cells[slot] = None
+            (self.lossy.discard if self.kv_pages == "full" else self.lossy.add)(slot)
         self.copies.get(order, pages)
         return True
 

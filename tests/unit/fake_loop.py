@@ -77,6 +77,8 @@ class FakeLoop:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
         self.version = self.epoch = 0
         self.cells: list[tuple[str, int, int] | None] = [None] * pool
+        self.lossy: set[int] = set()
+        """Slots whose KV was restored from int8 pages."""
         """Per KV slot: the request of its token, the position, and the version that wrote it."""
         self.free = list(range(pool))
         self.waiting: list[Request] = []
@@ -187,12 +189,13 @@ class FakeLoop:
             assert self.cells[slot][:2] == (request.name, p), f"{request.name} has {self.cells[slot]} at {p}"
         for p in range(position, position + count):
             slot = self.free.pop()
+            self.lossy.discard(slot)
             self.cells[slot] = (request.name, p, self.version)
             request.slots.append(slot)
 
     def _draw(self, request: Request) -> tuple[int, Provenance]:
         request.drawn += 1
-        old = any(self.cells[slot][2] < self.version for slot in request.slots)
+        old = any(self.cells[slot][2] < self.version or slot in self.lossy for slot in request.slots)
         return self.version, "kept" if old else "recomputed" if request.recomputed else "fresh"
 
     def process(self, rows: list[Row]) -> None:

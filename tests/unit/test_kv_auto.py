@@ -165,3 +165,19 @@ def test_rates_apply_from_the_step_in_which_they_arrive(harness: Build) -> None:
         assert sum(decided["keep"].values()) + sum(decided["recompute"].values()) == 4
         assert decided["recompute"].get("no_pages", 0) == 0
         assert stats["kv_cost"]["token_s"] == CHEAP_COPIES.token_s
+
+
+@pytest.mark.parametrize("kv_pages", ["full", "int8"])
+def test_kv_restored_from_int8_pages_is_never_fresh(harness: Build, kv_pages: str) -> None:
+    """Without a push: `kept` from the resume on, also after another suspend on the device."""
+    w = harness()
+    for engine in w.engines:
+        engine.kv_pages = kv_pages
+    w.open("run", lengths(2, 30), quota=1, tier="host")
+    w.reply()
+    w.open("run", {"p2": (3, 1, -2)}, quota=1, tier="device")
+    w.reply()
+    w.open("run", {"p3": (3, 1, -2)}, quota=1)
+    w.reply()
+    spans = [(s.version, s.kv) for s in w.sample("run", "p1").spans]
+    assert spans == ([(0, "fresh")] if kv_pages == "full" else [(0, "fresh"), (0, "kept")])

@@ -20,6 +20,8 @@ PAGE = 16
 class Orders:
     """An engine that records its orders."""
 
+    kv_pages = "full"
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 

@@ -139,7 +139,8 @@ class SchedulerEngine(Capacity):
             req.april_output.unpack(req)
             req.time_stats.forward_entry_time = time.perf_counter()  # a prefill sets it otherwise
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
-        batch = self.pages.build_decode_batch(reqs, pages, [x.kv.version < self.version for x in samples])
+        inexact = [x.kv.version < self.version or x.kv.quantized for x in samples]
+        batch = self.pages.build_decode_batch(reqs, pages, inexact)
         for sample in samples:
             sample.kv.pages = None
         self._s.running_batch = _merged(self._s.running_batch, batch)

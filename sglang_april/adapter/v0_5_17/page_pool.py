@@ -72,18 +72,18 @@ class PagePool:
         if self._s.enable_overlap and self._s.device != "cpu":
             self._s.schedule_stream.wait_stream(self._s.forward_stream)
 
-    def build_decode_batch(self, reqs: list[Req], pages: list[Pages], on_old_kv: list[bool]) -> ScheduleBatch:
+    def build_decode_batch(self, reqs: list[Req], pages: list[Pages], inexact: list[bool]) -> ScheduleBatch:
         """A decode batch of resumed requests on their stored pages.
 
         Args:
-            on_old_kv: per request, whether its KV is older than the current policy; such a request is never inserted
-                into the tree.
+            inexact: per request, whether its KV is older than the current policy, or was quantized; such a request is
+                never inserted into the tree.
         """
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
         # Without a tree (--disable-radix-cache) a request has no node.
         root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
-        for req, page, old in zip(reqs, pages, on_old_kv, strict=True):
+        for req, page, old in zip(reqs, pages, inexact, strict=True):
             self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots.to(torch.int32))
             req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
             req.kv_committed_len = page.length
