@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import NORMAL, Pool
+from tests.integration.conftest import OVERLAP, Pool
 from tests.support.live import LiveServer, live_server, until
 from tests.support.workload import flush, prompt, stoppers, token_ids
 
@@ -16,8 +16,8 @@ LENGTH = 90
 
 @pytest.fixture
 def audited(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
-    """A server that audits eight samples of each version and refuses rounds after a finding; a new version."""
-    server = pool.get("audited", [*NORMAL, "--april-audit=8", "--april-audit-strict"], forked=True)
+    """A server (overlap loop) that audits eight samples of each version and refuses rounds after a finding; a new version."""
+    server = pool.get("audited", [*OVERLAP, "--april-audit=8", "--april-audit-strict"], forked=True)
     server.post("/april/audit/ack")
     with live_server(server, lambda seed: models("qwen3", seed)) as live:
         live.push(0)
