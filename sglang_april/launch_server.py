@@ -45,6 +45,9 @@ def main(argv: Sequence[str]) -> None:
     server_args = prepare_server_args(list(argv))
     try:
         run_server(server_args)
+    except SystemExit as end:
+        # A server that fails kills itself (`kill_process_tree`). Process 1 of a container cannot, and exits with 0.
+        raise SystemExit(end.code or 1) from end
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

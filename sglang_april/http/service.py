@@ -5,8 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ from sglang_april.api import messages, requests
 from sglang_april.api.errors import JOURNAL, RequestError, fault
 from sglang_april.config import AprilConfig
 from sglang_april.http.audit import Audit, OnAudit
+from sglang_april.http.background import Background
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
 from sglang_april.http.prepare import extend_round, open_round, round_spec
@@ -58,8 +58,7 @@ class AprilService:
         self.closing = ""
         """Why the server is about to end, or empty."""
         self._on_reply = on_reply
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self._pushing = asyncio.Lock()
 
     # --- called by the routes
@@ -93,7 +92,7 @@ class AprilService:
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
         if new:
-            self._start(self._open(round_, body))
+            self._background.start(self._open(round_, body))
         await asyncio.shield(round_.opened)
         return round_
 
@@ -101,7 +100,7 @@ class AprilService:
         """End a round now, with what has finished; idempotent."""
         round_ = self.rounds.find(round_id)
         if round_.state == "opening":
-            self._start(self._stop_after_opening(round_, deliver))
+            self._background.start(self._stop_after_opening(round_, deliver))
         elif round_.state == "open":
             try:
                 await self.rpc.call(messages.StopRound(self.rpc.number(), round_id, deliver))
@@ -143,7 +142,7 @@ class AprilService:
     async def _extend(self, round_: RoundRecord, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
         await asyncio.shield(round_.opened)
         number = self.rpc.number()
-        command = await self._in_thread(extend_round, number, round_.spec, body, fingerprint, self.engine)
+        command = await self._background.in_thread(extend_round, number, round_.spec, body, fingerprint, self.engine)
         try:
             answer = await self.rpc.call(
                 command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
@@ -164,7 +163,7 @@ class AprilService:
     def _reply_deleted(self, round_id: str) -> None:
         """The journal keeps the replies that this process keeps. After a crash before that, this is decided again."""
         if self.config.journal is not None:
-            self._start(self.rpc.call(messages.DeleteReply(self.rpc.number(), round_id)))
+            self._background.start(self.rpc.call(messages.DeleteReply(self.rpc.number(), round_id)))
 
     async def drop(self, run: str, ids: list[str] | None) -> dict[str, Any]:
         """Delete undelivered groups of a run."""
@@ -256,12 +255,12 @@ class AprilService:
         except Exception as error:  # whatever is wrong, no client may wait for a reply that will not come
             logger.exception("round %s has no reply", round_.id)
             self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
-            self._start(self.weight_lock.release(round_.id))
+            self._background.start(self.weight_lock.release(round_.id))
             return
         streamed = {key for part in round_.events for key in part.keys}
         round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
         round_.notify()
-        self._start(self._reply(round_, message, parts))
+        self._background.start(self._reply(round_, message, parts))
 
     # --- background tasks
 
@@ -269,7 +268,7 @@ class AprilService:
         """Prepare the command, become a reader of the weights and call the scheduler, or remove the round."""
         try:
             number = self.rpc.number()
-            command = await self._in_thread(open_round, number, round_.spec, body, self.config, self.engine)
+            command = await self._background.in_thread(open_round, number, round_.spec, body, self.config, self.engine)
             await self.weight_lock.acquire(round_.id)
             await self.rpc.call(command, accepted=lambda answer: self._accepted(round_, command.prompts, answer))
         except Exception as error:
@@ -283,9 +282,10 @@ class AprilService:
     async def _undo(self, round_: RoundRecord, prompts: list[messages.Prompt], *, accepted: bool) -> None:
         """Delete prompts that could not be journalled, and end their round: if it was `accepted`, with its reply."""
         round_id = "" if accepted else round_.id
-        await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
-        if accepted:
-            await self.stop(round_.id, None)
+        with contextlib.suppress(RequestError):  # the first error is the one to report
+            await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
+            if accepted:
+                await self.stop(round_.id, None)
 
     def _accepted(self, round_: RoundRecord, prompts: list[messages.Prompt], answer: messages.Answer) -> None:
         self.completed_groups.add_prompts(round_.run, prompts)
@@ -315,7 +315,7 @@ class AprilService:
             self._on_reply(reply)
 
     def _decode(self, prompt: messages.Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
-        return asyncio.get_running_loop().run_in_executor(self._threads, self._text, prompt, sample)
+        return self._background.in_thread(self._text, prompt, sample)
 
     def _text(self, prompt: messages.Prompt, sample: messages.FinishedSample) -> str | None:
         try:
@@ -323,12 +323,3 @@ class AprilService:
         except Exception:
             logger.exception("sample %d of prompt %r could not be decoded", sample.index, sample.id)
             return None
-
-    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run in the background, with a reference that keeps the task alive."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -226,6 +226,21 @@ def test_malformed_requests_to_other_routes_are_refused(
     assert comparable_state(http) == before
 
 
+@pytest.mark.parametrize("path", ["/april/rollout", "/april/rounds/none/ack", "/april/push/begin"])
+def test_a_chunked_body_beyond_the_limit_is_refused(http: httpx.Client, path: str) -> None:
+    """Through SGLang's own middleware; no Content-Length announces the size."""
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(65):
+            yield b" " * 2**20
+
+    before = comparable_state(http)
+    response = http.post(path, content=chunks())
+    assert response.status_code == 413
+    assert "--april-max-body-mb" in is_refused(response)["reason"]
+    assert comparable_state(http) == before
+
+
 def test_errors_use_the_requested_format(http: httpx.Client) -> None:
     response = http.post("/april/rollout", content=b'{"quota": 0}', headers={"accept": "application/msgpack"})
     assert msgspec.msgpack.decode(response.content)["error"]["field"] == "quota"

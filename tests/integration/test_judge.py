@@ -83,12 +83,14 @@ def test_judge_and_extend_refusals_change_nothing(april: AprilClient, run: str) 
     with pytest.raises(AprilError) as error:
         april.extend(name, prompts=[prompt("new", 3), prompt("a", 3)])
     assert status(error) == (409, "prompts[1].id")
-    april.extend(name, quota_add=1, prompts=[prompt("new", 3)])
+    more = {"quota_add": 1, "prompts": [prompt("new", 3)], "idempotency_key": "more"}
+    assert april.extend(name, **more) == april.extend(name, **more), "the same key is the same extend"
     assert next(events).id == "new"
     april.stop(name)
     *_, summary = events
     assert [(d["id"], d["accepted"]) for d in summary.delivered] == [("a", False)]
     assert april.judge(name, reject=["a"])["rejected"] == 1
+    assert april.extend(name, **more)["quota"] == 3
     for late in (lambda: april.judge(name, accept=["b"]), lambda: april.extend(name, quota_add=1)):
         with pytest.raises(AprilError) as error:
             late()

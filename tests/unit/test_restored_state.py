@@ -10,8 +10,8 @@ import pytest
 from sglang_april.api import messages, requests
 from sglang_april.http.service import AprilService
 from sglang_april.http.validation import fingerprint
+from tests.unit.http_app import client_of, open_round, run, until
 from tests.unit.scripted_engine import ScriptedEngine, prompt, service
-from tests.unit.test_routes import client_of, open_round, run, until
 
 BODY: dict[str, Any] = {"run": "r", "round_id": "open", "prompts": [prompt(id="late", text="x", input_ids=None)]}
 

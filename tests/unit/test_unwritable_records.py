@@ -103,6 +103,29 @@ def test_a_reply_that_lacks_a_sample_in_the_journal_fails_its_own_round_only(
     assert [g.prompt.id for g in saved.groups] == ["a"]
 
 
+def test_the_end_of_a_push_is_answered_once_its_version_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a crash in between would take back a version that the trainer believes in."""
+    real, gate = schema.version, threading.Event()
+
+    def gated(number: int) -> schema.Op:
+        write = real(number)
+        return lambda db: gate.wait(10) and write(db)
+
+    server = Server(tmp_path / "j")
+    monkeypatch.setattr(schema, "version", gated)
+    server.ask(messages.PushBegin)
+    ended = server.ask(messages.PushEnd)
+    state = server.ask(messages.GetState)
+    assert server.answer(state).status == 200
+    assert ended not in [answer.seq for answer in server.heard.of(messages.Answer)]
+    gate.set()
+    assert server.answer(ended).data == {"policy_version": 1}
+    server.recorder.close()
+    assert read(tmp_path / "j").version == 1
+
+
 def test_other_records_of_the_same_transaction_are_written(tmp_path: Path) -> None:
     written: list[tuple[int, str, dict[int, str]]] = []
     journal = Journal(tmp_path / "j")
