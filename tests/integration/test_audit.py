@@ -16,7 +16,7 @@ LENGTH = 90
 
 @pytest.fixture
 def audited(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
-    """A server (overlap loop) that audits eight samples of each version and refuses rounds after a finding; a new version."""
+    """Overlap loop; eight samples of each version are audited, and a finding refuses rounds. A version of its own."""
     server = pool.get("audited", [*OVERLAP, "--april-audit=8", "--april-audit-strict"], forked=True)
     server.post("/april/audit/ack")
     with live_server(server, lambda seed: models("qwen3", seed)) as live:
