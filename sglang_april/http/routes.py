@@ -46,13 +46,14 @@ def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
         ("GET", "/april/partials", partials),
     ):
         app.add_api_route(path, _endpoint(handler), methods=[method])
-    for path, handler in (
-        ("/april/push/begin", push_begin),
-        ("/april/push/end", push_end),
-        ("/april/drop", drop),
-        ("/april/audit/ack", acknowledge_audit),
+    for method, path, handler in (
+        ("POST", "/april/push/begin", push_begin),
+        ("POST", "/april/push/end", push_end),
+        ("POST", "/april/drop", drop),
+        ("GET", "/april/check", check),
+        ("POST", "/april/audit/ack", acknowledge_audit),
     ):
-        app.add_api_route(path, admin(_endpoint(handler)), methods=["POST"])
+        app.add_api_route(path, admin(_endpoint(handler)), methods=[method])
     app.add_api_route("/april/{path:path}", _endpoint(no_route), methods=METHODS, include_in_schema=False)
 
 
@@ -156,11 +157,15 @@ async def acknowledge_audit(april: AprilService, request: Request) -> Response:
 
 
 async def state(april: AprilService, request: Request) -> Response:
-    """The state of the server; with `check=1` also whether all stored pages verify."""
-    check = _query(request, "check").get("check", "0")
-    if check not in ("0", "1"):
-        raise bad("check", "must be 0 or 1")
-    return _answer(request, await april.state(check=check == "1"))
+    """The state of the server."""
+    _query(request)
+    return _answer(request, await april.state())
+
+
+async def check(april: AprilService, request: Request) -> Response:
+    """Whether every stored page verifies."""
+    _query(request)
+    return _answer(request, await april.check())
 
 
 async def partials(april: AprilService, request: Request) -> Response:

@@ -199,12 +199,13 @@ class AprilService:
         await self.rpc.call(messages.Thaw(self.rpc.number()))
         self.weight_lock.unblock("pause", self.rounds.open_ids())
 
-    async def state(self, *, check: bool = False) -> dict[str, Any]:
-        """The state of the scheduler and of this process; with `check` also whether every stored page verifies."""
+    async def check(self) -> dict[str, Any]:
+        """Whether every stored page verifies on every rank, and the pool accounting: `ok` and `problem`."""
+        return (await self.rpc.call(messages.GetState(self.rpc.number(), check=True))).data
+
+    async def state(self) -> dict[str, Any]:
+        """The state of the scheduler and of this process."""
         answer = await self.rpc.call(messages.GetState(self.rpc.number()))
-        if check:
-            outcome = await self.rpc.call(messages.GetState(self.rpc.number(), check=True))
-            answer.data["check"] = outcome.data
         http = {
             "rounds": {round_.id: {"run": round_.run, "state": round_.state} for round_ in self.rounds.open},
             "kept_replies": self.rounds.kept,

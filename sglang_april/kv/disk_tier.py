@@ -18,6 +18,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,14 @@ class Key(NamedTuple):
     id: str
     incarnation: int
     member: int
+
+
+@dataclass(slots=True)
+class DiskPages:
+    """Pages of one copy in a file of the disk tier; `length` in tokens."""
+
+    key: Key
+    length: int
 
 
 class DiskError(RuntimeError):

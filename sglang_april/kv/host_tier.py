@@ -7,6 +7,7 @@ Pageable memory uses huge pages where available, so that first copies do not pay
 """
 
 import bisect
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,16 @@ class PageRange(NamedTuple):
 
     start: int
     size: int
+
+
+@dataclass(slots=True)
+class HostPages:
+    """Pages of one copy in the host arena. With a `prefix`, the sample's first tokens are stored under that number."""
+
+    ranges: list[PageRange]
+    checksums: torch.Tensor
+    """int64 [pages]."""
+    prefix: int | None = None
 
 
 class HostArena:

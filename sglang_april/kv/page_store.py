@@ -1,15 +1,13 @@
 """One rank's page store: the KV pages of suspended samples outside the pool, and the worker thread that moves them.
 
-The scheduler thread submits orders, which return at once. A single worker thread executes them in submission order,
-so that memory freed by one order is available to the next, and pages are read only after they were written. The store
+The scheduler thread submits orders, which return at once. A single worker thread executes them (`order_queue.py`): in
+submission order, so that memory freed by one order is available to the next, except that loads go first. The store
 reports the outcome of every order; no scheduling decision reads it on this rank (`rank-determinism`).
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +15,10 @@ import torch
 from april_kernels import kv_pages
 from april_kernels.kv_pages import page_count
 from sglang_april.kv.copiers import Copier, DamagedError
-from sglang_april.kv.disk_tier import DamagedFileError, DiskTier, Key
-from sglang_april.kv.host_tier import HostArena, PageRange
+from sglang_april.kv.disk_tier import DamagedFileError, DiskPages, DiskTier, Key
+from sglang_april.kv.host_tier import HostArena, HostPages, PageRange
 from sglang_april.kv.kv_pages import CopyTier
+from sglang_april.kv.order_queue import OrderQueue
 
 BENCHMARK_NUMBER = 0
 """Copy number used by `benchmark_copy`; the scheduler's copy numbers start at 1."""
@@ -28,27 +27,12 @@ Report = Callable[[int, str], None]
 """Called on the worker thread with (order number, failure reason or an empty string)."""
 
 
-@dataclass(slots=True)
-class HostPages:
-    """Pages of one copy in the host arena. With a `prefix`, the sample's first tokens are stored under that number."""
-
-    ranges: list[PageRange]
-    checksums: torch.Tensor
-    """int64 [pages]."""
-    prefix: int | None = None
-
-
-@dataclass(slots=True)
-class DiskPages:
-    """Pages of one copy in a file of the disk tier; `length` in tokens."""
-
-    key: Key
-    length: int
-
-
 class LostError(Exception):
     """The requested pages do not exist, because an earlier order failed."""
 
+
+VERIFY_BYTES = 16 << 20
+"""Bytes that a verification reads between two orders."""
 
 EXPECTED = (OSError, MemoryError, torch.OutOfMemoryError, DamagedError, DamagedFileError, LostError)
 """What may fail an order; its samples recompute."""
@@ -67,7 +51,7 @@ class PageStore:
         shape = (copier.chunk_pages, copier.page_words)
         self._bounce = torch.empty(shape, dtype=torch.int32, pin_memory=arena.pinned) if disk is not None else None
         self._pending: dict[int, threading.Event] = {}
-        self._orders: queue.SimpleQueue[tuple[int | None, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._orders = OrderQueue()
         self._thread = threading.Thread(target=self._work, name="april-store", daemon=True)
         self._thread.start()
 
@@ -86,33 +70,37 @@ class PageStore:
                 them.
         """
         fence = self._copier.fence()
-        self._submit(order, lambda: self._copy_to_host(number, slots, prefix, fence))
+        self._submit(order, number, lambda: self._copy_to_host(number, slots, prefix, fence))
 
     def copy_to_disk(self, order: int, number: int, slots: torch.Tensor, key: Key, version: int) -> None:
         """Copy KV from the pool to a file; `version` is the oldest policy version that wrote it."""
         fence = self._copier.fence()
-        self._submit(order, lambda: self._copy_to_disk(number, slots, key, version, fence))
+        self._submit(order, number, lambda: self._copy_to_disk(number, slots, key, version, fence))
 
     def spill(self, order: int, number: int, key: Key, length: int, version: int) -> None:
         """Move a copy from the host to the disk."""
-        self._submit(order, lambda: self._spill(number, key, length, version))
+        self._submit(order, number, lambda: self._spill(number, key, length, version))
 
     def register_file(self, number: int, key: Key, length: int) -> None:
         """Use a file that `DiskTier.find` has verified as the copy of this number."""
-        self._submit(None, lambda: self._held.update({number: DiskPages(key, length)}))
+        self._submit(None, number, lambda: self._held.update({number: DiskPages(key, length)}))
 
     def load(self, order: int, number: int, slots: torch.Tensor) -> None:
         """Load pages into `slots` of the pool and verify their checksums; the copy remains."""
         fence = self._copier.fence()
-        self._submit(order, lambda: self._load(number, slots, fence))
+        self._pending[order] = threading.Event()
+        self._orders.put_load(order, number, lambda: self._load(number, slots, fence))
 
     def discard(self, number: int) -> None:
         """Free a copy, or a prefix that no copy refers to any more."""
-        self._submit(None, lambda: self._discard(number))
+        self._submit(None, number, lambda: self._discard(number))
 
     def verify(self, order: int) -> None:
-        """Verify every copy; the order fails with the numbers of the damaged ones."""
-        self._submit(order, self._verify)
+        """Verify every copy, in slices between other orders; the order fails with the numbers of the damaged copies.
+
+        Only one verification at a time.
+        """
+        self._orders.put_idle(order, self._verify())
 
     def wait(self, order: int) -> None:
         """Block until this rank has executed the order."""
@@ -146,26 +134,26 @@ class PageStore:
 
     def close(self) -> None:
         """Execute the pending orders and end the worker thread."""
-        self._orders.put(None)
+        self._orders.close()
         self._thread.join()
 
-    def _submit(self, order: int | None, act: Callable[[], None]) -> None:
+    def _submit(self, order: int | None, number: int, act: Callable[[], None]) -> None:
         if order is not None:
             self._pending[order] = threading.Event()
-        self._orders.put((order, act))
+        self._orders.put(order, number, act)
 
     # --- executed by the worker thread
 
     def _work(self) -> None:
-        while (item := self._orders.get()) is not None:
-            order, act = item
+        for order, act in self._orders:
             failure = ""
             try:
                 act()
             except EXPECTED as error:  # any other exception ends the server (`fail-stop`)
                 failure = f"{type(error).__name__}: {error}"
             if order is not None:
-                self._pending.pop(order).set()
+                if done := self._pending.pop(order, None):
+                    done.set()
                 self._report(order, failure)
 
     def _copy_to_host(self, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None, fence: Any) -> None:
@@ -269,17 +257,34 @@ class PageStore:
         elif held is not None and self._disk is not None:
             self._disk.remove(held.key)
 
-    def _verify(self) -> None:
-        damaged = [number for number, held in self._held.items() if not self._is_intact(held)]
+    def _verify(self) -> Iterator[None]:
+        """Verifies a slice between two `yield`s, in which other orders may move or discard any copy.
+
+        Raises:
+            DamagedError: at the end, with the numbers of the damaged copies.
+        """
+        damaged = []
+        for number, held in list(self._held.items()):
+            try:
+                for pages, checksums in self._slices(held):
+                    if self._held.get(number) is not held:
+                        break
+                    if not torch.equal(kv_pages.checksum(pages), checksums):
+                        damaged.append(number)
+                        break
+                    yield
+            except (OSError, DamagedFileError):
+                if self._held.get(number) is held:
+                    damaged.append(number)
         if damaged:
             raise DamagedError(f"copies {', '.join(map(str, damaged))} are damaged")
 
-    def _is_intact(self, held: HostPages | DiskPages) -> bool:
-        try:
-            chunks = self._host_chunks(held) if isinstance(held, HostPages) else self._disk_chunks(held)
-            return all(torch.equal(kv_pages.checksum(pages), checksums) for pages, checksums in chunks)
-        except (OSError, DamagedFileError):
-            return False
+    def _slices(self, held: HostPages | DiskPages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(pages, checksums), about `VERIFY_BYTES` at a time."""
+        step = max(1, VERIFY_BYTES // (4 * self._copier.page_words))
+        for pages, checksums in self._host_chunks(held) if isinstance(held, HostPages) else self._disk_chunks(held):
+            for first in range(0, len(pages), step):
+                yield pages[first : first + step], checksums[first : first + step]
 
     def _find(self, number: int) -> HostPages | DiskPages:
         try:

@@ -64,25 +64,32 @@ class Transfers:
 
 
 class IntegrityChecks:
-    """`GET /april/state?check=1`: verify every stored page and recount the pool (`pool-accounting`).
+    """`GET /april/check`: verify every stored page and recount the pool (`pool-accounting`).
 
-    Every rank checks its own part outside the scheduler loop; the command is answered when all ranks have reported.
+    Every rank checks its own part outside the scheduler loop, when its page store has nothing else to do; the command
+    is answered when all ranks have reported. One check runs at a time; commands that arrive meanwhile get its outcome.
     """
 
     def __init__(self, context: Context, budget: TierBudget) -> None:
         self._c = context
         self._budget = budget
-        self._pending: dict[int, int] = {}
-        """Sequence number of the command, by order."""
+        self._order: int | None = None
+        """The check that is running."""
+        self._waiting: list[int] = []
+        """Sequence numbers of the commands that wait for it."""
 
     def begin(self, seq: int) -> None:
-        order = self._budget.next_number()
-        self._pending[order] = seq
+        self._waiting.append(seq)
+        if self._order is not None:
+            return
+        order = self._order = self._budget.next_number()
         runs = self._c.ledger.runs.values()
         self._c.engine.verify(order, [s.kv.pages for run in runs for s in run.suspended if s.kv.pages is not None])
 
     def end(self, order: int, problem: str) -> None:
-        """Answer the command if the order is a check's; `problem` is empty if no rank found one."""
-        seq = self._pending.pop(order, None)
-        if seq is not None:
+        """Answer the commands if the order is the check's; `problem` is empty if no rank found one."""
+        if order != self._order:
+            return
+        waiting, self._waiting, self._order = self._waiting, [], None
+        for seq in waiting:
             self._c.engine.send(messages.Answer(seq, data={"ok": not problem, "problem": problem}))

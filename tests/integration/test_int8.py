@@ -58,7 +58,7 @@ def test_samples_resumed_from_int8_pages_stay_within_the_documented_error(int8: 
 
 def checked(live: LiveServer) -> dict[str, Any]:
     """Check every stored page and the accounts."""
-    return dict(live.server.http.get("/april/state", params={"check": 1}).json()["check"])
+    return dict(live.server.http.get("/april/check").json())
 
 
 def logprob_errors(oracle: Oracle, sample: dict[str, Any], params: dict[str, Any], version: int) -> list[float]:

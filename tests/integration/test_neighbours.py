@@ -1,6 +1,7 @@
 """Rounds beside hostile clients of SGLang's own routes (`isolated-samples`, `delivered-once`)."""
 
 import itertools
+import time
 from collections import Counter
 from typing import Any
 
@@ -31,7 +32,7 @@ class Story:
         body = {"run": self.run, "round_id": f"{self.run}-{number}", "prompts": prompts, "quota": quota}
         heal(self.live)
         self.record.accept(prompts)
-        reply = self.live.in_background(self.live.server.rollout, **body)
+        reply = self.live.in_background(self.roll_out, body)
         neighbours = [Neighbour(self.live.server, self.live.model(0), seed) for seed in seeds]
         for done in [self.live.in_background(neighbour.run, CALLS_EACH) for neighbour in neighbours]:
             self.live.result_of(done)
@@ -39,6 +40,13 @@ class Story:
         self.deliver(self.live.result_of(reply))
         for neighbour in neighbours:
             self.statuses.update(neighbour.statuses)
+
+    def roll_out(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A round as a trainer runs it: repeated while the server is closed, for example by a neighbour's push."""
+        while (answer := self.live.server.http.post("/april/rollout", json=body)).status_code == 503:
+            time.sleep(0.05)
+        assert answer.status_code == 200, answer.text[:500]
+        return dict(answer.json())
 
     def deliver(self, reply: dict[str, Any]) -> None:
         self.record.deliver(reply)

@@ -35,7 +35,7 @@ def test_group_prompt_is_stored_once_on_the_host(live: LiveServer, run: str) -> 
     once = shared + sum(pages(tokens - shared) for tokens in whole)
     assert stored(live) - before == once
     assert sum(map(pages, whole)) - once == (MEMBERS - 1) * shared, "what it costs to store it for each"
-    assert server.http.get("/april/state", params={"check": 1}).json()["check"] == {"ok": True, "problem": ""}
+    assert server.http.get("/april/check").json() == {"ok": True, "problem": ""}
     version = live.push(1)
     reply = server.rollout(run=run, prompts=[], quota=None, kv="keep")
     assert (reply["stats"]["resumed_kept"], reply["stats"]["reprefilled_tokens"]) == (MEMBERS, 0)

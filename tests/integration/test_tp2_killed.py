@@ -68,7 +68,7 @@ def test_two_ranks_recover_their_files_after_a_kill_and_deliver_everything_once(
     assert delivered.keys() == {*before, ("short", 0, 0)}
     assert by_key(opened).keys() == {("open", 0, i) for i in range(3)}
     assert server.state()["samples"] == dict.fromkeys(server.state()["samples"], 0)
-    assert server.http.get("/april/state", params={"check": 1}).json()["check"] == {"ok": True, "problem": ""}
+    assert server.http.get("/april/check").json() == {"ok": True, "problem": ""}
     live.check(groups + last["finished"] + opened, {"open": PARAMS, **{p["id"]: PARAMS for p in asked}})
     decided_alike(live)
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_april.kv.disk_tier import DiskError, DiskTier, Key
-from sglang_april.kv.host_tier import HostArena, PageRange
+from sglang_april.kv.disk_tier import DiskError, DiskPages, DiskTier, Key
+from sglang_april.kv.host_tier import HostArena, HostPages, PageRange
 from sglang_april.kv.kv_pages import Found
-from sglang_april.kv.page_store import DiskPages, HostPages
 from sglang_april.recovery.kv_recovery import KvSearch
 from tests.unit.rank_store import ELSEWHERE, KEY, PAGE, RankStore, slots_of
 
@@ -62,6 +61,8 @@ def test_group_members_share_one_stored_prompt(rank: RankStore, spill: bool) -> 
         rank.store.load(3, 10, ELSEWHERE[:10])
         assert rank.outcome(3) == ""
         assert torch.equal(rank.rows(ELSEWHERE[:10]), wanted[0])
+        rank.store.verify(4)  # after the discards, which the load has overtaken
+        assert rank.outcome(4) == ""
         assert rank.arena.free_pages == 64
         return
     for i, member in enumerate(members):

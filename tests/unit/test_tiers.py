@@ -185,7 +185,7 @@ def test_a_failed_copy_is_recomputed_counted_and_warned_of(harness: Build, fail_
 
 
 def test_an_integrity_check_is_answered_when_all_ranks_have_reported(harness: Build) -> None:
-    """`GET /april/state?check=1`."""
+    """`GET /april/check`."""
     w = harness()
     w.open("run", lengths(2, 30), quota=1, tier="host")
     w.reply()

@@ -1,0 +1,117 @@
+"""The order in which a page store executes what it is told: loads first, verification last."""
+
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+Act = Callable[[], None]
+
+
+class _Order(NamedTuple):
+    position: int
+    """Of its submission."""
+    order: int | None
+    """The number under which its outcome is reported, if it is."""
+    number: int
+    """The copy that it writes, moves, reads or discards."""
+    act: Act
+
+
+class OrderQueue:
+    """Orders of one page store; iterated by its worker thread until it is closed and empty.
+
+    - Orders are executed in the order of their submission.
+    - A load overtakes orders of other copies, because a step waits for it, and it allocates nothing: what it needs was
+      stored when it was submitted, and an order that frees it comes later.
+    - Slices of an idle task run when nothing else waits, and one between two orders, so that the task ends under load.
+    """
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._positions = itertools.count()
+        self._orders: deque[_Order] = deque()
+        self._loads: deque[_Order] = deque()
+        self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)
+        """By copy, the positions of the waiting orders that are no loads."""
+        self._idle: tuple[int, Iterator[None]] | None = None
+        self._idle_is_due = False
+        self._closed = False
+
+    def put(self, order: int | None, number: int, act: Act) -> None:
+        """Submit an order that is no load."""
+        with self._wake:
+            position = next(self._positions)
+            self._orders.append(_Order(position, order, number, act))
+            self._waiting[number].append(position)
+            self._wake.notify()
+
+    def put_load(self, order: int, number: int, act: Act) -> None:
+        """Submit a load of a copy."""
+        with self._wake:
+            self._loads.append(_Order(next(self._positions), order, number, act))
+            self._wake.notify()
+
+    def put_idle(self, order: int, slices: Iterator[None]) -> None:
+        """Submit a task in slices, which ends with its iterator. There must be no other one."""
+        with self._wake:
+            assert self._idle is None, "two idle tasks"
+            self._idle = order, slices
+            self._wake.notify()
+
+    def close(self) -> None:
+        """End the iteration when all orders have been executed. An idle task is abandoned."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def __iter__(self) -> Iterator[tuple[int | None, Act]]:
+        """(number of the outcome to report, what to do) of each order in turn; blocks while there is none."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._orders or self._loads or self._idle or self._closed)
+                if self._idle is not None and (self._idle_is_due or not (self._orders or self._loads or self._closed)):
+                    chosen = None
+                elif self._orders or self._loads:
+                    chosen = self._pop()
+                else:
+                    return
+            self._idle_is_due = chosen is not None
+            if chosen is not None:
+                yield chosen.order, chosen.act
+            elif self._idle is not None:
+                yield from self._slice(*self._idle)
+
+    def _slice(self, order: int, slices: Iterator[None]) -> Iterator[tuple[int, Act]]:
+        """Run one slice; the end of the task, also by an exception, is an order of its own."""
+        ended: list[BaseException] = []
+        try:
+            next(slices)
+        except StopIteration:
+            pass
+        except Exception as error:  # noqa: BLE001 - raised again by the order
+            ended.append(error)
+        else:
+            return
+
+        def end() -> None:
+            for error in ended:
+                raise error
+
+        with self._wake:
+            self._idle = None
+        yield order, end
+
+    def _pop(self) -> _Order:
+        for load in self._loads:
+            earlier = self._waiting.get(load.number)
+            if not earlier or earlier[0] > load.position:
+                self._loads.remove(load)
+                return load
+        chosen = self._orders.popleft()
+        waiting = self._waiting[chosen.number]
+        waiting.popleft()
+        if not waiting:
+            del self._waiting[chosen.number]
+        return chosen
