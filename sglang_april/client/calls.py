@@ -120,6 +120,10 @@ class Calls:
         """Delete undelivered groups of a run, or all of them."""
         return (yield from self._call("POST", "/april/drop", {"run": run, "ids": ids}))
 
+    def ack_audit(self) -> Exchange[dict[str, Any]]:
+        """Acknowledge the audit's findings, so that rounds may open again."""
+        return (yield from self._call("POST", "/april/audit/ack", {}))
+
     # --- lost connections
 
     def retry_after(self, request: httpx.Request, error: httpx.TransportError, began: float) -> float:

@@ -106,6 +106,7 @@ class AprilClient:
     state = _blocking(Calls.state)
     partials = _blocking(Calls.partials)
     drop = _blocking(Calls.drop)
+    ack_audit = _blocking(Calls.ack_audit)
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         """`rollout` with `stream: true`: each group as it finishes, and the summary last.
@@ -191,6 +192,7 @@ class AsyncAprilClient:
     state = _awaitable(Calls.state)
     partials = _awaitable(Calls.partials)
     drop = _awaitable(Calls.drop)
+    ack_audit = _awaitable(Calls.ack_audit)
 
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """As `AprilClient.stream`; the round is open when the first event arrives."""

@@ -64,11 +64,10 @@ def _kept_as_fresh(guarded: Callable[..., Any], sample: Any, version: int, kv: s
 
 
 def _old_as_new(guarded: Callable[..., Any], sample: Any, version: int, kv: str) -> None:
-    del sample.spans[1:]
-    if sample.spans:
-        sample.spans[0].version = version
-    else:
-        guarded(sample, version, kv)
+    sample.spans.clear()
+    sample.length, length = 0, sample.length
+    guarded(sample, version, "fresh")
+    sample.length = length
 
 
 def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

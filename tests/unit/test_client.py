@@ -195,6 +195,7 @@ def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
     assert not thread.is_alive()
     assert client.ack("s")["acknowledged"]
     assert client.drop("slow")["run"] == "slow"
+    assert client.ack_audit()["refusal"] == ""
     assert client.partials("slow")
 
 
