@@ -36,6 +36,27 @@ def test_reserved_rid_is_refused_while_samples_run(
     finish(live, reply, (v, "fresh"))
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input_ids": [1, 512]}, "input_ids: must be whole numbers from 0 to 511"),
+        ({"input_ids": [[1], [-1]]}, "input_ids"),
+        ({"input_ids": [1, 2.5]}, "input_ids"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens: must be a whole number"),
+        ({"input_ids": [1], "return_logprob": True, "top_logprobs_num": 513}, "top_logprobs_num"),
+    ],
+    ids=["beyond the vocabulary", "negative", "fraction", "fraction of a length", "too many logprobs"],
+)
+def test_request_that_would_end_the_scheduler_is_refused(
+    normal: LiveServer, body: dict[str, Any], message: str
+) -> None:
+    """SGLang 0.5.17 raises in its scheduler for each of these, which ends the server."""
+    answer = normal.server.http.post("/generate", json=body)
+    assert answer.status_code in (400, 422)
+    assert message.split(":")[0].split(".")[-1] in answer.text
+    assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]
+
+
 def test_rid_that_resembles_a_sample_is_an_ordinary_rid(live: LiveServer, run: str) -> None:
     v = live.version
     with live.server.slowed():

@@ -47,8 +47,7 @@ IDS: tuple[Any, ...] = (
     [[1], [2, 3]],
     None,
 )
-LENGTHS: tuple[Any, ...] = (0, 1, 3, 20, 200, 10**6, 2**31, -1, "7", None)
-"""Without 1.5, which ends stock SGLang 0.5.17 (`Req.output_ids_through_stop` slices by it)."""
+LENGTHS: tuple[Any, ...] = (0, 1, 3, 20, 200, 10**6, 2**31, -1, 1.5, "7", None)
 MODES = ("abort", "in_place", "retract", "none", 3)
 CALLS = {
     "generate": 12,

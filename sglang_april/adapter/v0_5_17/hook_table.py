@@ -74,10 +74,10 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "around",
-        "hooks_http:refuse_reserved_rid",
+        "hooks_http:refuse_harmful_request",
         (_TOKENIZER + "_init_req_state",),
-        "requests of clients must not have a rid of samples, by which SGLang would report aborts of both",
-        "samples have no rid of SGLang's",
+        "answers 400 for a rid of samples, and for values with which one request would end the scheduler",
+        "samples have no rid of SGLang's, and upstream validates token ids and lengths",
     ),
     Hook(
         "around",

@@ -27,15 +27,29 @@ async def skip_watchdog(_original: Original, _manager: Any) -> None:
     """AROUND `sigterm_watchdog`: `Shutdown` ends the server instead."""
 
 
-def refuse_reserved_rid(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `_init_req_state`, the first step of every generation request.
 
     Raises:
-        ValueError: the client chose a `rid` of samples. SGLang's routes answer 400.
+        ValueError: the client chose a `rid` of samples, or values that would end SGLang's scheduler. SGLang's routes
+            answer 400.
     """
     rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
     if any(str(rid).startswith(RESERVED_RID) for rid in rids):
         raise ValueError(f"rid: the prefix {RESERVED_RID!r} is reserved for samples of rollouts")
+    ids = getattr(obj, "input_ids", None) or []
+    vocab = manager.model_config.vocab_size
+    for row in ids if ids and isinstance(ids[0], list) else [ids]:
+        if any(not isinstance(token, int) or not 0 <= token < vocab for token in row):
+            raise ValueError(f"input_ids: must be whole numbers from 0 to {vocab - 1}")
+    params = getattr(obj, "sampling_params", None) or []
+    for one in params if isinstance(params, list) else [params]:
+        length = one.get("max_new_tokens") if isinstance(one, dict) else None
+        if length is not None and not isinstance(length, int):
+            raise ValueError("sampling_params.max_new_tokens: must be a whole number")
+    tops = getattr(obj, "top_logprobs_num", None) or 0
+    if any(not isinstance(top, int) or not 0 <= top <= vocab for top in (tops if isinstance(tops, list) else [tops])):
+        raise ValueError(f"top_logprobs_num: must be a whole number from 0 to {vocab}")
     return original(manager, obj, *args, **kwargs)
 
 
