@@ -73,6 +73,7 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
         "prompts": [prompt("c", 1900)],
         "quota": None,
         "max_staleness": None,
+        "proximal": True,  # the recompute after the restart collects again
     }
     scenario = KillScenario(server, lambda seed: models("qwen3", seed), seed=0)
     with scenario.in_background(lambda: scenario.call("POST", "/april/rollout", asked)) as reply:
@@ -187,7 +188,7 @@ def cached_tokens(server: Server) -> int:
 def check_proximal(
     oracle: Oracle, group: dict[str, Any], sample: dict[str, Any], params: dict[str, Any], old: int
 ) -> None:
-    """Check the proximal logprobs that a recompute returned before the kill."""
+    """Check the proximal logprobs of the recompute after the restart."""
     import torch
 
     output = list(sample["output_ids"])
