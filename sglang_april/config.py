@@ -23,6 +23,7 @@ MAX_BODY_MB = 400
 """JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_COUNT = 2**31 - 1
 DEFAULT_HOST_GB = 64.0
+MAX_SECONDS = 86_400
 
 
 class ConfigError(ValueError):
@@ -50,6 +51,7 @@ class AprilConfig:
     journal: str | None = None
     journal_sync: str = "normal"
     journal_interval: int = 256
+    shutdown_s: float = 30.0
 
     @property
     def host_bytes(self) -> int:
@@ -118,6 +120,16 @@ def _gigabytes(value: Any) -> float:
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
         raise ValueError("must be a number of gigabytes of at least 0")
+    return number
+
+
+def _seconds(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= MAX_SECONDS:
+        raise ValueError(f"must be a number of seconds above 0 and up to {MAX_SECONDS}")
     return number
 
 
@@ -193,6 +205,7 @@ FLAGS: tuple[Flag, ...] = (
         "{normal,full}",
         "survives the death of the process, or loss of power",
     ),
+    Flag("shutdown_s", _seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
     Flag("journal_interval", _whole(1), "N", "output tokens of a running sample after which they are journalled"),
 )
 

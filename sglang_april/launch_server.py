@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from sglang_april import config
+from sglang_april.launch_checks import reason_not_startable
 
 PLUGIN = "april"
 PLATFORM = "april_cpu"
@@ -23,7 +24,7 @@ def reason_not_loaded(env: Mapping[str, str]) -> str | None:
 
 def main(argv: Sequence[str]) -> None:
     """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
-    reason = reason_not_loaded(os.environ)
+    reason = reason_not_loaded(os.environ) or reason_not_startable(argv)
     if reason is not None:
         raise SystemExit(f"sglang-april: {reason}.")
     try:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_april.client import AprilClient, AprilError
+from sglang_april.client import AprilClient, AprilError, ServerLostError
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.handshake import EngineUnreachableError
@@ -22,7 +22,7 @@ from trainer_bridge.trainer import PARTS, Trainer
 
 ATTEMPTS = 3
 """How often a call is made if the engine is lost during it."""
-ENGINE_LOST = (httpx.TransportError, EngineLostError, EngineUnreachableError, PushFailed)
+ENGINE_LOST = (httpx.TransportError, ServerLostError, EngineLostError, EngineUnreachableError, PushFailed)
 T = TypeVar("T")
 
 

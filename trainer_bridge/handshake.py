@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from sglang_april import __version__
-from sglang_april.client import AprilClient, AprilError
+from sglang_april import PROTOCOL
+from sglang_april.client import AprilClient, AprilError, ServerLostError
 from trainer_bridge.megatron.shapes import ARCHITECTURES, ModelShape
 
 
@@ -37,8 +35,8 @@ def shake_hands(url: str, shape: ModelShape, api_key: str | None = None) -> Engi
     try:
         with AprilClient(url, api_key) as client:
             state = client.state()
-    except httpx.TransportError as error:
-        raise EngineUnreachableError(f"no engine answers at {url}: {error}") from error
+    except ServerLostError as error:
+        raise EngineUnreachableError(f"no engine answers at {url}: {error.reason}") from error
     except AprilError as error:
         raise HandshakeError(f"{url}: {error.reason}") from error
     return check_engine(url, state, shape)
@@ -49,8 +47,8 @@ def check_engine(url: str, state: dict[str, Any], shape: ModelShape) -> EngineIn
     hooks, model = state["http"]["hooks"], state["http"].get("model") or {}
     if not hooks:
         raise HandshakeError(f"the engine at {url} runs without sglang-april's hooks")
-    if hooks["april"] != __version__:
-        raise HandshakeError(f"the engine at {url} has sglang-april {hooks['april']}, the trainer {__version__}")
+    if hooks["protocol"] != PROTOCOL:
+        raise HandshakeError(f"the engine at {url} has protocol {hooks['protocol']}, the trainer {PROTOCOL}")
     for name, expected in _expected_model(shape).items():
         if model.get(name) != expected:
             raise HandshakeError(

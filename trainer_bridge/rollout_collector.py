@@ -12,9 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
-
-from sglang_april.client import AprilClient, AprilError
+from sglang_april.client import AprilClient, AprilError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
@@ -167,7 +165,7 @@ class RolloutCollector:
             try:
                 self._call_if_open(self._client.judge, **verdict)
                 return
-            except httpx.TransportError:
+            except ServerLostError:
                 if not attempts_left:
                     raise
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import sglang_april
-from sglang_april.adapter import versions
+from sglang_april.adapter import fail_stop, versions
+from sglang_april.adapter.hook import Hook
 
 Handler = Callable[..., Any]
 
@@ -31,7 +32,7 @@ def apply() -> None:
 
     package = versions.adapter_package()
     for row in versions.hook_table().HOOKS:
-        handler = _lazy(f"{package}.{row.handler}")
+        handler = _lazy(package, row)
         for path in row.paths:
             HookRegistry.register(path, handler, HookType(row.kind))
             _applied.append((path, row.kind, handler))
@@ -68,21 +69,29 @@ def hook_report() -> dict[str, Any]:
     """Versions, process id and verified hooks of this process; empty if no hooks were applied."""
     if not _verified:
         return {}
-    installed = {"april": sglang_april.__version__, "sglang": importlib.metadata.version("sglang")}
+    installed = {
+        "april": sglang_april.__version__,
+        "protocol": sglang_april.PROTOCOL,
+        "sglang": importlib.metadata.version("sglang"),
+    }
     return {**installed, "pid": os.getpid(), "hooks": list(_verified)}
 
 
-def _lazy(handler: str) -> Callable[..., Any]:
-    """A handler that imports its module on the first call: most handlers need modules of one process only."""
+def _lazy(package: str, row: Hook) -> Callable[..., Any]:
+    """A handler that imports its module on the first call: most handlers need modules of one process only.
+
+    In a scheduler process, an exception of the handler ends the server (`fail-stop`).
+    """
+    path = f"{package}.{row.handler}"
 
     @functools.cache
     def resolve() -> Callable[..., Any]:
-        return pkgutil.resolve_name(handler)
+        return pkgutil.resolve_name(path)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return resolve()(*args, **kwargs)
+        return fail_stop.run_handler(row, resolve(), args, kwargs)
 
-    call.__qualname__ = handler
+    call.__qualname__ = path
     return call
 
 

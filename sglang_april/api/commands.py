@@ -41,6 +41,9 @@ class ExtendRound(msgspec.Struct, tag=True):
     prompts: list[Prompt]
     params: list[bytes]
     """As `OpenRound.params`; the prompts above index into this list."""
+    idempotency_key: str | None = None
+    fingerprint: str = ""
+    """Digest of the request body."""
 
 
 class Drop(msgspec.Struct, tag=True):
@@ -87,6 +90,14 @@ class Thaw(msgspec.Struct, tag=True):
     seq: int
 
 
+class Shutdown(msgspec.Struct, tag=True):
+    """The server ends: every sample is suspended, and no further round is opened."""
+
+    seq: int
+    store: bool
+    """Move KV on the device and the host to the disk, where a restart with the journal finds it."""
+
+
 class GetState(msgspec.Struct, tag=True):
     """`GET /april/state`."""
 
@@ -113,9 +124,10 @@ Command = (
     | PushEnd
     | Freeze
     | Thaw
+    | Shutdown
     | GetState
     | GetPartials
 )
 
-Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | PushEnd
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | Shutdown | PushEnd
 """Commands with a durable effect: with a journal they are answered once it is written (`journal-before-reply`)."""

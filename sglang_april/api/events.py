@@ -81,10 +81,4 @@ class JournalFault(msgspec.Struct, tag=True):
     reason: str
 
 
-class Broken(msgspec.Struct, tag=True):
-    """An exception of the plugin (`contained-faults`): no further round is served, and open rounds get no reply."""
-
-    reason: str
-
-
-Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault | Broken
+Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault

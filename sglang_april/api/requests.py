@@ -119,6 +119,8 @@ class ExtendBody(Body):
 
     quota_add: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     prompts: list[PromptBody] = []
+    idempotency_key: Name | None = None
+    """The same key and body again in this round change nothing and get the first answer."""
 
 
 class DropBody(Body):

@@ -41,6 +41,14 @@ class Prompt(msgspec.Struct, array_like=True):
     """Whether top-k, top-p or min-p cut the distribution the tokens were drawn from (`behaviour-logprobs`)."""
 
 
+class Extension(msgspec.Struct, array_like=True):
+    """An `extend` with an `idempotency_key`, for its repetition."""
+
+    fingerprint: str
+    """Digest of its body."""
+    answer: dict[str, Any]
+
+
 class RoundSpec(msgspec.Struct):
     """What a rollout request asks for, prompts apart, with the launch defaults filled in.
 
@@ -68,6 +76,8 @@ class RoundSpec(msgspec.Struct):
     """msgpack of the request's `sampling_params`, for the prompts of a later `extend`; opaque to the scheduler."""
     fingerprint: str = ""
     """Digest of the request body: a repeated request has the same one, also after a restart."""
+    extensions: dict[str, Extension] = {}
+    """By `idempotency_key`; the scheduler adds them, for the journal."""
 
     @property
     def judged(self) -> bool:

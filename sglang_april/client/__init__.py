@@ -1,6 +1,6 @@
 """The Python client: synchronous and asynchronous, one method per route."""
 
-from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError
+from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError, ServerLostError
 from sglang_april.client.client import AprilClient, AsyncAprilClient
 
-__all__ = ["AprilClient", "AprilError", "AsyncAprilClient", "NotPatchedError", "PushLeftOpenError"]
+__all__ = ["AprilClient", "AprilError", "AsyncAprilClient", "NotPatchedError", "PushLeftOpenError", "ServerLostError"]

@@ -1,5 +1,7 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
+import time
+import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -7,10 +9,16 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from sglang_april import PROTOCOL, __version__
 from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
+
+REPEATABLE = ("/april/rollout", "/april/drop")
+REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
+"""Routes whose effect is the same if a request arrives twice."""
+RETRY_INTERVAL_S = 0.5
 
 Exchange = Generator[httpx.Request, httpx.Response, T]
 """A call as a generator: it yields requests, is sent their responses, and returns the result."""
@@ -25,7 +33,11 @@ class AprilError(Exception):
 
 
 class NotPatchedError(AprilError):
-    """The server is plain SGLang: the plugin is not active there."""
+    """The server is plain SGLang, or has a plugin whose protocol is another."""
+
+
+class ServerLostError(AprilError):
+    """The server cannot be reached, or the connection broke before its answer was complete. `status` is 0."""
 
 
 class PushLeftOpenError(RuntimeError):
@@ -35,14 +47,22 @@ class PushLeftOpenError(RuntimeError):
 class Calls:
     """One generator per call. `AprilClient` and `AsyncAprilClient` run them on their transports."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, api_key: str | None, retry_s: float) -> None:
+        self._url, self._retry_s = url.rstrip("/"), retry_s
         self._headers = {**MSGPACK, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
         self._checked = False
 
     def rollout(self, **body: Any) -> Exchange[RolloutReply]:
-        """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request."""
-        return read_reply((yield from self._call("POST", "/april/rollout", body)))
+        """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request.
+
+        Without a `round_id` the client makes one, so that a call that is repeated after a lost connection finds its
+        round.
+
+        Raises:
+            AprilError: the server refused the round.
+            ServerLostError: the connection was lost; the message has the `round_id`.
+        """
+        return read_reply((yield from self._call("POST", "/april/rollout", with_round_id(body))))
 
     def get_round(self, round_id: str) -> Exchange[RolloutReply | None]:
         """`GET /april/rounds/{id}`: its reply, or None while it is open."""
@@ -61,10 +81,19 @@ class Calls:
         return (yield from self._call("POST", f"/april/rounds/{round_id}/judge", body))
 
     def extend(
-        self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()
+        self,
+        round_id: str,
+        quota_add: int = 0,
+        prompts: Iterable[Mapping[str, Any]] = (),
+        idempotency_key: str | None = None,
     ) -> Exchange[dict[str, Any]]:
-        """Raise the quota of an open round and add prompts to it."""
-        body = {"quota_add": quota_add, "prompts": list(prompts)}
+        """Raise the quota of an open round and add prompts to it.
+
+        Without an `idempotency_key` the client makes one, so that a call that is repeated after a lost connection
+        extends the round once.
+        """
+        key = idempotency_key or uuid.uuid4().hex
+        body = {"quota_add": quota_add, "prompts": list(prompts), "idempotency_key": key}
         return (yield from self._call("POST", f"/april/rounds/{round_id}/extend", body))
 
     def ack(self, round_id: str) -> Exchange[dict[str, Any]]:
@@ -91,11 +120,36 @@ class Calls:
         """Delete undelivered groups of a run, or all of them."""
         return (yield from self._call("POST", "/april/drop", {"run": run, "ids": ids}))
 
+    # --- lost connections
+
+    def retry_after(self, request: httpx.Request, error: httpx.TransportError, began: float) -> float:
+        """Seconds to wait before `request`, first sent at `began` (monotonic), is sent again.
+
+        Raises:
+            ServerLostError: it is not repeated: `retry_s` is over, or its effect would happen twice.
+        """
+        if (
+            request.url.path in REPEATABLE
+            or request.method == "GET"
+            or request.url.path.endswith(REPEATABLE_OF_A_ROUND)
+        ):
+            left = began + self._retry_s - time.monotonic()
+            if left > 0:
+                return min(RETRY_INTERVAL_S, left)
+        raise self.lost(request, error) from error
+
+    def lost(self, request: httpx.Request, error: httpx.TransportError) -> ServerLostError:
+        """The error of a request whose connection was lost."""
+        what = f"no answer to {request.method} {request.url.path} ({type(error).__name__}: {str(error) or 'no detail'})"
+        if round_id := request.extensions.get("round_id"):
+            what += f"; the round may still run: repeat the call with round_id={round_id!r}, which continues it"
+        return ServerLostError(0, "server", f"{self._url}: {what}")
+
     # --- parts of calls
 
     def stream_request(self, body: Mapping[str, Any]) -> httpx.Request:
         """The request of a streamed rollout."""
-        return self._request("POST", "/april/rollout", {**body, "stream": True})
+        return self._request("POST", "/april/rollout", {**with_round_id(body), "stream": True})
 
     def check_patched(self) -> Exchange[None]:
         """Before the first call: `GET /april/state` must answer (`explicit-activation`).
@@ -109,8 +163,14 @@ class Calls:
         if response.status_code == 404:
             reason = "SGLang runs there without sglang-april; launch it with python -m sglang_april.launch_server"
             raise NotPatchedError(404, "server", f"{self._url}: {reason}")
-        if not self.content(response)["http"]["hooks"]:
+        hooks = self.content(response)["http"]["hooks"]
+        if not hooks:
             raise NotPatchedError(500, "server", f"{self._url}: SGLang runs there without the plugin's hooks")
+        if hooks.get("protocol") != PROTOCOL:
+            versions = f"sglang-april {hooks.get('april')} there (protocol {hooks.get('protocol')})"
+            raise NotPatchedError(
+                500, "server", f"{self._url}: {versions} and {__version__} here (protocol {PROTOCOL})"
+            )
         self._checked = True
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> Exchange[Any]:
@@ -121,7 +181,15 @@ class Calls:
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> httpx.Request:
         given = {name: value for name, value in query.items() if value is not None}
         content = None if body is None else msgspec.msgpack.encode(body)
-        return httpx.Request(method, self._url + path, params=given or None, content=content, headers=self._headers)
+        extensions = {"round_id": body["round_id"]} if body and "round_id" in body else {}
+        return httpx.Request(
+            method,
+            self._url + path,
+            params=given or None,
+            content=content,
+            headers=self._headers,
+            extensions=extensions,
+        )
 
     @staticmethod
     def content(response: httpx.Response) -> Any:
@@ -143,6 +211,11 @@ class Calls:
         raise AprilError(response.status_code, error.get("field", "server"), error.get("reason", str(error)))
 
 
+def with_round_id(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a round, with a new `round_id` if it has none."""
+    return {**body, "round_id": body.get("round_id") or uuid.uuid4().hex}
+
+
 def event(line: str) -> RolloutGroup | RolloutSummary:
     """One line of a stream.
 
@@ -153,6 +226,16 @@ def event(line: str) -> RolloutGroup | RolloutSummary:
     if fields["event"] == "error":
         raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
     return read_event(fields)
+
+
+def is_new(received: RolloutGroup | RolloutSummary, seen: set[tuple[str, int]]) -> bool:
+    """Whether an event is not a repetition of a group in `seen`, to which it is added."""
+    if isinstance(received, RolloutSummary):
+        return True
+    key = received.id, received.incarnation
+    repeated = key in seen
+    seen.add(key)
+    return not repeated
 
 
 @contextmanager

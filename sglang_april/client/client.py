@@ -8,15 +8,18 @@
 At its first call a client checks that the plugin is active on the server: `GET /april/state` must answer.
 """
 
+import asyncio
+import contextlib
 import functools
 import inspect
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, Self
 
 import httpx
 
-from sglang_april.client.calls import Calls, Exchange, T, event, push_stays_open
+from sglang_april.client.calls import Calls, Exchange, T, event, is_new, push_stays_open
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 P = ParamSpec("P")
@@ -49,10 +52,21 @@ def _awaitable(call: Call[P, T]) -> Callable[Concatenate["AsyncAprilClient", P],
 
 
 class AprilClient:
-    """The synchronous client. `timeout` in seconds bounds connecting only: a round takes as long as it takes."""
+    """The synchronous client.
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 10.0, **options: Any) -> None:
-        self._calls = Calls(url, api_key)
+    Args:
+        url: base URL of the server.
+        api_key: sent as a bearer token.
+        timeout: seconds that connecting may take. Answers have no limit: a round takes as long as it takes.
+        retry_s: for so many seconds, a call whose connection is lost is repeated, unless its effect could happen twice.
+            With a journal, a round so survives a restart of the server. 0: every lost connection is an error.
+        options: of `httpx.Client`.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout: float = 10.0, retry_s: float = 0.0, **options: Any
+    ) -> None:
+        self._calls = Calls(url, api_key, retry_s)
         self._http = httpx.Client(timeout=httpx.Timeout(None, connect=timeout), **options)
 
     def __enter__(self) -> Self:
@@ -69,9 +83,17 @@ class AprilClient:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send(self._http.send(request))
+                request = exchange.send(self._send(request))
         except StopIteration as done:
             return done.value
+
+    def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
+        began = time.monotonic()
+        while True:
+            try:
+                return self._http.send(request, stream=stream)
+            except httpx.TransportError as error:
+                time.sleep(self._calls.retry_after(request, error, began))
 
     rollout = _blocking(Calls.rollout)
     get_round = _blocking(Calls.get_round)
@@ -88,14 +110,31 @@ class AprilClient:
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         """`rollout` with `stream: true`: each group as it finishes, and the summary last.
 
-        The round is open when this returns.
+        The round is open when this returns. With `retry_s`, a broken stream is continued without repeating groups.
         """
         self._run(self._calls.check_patched())
-        response = self._http.send(self._calls.stream_request(body), stream=True)
+        request = self._calls.stream_request(body)
+        return self._events(request, self._open_stream(request))
+
+    def _open_stream(self, request: httpx.Request) -> httpx.Response:
+        response = self._send(request, stream=True)
         if not response.is_success:
             response.read()
             self._calls.content(response)
-        return _events(response)
+        return response
+
+    def _events(self, request: httpx.Request, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
+        seen: set[tuple[str, int]] = set()
+        while True:
+            try:
+                with contextlib.closing(response):
+                    for line in response.iter_lines():
+                        if is_new(received := event(line), seen):
+                            yield received
+                return
+            except httpx.TransportError as error:
+                time.sleep(self._calls.retry_after(request, error, time.monotonic()))
+            response = self._open_stream(request)
 
     @contextmanager
     def push(self, version: int | None = None) -> Iterator[None]:
@@ -106,19 +145,13 @@ class AprilClient:
         self.push_end(version)
 
 
-def _events(response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
-    try:
-        for line in response.iter_lines():
-            yield event(line)
-    finally:
-        response.close()
-
-
 class AsyncAprilClient:
-    """The asynchronous client: the same calls."""
+    """The asynchronous client: the same calls and arguments as `AprilClient`."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 10.0, **options: Any) -> None:
-        self._calls = Calls(url, api_key)
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout: float = 10.0, retry_s: float = 0.0, **options: Any
+    ) -> None:
+        self._calls = Calls(url, api_key, retry_s)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=timeout), **options)
 
     async def __aenter__(self) -> Self:
@@ -135,9 +168,17 @@ class AsyncAprilClient:
         try:
             request = next(exchange)
             while True:
-                request = exchange.send(await self._http.send(request))
+                request = exchange.send(await self._send(request))
         except StopIteration as done:
             return done.value
+
+    async def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
+        began = time.monotonic()
+        while True:
+            try:
+                return await self._http.send(request, stream=stream)
+            except httpx.TransportError as error:
+                await asyncio.sleep(self._calls.retry_after(request, error, began))
 
     rollout = _awaitable(Calls.rollout)
     get_round = _awaitable(Calls.get_round)
@@ -152,17 +193,23 @@ class AsyncAprilClient:
     drop = _awaitable(Calls.drop)
 
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
-        """`rollout` with `stream: true`: each group as it finishes, and the summary last."""
+        """As `AprilClient.stream`; the round is open when the first event arrives."""
         await self._run(self._calls.check_patched())
-        response = await self._http.send(self._calls.stream_request(body), stream=True)
-        try:
-            if not response.is_success:
-                await response.aread()
-                self._calls.content(response)
-            async for line in response.aiter_lines():
-                yield event(line)
-        finally:
-            await response.aclose()
+        request, seen = self._calls.stream_request(body), set[tuple[str, int]]()
+        while True:
+            response = await self._send(request, stream=True)
+            try:
+                if not response.is_success:
+                    await response.aread()
+                    self._calls.content(response)
+                async for line in response.aiter_lines():
+                    if is_new(received := event(line), seen):
+                        yield received
+                return
+            except httpx.TransportError as error:
+                await asyncio.sleep(self._calls.retry_after(request, error, time.monotonic()))
+            finally:
+                await response.aclose()
 
     @asynccontextmanager
     async def push(self, version: int | None = None) -> AsyncIterator[None]:

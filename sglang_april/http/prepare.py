@@ -207,7 +207,9 @@ def open_round(
     return messages.OpenRound(seq, spec, builder.prompts(body.prompts), builder.params)
 
 
-def extend_round(seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: Frontend) -> messages.ExtendRound:
+def extend_round(
+    seq: int, spec: messages.RoundSpec, body: ExtendBody, fingerprint: str, engine: Frontend
+) -> messages.ExtendRound:
     """The command of an `extend`; its prompts get the sampling defaults of the round.
 
     Raises:
@@ -216,7 +218,9 @@ def extend_round(seq: int, spec: messages.RoundSpec, body: ExtendBody, engine: F
     defaults = msgspec.msgpack.decode(spec.sampling_defaults, type=SamplingBody) if spec.sampling_defaults else None
     builder = RequestBuilder(engine, defaults)
     prompts = builder.prompts(body.prompts)
-    return messages.ExtendRound(seq, spec.round_id, body.quota_add, prompts, builder.params)
+    return messages.ExtendRound(
+        seq, spec.round_id, body.quota_add, prompts, builder.params, body.idempotency_key, fingerprint
+    )
 
 
 def _lengths(params: SamplingBody | None) -> list[int] | None:

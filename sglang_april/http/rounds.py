@@ -24,6 +24,8 @@ class RoundRecord:
     spec: RoundSpec
     verdicts: dict[str, bool] = field(default_factory=dict)
     """The caller's verdicts by prompt id, for a `judge` repeated after the scheduler has ended the round."""
+    extensions: dict[str, tuple[str, "asyncio.Future[dict[str, Any]]"]] = field(default_factory=dict)
+    """By `idempotency_key`, the fingerprint and the answer of an `extend`."""
     events: list[GroupSlice] = field(default_factory=list)
     """The events of a stream of this round, in order; kept so that a replay is identical."""
     state: Literal["opening", "open", "ended"] = "opening"
@@ -32,6 +34,12 @@ class RoundRecord:
     reply: "asyncio.Future[Reply]" = field(default_factory=lambda: _future())
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at the next change of `events` or `reply`, and then replaced."""
+
+    def __post_init__(self) -> None:
+        for key, known in self.spec.extensions.items():  # after a restart
+            answer = _future()
+            answer.set_result({"round_id": self.id, **known.answer})
+            self.extensions[key] = known.fingerprint, answer
 
     @property
     def id(self) -> str:

@@ -16,7 +16,7 @@ from sglang_april.http.completed_groups import wait_for_texts
 from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import AprilService
-from sglang_april.http.validation import check_judge, check_prompts, check_rollout
+from sglang_april.http.validation import check_judge, check_prompts, check_rollout, fingerprint
 
 logger = logging.getLogger("sglang_april")
 
@@ -78,8 +78,8 @@ def _endpoint(handler: Handler) -> Endpoint:
 async def rollout(april: AprilService, request: Request) -> Response:
     """Open a round, or find it by its `round_id`, and answer with its reply."""
     data, packed = await _body(request), _is_packed(request)
-    body, fingerprint = await _off_loop(len(data), _read_rollout, data, packed)
-    round_ = await april.open(body, fingerprint)
+    body, digest = await _off_loop(len(data), _read_rollout, data, packed)
+    round_ = await april.open(body, digest)
     if body.stream:
         return StreamingResponse(_events(round_), media_type="application/x-ndjson")
     return await _reply(request, round_)
@@ -120,14 +120,14 @@ async def judge(april: AprilService, request: Request) -> Response:
 async def extend(april: AprilService, request: Request) -> Response:
     """A larger quota and more prompts for an open round."""
     data, packed = await _body(request), _is_packed(request)
-    body = await _off_loop(len(data), _read_extend, data, packed)
-    return _answer(request, await april.extend(_round_id(request), body))
+    body, digest = await _off_loop(len(data), _read_extend, data, packed)
+    return _answer(request, await april.extend(_round_id(request), body, digest))
 
 
-def _read_extend(data: bytes, packed: bool) -> requests.ExtendBody:
+def _read_extend(data: bytes, packed: bool) -> tuple[requests.ExtendBody, str]:
     body = requests.decode_extend(data, packed)
     check_prompts(body.prompts, packed)
-    return body
+    return body, fingerprint(body)
 
 
 async def push_begin(april: AprilService, request: Request) -> Response:

@@ -47,8 +47,8 @@ class AprilService:
         self.restored_state = RestoredState(
             engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
         )
-        self.broken = ""
-        """Why the scheduler serves no more rounds, or empty."""
+        self.closing = ""
+        """Why the server is about to end, or empty."""
         self._on_reply = on_reply
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="april")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -78,7 +78,7 @@ class AprilService:
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
         """Open the round that a request asks for, or find it (`idempotent-round`)."""
         await self.restored_state.ready()
-        if (reason := self.broken or self.restored_state.fault) and not self.rounds.contains(body.round_id):
+        if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
@@ -116,12 +116,24 @@ class AprilService:
     def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
-    async def extend(self, round_id: str, body: requests.ExtendBody) -> dict[str, Any]:
-        """A larger quota and more prompts for an open round."""
-        round_ = self.rounds.find(round_id)
+    async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
+        """A larger quota and more prompts for an open round; idempotent with a key, also after the round's end."""
+        round_, key = self.rounds.find(round_id), body.idempotency_key
+        if key is None:
+            return await self._extend(round_, body, fingerprint)
+        if key not in round_.extensions:
+            work = asyncio.ensure_future(self._extend(round_, body, fingerprint))
+            work.add_done_callback(lambda done: done.cancelled() or (done.exception() and round_.extensions.pop(key)))
+            round_.extensions[key] = fingerprint, work
+        known, answer = round_.extensions[key]
+        if known != fingerprint:
+            raise RequestError(409, "idempotency_key", f"{key!r} was used with another body")
+        return await asyncio.shield(answer)
+
+    async def _extend(self, round_: RoundRecord, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
         await asyncio.shield(round_.opened)
         number = self.rpc.number()
-        command = await self._in_thread(extend_round, number, round_.spec, body, self.engine)
+        command = await self._in_thread(extend_round, number, round_.spec, body, fingerprint, self.engine)
         try:
             answer = await self.rpc.call(
                 command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
@@ -130,7 +142,7 @@ class AprilService:
             if error.unjournalled:
                 await self._undo(round_, command.prompts, accepted=True)
             raise
-        return {"round_id": round_id, **answer.data}
+        return {"round_id": round_.id, **answer.data}
 
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
         """The caller has stored the reply."""
@@ -210,8 +222,6 @@ class AprilService:
                 self.rounds.add_finished(self.completed_groups, message.samples)
             elif isinstance(message, messages.RoundEnded):
                 self._round_ended(message)
-            elif isinstance(message, messages.Broken):
-                self._fail_open_rounds(message.reason)
             else:
                 self.restored_state.receive(message)
         except Exception:
@@ -236,14 +246,6 @@ class AprilService:
         round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
         round_.notify()
         self._start(self._reply(round_, message, parts))
-
-    def _fail_open_rounds(self, reason: str) -> None:
-        """After a fault of the plugin in the scheduler: open rounds get no reply, and weight calls need not wait."""
-        self.broken = reason
-        for round_ in [r for r in self.rounds.open if r.state == "open"]:
-            self.rounds.mark_ended(round_)
-            self.rounds.fail(round_, RequestError(500, "server", reason))
-            self._start(self.weight_lock.release(round_.id))
 
     # --- background tasks
 
@@ -274,8 +276,6 @@ class AprilService:
         round_.events += self.completed_groups.whole(round_.run, answer.data.get("unjudged", ()))
         self.rounds.mark_open(round_)
         self.weight_lock.acquire_missing([round_.id])  # if a push or pause ended while the round opened
-        if self.broken:  # with a journal this answer may arrive after the fault
-            self._fail_open_rounds(self.broken)
 
     async def _stop_after_opening(self, round_: RoundRecord, deliver: list[str] | None) -> None:
         with contextlib.suppress(RequestError):

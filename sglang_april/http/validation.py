@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api.errors import bad
-from sglang_april.api.requests import JudgeBody, PromptBody, RolloutBody, SamplingBody
+from sglang_april.api.requests import Body, JudgeBody, PromptBody, RolloutBody, SamplingBody
 
 MAX_SAMPLES = 2**20
 MAX_DEPTH = 64
@@ -29,7 +29,7 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
     if body.sampling_params is not None:
         _check_sampling(body.sampling_params, "sampling_params")
     check_prompts(body.prompts, packed)
-    return fingerprint(body)
+    return fingerprint(msgspec.structs.replace(body, stream=False))
 
 
 def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
@@ -58,10 +58,9 @@ def check_judge(body: JudgeBody) -> None:
             raise bad(f"reject[{i}]", f"{name!r} is also in accept")
 
 
-def fingerprint(body: RolloutBody) -> str:
-    """A digest of the request body without `stream`."""
-    encoded = msgspec.msgpack.encode(msgspec.structs.replace(body, stream=False))
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+def fingerprint(body: Body) -> str:
+    """A digest of a checked request body; JSON and msgpack of the same content have the same one."""
+    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=16).hexdigest()
 
 
 def _check_prompt(prompt: PromptBody, at: str, packed: bool) -> None:

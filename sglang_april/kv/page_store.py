@@ -50,6 +50,10 @@ class LostError(Exception):
     """The requested pages do not exist, because an earlier order failed."""
 
 
+EXPECTED = (OSError, MemoryError, torch.OutOfMemoryError, DamagedError, DamagedFileError, LostError)
+"""What may fail an order; its samples recompute."""
+
+
 class PageStore:
     """Host arena, disk files and worker thread of one rank.
 
@@ -158,10 +162,8 @@ class PageStore:
             failure = ""
             try:
                 act()
-            except (OSError, MemoryError, DamagedError, DamagedFileError, LostError) as error:
+            except EXPECTED as error:  # any other exception ends the server (`fail-stop`)
                 failure = f"{type(error).__name__}: {error}"
-            except Exception as error:  # noqa: BLE001 - the thread must survive, and every order must be reported
-                failure = f"internal error: {error!r}"
             if order is not None:
                 self._pending.pop(order).set()
                 self._report(order, failure)

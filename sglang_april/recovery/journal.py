@@ -183,10 +183,7 @@ class Journal:
         elif self.error and not error:
             log.info("the journal can be written again")
         self.error = error
-        try:
-            self._written(0 if error else taken, error, failed)
-        except Exception:
-            log.exception("a message that waited for the journal could not be sent")
+        self._written(0 if error else taken, error, failed)
 
     def _transaction(self, ops: list[Op]) -> str:
         """Run all operations in one transaction; returns why it failed, or an empty string.

@@ -46,14 +46,14 @@ class Commands:
                 return self._drop(cmd)
             case messages.Acknowledge():
                 self._c.recorder.acknowledged(cmd.round_id, cmd.run)
+            case messages.Shutdown():
+                self._shut_down(store=cmd.store)
             case messages.PushBegin():
                 self._pushes.begin(cmd.version)
             case messages.PushEnd():
                 return self._pushes.end(cmd.version)
-            case messages.Freeze():
-                self._pushes.freeze()
-            case messages.Thaw():
-                self._pushes.thaw()
+            case messages.Freeze() | messages.Thaw():
+                (self._pushes.freeze if isinstance(cmd, messages.Freeze) else self._pushes.thaw)()
             case messages.GetState() | messages.GetPartials():
                 return self._report(cmd)
         return {}
@@ -145,9 +145,13 @@ class Commands:
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
+        incarnations = [g.incarnation for g in groups]
+        answer = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": incarnations}
+        if cmd.idempotency_key is not None:
+            rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
         c.recorder.extended(rnd.spec, rnd.number, groups)
         self._round_end.mark_due()
-        return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": [g.incarnation for g in groups]}
+        return answer
 
     def _stop(self, cmd: messages.StopRound) -> dict[str, Any]:
         rnd = self._find(cmd.round_id)
@@ -155,6 +159,12 @@ class Commands:
             return {"open": False}
         self._round_end.stop(rnd, cmd.deliver)
         return {"open": True}
+
+    def _shut_down(self, *, store: bool) -> None:
+        self._c.closing = "the server is shutting down"
+        self._pushes.interrupt()
+        if store:
+            self._tiers.move_all_to_disk()
 
     def _drop(self, cmd: messages.Drop) -> dict[str, Any]:
         c = self._c

@@ -40,10 +40,10 @@ class Context:
     step: int = 0
     frozen: bool = False
     """A pause: no rollout sample takes a step."""
+    closing: str = ""
+    """Why the server is about to end, or empty."""
     flushing: bool = False
     """A flush is waiting for stock requests to end."""
-    broken: str = ""
-    """The exception of the plugin that ended its service; SGLang keeps serving (`contained-faults`)."""
     digest: TextIO | None = None
     """Receives one line per step with a hash of all decisions so far; tests compare ranks by it."""
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
@@ -53,17 +53,11 @@ class Context:
 
     def closed(self) -> str:
         """Why no round may be opened, or an empty string."""
-        if self.broken:
-            return self.broken
+        if self.closing:
+            return self.closing
         if released := self.engine.memory_released():
             return f"memory is released ({', '.join(released)}): POST /resume_memory_occupation first"
         return self.clock.closed
-
-    def stop_serving(self, reason: str) -> None:
-        """Report the first exception of the plugin at once, without waiting for the journal."""
-        if not self.broken:
-            self.broken = reason
-            self.engine.send(messages.Broken(reason))
 
     def cap(self, tier: CopyTier) -> int:
         """Tokens that a tier may hold."""

@@ -1,8 +1,11 @@
 """The scheduler side of the plugin: commands in, decisions at step boundaries, events out.
 
 The adapter calls `command` and `observe` for broadcast messages, `before_step` at the top of every scheduling step,
-`resume` where a prefill could be launched, and `progress` after each step's results. All of them run on every TP rank
-with the same input (`rank-determinism`).
+`resume` where a prefill could be launched, `progress` after each step's results, and the methods under
+"interruptions" around SGLang's own calls. All of them run on every TP rank with the same input (`rank-determinism`).
+
+What a method has changed goes to the journal at its end or at the next `before_step`. If it raises, the server ends and
+the next one continues from the journal (`fail-stop`).
 """
 
 from collections.abc import Iterable
@@ -35,8 +38,8 @@ class Controller:
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
         self.round_end = RoundEnd(context, self.suspender, self.tiers)
-        self.pushes = Pushes(context, self.suspender, self.round_end)
-        self._commands = Commands(context, self.suspender, self.round_end, self.pushes, self.tiers)
+        self._pushes = Pushes(context, self.suspender, self.round_end)
+        self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers)
 
     def restore(self, saved: JournalSnapshot, find_kv: FindKv | None = None) -> None:
         """After a restart, before anything else: restore the journal's state and the KV that `find_kv` finds."""
@@ -74,6 +77,36 @@ class Controller:
                 self.context.apply_tuning(fact)
             case messages.Rates():
                 self.context.rates = fact
+
+    # --- interruptions
+
+    def interrupt(self) -> None:
+        """Before weights change, a flush or a release: take all samples out (`suspend-before-interrupt`)."""
+        self._pushes.interrupt()
+        self.context.recorder.commit()
+
+    def evacuate(self) -> None:
+        """After `interrupt`, before the KV pool is cleared or unmapped (`evacuate-before-clear`)."""
+        self.suspender.evacuate()
+
+    def weight_call_ended(self, ok: bool, message: str, *, whole: bool) -> None:
+        """One of SGLang's weight calls has been applied, or has failed on some rank."""
+        self._pushes.weight_call_ended(ok, message, whole=whole)
+        self.context.recorder.commit()
+
+    def freeze(self) -> None:
+        """A pause: no rollout sample takes a step until `thaw`."""
+        self._pushes.freeze()
+        self.context.recorder.commit()
+
+    def thaw(self) -> None:
+        """The pause is over."""
+        self._pushes.thaw()
+
+    def abort_everything(self) -> None:
+        """SGLang's abort of all requests ends open rounds."""
+        self._pushes.abort_everything()
+        self.context.recorder.commit()
 
     # --- steps
 

@@ -19,7 +19,6 @@ class Pushes:
         self._round_end.end_due()
         self._suspender.suspend_all()
         self._round_end.end_due()
-        self._c.recorder.commit()
 
     def begin(self, version: int | None) -> None:
         self._c.clock.begin(version)
@@ -48,7 +47,6 @@ class Pushes:
             rnd.mark_mandatory(c.clock.version)
             rnd.stats.pushes += 1
         self._round_end.mark_due()
-        c.recorder.commit()
 
     def freeze(self) -> None:
         """A pause: no rollout sample takes a step until `thaw`."""
@@ -63,4 +61,3 @@ class Pushes:
         self._round_end.end_due()
         for rnd in list(self._c.rounds.values()):
             self._round_end.stop(rnd, None)
-        self._c.recorder.commit()

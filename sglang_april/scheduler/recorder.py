@@ -67,6 +67,9 @@ class Unrecorded:
     def commit(self) -> None:
         """End of a step or a command."""
 
+    def close(self) -> None:
+        """The server ends: write everything and close the journal."""
+
 
 class Recorder(Unrecorded):
     def __init__(self, engine: Engine, journal: Journal, keep_replies: int, interval: int = 256) -> None:
@@ -170,7 +173,6 @@ class Recorder(Unrecorded):
             self._records = []
 
     def close(self) -> None:
-        """Write everything and close the journal; only tests call it, because a server needs no clean end."""
         self.commit()
         self._journal.close()
 

@@ -13,7 +13,7 @@ from sglang_april.api import messages
 from sglang_april.kv.cost_model import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, Found, KvState, Pages
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, select_victims, stored_in
+from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
@@ -188,6 +188,20 @@ class Tiers:
             self._c.engine.wait(pages.transfer)
             self._c.engine.free_pages(pages)
             pages.change(KvState.COPYING_OUT_SLOTS_FREED)
+
+    def move_all_to_disk(self) -> None:
+        """Copy all KV on the device and the host to the disk, as far as it has room; the highest priority goes first.
+
+        Copies are ordered and not waited for.
+        """
+        suspended = (s for run in self._c.ledger.runs.values() for s in run.suspended if s.kv.pages is not None)
+        for sample in sorted(suspended, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True):
+            self.demote(sample, "disk")
+            pages = sample.kv.pages
+            on_host = pages is not None and pages.copy is not None and pages.copy.tier == "host"
+            if pages is not None and on_host and self._make_room("disk", sample, pages):
+                self._c.trace("spill", [sample])
+                self._spill(sample, pages)
 
     # --- back to the device
 

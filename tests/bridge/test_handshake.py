@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import config
-from sglang_april import __version__
+from sglang_april import PROTOCOL
 from trainer_bridge.handshake import EngineInfo, HandshakeError, check_engine, shake_hands
 from trainer_bridge.megatron.shapes import ModelShape
 
@@ -27,7 +27,7 @@ MODEL = {
 
 
 def state(hooks: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
-    known = {"april": __version__, "sglang": "0.5.17", "hooks": ["…"]}
+    known = {"april": "9.9", "protocol": PROTOCOL, "sglang": "0.5.17", "hooks": ["…"]}
     return {"policy_version": 3, "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}}}
 
 
@@ -39,12 +39,12 @@ def test_matching_engine_is_accepted() -> None:
     ("reported", "reason"),
     [
         (state({}), "without sglang-april's hooks"),
-        (state({"april": "0.0.1", "sglang": "0.5.17"}), "has sglang-april 0.0.1, the trainer"),
+        (state({"april": "9.9", "protocol": PROTOCOL + 1, "sglang": "0.5.17"}), "has protocol 2, the trainer 1"),
         (state(architecture="LlamaForCausalLM"), "architecture LlamaForCausalLM, the trainer's model has Qwen3"),
         (state(hidden_size=256), "hidden_size 256, the trainer's model has 128"),
         (state(num_key_value_heads=4), "num_key_value_heads 4"),
         (state(vocab_size=1024), "vocab_size 1024"),
-        ({"policy_version": 0, "http": {"hooks": {"april": __version__, "sglang": "0"}}}, "architecture None"),
+        ({"policy_version": 0, "http": {"hooks": {"protocol": PROTOCOL, "sglang": "0"}}}, "architecture None"),
     ],
 )
 def test_engine_that_does_not_match_is_refused_with_the_reason(reported: dict[str, Any], reason: str) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
-from sglang_april.client import AprilError
+from sglang_april.client import AprilError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.test_rollout import STATS, FakeRewards, finished_group
 from trainer_bridge.config import Config
@@ -82,7 +81,7 @@ class FakeServer:
     def end(self, call: str) -> None:
         if self.failures:
             self.failures -= 1
-            raise httpx.ConnectError("connection refused")
+            raise ServerLostError(0, "server", "connection refused")
         self.ends.append(call)
 
 
@@ -99,7 +98,7 @@ class FakeSession:
         while True:
             try:
                 return function()
-            except httpx.TransportError:
+            except ServerLostError:
                 pass
 
 

@@ -6,10 +6,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from sglang_april.client import AprilError
+from sglang_april.client import AprilError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge import fake_engine_pool
 from tests.bridge.test_engine_pool import engine_pool, request
@@ -20,7 +19,7 @@ from trainer_bridge.rewards import Score
 from trainer_bridge.rollout_collector import ScoredRollout
 
 TIMEOUT_S = 60.0
-CONNECTION_CLOSED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
+CONNECTION_CLOSED = ServerLostError(0, "server", "http://engine: no answer to POST /judge (RemoteProtocolError)")
 
 
 @pytest.fixture
@@ -154,7 +153,7 @@ def test_deferred_verdict_survives_a_failed_call(usable: bool, delivered: dict[s
     pool.judge("r.1", accept=["a1"])
     assert engines[0].verdicts == {}
     verdict = {"accept" if usable else "reject": ["a2"]}
-    with pytest.raises(httpx.TransportError):
+    with pytest.raises(ServerLostError):
         pool.judge("r.1", **verdict)
     pool.judge("r.1", **verdict)
     summary = next(events)

@@ -84,7 +84,7 @@ class Pool:
     """Starts servers on demand and stops the least recently used one at the limit."""
 
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
-        self._models, self._folder, self._fork_server = models, folder, ForkServer()
+        self._models, self._folder, self.fork_server = models, folder, ForkServer()
         self._live: OrderedDict[str, Server] = OrderedDict()
 
     def get(
@@ -111,7 +111,7 @@ class Pool:
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
             server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})
-            server.fork_server = self._fork_server if forked else None
+            server.fork_server = self.fork_server if forked else None
             server.spawn()
             server.wait()
         self._live[name] = server
@@ -125,7 +125,7 @@ class Pool:
     def close(self) -> None:
         for server in self._live.values():
             server.stop()
-        self._fork_server.close()
+        self.fork_server.close()
 
 
 @pytest.fixture(scope="session")

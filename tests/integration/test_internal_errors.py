@@ -1,32 +1,109 @@
-"""Exceptions of the plugin on a live server do not end it (`contained-faults`)."""
+"""An exception of the plugin on any rank ends a live server, and the next one delivers everything (`fail-stop`)."""
 
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
 import pytest
 
+from sglang_april.client import AprilClient, ServerLostError
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.background import BackgroundRound
-from tests.support.live import until
+from tests.support.compare import by_key
+from tests.support.live import TIMEOUT_S, LiveServer, until
 from tests.support.workload import prompt
 
+PARAMS = {"temperature": 0.8}
+LENGTH = 300
+GENERATE = {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
+SHORT = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+OTHER = {
+    "run": "other",
+    "round_id": "other",
+    "prompts": [prompt("other-0", 5, **PARAMS), prompt("other-1", 50, **PARAMS)],
+    "quota": 1,
+    "tier": "host",
+}
+"""A round whose end copies pages to the host."""
 
-@pytest.mark.parametrize("path", ["/april/push/begin", "/pause_generation"])
-def test_failed_suspend_ends_rounds_keeps_weights_and_leaves_sglang_serving(pool: Pool, run: str, path: str) -> None:
-    """If samples cannot be suspended, no call waits for them forever, and their weights do not change."""
-    server = pool.get("unchecked", NORMAL, env={"SGLANG_APRIL_CHECK": "0"}, forked=True)
-    asked = {"text": "1+1=", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-    wanted = server.post("/generate", asked)["text"]
-    with server.slowed(0.02):
-        waiting = BackgroundRound(server, run=run, prompts=[prompt("long", 400)], quota=None)
-        until(lambda: server.state()["samples"]["running"] == 1)
-        server.remove_guard("suspend")
-        server.http.post(path, json={"mode": "retract"} if path == "/pause_generation" else {})
-        reason = waiting.reply(500)["error"]["reason"]
-    assert "RuntimeError('nobody leaves')" in reason
-    if path == "/pause_generation":
-        server.post("/continue_generation", {"torch_empty_cache": False})
-    assert server.rollout(status=503, run="next", prompts=[prompt("next", 4)])["error"]["reason"] == reason
-    weights = {"model_path": str(server.model), "flush_cache": False}
-    refused = server.post("/update_weights_from_disk", weights, status=400)
-    assert reason in refused["message"]
-    assert server.post("/generate", asked)["text"] == wanted
-    assert server.alive
-    server.stop()
+# rank, function (tests/support/faults.py), the place that the sentence names, and the call that reaches the function
+ONE_RANK = [
+    (0, "detach", "receive_message", ("/april/push/begin", {})),
+    (0, "row seeds", "sampling_filter", ("/generate", SHORT)),
+    (0, "journal thread", "thread april-journal", ("/april/rollout", {"run": "empty", "prompts": []})),
+]
+TWO_RANKS = [
+    (1, "detach", "flush_request", ("/flush_cache", {})),
+    (0, "progress", "count_finishes", ("/generate", SHORT)),
+    (1, "store thread", "thread april-store", ("/april/rollout", OTHER)),
+]
+Fault = tuple[int, str, str, tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def start(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Iterator[Callable[..., LiveServer]]:
+    """Starts a server with a journal that no other test uses."""
+    started: list[LiveServer] = []
+
+    def start(name: str, flags: list[str], *, forked: bool) -> LiveServer:
+        server = pool.get(name, [*flags, f"--april-journal={tmp_path / 'journal'}"], forked=forked)
+        server.fork_server = pool.fork_server  # for later starts
+        started.append(LiveServer(server, lambda seed: models("qwen3", seed)))
+        return started[-1]
+
+    yield start
+    for live in started:
+        live.server.stop()
+
+
+def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
+    """A round, a stock request and the call that fails end with an error; so does the server, with one sentence."""
+    server, (rank, name, place, (path, body)) = live.server, fault
+    with AprilClient(server.url) as client:
+        waiting = [live.in_background(client.rollout, **round_), live.in_background(server.post, "/generate", GENERATE)]
+        until(lambda: server.state()["samples"]["running"] or any(w.done() for w in waiting), "the round runs")
+        live.wait_decodes()
+        with server.raising(rank, name):
+            last = live.in_background(server.post, path, body)
+            until(lambda: not server.alive, "the server has ended")
+        with pytest.raises(ServerLostError, match=round_["round_id"]):
+            live.result_of(waiting[0])
+        with pytest.raises(httpx.TransportError):
+            live.result_of(waiting[1])
+        assert last.exception(TIMEOUT_S) is None or isinstance(last.exception(), httpx.TransportError)
+    until(lambda: not server.processes(), "no process is left")
+    log = server.log.read_text(errors="replace")
+    sentences = re.findall(r"sglang-april: the server ends, because rank (\d) raised (.*) in (.*)\.", log)
+    assert sentences == [(str(rank), "RuntimeError('injected')", place)]
+    assert "Traceback" in log
+
+
+@pytest.mark.parametrize(("name", "flags", "faults"), [
+    ("fail-stop", NORMAL, ONE_RANK),
+    ("fail-stop-tp2", ["--tp-size=2", "--max-total-tokens=4000"], TWO_RANKS),
+])  # fmt: skip
+def test_server_ends_and_its_journal_delivers_everything_once(
+    start: Callable[..., LiveServer], run: str, name: str, flags: list[str], faults: list[Fault]
+) -> None:
+    live = start(name, flags, forked=faults is TWO_RANKS)
+    server = live.server
+    prompts = [prompt(f"p{i}", LENGTH, n=2, **PARAMS) for i in range(3)]
+    first = server.rollout(run=run, prompts=[*prompts, prompt("short", 12, **PARAMS)], quota=1, tier="host")
+    round_ = {"run": run, "round_id": f"{run}-open", "prompts": [], "quota": None}
+    with server.slowed(0.05):  # also while it starts: the round goes on by itself
+        for fault in faults:
+            ended_by(live, fault, round_)
+            assert server.process is not None
+            assert server.process.wait() != 0
+            server.http.close()
+            server.spawn()
+            server.wait()
+    last = server.rollout(**round_)
+    groups = [*first["finished"], *last["finished"]]
+    wanted = [*((f"p{i}", 0, j) for i in range(3) for j in range(2)), ("short", 0, 0)]
+    if faults is TWO_RANKS:
+        groups += [*server.rollout(**OTHER)["finished"], *server.drain("other")]
+        wanted += [("other-0", 0, 0), ("other-1", 0, 0)]
+    assert sorted(key for group in groups for key in by_key([group])) == sorted(wanted)
+    live.check(groups, {g["id"]: PARAMS for g in groups})

@@ -1,6 +1,8 @@
-"""Faults of rank 1 alone, each active while the server's switch `fault` names it (launch.py installs them).
+"""Faults of one rank (launch.py installs them).
 
-A faulty function fails, corrupts its result, or blocks until the switch is off.
+While the server's switch `fault` names one of `FAULTS`, a function of rank 1 fails, corrupts its result, or blocks
+until the switch is off. While the switch `exception` names a rank and one of `EXCEPTIONS`, a function of that rank
+raises what the plugin does not expect.
 """
 
 import errno
@@ -34,4 +36,14 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "slow load": (KV + "page_store.PageStore._load", _wait),
     "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
     "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
+}
+
+APRIL = "sglang_april."
+EXCEPTIONS: dict[str, str] = {
+    "detach": APRIL + "adapter.v0_5_17.engine.SchedulerEngine.detach",
+    "command": APRIL + "scheduler.commands.Commands.execute",
+    "progress": APRIL + "scheduler.controller.Controller.progress",
+    "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
+    "journal thread": APRIL + "recovery.journal.Journal._transaction",
+    "store thread": KV + "page_store.PageStore._copy_to_host",
 }

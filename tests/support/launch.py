@@ -3,8 +3,9 @@
 SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
 there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
 per call and can slow it down; forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar
-compilation; faults of rank 1 (faults.py); and guards that can be removed while the server runs (`Server.remove_guard`),
-to prove that their tests can fail. Each switch is a file in the server's folder (tests/support/server.py).
+compilation; faults of one rank (faults.py); and guards that can be removed while the server runs
+(`Server.remove_guard`), to prove that their tests can fail. Each switch is a file in the server's folder
+(tests/support/server.py).
 """
 
 import json
@@ -120,8 +121,20 @@ def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def raising(name: str) -> Callable[..., Any]:
+    """An AROUND hook: raises on the rank of the switch `exception` while that names this function."""
+    from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+
+    def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if Process.scheduler is not None and switch("exception") == f"{Process.scheduler.ps.tp_rank} {name}":
+            raise RuntimeError("injected")
+        return stock(*args, **kwargs)
+
+    return hook
+
+
 def install() -> None:
-    from tests.support.faults import FAULTS
+    from tests.support.faults import EXCEPTIONS, FAULTS
     from tests.support.guards import GUARDS
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
@@ -137,6 +150,8 @@ def install() -> None:
         HookRegistry.register(target, removable(name, without), HookType.AROUND)
     for name, (target, faulty) in FAULTS.items():
         HookRegistry.register(target, on_rank_1(name, faulty), HookType.AROUND)
+    for name, target in EXCEPTIONS.items():
+        HookRegistry.register(target, raising(name), HookType.AROUND)
 
 
 install()

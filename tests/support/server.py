@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.support.fork_server import Forked, ForkServer
 
@@ -36,6 +37,13 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 @dataclass(eq=False)
@@ -122,6 +130,12 @@ class Server:
             self.process.wait()
             self.process = None
         self.http.close()
+
+    def processes(self) -> list[int]:
+        """Processes of the server's group that still run, also after its end."""
+        assert self.process is not None
+        group = self.process.pid
+        return [p.pid for p in psutil.process_iter() if _group(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE]
 
     @property
     def alive(self) -> bool:
@@ -212,6 +226,12 @@ class Server:
             yield
 
     @contextlib.contextmanager
+    def raising(self, rank: int, name: str) -> Iterator[None]:
+        """One of the functions in faults.py raises on a rank."""
+        with self._switched("exception", f"{rank} {name}"):
+            yield
+
+    @contextlib.contextmanager
     def rates(self, token_s: float, copy_s: float) -> Iterator[None]:
         """Set the rates of `kv: auto`: seconds to prefill a token, and to copy one to or from any tier.
 
@@ -234,7 +254,7 @@ class Server:
             (self.folder / name).write_text("")
 
     def _switches_off(self) -> None:
-        for name in ("guard", "slow", "grammars", "fault", "rates"):
+        for name in ("guard", "slow", "grammars", "fault", "exception", "rates"):
             (self.folder / name).write_text("")
 
     def sleeps(self) -> list[float]:

@@ -167,7 +167,7 @@ class ControllerHarness(EventChecks):
         assert answer.status in ([409] if refused else wrong or [200])
         return answer.status
 
-    def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]]) -> int:
+    def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]], key: str | None = None) -> int:
         self.end_due_rounds()
         rnd = self.rounds.get(run)
         taken = rnd is None or (quota_add and rnd.spec.quota is None) or any(g.key[1] in prompts for g in self.of(run))
@@ -179,8 +179,12 @@ class ControllerHarness(EventChecks):
             quota_add=quota_add,
             prompts=given,
             params=params,
+            idempotency_key=key,
+            fingerprint=f"digest of {key}",
         )
         assert answer.status == (409 if taken else 200)
+        if key is not None and answer.status == 200:
+            rnd.spec.extensions[key] = messages.Extension(f"digest of {key}", answer.data)
         return answer.status
 
     def _extended(

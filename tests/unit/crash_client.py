@@ -65,7 +65,7 @@ class CrashClient:
             tokens = np.frombuffer(sample.output_ids, "<i4").tolist()
             assert tokens == [token(sample.seed, t) for t in range(len(tokens))]
             assert len(sample.logprobs) == len(sample.output_ids)
-            assert sample.spans[-1].end == len(tokens)
+            assert (sample.spans[-1].end if sample.spans else 0) == len(tokens)
             assert sample.seed == sample_seed(int(sample.id.split(".")[2]), sample.id, 0, sample.index)
         self.open.pop(ended.round_id, None)
         self.replies[ended.round_id] = _content(ended, samples)

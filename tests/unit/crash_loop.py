@@ -11,7 +11,7 @@ import signal
 import struct
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,15 @@ class PacedJournal(Journal):
 class CrashLoop:
     """The child: a client's commands, at random, and what the scheduler says, as words in a pipe."""
 
+    caps: Mapping[str, int] = {"pool": POOL, "host_cap": HOST, "disk_cap": DISK}
+    tiers: Sequence[messages.Tier] = ("auto", "device", "host", "disk", "none")
+
     def __init__(self, folder: Path, pipe: int, seed: int) -> None:
         self.rng, self.pipe, self.seed = random.Random(seed), pipe, seed
         self.seq, self.lock = 0, threading.Lock()
         self.busy: set[str] = set()
         """Runs whose round is open, as far as the client has heard."""
-        caps = {"pool": POOL, "host_cap": HOST, "disk_cap": DISK}
-        self.engine = StoringEngine(folder, slots=SLOTS, overlap=seed % 2 == 0, **caps)
+        self.engine = StoringEngine(folder, slots=SLOTS, overlap=seed % 2 == 0, **self.caps)
         self.engine.on_event = self.say
         journal = PacedJournal(folder / "journal", ahead=self.rng.choice((0, 1, 4)))
         saved = journal.load()
@@ -115,7 +117,7 @@ class CrashLoop:
         name = f"{run}.{self.seed}.{self.seq}"
         self.ask(
             messages.OpenRound,
-            spec=messages.RoundSpec(
+            spec=self.spec(
                 round_id=name,
                 run=run,
                 quota=quota,
@@ -123,13 +125,16 @@ class CrashLoop:
                 kv="keep",
                 max_staleness=5,
                 keep_until_ack=held,
-                tier=self.rng.choice(("auto", "device", "host", "disk", "none")),
+                tier=self.rng.choice(self.tiers),
             ),
             prompts=prompts,
             params=params,
         )
         if held:
             self.ask(messages.Acknowledge, round_id=name, run=run)
+
+    def spec(self, **fields: Any) -> messages.RoundSpec:
+        return messages.RoundSpec(**fields)
 
     def name_the_version(self) -> None:
         if self.context.clock.closed:
@@ -140,13 +145,17 @@ class CrashLoop:
         """Run until the process is killed."""
         self.name_the_version()
         while True:
-            idle = [run for run in RUNS if run not in self.busy]
-            if idle and self.rng.random() < 0.5:
-                self.open(self.rng.choice(idle), self.rng.randint(0, 3), self.rng.choice((1, 1, 2, None)))
-            for _ in range(self.rng.randint(1, 3)):
-                self.engine.step()
+            self.turn()
             if self.rng.random() < 0.1:
                 self.disturb()
+
+    def turn(self) -> None:
+        """Open a round at times, and take some steps."""
+        idle = [run for run in RUNS if run not in self.busy]
+        if idle and self.rng.random() < 0.5:
+            self.open(self.rng.choice(idle), self.rng.randint(0, 3), self.rng.choice((1, 1, 2, None)))
+        for _ in range(self.rng.randint(1, 3)):
+            self.engine.step()
 
     def disturb(self) -> None:
         match self.rng.randrange(4):
@@ -170,7 +179,7 @@ class CrashLoop:
         while self.context.rounds or any(run.groups for run in runs.values()):
             for run in (r for r in RUNS if r not in self.busy and self.context.ledger.run(r).groups):
                 self.open(run, 0, None)
-            for rnd in [r for r in self.context.rounds.values() if r.spec.quota is not None]:
+            for rnd in [r for r in self.context.rounds.values() if r.spec.quota is not None or r.judged]:
                 self.ask(messages.StopRound, round_id=rnd.spec.round_id)
             self.engine.step()
         self.recorder.close()
@@ -194,6 +203,21 @@ def words(pipe: int) -> Iterator[Word]:
 
 def one_epoch(folder: Path, client: CrashClient, seed: int, last_word: int | None) -> int:
     """Fork an epoch, receive that many messages (None: until it ends), kill it; returns the number received."""
+
+    def live(pipe: int) -> None:
+        epoch = CrashLoop(folder, pipe, seed)
+        if last_word is None:
+            epoch.finish()
+        else:
+            epoch.live()
+
+    heard, status = forked(live, client, last_word)
+    assert status == (0 if last_word is None else -signal.SIGKILL), f"epoch {seed} ended by itself: {status}"
+    return heard
+
+
+def forked(live: Callable[[int], None], client: CrashClient, last_word: int | None = None) -> tuple[int, int]:
+    """Fork `live(pipe)` and receive that many messages, or all; returns their number and the exit status."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     child = os.fork()
@@ -201,11 +225,7 @@ def one_epoch(folder: Path, client: CrashClient, seed: int, last_word: int | Non
         os.close(read)
         status = 1
         try:
-            epoch = CrashLoop(folder, write, seed)
-            if last_word is None:
-                epoch.finish()
-            else:
-                epoch.live()
+            live(write)
             status = 0
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
@@ -223,5 +243,4 @@ def one_epoch(folder: Path, client: CrashClient, seed: int, last_word: int | Non
         os.close(read)
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (0 if last_word is None else -signal.SIGKILL), f"epoch {seed} ended by itself: {status}"
-    return heard
+    return heard, status

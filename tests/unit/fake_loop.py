@@ -253,11 +253,11 @@ class FakeLoop:
 
     def flush(self, *, wait: bool = False) -> bool:
         """`flush_cache`: evacuate, then clear the pool."""
-        self.controller.pushes.interrupt()
+        self.controller.interrupt()
         if not self.fully_idle():
             self.flush_pending = self.flush_pending or wait
             return False
-        self.controller.suspender.evacuate()
+        self.controller.evacuate()
         self.cells, self.free = [None] * self.pool, list(range(self.pool))
         self.prompts.clear()
         return True
@@ -269,12 +269,12 @@ class FakeLoop:
 
     def weight_call(self, *, ok: bool, whole: bool, flush: bool) -> None:
         """One of SGLang's weight calls, as the adapter's hook handles it."""
-        self.controller.pushes.interrupt()
+        self.controller.interrupt()
         ok = ok and (not flush or self.flush())
-        self.controller.pushes.weight_call_ended(ok, "failed", whole=whole)
+        self.controller.weight_call_ended(ok, "failed", whole=whole)
 
     def release_memory(self) -> bool:
-        self.controller.pushes.interrupt()
+        self.controller.interrupt()
         if not self.flush():
             return False
         self.released = ["kv_cache"]

@@ -107,7 +107,7 @@ def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(harness: B
     w.step(4)
     assert w.sample("run", "p1").length == before
     w.freeze(False)
-    w.do(lambda e: e.controller.pushes.abort_everything())
+    w.do(lambda e: e.controller.abort_everything())
     w.step(4)
     assert w.sample("run", "p1").length > before
 

@@ -39,9 +39,9 @@ def test_flush_with_a_timeout_is_refused_on_several_ranks(
     monkeypatch: pytest.MonkeyPatch, tp_size: int, timeout_s: float, refused: bool
 ) -> None:
     """SGLang's timeout runs on each rank's own clock, so ranks could decide differently."""
-    monkeypatch.setattr(Process, "scheduler", SimpleNamespace(ps=SimpleNamespace(tp_size=tp_size), april=None))
-    interrupted: list[Any] = []
-    monkeypatch.setattr(hooks_control, "_interrupt", interrupted.append)
+    interrupted: list[bool] = []
+    april = SimpleNamespace(interrupt=lambda: interrupted.append(True))
+    monkeypatch.setattr(Process, "scheduler", SimpleNamespace(ps=SimpleNamespace(tp_size=tp_size), april=april))
     output = hooks_control.flush_request(lambda *_: "flushed", None, FlushCacheReqInput(timeout_s=timeout_s))
     if refused:
         assert not output.success
@@ -54,22 +54,11 @@ def test_flush_with_a_timeout_is_refused_on_several_ranks(
 @pytest.mark.parametrize(
     ("flush", "idle", "refused"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_weight_call_with_flush_is_refused_while_requests_are_in_flight(
-    monkeypatch: pytest.MonkeyPatch, flush: bool, idle: bool, refused: bool
-) -> None:
+def test_weight_call_with_flush_is_refused_while_requests_are_in_flight(flush: bool, idle: bool, refused: bool) -> None:
     """SGLang would load the weights, then fail an assertion because the flush needs an idle engine."""
     ended: list[tuple[bool, str, bool]] = []
     controller = SimpleNamespace(
-        context=SimpleNamespace(broken=""),
-        pushes=SimpleNamespace(
-            interrupt=lambda: None, weight_call_ended=lambda ok, why, whole: ended.append((ok, why, whole))
-        ),
-    )
-    monkeypatch.setattr(hooks_control, "_interrupt", lambda _: None)
-    monkeypatch.setattr(
-        hooks_control,
-        "_weight_call_ended",
-        lambda controller, _request, out: controller.pushes.weight_call_ended(out.success, out.message, whole=True),
+        interrupt=lambda: None, weight_call_ended=lambda ok, why, whole: ended.append((ok, why, whole))
     )
     manager = SimpleNamespace(scheduler=SimpleNamespace(april=controller), is_fully_idle=lambda: idle)
     loaded = SimpleNamespace(success=True, message="loaded")

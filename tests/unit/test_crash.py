@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
+from sglang_april.api.messages import Extension
 from sglang_april.scheduler.restore import RESTARTED, starting_version
 from tests.unit.controller_harness import ids, lengths
 from tests.unit.crashing_harness import CrashingHarness
@@ -63,6 +64,15 @@ def test_a_round_whose_end_was_not_journalled_ends_again(harness: CrashingHarnes
     harness.recorder.commit()
     harness.crash()
     assert ids(harness.reply()) == ["p0"]
+
+
+def test_the_answer_to_an_extend_with_a_key_is_restored(harness: CrashingHarness) -> None:
+    harness.open("run", lengths(60, 60))
+    assert harness.extend("run", 1, {"q": (3, 1, -8)}, "key") == 200
+    harness.crash()
+    (restored,) = harness.saved.rounds
+    answer = {"quota": 2, "counted": 0, "incarnations": [0]}
+    assert restored.spec.extensions == {"key": Extension("digest of key", answer)}
 
 
 def run_ahead(harness: CrashingHarness) -> None:

@@ -4,10 +4,10 @@ import pkgutil
 
 import pytest
 
-from tests.support.faults import FAULTS
+from tests.support.faults import EXCEPTIONS, FAULTS
 from tests.support.guards import GUARDS
 
-TARGETS = {name: target for table in (GUARDS, FAULTS) for name, (target, _) in table.items()}
+TARGETS = {name: target for table in (GUARDS, FAULTS) for name, (target, _) in table.items()} | EXCEPTIONS
 
 
 @pytest.mark.parametrize("name", TARGETS)

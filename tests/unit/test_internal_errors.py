@@ -1,152 +1,151 @@
-"""An exception of the plugin ends its rounds with an error; SGLang keeps serving (`contained-faults`)."""
+"""An unexpected exception of the plugin in a scheduler process ends the server with one sentence (`fail-stop`)."""
 
-import asyncio
-from collections.abc import Callable
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
 
-from sglang_april.adapter.v0_5_17 import hooks_control, hooks_scheduler
-from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+from sglang_april.adapter import fail_stop, hooking
+from sglang_april.adapter.hook import Hook
+from sglang_april.adapter.v0_5_17 import hooks_scheduler
+from sglang_april.adapter.v0_5_17.envelope import AprilReq
+from sglang_april.adapter.v0_5_17.hook_table import HOOKS
 from sglang_april.api import messages
-from sglang_april.scheduler.controller import Controller
-from tests.unit.controller_harness import given_as
-from tests.unit.fake_engine import FakeEngine
-from tests.unit.http_app import client_of, open_round, run
-from tests.unit.scripted_engine import ScriptedEngine, prompt, service
 
-REASON = "rounds are over until a restart: internal error in before_step: RuntimeError('reason')"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "sglang_april.adapter.v0_5_17"
 
 
-def fails(*_: Any, **__: Any) -> None:
+class ServerEndedError(Exception):
+    """Stands for the end of the process."""
+
+
+def fails(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("reason")
 
 
-class Scheduler(SimpleNamespace):
-    """The parts of a scheduler that the hooks use; `stock` records calls of SGLang's own functions."""
-
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
-        self.sent: list[messages.Event] = []
-        self.engine.on_event = self.sent.append
-        self.stock_calls: list[tuple[Any, ...]] = []
-        super().__init__(
-            april=self.engine.controller,
-            flush_wrapper=SimpleNamespace(_pending=None),
-            is_fully_idle=lambda: True,
-        )
-
-    def stock(self, *args: Any, **kwargs: Any) -> Any:
-        self.stock_calls.append((args, kwargs))
-        return SimpleNamespace(batch_to_run=None, success=True, message="")
-
-    @property
-    def broken(self) -> list[str]:
-        """Reasons reported to the HTTP process."""
-        return [event.reason for event in self.sent if isinstance(event, messages.Broken)]
-
-
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    """Exceptions of the plugin do not end the process, unlike in the live tests."""
-    scheduler = Scheduler()
-    monkeypatch.setattr(hooks_scheduler, "CHECK", False)
-    monkeypatch.setattr(Process, "controller", scheduler.april)
-    monkeypatch.setattr(Process, "engine", SimpleNamespace(_renew=fails, samples={"april.0.0": None}))
-    monkeypatch.setattr(Process, "scheduler", scheduler)
-    return scheduler
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, BaseException]]:
+    """(where, exception) of each end of the server; this process counts as the scheduler of rank 3."""
+    ends: list[tuple[str, BaseException]] = []
+
+    def end(where: str, error: BaseException) -> NoReturn:
+        ends.append((where, error))
+        raise ServerEndedError
+
+    monkeypatch.setattr(fail_stop._Rank, "number", 3)
+    monkeypatch.setattr(fail_stop, "end", end)
+    return ends
 
 
-def step(s: Scheduler) -> Any:
-    return hooks_scheduler.next_batch(s.stock, s, None, None)
+@pytest.mark.parametrize("row", HOOKS, ids=lambda row: row.handler)
+def test_exception_of_any_hook_ends_the_server(ended: list[Any], monkeypatch: pytest.MonkeyPatch, row: Hook) -> None:
+    call = hooking._lazy(PACKAGE, row)
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda _: fails)
+    with pytest.raises(ServerEndedError):
+        call(lambda: None)
+    ((where, error),) = ended
+    assert (where, repr(error)) == (row.handler.split(":")[1], "RuntimeError('reason')")
 
 
-def change_weights(s: Scheduler) -> Any:
-    manager = SimpleNamespace(scheduler=s, is_fully_idle=s.is_fully_idle)
-    return hooks_control.weight_call(s.stock, manager, UpdateWeightFromDiskReqInput(model_path="x"))
+def around(handler: Any, orig: Any) -> Any:
+    row = Hook("around", "module:handler", ("path",), "why", "when")
+    return fail_stop.run_handler(row, handler, (orig, 1), {"option": 2})
 
 
-def test_the_first_error_is_reported_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Controller, "before_step", fails)
-    monkeypatch.setattr(Controller, "progress", fails)
-    step(scheduler)
-    step(scheduler)
-    hooks_scheduler.count_finishes(None, scheduler, SimpleNamespace(), None)
-    assert len(scheduler.stock_calls) == 2
-    assert scheduler.broken == [REASON]
-    assert scheduler.april.context.closed() == REASON
+def test_exception_of_sglang_inside_a_hook_is_left_to_sglang(ended: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="reason"):
+        around(lambda orig, *args, **kwargs: orig(*args, **kwargs), fails)
+    assert not ended
 
 
-def test_later_commands_are_refused_at_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Controller, "before_step", fails)
-    step(scheduler)
-    given, params = given_as({"p": (3, 1, 4)})
-    scheduler.april.command(messages.OpenRound(1, messages.RoundSpec("r", "run", 1, "group", "keep", 5), given, params))
-    assert scheduler.sent[-1] == messages.Answer(1, 503, "", REASON)
+def test_exception_of_a_hook_that_handles_one_of_sglang_ends_the_server(ended: list[Any]) -> None:
+    def handler(orig: Any, *_args: Any, **_kwargs: Any) -> None:
+        try:
+            orig()
+        except RuntimeError:
+            raise ValueError from None
+
+    with pytest.raises(ServerEndedError):
+        around(handler, fails)
+    assert isinstance(ended[0][1], ValueError)
 
 
-CALLS: dict[str, Callable[[Scheduler], Any]] = {
-    "on_queued": lambda s: hooks_scheduler.renew_cache_key(s.stock, s, SimpleNamespace(kv=None, april=None)),
-    "aborted": lambda s: hooks_scheduler.intercept_queue_abort(s.stock, None, AbortReq(rid="april.0.0")),
-    "thaw": lambda s: hooks_control.thaw(None, s, None),
-    "freeze": lambda s: hooks_control.pause(s.stock, s, None),
-    "evacuate": lambda s: hooks_control.flush(s.stock, s),
-    "interrupt": change_weights,
-}
+def test_exception_in_another_process_is_left_to_sglang() -> None:
+    """The HTTP process refuses calls by ValueError."""
+    with pytest.raises(RuntimeError, match="reason"):
+        around(fails, None)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_no_exception_of_the_plugin_ends_the_scheduler(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(Controller, "aborted", fails)
-    scheduler.april.pushes = SimpleNamespace(thaw=fails, freeze=fails, interrupt=fails)
-    scheduler.april.suspender = SimpleNamespace(evacuate=fails)
-    CALLS[name](scheduler)
-    assert scheduler.broken == [REASON.replace("before_step", name)]
+@pytest.mark.parametrize(
+    "payload", [b"garbage", messages.encode(messages.Thaw(1)), messages.encode(messages.Moved([], {}))]
+)
+def test_exception_of_a_message_ends_the_server(ended: list[Any], payload: bytes) -> None:
+    """One that cannot be decoded, a command and an observation that fail."""
+    controller: Any = SimpleNamespace(command=fails, observe=fails)
+    with pytest.raises(ServerEndedError):
+        hooks_scheduler._receive_message(controller, AprilReq(payload=payload))
+    assert ended[0][0] == "receive_message"
 
 
-def test_weights_do_not_change_under_samples_that_could_not_be_suspended(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert change_weights(scheduler).success
-    scheduler.stock_calls.clear()
-    monkeypatch.setattr(scheduler.april.pushes, "interrupt", fails)
-    for _ in range(2):
-        refused = change_weights(scheduler)
-        assert not refused.success
-        assert "internal error in interrupt" in refused.message
-    assert not scheduler.stock_calls
+def test_weights_do_not_change_under_samples_that_could_not_be_suspended(ended: list[Any]) -> None:
+    applied: list[Any] = []
+    manager: Any = SimpleNamespace(scheduler=SimpleNamespace(april=SimpleNamespace(interrupt=fails)))
+    row = next(row for row in HOOKS if row.handler == "hooks_control:weight_call")
+    with pytest.raises(ServerEndedError):
+        hooking._lazy(PACKAGE, row)(applied.append, manager, None)
+    assert ended[0][0] == "weight_call"
+    assert not applied
 
 
-def broken_while(engine: ScriptedEngine, *, late: bool) -> None:
-    """The scheduler fails; `late`: the answer to its last opened round was waiting for the journal."""
-    engine.tell(messages.Broken(REASON))
-    if late:
-        engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
+SERVER = """
+    import multiprocessing, os, signal, sys, threading, time
+    from sglang_april.adapter import fail_stop
+
+    def fails():
+        raise RuntimeError("reason")
+
+    def scheduler():
+        fail_stop.arm(3)
+        threading.Thread(target=fails, name="other").start()
+        where = sys.argv[1]
+        if where == "thread":
+            threading.Thread(target=fails, name="april-store").start()
+            time.sleep(600)
+        try:
+            fail_stop.ends_server(fails)()
+        except BaseException:  # SGLang may catch what a hook raises
+            print("caught", flush=True)
+        finally:
+            print("unwound", flush=True)
+
+    if __name__ == "__main__":
+        asked = []
+        signal.signal(signal.SIGQUIT, lambda *_: asked.append(True))
+        process = multiprocessing.get_context("fork").Process(target=scheduler)
+        process.start()
+        process.join()
+        print(asked, process.exitcode)
+"""
+"""A parent with SGLang's signal handler, and a scheduler in which the plugin fails."""
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_waiting_clients_get_the_error(late: bool) -> None:
-    """Weight calls do not wait for a failed round either."""
-
-    async def scenario() -> None:
-        april, engine = service()
-        async with client_of(april) as client:
-            stream = await open_round(client, engine, run="b", round_id="s", stream=True, prompts=[prompt(id="b")])
-            if late:
-                engine.silent.add(messages.OpenRound)
-            waiting = await open_round(client, engine, run="a", round_id="w", prompts=[prompt(id="a")])
-            broken_while(engine, late=late)
-            response = await waiting
-            assert (response.status_code, response.json()["error"]) == (500, {"field": "server", "reason": REASON})
-            assert REASON in (await stream).text
-            asked = len(engine.commands)
-            refused = await client.post("/april/rollout", json={"run": "c", "prompts": [prompt(id="c")]})
-            assert (refused.status_code, refused.json()["error"]["reason"]) == (503, REASON)
-            assert len(engine.commands) == asked
-            await asyncio.wait_for(april.engine.lock.acquire_writer(), 5)
-
-    run(scenario())
+@pytest.mark.parametrize(("way", "where"), [("hook", "fails"), ("thread", "thread april-store")])
+def test_process_ends_without_unwinding_and_signals_its_parent(tmp_path: Path, way: str, where: str) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(SERVER))
+    done = subprocess.run(
+        [sys.executable, str(script), way], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[-2] == "[True] 1"
+    assert "caught" not in done.stdout
+    assert "unwound" not in done.stdout
+    sentence = f"sglang-april: the server ends, because rank 3 raised RuntimeError('reason') in {where}."
+    assert done.stderr.count(sentence) == 1
+    assert "Traceback" in done.stderr

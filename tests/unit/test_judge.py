@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from sglang_april.api import messages
@@ -237,6 +238,51 @@ def test_extend_has_the_defaults_of_its_round() -> None:
             engine.finish(engine.opened, ("b", 0))
             engine.end(engine.opened, ("b", [0]))
             assert [g["id"] for g in (await task).json()["finished"]] == ["b"]
+
+    run(scenario())
+
+
+def test_an_extend_with_a_known_key_changes_nothing_and_gets_the_first_answer() -> None:
+    """While the first is under way, after it, in msgpack too, and after the end of the round."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            body = {"quota_add": 1, "prompts": [prompt(id="b")], "idempotency_key": "k"}
+            engine.silent = {messages.ExtendRound}
+            both = [asyncio.create_task(client.post("/april/rounds/r/extend", json=body)) for _ in range(2)]
+            await until(lambda: isinstance(engine.commands[-1], messages.ExtendRound))
+            command = engine.commands[-1]
+            assert command.idempotency_key == "k"
+            data = {"quota": 2, "counted": 0, "incarnations": [0]}
+            engine.tell(messages.Answer(command.seq, data=data))
+            first, second = [(await response).json() for response in both]
+            assert first == second == {"round_id": "r", **data}
+            engine.end(engine.opened, reason="stopped")
+            await task
+            headers = {"content-type": "application/msgpack"}
+            packed = await client.post("/april/rounds/r/extend", content=msgspec.msgpack.encode(body), headers=headers)
+            assert packed.json() == first
+            other = await client.post("/april/rounds/r/extend", json={**body, "quota_add": 2})
+            assert (other.status_code, other.json()["error"]["field"]) == (409, "idempotency_key")
+            assert sum(isinstance(c, messages.ExtendRound) for c in engine.commands) == 1
+
+    run(scenario())
+
+
+def test_the_key_of_a_refused_extend_is_free_again() -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            body = {"quota_add": 1, "idempotency_key": "k"}
+            engine.answers[messages.ExtendRound] = messages.Answer(0, 409, "quota_add", "there is no quota")
+            assert (await client.post("/april/rounds/r/extend", json=body)).status_code == 409
+            engine.answers.clear()
+            assert (await client.post("/april/rounds/r/extend", json={**body, "quota_add": 2})).status_code == 200
+            engine.end(engine.opened, reason="stopped")
+            await task
 
     run(scenario())
 

@@ -191,7 +191,7 @@ def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(harness: Buil
     w.step(3)
     for known in w.rounds.values():
         known.stop = messages.StopRound(0, known.spec.round_id)
-    w.do(lambda e: e.controller.pushes.abort_everything())
+    w.do(lambda e: e.controller.abort_everything())
     assert w.replies[-1].end_reason == "stopped"
     assert (ids(w.replies[-1]), w.replies[-1].run) == (["p0"], "other")
     assert [w.sample(run, "p1").state for run in ("run", "other")] == [State.SUSPENDED] * 2

@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_april.api import messages
+from sglang_april.api import messages, requests
 from sglang_april.http.service import AprilService
+from sglang_april.http.validation import fingerprint
 from tests.unit.scripted_engine import ScriptedEngine, prompt, service
 from tests.unit.test_routes import client_of, open_round, run, until
 
@@ -108,6 +109,30 @@ def test_a_round_that_was_open_is_open_again_for_the_same_body() -> None:
             assert [g["id"] for g in reply["finished"]] == ["late"]
             assert reply["finished"][0]["samples"][0]["text"] == "ab"
             assert not any(isinstance(c, messages.OpenRound) for c in engine.commands), "it was accepted before"
+
+    run(scenario())
+
+
+def test_an_extend_from_before_the_restart_gets_its_first_answer() -> None:
+    """Of a round that is open again, and of a kept reply; another body is refused."""
+
+    async def scenario() -> None:
+        lived, opened = await before("one")
+        answer = {"quota": 3, "counted": 1, "incarnations": []}
+        body = requests.ExtendBody(quota_add=2, idempotency_key="k")
+        for spec in (opened.spec, lived["one"][0].spec):
+            spec.extensions["k"] = messages.Extension(fingerprint(body), answer)
+        april, engine = with_journal()
+        replies = [kept(engine, lived["one"][0])]
+        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], replies=replies))
+        async with client_of(april) as client:
+            for name in ("open", "one"):
+                path = f"/april/rounds/{name}/extend"
+                again = await client.post(path, json={"quota_add": 2, "idempotency_key": "k"})
+                assert again.json() == {"round_id": name, **answer}
+                other = await client.post(path, json={"quota_add": 3, "idempotency_key": "k"})
+                assert other.status_code == 409
+        assert not engine.commands
 
     run(scenario())
 

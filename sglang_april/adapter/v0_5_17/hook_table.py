@@ -100,6 +100,20 @@ HOOKS: tuple[Hook, ...] = (
         "answers 400 where resuming memory that is not released would raise KeyError in the scheduler",
         "upstream refuses instead of raising",
     ),
+    Hook(
+        "around",
+        "hooks_http:shut_down",
+        ("sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",),
+        "SIGTERM stores partials and ends the server within a time limit",
+        "upstream keeps partials",
+    ),
+    Hook(
+        "around",
+        "hooks_http:skip_watchdog",
+        (_TOKENIZER + "sigterm_watchdog",),
+        "SGLang's own end would kill the schedulers while they store partials",
+        "upstream keeps partials",
+    ),
     # The scheduler loop.
     Hook(
         "after",
@@ -170,6 +184,13 @@ HOOKS: tuple[Hook, ...] = (
         (_COMPONENTS + "output_sender.SenderWrapper.send_output",),
         "aborts that bypass process_batch_result must not lose a sample",
         "aborts go through process_batch_result",
+    ),
+    Hook(
+        "after",
+        "hooks_scheduler:close_journal",
+        (_SCHEDULER + "handle_shutdown",),
+        "the journal is complete when the process ends",
+        "upstream keeps partials",
     ),
     # Interruptions of a round.
     Hook(

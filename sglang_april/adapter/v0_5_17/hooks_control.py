@@ -9,26 +9,16 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.v0_5_17.hooks_scheduler import Process, guarded
+from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 from sglang_april.scheduler.controller import Controller
 
 log = logging.getLogger("sglang_april")
 
 
-@guarded
-def _interrupt(controller: Controller) -> None:
-    controller.pushes.interrupt()
-
-
-@guarded
-def _evacuate(controller: Controller) -> None:
-    controller.suspender.evacuate()
-
-
 def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
     """AROUND Scheduler.abort_request: abort_all stops rounds; a rid never matches samples (SGLang matches prefixes)."""
     if recv_req.abort_all and not s.april.context.frozen:
-        _abort_everything(s.april)
+        s.april.abort_everything()
     ours = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
     running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
     before = {r: r.to_finish for r in running}
@@ -46,29 +36,17 @@ def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
             s._pending_chunked_abort_req = None
 
 
-@guarded
-def _abort_everything(controller: Controller) -> None:
-    controller.pushes.abort_everything()
-
-
 def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: suspend samples first."""
-    controller = manager.scheduler.april
-    _interrupt(controller)
-    if broken := controller.context.broken:  # samples may still be in the batch
-        return _refused_update(recv_req, f"the weights stay as they are, because {broken}")
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
     if recv_req.flush_cache and not manager.is_fully_idle():  # SGLang would fail an assertion
         out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
     else:
         out = orig(manager, recv_req)
-    _weight_call_ended(controller, recv_req, out)
-    return out
-
-
-@guarded
-def _weight_call_ended(controller: Controller, recv_req: Any, out: Any) -> None:
     kind = type(recv_req).__name__
-    controller.pushes.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
+    controller.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind)
+    return out
 
 
 def _refused_update(recv_req: Any, message: str) -> Any:
@@ -110,42 +88,32 @@ def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
     if s is not None:
         if recv_req.timeout_s and s.ps.tp_size > 1:
             return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
-        _interrupt(s.april)
+        s.april.interrupt()
     return orig(wrapper, recv_req)
 
 
 def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
     """AROUND Scheduler.flush_cache: evacuate pages before the pools are cleared."""
     if s.is_fully_idle():
-        _evacuate(s.april)
+        s.april.evacuate()
     return orig(s, *args, **kwargs)
 
 
 def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
     """AROUND Scheduler.pause_generation."""
-    _freeze(s.april)
+    s.april.freeze()
     return orig(s, recv_req)
-
-
-@guarded
-def _freeze(controller: Controller) -> None:
-    controller.pushes.freeze()
 
 
 def thaw(_result: Any, s: Scheduler, _recv_req: Any) -> None:
     """AFTER Scheduler.continue_generation."""
-    _thaw(s.april)
-
-
-@guarded
-def _thaw(controller: Controller) -> None:
-    controller.pushes.thaw()
+    s.april.thaw()
 
 
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
-    controller = manager.scheduler.april
-    _interrupt(controller)
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
     if not recv_req.tags or "kv_cache" in recv_req.tags:
-        _evacuate(controller)
+        controller.evacuate()
     return orig(manager, recv_req)

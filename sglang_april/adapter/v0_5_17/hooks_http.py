@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 
 from sglang_april.adapter.v0_5_17 import frontend
+from sglang_april.adapter.v0_5_17.shutdown import Shutdown
 
 Original = Callable[..., Awaitable[Any]]
 
@@ -13,6 +14,16 @@ Original = Callable[..., Awaitable[Any]]
 def attach_service(_result: Any, manager: Any) -> None:
     """AFTER `TokenizerManager.init_request_dispatcher`, its last step."""
     frontend.attach(manager)
+    manager.april_shutdown = Shutdown(manager)
+
+
+def shut_down(_original: Any, handler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AROUND `SignalHandler.sigterm_handler`, called on the event loop."""
+    handler.tokenizer_manager.april_shutdown.signalled()
+
+
+async def skip_watchdog(_original: Original, _manager: Any) -> None:
+    """AROUND `sigterm_watchdog`: `Shutdown` ends the server instead."""
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
+from sglang_april.adapter import fail_stop
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
 from sglang_april.adapter.v0_5_17.calibrate import measure
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
@@ -26,13 +28,13 @@ from sglang_april.config import load
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
-from sglang_april.scheduler.state import Sample, State
+from sglang_april.scheduler.state import State
 from sglang_april.scheduler.version_clock import VersionClock
 
 log = logging.getLogger("sglang_april")
 
 CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
-"""Recount both pools at every step, and let exceptions of the plugin end the process (set in all tests)."""
+"""Recount the KV pool at every step (set in all tests)."""
 
 
 class Process:
@@ -45,34 +47,20 @@ class Process:
     sending = threading.Lock()
 
 
-def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """An exception in `fn` ends the rounds with its reason; SGLang continues to serve (`contained-faults`)."""
-
-    @functools.wraps(fn)
-    def call(controller: Controller, *args: Any) -> Any:
-        try:
-            return fn(controller, *args)
-        except Exception as error:
-            if CHECK:
-                raise
-            log.exception("partial rollouts stop here")
-            where = fn.__name__.strip("_")
-            controller.context.stop_serving(f"rounds are over until a restart: internal error in {where}: {error!r}")
-            return None
-
-    return call
-
-
 # --- wiring
 
 
 def attach(_: None, s: Scheduler) -> None:
     """AFTER Scheduler.init_request_dispatcher."""
+    fail_stop.arm(s.ps.tp_rank)
     config = load()
     engine = SchedulerEngine(s, config)
     budgets = engine.budgets
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens, digest=_digest_file(s))
     context.carry_cap_tokens = config.carry_tokens
+    if threading.current_thread() is threading.main_thread():
+        # A signal to the whole group must not end a scheduler before the HTTP process says so. It dies with that one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
     Process.step_times = StepTimes(engine.broadcast, s.max_running_requests)
@@ -84,7 +72,7 @@ def attach(_: None, s: Scheduler) -> None:
     took = time.monotonic() - began
     if rates is not None:
         engine.broadcast.send(rates)
-    s._request_dispatcher._mapping[AprilReq] = functools.partial(_receive, s.april)
+    s._request_dispatcher._mapping[AprilReq] = functools.partial(_receive_message, s.april)
     log.info("april: %s, %d bytes per token, version %d", budgets, engine.bytes_per_token, context.clock.version)
     log.info("april: measured in %.2f s: %s", took, cost_model.report(rates, engine.bytes_per_token))
 
@@ -94,26 +82,13 @@ def _digest_file(s: Scheduler) -> Any:
     return (Path(folder) / f"rank{s.ps.tp_rank}.log").open("w") if folder else None
 
 
-def _receive(controller: Controller, message: AprilReq) -> None:
+@fail_stop.ends_server
+def _receive_message(controller: Controller, message: AprilReq) -> None:
     content = messages.decode_message(message.payload)
     if isinstance(content, messages.Fact):
-        _observe(controller, content)
+        controller.observe(content)
     else:
-        _run_command(controller, content)
-
-
-@guarded
-def _observe(controller: Controller, fact: messages.Fact) -> None:
-    controller.observe(fact)
-
-
-@guarded
-def _run_command(controller: Controller, cmd: messages.Command) -> None:
-    try:
-        controller.command(cmd)
-    except Exception as error:
-        controller.context.engine.send(messages.Answer(cmd.seq, 500, "", f"internal error: {error!r}"))
-        raise
+        controller.command(content)
 
 
 def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
@@ -130,60 +105,37 @@ def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
 def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch, last_batch: Any) -> NextBatchPlan:
     """AROUND Scheduler.get_next_batch_to_run: the step boundary."""
     s.running_batch, s.last_batch = running_batch, last_batch
-    _before_step(s.april, s)
+    context = s.april.context
+    if Process.step_times is not None:
+        Process.step_times.boundary(context)
+    if CHECK:
+        suspended = (x for run in context.ledger.runs.values() for x in run.suspended)
+        check_accounting(s, [x.kv.pages for x in suspended if x.kv.pages is not None])
+    context.flushing = s.flush_wrapper._pending is not None
+    s.april.before_step()
     plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
     if Process.step_times is not None:
         Process.step_times.launched(plan.batch_to_run)
     return plan
 
 
-@guarded
-def _before_step(controller: Controller, s: Scheduler) -> None:
-    if controller.context.broken:
-        return
-    if Process.step_times is not None:
-        Process.step_times.boundary(controller.context)
-    if CHECK:
-        held = (
-            x.kv.pages for r in controller.context.ledger.runs.values() for x in r.suspended if x.kv.pages is not None
-        )
-        check_accounting(s, held)
-    controller.context.flushing = s.flush_wrapper._pending is not None
-    controller.before_step()
-
-
 def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:
     """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of a prefill."""
     s.running_batch = running_batch
-    if _resume(s.april):
+    if s.april.resume():
         return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
     return orig(s, s.running_batch)
 
 
-@guarded
-def _resume(controller: Controller) -> bool:
-    return not controller.context.broken and controller.resume()
-
-
 def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
     """AROUND Scheduler.maybe_sleep_on_idle: samples that can start are in none of SGLang's queues."""
-    if not _has_work(s.april):
+    if not s.april.has_work():
         orig(s)
-
-
-@guarded
-def _has_work(controller: Controller) -> bool:
-    return not controller.context.broken and controller.has_work()
 
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result."""
-    _progress(s.april, batch)
-
-
-@guarded
-def _progress(controller: Controller, batch: ScheduleBatch) -> None:
-    controller.progress(list(_steps(batch)))
+    s.april.progress(list(_steps(batch)))
 
 
 def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
@@ -212,6 +164,11 @@ def add_held_tokens(result: int, _observer: Any) -> int:
     return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
 
 
+def close_journal(_: None, s: Scheduler, _recv_req: Any) -> None:
+    """AFTER Scheduler.handle_shutdown: the loop ends after this step."""
+    s.april.context.recorder.close()
+
+
 # --- requests that SGLang aborts or retracts
 
 
@@ -222,7 +179,6 @@ def renew_cache_key(orig: Callable[..., Any], s: Scheduler, req: Req, is_retract
     return orig(s, req, is_retracted)
 
 
-@guarded
 def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:
     """Samples request no input logprobs: in a recompute the default would run the lm_head over all old tokens.
 
@@ -246,12 +202,8 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
     """
     engine, controller = Process.engine, Process.controller
     if isinstance(output, AbortReq) and engine is not None and controller is not None and output.rid in engine.samples:
-        _aborted(controller, engine.samples[output.rid], output.finished_reason)
+        reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
+        controller.aborted(engine.samples[output.rid], reason)
         return None
     with Process.sending:
         return orig(sender, output, recv_obj)
-
-
-@guarded
-def _aborted(controller: Controller, sample: Sample, reason: dict[str, Any] | None) -> None:
-    controller.aborted(sample, reason or {"type": "abort", "message": "aborted by the engine"})

@@ -1,0 +1,78 @@
+"""SIGTERM: end the server in order within `--april-shutdown-s`.
+
+SGLang waits for its own requests without a limit and then kills its processes, itself included. Here samples are
+suspended and stored first, schedulers end by SGLang's own message (which closes the journal), and the exit status is 0.
+The time limit or a second SIGTERM ends everything at once, with status 1; like a kill -9, that loses nothing that the
+journal has.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from typing import Any, NoReturn
+
+from sglang.srt.managers.io_struct import ShutdownReq
+from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+from sglang_april.http.shutdown import shut_down
+
+POLL_S = 0.05
+STORING = 0.8
+"""Share of the time limit for storing KV and for SGLang's requests; the rest is for closing the journal."""
+
+log = logging.getLogger("sglang_april")
+
+
+class Shutdown:
+    """One per HTTP process."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._began = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def signalled(self) -> None:
+        """SIGTERM, on the event loop."""
+        if self._task is not None:
+            log.error("april: second SIGTERM")
+            _end(1)
+        manager, limit = self._manager, self._manager.april.config.shutdown_s
+        self._began = time.monotonic()
+        manager.gracefully_exit = True  # /health answers 503
+        if manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()  # it would report schedulers that end as crashed
+        timer = threading.Timer(limit, self._too_late)
+        timer.daemon = True
+        timer.start()
+        log.info("april: SIGTERM; storing what a restart can use, for %g s at most", limit)
+        self._task = asyncio.ensure_future(self._run(STORING * limit))
+
+    async def _run(self, limit: float) -> None:
+        try:
+            await asyncio.wait_for(self._store(), limit)
+        except TimeoutError:
+            log.warning("april: not everything was stored within %g s", limit)
+        except Exception:
+            log.exception("april: the state could not be stored")
+        self._manager._dispatch_to_scheduler(ShutdownReq())
+        while collect_scheduler_processes():
+            await asyncio.sleep(POLL_S)
+        log.info("april: shut down in %.1f s", time.monotonic() - self._began)
+        _end(0)
+
+    async def _store(self) -> None:
+        await shut_down(self._manager.april)
+        while self._manager.rid_to_state:  # SGLang's own requests
+            await asyncio.sleep(POLL_S)
+
+    def _too_late(self) -> None:
+        log.error("april: the shutdown takes too long and is cut short")
+        _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(status)

@@ -1,0 +1,76 @@
+"""What can be refused before SGLang is imported, which takes half a minute: a port in use, a damaged checkpoint."""
+
+import argparse
+import errno
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def reason_not_startable(argv: Sequence[str]) -> str | None:
+    """Why a server with these arguments cannot start, as a sentence without its full stop, or None."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--model-path", "--model")
+    parser.add_argument("-h", "--help", action="store_true")
+    try:
+        args, _ = parser.parse_known_args(argv)
+    except argparse.ArgumentError:  # SGLang reports it
+        return None
+    if args.help:
+        return None
+    return _port_in_use(args.host, args.port) or (args.model_path and damage_of(args.model_path)) or None
+
+
+def _port_in_use(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} of {host} is in use, perhaps by another server; --port chooses another one"
+            if error.errno == errno.EACCES:
+                return f"port {port} needs privileges that this user lacks; --port chooses another one"
+    return None
+
+
+def damage_of(model: str) -> str | None:
+    """Why the checkpoint in the folder `model` cannot be loaded, or None. A name of a model hub is not checked."""
+    folder = Path(model)
+    if not folder.exists():
+        looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
+        return f"--model-path {model} does not exist" if looks_local else None
+    if folder.is_file():
+        return None
+    config = folder / "config.json"
+    if not config.exists():
+        return f"--model-path {model} has no config.json; it must be a Hugging Face folder"
+    try:
+        json.loads(config.read_text())
+        index = folder / "model.safetensors.index.json"
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set[str]()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"--model-path {model} is damaged: {type(error).__name__}: {error}"
+    if missing := sorted(name for name in named if not (folder / name).exists()):
+        return f"--model-path {model} is incomplete: {missing[0]} is missing ({len(missing)} of {len(named)} files)"
+    return next((reason for path in sorted(folder.glob("*.safetensors")) if (reason := _truncated(path))), None)
+
+
+def _truncated(path: Path) -> str | None:
+    """Why a safetensors file is damaged, by its header (8 bytes of length, then JSON with the tensors' offsets)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            return f"{path} is damaged: its header is longer than the file"
+        try:
+            header = json.loads(file.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{path} is damaged: its header cannot be read"
+    expected = 8 + length + end
+    return f"{path} is truncated: {size:,} of {expected:,} bytes" if size < expected else None

@@ -1,0 +1,105 @@
+"""SIGTERM on a live server with a journal and a disk tier, and kills while it shuts down."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import NORMAL, Pool
+from tests.support.background import BackgroundRound
+from tests.support.compare import by_key
+from tests.support.live import until
+from tests.support.server import Server
+from tests.support.workload import prompt
+
+LENGTH = 300
+
+
+@pytest.fixture
+def journalled(pool: Pool, tmp_path: Path) -> Iterator[Server]:
+    """A server with an empty journal that no other test shares."""
+    server = pool.get("shutdown", [*NORMAL, f"--april-journal={tmp_path / 'journal'}"], forked=True)
+    yield server
+    server.stop()
+
+
+def leave(server: Server, run: str) -> dict[tuple[str, int], int]:
+    """Partials on the device and on the host; their tokens by (id, index)."""
+    for tier in ("device", "host"):
+        prompts = [prompt(f"{tier}-long", LENGTH, n=3, temperature=1.0), prompt(f"{tier}-short", 20)]
+        server.rollout(run=f"{run}-{tier}", prompts=prompts, quota=1, tier=tier)
+    until(lambda: not server.state()["store"]["in_flight"], "the copies have ended")
+    found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
+    assert {p["tier"] for p in found} == {"device", "host"}
+    return {(p["id"], p["index"]): p["tokens"] for p in found}
+
+
+def end(server: Server, *signals: int) -> None:
+    """Send the signals to all processes of the server and wait until these have ended."""
+    assert server.process is not None
+    for number in signals:
+        os.killpg(server.process.pid, number)
+    until(lambda: ended(server), "the server ends")
+    server.stop()
+
+
+def ended(server: Server) -> bool:
+    assert server.process is not None
+    try:
+        os.killpg(server.process.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def restart(server: Server) -> None:
+    server.spawn()
+    server.wait()
+
+
+def test_a_restart_after_sigterm_resumes_on_the_disk(
+    journalled: Server, models: Callable[[str, int], Path], run: str
+) -> None:
+    server = journalled
+    before = leave(server, run)
+    asked = {"run": f"{run}-open", "round_id": f"{run}-open", "prompts": [prompt("open", LENGTH, n=2)], "quota": 1}
+    with server.slowed():
+        waiting = BackgroundRound(server, **asked)
+        until(lambda: server.state()["samples"]["running"] == 2, "the round runs")
+        end(server, signal.SIGTERM)
+        refused = waiting.reply(503)
+    assert "shutting down; after a restart" in refused["error"]["reason"]
+    log = server.log.read_text()
+    assert "april: shut down in" in log
+    assert "cut short" not in log
+    assert "not everything was stored" not in log
+
+    restart(server)
+    found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
+    assert {(p["id"], p["index"]): p["tokens"] for p in found} == before
+    assert {p["tier"] for p in found} == {"disk"}
+    again = server.post("/april/rollout", asked)
+    assert (again["stats"]["resumed_kept"], again["stats"]["resumed_recomputed"]) == (2, 0)
+    server.push(models("qwen3", 1))
+    for tier in ("device", "host"):
+        reply = server.rollout(run=f"{run}-{tier}", prompts=[], quota=None)
+        stats = reply["stats"]
+        assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["reprefilled_tokens"]) == (3, 0, 0)
+        for (name, _, index), sample in by_key(reply["finished"]).items():
+            spans = [(span["start"], span["version"], span["kv"]) for span in sample["spans"]]
+            assert spans == [(0, 0, "fresh"), (before[name, index], 1, "kept")]
+
+
+@pytest.mark.parametrize("second", [signal.SIGKILL, signal.SIGTERM])
+def test_a_shutdown_that_is_cut_short_loses_nothing(journalled: Server, run: str, second: int) -> None:
+    server = journalled
+    before = leave(server, run)
+    end(server, signal.SIGTERM, second)
+    restart(server)
+    found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
+    assert {(p["id"], p["index"]): p["tokens"] for p in found} == before
+    for tier in ("device", "host"):
+        groups = server.drain(f"{run}-{tier}")
+        assert [len(s["output_ids"]) for g in groups for s in g["samples"]] == [LENGTH] * 3

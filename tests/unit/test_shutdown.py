@@ -1,0 +1,113 @@
+"""SIGTERM in the scheduler and in the service: what a restart can use is stored, and open rounds get 503."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sglang_april.api import messages
+from sglang_april.api.errors import RequestError
+from sglang_april.http.shutdown import shut_down
+from tests.unit.controller_harness import ControllerHarness, ids, lengths
+from tests.unit.crashing_harness import CrashingHarness
+from tests.unit.recount import samples_of
+from tests.unit.scripted_engine import ScriptedEngine, prompt, service
+
+
+def tiers(w: ControllerHarness) -> dict[str, str]:
+    """The tier of each unfinished sample's KV, by prompt id."""
+    samples = [s for s in samples_of(w.ledger) if s.length]
+    return {s.group.id: s.kv.pages.tier if s.kv.pages is not None else "none" for s in samples if s.finish_step < 0}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_partials_of_all_tiers_move_to_the_disk_and_come_back(tmp_path: Path, overlap: bool) -> None:
+    w = CrashingHarness(tmp_path / "j", replicas=2, overlap=overlap, disk_cap=400, copy_delay=2)
+    w.open("host", lengths(4, 40, 50), tier="host")
+    w.reply("host")
+    w.open("device", lengths(4, 45), tier="device")
+    w.reply("device")
+    w.open("running", {"r": (3, 2, -60)})
+    w.step(10)
+    w.command(messages.Shutdown, store=True)
+    lengths_before = {s.group.id: s.length for s in samples_of(w.ledger) if s.finish_step < 0}
+    w.step(20)
+    assert set(tiers(w).values()) == {"disk"}, "nothing runs, and all copies have ended"
+    assert w.controller.tiers.report()["in_flight"] == 0
+    assert w.open("late", lengths(1)).status == 503
+    w.crash()
+    assert {s.group.id: s.length for s in samples_of(w.ledger) if s.finish_step < 0} == lengths_before
+    assert set(tiers(w).values()) == {"disk"}
+    w.drain()
+
+
+def test_without_a_journal_nothing_is_moved() -> None:
+    w = ControllerHarness(disk_cap=400)
+    w.open("run", lengths(4, 40, 50))
+    w.reply()
+    w.command(messages.Shutdown, store=False)
+    w.step(5)
+    assert set(tiers(w).values()) == {"device"}
+    assert w.open("late", lengths(1)).status == 503
+
+
+@pytest.mark.parametrize("longest", ["host", "device"])
+def test_a_small_disk_keeps_the_longest(longest: str) -> None:
+    """Samples on the host and on the device compete for its room."""
+    w = ControllerHarness(disk_cap=40, slots=8)
+    for run in ("host", "device"):
+        w.open(run, {"short": (3, 1, -30 if run == longest else -10), f"{run}-long": (3, 1, -60)}, tier=run)
+        w.reply(run)
+    assert tiers(w) == {"host-long": "host", "device-long": "device"}
+    w.command(messages.Shutdown, store=True)
+    w.step(5)
+    other = "device" if longest == "host" else "host"
+    after = tiers(w)
+    assert after[f"{longest}-long"] == "disk"
+    assert after[f"{other}-long"] != "disk"
+
+
+def test_a_round_that_is_over_ends_before_the_shutdown() -> None:
+    """In the overlap loop the step in flight may meet the quota."""
+    w = ControllerHarness(overlap=True)
+    w.open("run", lengths(6, 60))
+    while not w.replies:
+        w.step()
+        if w.engine.in_flight and w.sample("run", "p0").length == 5:
+            break
+    w.end_due_rounds()
+    w.command(messages.Shutdown, store=False)
+    assert [ids(r) for r in w.replies] == [["p0"]]
+
+
+def test_open_rounds_get_503_and_copies_are_waited_for() -> None:
+    engine = ScriptedEngine()
+    asked: list[type] = []
+    stock = engine._answer
+
+    def answer(command: messages.Command) -> messages.Answer:
+        asked.append(type(command))
+        if isinstance(command, messages.GetState):
+            return messages.Answer(command.seq, data={"store": {"in_flight": asked.count(messages.GetState) < 3}})
+        return stock(command)
+
+    engine._answer = answer  # type: ignore[method-assign]
+
+    async def story() -> None:
+        april, _ = service(engine, journal="/j", disk_dir="/tmp", disk_gb=1.0)
+        april.restored_state._complete.set()
+        request = {"run": "r", "prompts": [prompt()], "quota": 1}
+        waiting = asyncio.ensure_future(april.rollout(request))
+        while not april.rounds.open_ids():
+            await asyncio.sleep(0)
+        await shut_down(april)
+        with pytest.raises(RequestError) as ended:
+            await waiting
+        assert (ended.value.status, "open again" in ended.value.reason) == (503, True)
+        with pytest.raises(RequestError) as refused:
+            await april.rollout(request)
+        assert (refused.value.status, refused.value.reason) == (503, "the server is shutting down")
+        assert asked.count(messages.GetState) == 3
+        assert asked.count(messages.Shutdown) == 1
+
+    asyncio.run(story())
