@@ -151,5 +151,5 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> Non
     assert tier_budgets(config, lossy, 2).disk == pytest.approx(2 * tier_budgets(config, lossy, 2).host, abs=16)
     assert _layout(scheduler, full) != _layout(scheduler, lossy)
     pool.k_buffer, pool.v_buffer = ([torch.zeros(8, 2, 16, dtype=torch.uint8)] for _ in "kv")  # SGLang's fp8 pools
-    with pytest.raises(SystemExit, match="--april-kv-pages int8 cannot be served: int8 pages need one dtype"):
+    with pytest.raises(SystemExit, match="--april-kv-pages int8 is not supported: int8 pages need one dtype"):
         select_page_format(scheduler, replace(config, kv_pages="int8"))

@@ -38,7 +38,7 @@ def select_page_format(s: Scheduler, config: AprilConfig) -> PageFormat:
     try:
         return PAGE_FORMATS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
     except ValueError as error:
-        raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
+        raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} is not supported: {error}.") from error
 
 
 def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int) -> TierBudgets:

@@ -61,7 +61,7 @@ def require_reports(infos: list[dict[str, Any]], *_: Any, **__: Any) -> None:
         report = info.get("april") or {}
         if report.get("hooks") != expected["hooks"]:
             _stop_children()
-            raise SystemExit(f"sglang-april: the scheduler of rank {rank} lacks our hooks, so it must not serve.")
+            raise SystemExit(f"sglang-april: the scheduler of rank {rank} runs without the hooks of the plugin.")
 
 
 def _stop_children() -> None:
