@@ -1,18 +1,21 @@
-"""CPU time of the store's bookkeeping per sample with 100,000 partials, and bytes of a carried token.
+"""CPU time of the store's bookkeeping with 100,000 partials, of comparing decisions, and bytes of a carried token.
 
     python -m bench.bookkeeping [--samples 100000] [--repeat 5] [--record]
 
 Uses the real ledger, tiers and eviction queues on an engine that does nothing: no tensors, no copies. Aim: each under
 20 µs. `suspend`: running samples become partials on the device. `lookup`: admission takes the next 64 partials until
 none is left. `place`: every partial is demoted under a host budget of half of them and a disk budget of a quarter, so
-that most newcomers evict a sample and are evicted. Times are the thread's CPU time, which a busy machine affects
-little. `token_bytes`: what an output token of a suspended sample takes (tracemalloc); `token_bytes_in_lists`: what it
-takes in the lists in which SGLang collects it.
+that most newcomers evict a sample and are evicted. `decision_us` is what the comparison of decisions costs each TP rank
+in a step that starts eight samples: digest, report, and the other rank's report in a thread; `plain_step_us` is its
+cost in a step without a decision; both count all threads. Times are CPU time, which a busy machine affects little.
+`token_bytes`: what an output token of a suspended sample takes (tracemalloc); `token_bytes_in_lists`: what it takes in
+the lists in which SGLang collects it.
 """
 
 import argparse
 import json
 import random
+import threading
 import time
 import tracemalloc
 from array import array
@@ -20,11 +23,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.record import RESULTS, append_rows, provenance
+from sglang_april.adapter.rank_channel import Inbox, Sender, new_secret
 from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.decisions import Decisions, PeerComparison
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
@@ -108,7 +113,39 @@ def measure(count: int) -> dict[str, float]:
 
     found = {"suspend_us": per_sample(suspend, len(samples)), "lookup_us": per_sample(look_up, len(samples))}
     suspend()
-    return {**found, "place_us": per_sample(place, len(samples))}
+    return {**found, "place_us": per_sample(place, len(samples)), **compare_decisions(20_000)}
+
+
+def compare_decisions(steps: int) -> dict[str, float]:
+    """Two ranks in one process, connected by real sockets; microseconds of one rank's step, its thread included."""
+    _, samples = running(8)
+    secret = new_secret()
+    inbox, decisions, comparison = Inbox(0, None), Decisions(), PeerComparison(0, 0)
+    sender = Sender(0, 0, inbox.address, secret)
+    arrived = threading.Semaphore(0)
+
+    def received(_: int, body: Any) -> None:
+        comparison.received(body)
+        arrived.release()
+
+    inbox.read(secret, received)
+
+    def step(number: int) -> None:
+        decided = decisions.end_step(number)
+        if decided is not None:
+            sender.send(decided)
+        comparison.launched(number, decided)
+
+    began = time.process_time()
+    for number in range(steps):
+        decisions.add("start", samples)
+        step(number)
+        arrived.acquire()
+    decided = time.process_time()
+    for number in range(steps, 2 * steps):
+        step(number)
+    plain = time.process_time()
+    return {"decision_us": (decided - began) * 1e6 / steps, "plain_step_us": (plain - decided) * 1e6 / steps}
 
 
 def token_bytes(samples: int = 16, tokens: int = 4000) -> dict[str, float]:

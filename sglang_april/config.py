@@ -22,7 +22,7 @@ BYTES_PER_MB = 2**20
 MAX_BODY_MB = 400
 """JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_COUNT = 2**31 - 1
-DEFAULT_HOST_GB = 64.0
+MAX_DEFAULT_HOST_BYTES = 64 * BYTES_PER_GB
 MAX_SECONDS = 86_400
 
 
@@ -38,7 +38,9 @@ class AprilConfig:
     quota_unit: str = "group"
     kv: str = "auto"
     max_staleness: int = 5
-    host_gb: float = 0.0
+    host_gb: float | None = None
+    """None: see `default_host_bytes`."""
+    servers_per_machine: int = 1
     disk_dir: str | None = None
     disk_gb: float = 0.0
     kv_pages: str = "full"
@@ -53,10 +55,11 @@ class AprilConfig:
     journal_interval: int = 256
     shutdown_s: float = 30.0
 
-    @property
-    def host_bytes(self) -> int:
-        """The cap of the host tier in bytes."""
-        return int(self.host_gb * BYTES_PER_GB)
+    def host_bytes(self, ranks: int, local_ranks: int) -> int:
+        """The cap of the host tier in bytes, of all ranks together; `local_ranks` of them run on this machine."""
+        if self.host_gb is not None:
+            return int(self.host_gb * BYTES_PER_GB)
+        return default_host_bytes(self.servers_per_machine) * ranks // local_ranks
 
     @property
     def disk_bytes(self) -> int:
@@ -173,7 +176,19 @@ FLAGS: tuple[Flag, ...] = (
         "continue partials on their stored KV, or prefill them again under new weights, or (auto) what costs less time",
     ),
     Flag("max_staleness", _whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
-    Flag("host_gb", _gigabytes, "GB", "host memory for KV of partials (the smaller of 64 GB and a quarter of it all)"),
+    Flag(
+        "host_gb",
+        _gigabytes,
+        "GB",
+        "host memory for KV of partials, of all ranks together (default, on each machine: a quarter of its memory "
+        "divided by --april-servers-per-machine, and at most 64 GB)",
+    ),
+    Flag(
+        "servers_per_machine",
+        _whole(1),
+        "N",
+        "servers that share this machine's memory, for the default of --april-host-gb (default: 1)",
+    ),
     Flag("disk_dir", _directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"),
     Flag("disk_gb", _gigabytes, "GB", "size of the disk tier"),
     Flag(
@@ -258,7 +273,7 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
     Raises:
         ConfigError: it names the flag.
     """
-    checked: dict[str, Any] = {"host_gb": default_host_gb()}
+    checked: dict[str, Any] = {}
     for field, value in values.items():
         if field not in _BY_FIELD:
             raise ConfigError(f"{ENV} has no setting {field!r}")
@@ -269,10 +284,10 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
     return AprilConfig(**checked)
 
 
-def default_host_gb() -> float:
-    """The smaller of 64 GB and a quarter of the machine's memory."""
+def default_host_bytes(servers: int) -> int:
+    """Of one server on this machine: its share of a quarter of the memory, and at most 64 GB."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(DEFAULT_HOST_GB, round(memory / 4 / BYTES_PER_GB, 3))
+    return min(MAX_DEFAULT_HOST_BYTES, memory // 4 // servers)
 
 
 def publish(values: Mapping[str, Any]) -> AprilConfig:

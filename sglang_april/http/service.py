@@ -212,20 +212,17 @@ class AprilService:
     def receive(self, payload: bytes) -> None:
         """Handle one message of the scheduler, whole and in order; nothing in here may await.
 
-        An exception would end SGLang's loop, and with it the server.
+        An exception ends SGLang's loop, and with it the server (`fail-stop`): some client would wait for ever.
         """
-        try:
-            message = messages.decode_event(payload)
-            if isinstance(message, messages.Answer):
-                self.rpc.answered(message)
-            elif isinstance(message, messages.Finished):
-                self.rounds.add_finished(self.completed_groups, message.samples)
-            elif isinstance(message, messages.RoundEnded):
-                self._round_ended(message)
-            else:
-                self.restored_state.receive(message)
-        except Exception:
-            logger.exception("a message of the scheduler could not be handled")
+        message = messages.decode_event(payload)
+        if isinstance(message, messages.Answer):
+            self.rpc.answered(message)
+        elif isinstance(message, messages.Finished):
+            self.rounds.add_finished(self.completed_groups, message.samples)
+        elif isinstance(message, messages.RoundEnded):
+            self._round_ended(message)
+        else:
+            self.restored_state.receive(message)
 
     def _round_ended(self, message: messages.RoundEnded) -> None:
         round_ = next((r for r in self.rounds.open if r.id == message.round_id), None)

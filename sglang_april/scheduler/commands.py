@@ -181,7 +181,7 @@ class Commands:
             self._suspender.suspend([s for g in dropped_groups for s in g.samples.values()])
         samples = c.ledger.drop(run, [g.id for g in dropped_groups])
         c.recorder.dropped(dropped_groups)
-        c.trace("drop", samples)
+        c.trace(f"drop from {cmd.run}", samples)
         for sample in samples:
             self._tiers.release(sample)
             c.engine.forget(sample)

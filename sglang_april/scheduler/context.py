@@ -1,11 +1,11 @@
 """State shared by the parts of the scheduler side: one per scheduler process, replicated on every TP rank."""
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
 
 from sglang_april.api import messages
 from sglang_april.kv.kv_pages import CopyTier
+from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
@@ -44,9 +44,8 @@ class Context:
     """Why the server is about to end, or empty."""
     flushing: bool = False
     """A flush is waiting for stock requests to end."""
-    digest: TextIO | None = None
-    """Receives one line per step with a hash of all decisions so far; tests compare ranks by it."""
-    _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+    decisions: Decisions | None = None
+    """The digest of all decisions, which ranks compare; None if there is only one rank."""
 
     def __post_init__(self) -> None:
         self.recorder = Unrecorded(self.engine)
@@ -93,13 +92,7 @@ class Context:
         rnd = self.round_of(sample) if self.rounds else None
         return rnd is not None and rnd.must_finish(sample.group)
 
-    def trace(self, decision: str, samples: list[Sample]) -> None:
+    def trace(self, decision: str, samples: Sequence[Sample] = (), detail: object = None) -> None:
         """Add a scheduling decision to the digest; it must be the same on every rank (`rank-determinism`)."""
-        if self.digest is not None and samples:
-            names = ",".join(f"{s.group.order}.{s.index}" for s in samples)
-            self._hash.update(f"{self.step} {decision} {names};".encode())
-
-    def write_digest(self) -> None:
-        if self.digest is not None:
-            self.digest.write(f"{self.step} {self._hash.hexdigest()}\n")
-            self.digest.flush()
+        if self.decisions is not None:
+            self.decisions.add(decision, samples, detail)

@@ -125,7 +125,6 @@ class Controller:
             for rnd in c.rounds.values():
                 rnd.stats.timeline.note(rnd.run.running)
         c.recorder.commit()
-        c.write_digest()
 
     def resume(self) -> bool:
         return self.context.may_step() and self.resumer.resume()
@@ -179,6 +178,7 @@ class Controller:
     def retracted(self, sample: Sample) -> None:
         """SGLang has freed the sample's KV and queues it for another prefill."""
         version = self.context.clock.version
+        self.context.trace("retract", [sample])
         self.tiers.drop_prefix(sample)
         sample.kv.version, sample.recompute.in_progress = version, sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
@@ -191,6 +191,7 @@ class Controller:
         group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
+        self.context.trace("finish", [sample])
         self.tiers.drop_prefix(sample)
         result = self.context.engine.finished(sample, reason)
         self.context.ledger.finish(sample, self.context.step)

@@ -37,6 +37,7 @@ class Pushes:
 
     def _version_moved(self) -> None:
         c = self._c
+        c.trace(f"version {c.clock.version}")
         c.recorder.version(c.clock.version)
         if c.clock.unnamed:
             c.clock.unnamed = False

@@ -104,7 +104,8 @@ class Resumer:
     # --- by prefill
 
     def _start(self, samples: list[Sample]) -> None:
-        self._c.trace("start", samples)
+        if samples:
+            self._c.trace("start", samples)
         for sample in samples:
             if sample.kv.pages is not None:
                 sample.recompute.reason = self._why_recompute(sample, sample.kv.pages)
@@ -146,8 +147,9 @@ class Resumer:
             reservations.prefill_served()
             reservations.hold_turn(self._to_join[0])
             return False
-        # A round may have ended since `admit`: a full queue can abort a sample at once.
-        waiting = [s for s in self._to_join if self._c.active_round(s) is not None]
+        # Since `admit` a round may have ended, or a run may have reached its limit: a full queue can abort a sample at
+        # once, and memory pressure has the step in flight processed.
+        waiting = [s for s in self._to_join if (r := self._c.active_round(s)) is not None and not r.limit_reached]
         joining = self._select_fitting(waiting[: max(0, engine.row_slots())])
         self._to_join = []
         if not joining:

@@ -65,6 +65,7 @@ class RoundEnd:
         c = self.context
         rnd.stats.quota_met()
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
+        c.trace(f"end round {rnd.spec.round_id} ({reason}, {len(deliver)} groups)", detail=deliver)
         runs_ahead = rnd.spec.after_quota == "continue"
         if not runs_ahead or rnd.update_limit_reached():
             self._suspender.suspend_run(rnd.run, rnd.spec.tier)

@@ -102,9 +102,11 @@ class Tiers:
             return
         match pages.state:
             case KvState.LOADING:
+                self._c.trace("cancel load", [sample])
                 self._cancel_load(pages)
                 self._queues[pages.tier].push(sample)
             case KvState.DEVICE_WITH_COPY:
+                self._c.trace("free slots", [sample])
                 self._free_slots(pages)
                 self._queues[pages.tier].push(sample)
             case KvState.DEVICE:
@@ -185,6 +187,7 @@ class Tiers:
         """Wait for this rank's part of the copy and free the slots; every rank does so at the same point."""
         pages = sample.kv.pages
         if pages is not None and pages.state is KvState.COPYING_OUT and pages.transfer is not None:
+            self._c.trace("wait for copy", [sample])
             self._c.engine.wait(pages.transfer)
             self._c.engine.free_pages(pages)
             pages.change(KvState.COPYING_OUT_SLOTS_FREED)

@@ -84,7 +84,7 @@ class Pool:
     """Starts servers on demand and stops the least recently used one at the limit."""
 
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
-        self._models, self._folder, self.fork_server = models, folder, ForkServer()
+        self._models, self.folder, self.fork_server = models, folder, ForkServer()
         self._live: OrderedDict[str, Server] = OrderedDict()
 
     def get(
@@ -107,7 +107,7 @@ class Pool:
             server.stop()
         if server is None or not server.alive:
             self.make_room()
-            folder = self._folder / name
+            folder = self.folder / name
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
             server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})

@@ -1,7 +1,7 @@
 """Faults of one rank (launch.py installs them).
 
 While the server's switch `fault` names one of `FAULTS`, a function of rank 1 fails, corrupts its result, or blocks
-until the switch is off. While the switch `exception` names a rank and one of `EXCEPTIONS`, a function of that rank
+until the switch is off. While the switch `exception` names a process and one of `EXCEPTIONS`, a function there
 raises what the plugin does not expect.
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 Armed = Callable[[], bool]
 """Returns whether the switch is still on."""
 KV = "sglang_april.kv."
+AGREEMENT = "sglang_april.adapter.v0_5_17.rank_agreement."
+START = "sglang_april.scheduler.resume.Resumer._start"
 
 
 def _wait(armed: Armed, stock: Callable[..., Any], *args: Any) -> Any:
@@ -31,11 +33,36 @@ def _flip(_armed: Armed, stock: Callable[..., Any], store: Any, number: int, *ar
     store._arena.pages(store._held[number].ranges[0])[0, 0] ^= 4
 
 
+def _start_reversed(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
+    stock(resumer, samples[::-1])
+
+
+def _start_fewer(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
+    stock(resumer, samples[:-1])
+
+
+def _start_none(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
+    stock(resumer, [])
+
+
+def _another_flag(_armed: Armed, stock: Callable[..., Any], *args: Any) -> dict[str, str]:
+    return {**stock(*args), "--april-quota": "5"}
+
+
+def _smaller_budgets(_armed: Armed, stock: Callable[..., Any], s: Any, config: Any, form: Any, budgets: Any) -> Any:
+    return stock(s, config, form, budgets._replace(host=320))
+
+
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "slow copy": (KV + "page_store.PageStore._copy_to_host", _wait),
     "slow load": (KV + "page_store.PageStore._load", _wait),
     "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
     "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
+    "other flag": (AGREEMENT + "_compared", _another_flag),
+    "little memory": (AGREEMENT + "agree", _smaller_budgets),
+    "other order": (START, _start_reversed),
+    "fewer started": (START, _start_fewer),
+    "none started": (START, _start_none),
 }
 
 APRIL = "sglang_april."
@@ -45,5 +72,5 @@ EXCEPTIONS: dict[str, str] = {
     "progress": APRIL + "scheduler.controller.Controller.progress",
     "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
     "journal thread": APRIL + "recovery.journal.Journal._transaction",
-    "store thread": KV + "page_store.PageStore._copy_to_host",
+    "event": APRIL + "http.service.AprilService.receive",
 }

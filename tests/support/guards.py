@@ -66,5 +66,6 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "no shared page freed": (APRIL + "adapter.v0_5_17.page_pool.PagePool.free_slots", _free_a_shared_page),
     "penalty replay": (APRIL + "adapter.v0_5_17.penalties.replay_penalties", _nothing),
     "suspend": (APRIL + "scheduler.suspend.Suspender.suspend_all", _fail),
+    "decisions compared": (APRIL + "adapter.v0_5_17.rank0_broadcast.Rank0Broadcast.compare", _nothing),
     "deliver once": (APRIL + "scheduler.ledger.Ledger.deliver", _keep_delivered),
 }

@@ -115,18 +115,20 @@ def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
         return switch("fault") == name
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        on_rank = Process.scheduler is not None and Process.scheduler.ps.tp_rank == 1
+        scheduler = Process.scheduler or args[0]  # functions of the start are passed a scheduler
+        on_rank = hasattr(scheduler, "ps") and scheduler.ps.tp_rank == 1
         return faulty(armed, stock, *args, **kwargs) if on_rank and armed() else stock(*args, **kwargs)
 
     return hook
 
 
 def raising(name: str) -> Callable[..., Any]:
-    """An AROUND hook: raises on the rank of the switch `exception` while that names this function."""
+    """An AROUND hook: raises in the process of the switch `exception` while that names this function."""
     from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if Process.scheduler is not None and switch("exception") == f"{Process.scheduler.ps.tp_rank} {name}":
+        place = f"rank {Process.scheduler.ps.tp_rank}" if Process.scheduler is not None else "the HTTP process"
+        if switch("exception") == f"{place}: {name}":
             raise RuntimeError("injected")
         return stock(*args, **kwargs)
 

@@ -226,9 +226,9 @@ class Server:
             yield
 
     @contextlib.contextmanager
-    def raising(self, rank: int, name: str) -> Iterator[None]:
-        """One of the functions in faults.py raises on a rank."""
-        with self._switched("exception", f"{rank} {name}"):
+    def raising(self, place: str, name: str) -> Iterator[None]:
+        """One of the functions in faults.py raises, on a rank ("rank 1") or in "the HTTP process"."""
+        with self._switched("exception", f"{place}: {name}"):
             yield
 
     @contextlib.contextmanager

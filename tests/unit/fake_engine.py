@@ -11,6 +11,7 @@ from sglang_april.kv.kv_pages import Pages
 from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
+from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.state import Group, Sample
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.fake_copies import Copies, SampleKey
@@ -51,7 +52,6 @@ class FakeEngine(FakeLoop):
         copy_delay: int = 0,
         fail_every: int = 0,
         queue_limit: int = 10**6,
-        digest: Any = None,
         shares: bool = False,
     ) -> None:
         super().__init__(slots, pool, chunk, overlap, queue_limit)
@@ -65,7 +65,7 @@ class FakeEngine(FakeLoop):
         self.on_event: Callable[[messages.Event], None] = lambda event: None
         self.copies = Copies(copy_delay, fail_every)
         self.copies.engine = self
-        self.controller = Controller(Context(self, VersionClock(), host_cap, disk_cap, digest=digest))
+        self.controller = Controller(Context(self, VersionClock(), host_cap, disk_cap, decisions=Decisions()))
 
     def send(self, event: messages.Event) -> None:
         self.on_event(event)

@@ -16,7 +16,8 @@ def test_defaults_are_those_of_the_design() -> None:
     settings = read()
     assert (settings.quota, settings.quota_unit, settings.kv, settings.max_staleness) == (None, "group", "auto", 5)
     assert (settings.replies, settings.reply_gb, settings.concurrency, settings.version) == (2, 4.0, None, None)
-    assert 0 < settings.host_gb <= 64
+    assert (settings.host_gb, settings.servers_per_machine) == (None, 1)
+    assert 0 < settings.host_bytes(1, 1) <= 64 * 10**9
     assert settings.max_body_bytes == 64 * 2**20
 
 
@@ -27,7 +28,28 @@ def test_flags_are_parsed_among_sglang_flags() -> None:
 
 def test_command_line_overrides_the_environment() -> None:
     settings = read("--april-quota", "8", env='{"quota": 32, "host_gb": 1.5}')
-    assert (settings.quota, settings.host_bytes) == (8, 1_500_000_000)
+    assert (settings.quota, settings.host_bytes(2, 1)) == (8, 1_500_000_000)
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "servers", "ranks", "local_ranks", "host_gb"),
+    [
+        (1000, 1, 8, 8, 64),
+        (1000, 8, 1, 1, 31.25),
+        (2000, 8, 1, 1, 62.5),
+        (100, 1, 1, 1, 25),
+        (100, 2, 16, 8, 25),
+        (1000, 1, 16, 8, 128),
+    ],
+)
+def test_default_host_memory_is_this_servers_share_of_its_machines(
+    monkeypatch: pytest.MonkeyPatch, memory_gb: int, servers: int, ranks: int, local_ranks: int, host_gb: float
+) -> None:
+    """Servers of one machine together pin at most a quarter of its memory; two machines hold twice as much as one."""
+    monkeypatch.setattr(
+        config.os, "sysconf", lambda name: {"SC_PHYS_PAGES": memory_gb * 10**6, "SC_PAGE_SIZE": 1000}[name]
+    )
+    assert read(f"--april-servers-per-machine={servers}").host_bytes(ranks, local_ranks) == host_gb * 10**9
 
 
 def test_every_kv_policy_is_accepted() -> None:
@@ -99,7 +121,7 @@ def test_the_environment_is_checked_like_the_flags(values: dict[str, object], re
 
 
 def test_null_in_the_environment_means_flag_not_given() -> None:
-    assert read(env='{"quota": null, "host_gb": null}').host_gb == config.default_host_gb()
+    assert read(env='{"quota": null, "host_gb": null}').host_gb is None
 
 
 def test_published_settings_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:

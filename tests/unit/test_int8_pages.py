@@ -144,11 +144,11 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> Non
     config = AprilConfig(host_gb=1.0, disk_gb=2.0, disk_dir="here")
     full, lossy = (select_page_format(scheduler, replace(config, kv_pages=name)) for name in ("full", "int8"))
     row = 2 * 2 * 2 * 128 * 2  # K and V, layers, heads, dim, bytes
-    assert tier_budgets(config, full, 2).host == 10**9 // (16 * row * 2) * 16
-    assert tier_budgets(config, lossy, 2).host / tier_budgets(config, full, 2).host == pytest.approx(
+    assert tier_budgets(config, full, 2, 2).host == 10**9 // (16 * row * 2) * 16
+    assert tier_budgets(config, lossy, 2, 2).host / tier_budgets(config, full, 2, 2).host == pytest.approx(
         1 / 0.516, rel=0.01
     )
-    assert tier_budgets(config, lossy, 2).disk == pytest.approx(2 * tier_budgets(config, lossy, 2).host, abs=16)
+    assert tier_budgets(config, lossy, 2, 2).disk == pytest.approx(2 * tier_budgets(config, lossy, 2, 2).host, abs=16)
     assert _layout(scheduler, full) != _layout(scheduler, lossy)
     pool.k_buffer, pool.v_buffer = ([torch.zeros(8, 2, 16, dtype=torch.uint8)] for _ in "kv")  # SGLang's fp8 pools
     with pytest.raises(SystemExit, match="--april-kv-pages int8 is not supported: int8 pages need one dtype"):

@@ -8,14 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
 from sglang_april.adapter import fail_stop, hooking
 from sglang_april.adapter.hook import Hook
-from sglang_april.adapter.v0_5_17 import hooks_scheduler
-from sglang_april.adapter.v0_5_17.envelope import AprilReq
+from sglang_april.adapter.v0_5_17 import frontend, hooks_scheduler
+from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.v0_5_17.hook_table import HOOKS
 from sglang_april.api import messages
+from tests.unit.scripted_engine import service
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "sglang_april.adapter.v0_5_17"
@@ -101,6 +103,14 @@ def test_weights_do_not_change_under_samples_that_could_not_be_suspended(ended: 
         hooking._lazy(PACKAGE, row)(applied.append, manager, None)
     assert ended[0][0] == "weight_call"
     assert not applied
+
+
+def test_exception_of_an_event_in_the_http_process_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang's loop there ends the server if a handler raises."""
+    april, _ = service()
+    with pytest.raises(msgspec.DecodeError):
+        frontend._receive_event(april, AprilOutput(payload=b"garbage"))
+    assert "the server ends, because the HTTP process raised ValidationError" in caplog.text
 
 
 SERVER = """

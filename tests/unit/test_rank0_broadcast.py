@@ -1,15 +1,30 @@
-"""Observations of ranks reach the scheduler's inbox once all ranks have reported, as failed if one rank failed."""
+"""Observations of ranks reach the scheduler's inbox once all ranks have reported, as failed if one rank failed.
 
+Between machines the ranks' inboxes are TCP ports: whatever a stranger sends there changes nothing.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.managers.io_struct import sock_recv
 
+from sglang_april.adapter import rank_channel
+from sglang_april.adapter.rank_channel import BadMessageError, Copied, Inbox, Sender
+from sglang_april.adapter.v0_5_17 import rank0_broadcast
 from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.api import messages
+from sglang_april.scheduler.decisions import Decided
+from tests.support.live import until
 
 TIMEOUT_S = 60.0
 
@@ -17,14 +32,13 @@ TIMEOUT_S = 60.0
 class Scheduler(SimpleNamespace):
     """The attributes of a scheduler that Rank0Broadcast uses."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, nnodes: int = 1) -> None:
         inbox: Any = zmq.Context.instance().socket(zmq.PULL) if rank == 0 else None
         super().__init__(
             ps=SimpleNamespace(tp_rank=rank, tp_size=ranks),
             ipc_channels=SimpleNamespace(recv_from_tokenizer=inbox),
-            server_args=SimpleNamespace(nnodes=1),
-            tp_group=SimpleNamespace(ranks=list(range(ranks))),
-            tp_cpu_group=None,
+            server_args=SimpleNamespace(nnodes=nnodes),
+            tp_cpu_group=SimpleNamespace(rank=rank),
         )
 
     def received(self) -> Any:
@@ -42,6 +56,43 @@ def own_context(monkeypatch: pytest.MonkeyPatch) -> Any:
     return context
 
 
+Ranks = tuple[list[Scheduler], list[Rank0Broadcast]]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """What threads have raised, which would end the server (`fail-stop`)."""
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: errors.append(failed.exc_value))
+    return errors
+
+
+@pytest.fixture
+def start(own_context: Any, ended: list[Exception], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ranks]:
+    """Start so many ranks, whose collective call runs between threads; addresses are those of TCP for two machines."""
+
+    def start(ranks: int, nnodes: int = 1) -> Ranks:
+        gathered: list[Any] = [None] * ranks
+        barrier = threading.Barrier(ranks)
+
+        def gather(out: list[Any], mine: Any, group: Any) -> None:
+            gathered[group.rank] = mine
+            barrier.wait(TIMEOUT_S)
+            out[:] = gathered
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        monkeypatch.setattr(rank0_broadcast, "get_local_ip_auto", lambda: "127.0.0.1")
+        schedulers = [Scheduler(rank, ranks, nnodes) for rank in range(ranks)]
+        with ThreadPoolExecutor(ranks) as threads:
+            broadcasts = list(threads.map(Rank0Broadcast, schedulers))
+        addresses[:] = [address for address, _ in gathered]
+        return schedulers, broadcasts
+
+    addresses: list[str] = []
+    start.addresses = addresses  # type: ignore[attr-defined]
+    return start
+
+
 @pytest.mark.usefixtures("own_context")
 def test_single_rank_reports_are_sent_at_once() -> None:
     s = Scheduler(0, 1)
@@ -52,19 +103,10 @@ def test_single_rank_reports_are_sent_at_once() -> None:
     assert s.received() == messages.Moved([], {4: "disk full"})
 
 
-@pytest.mark.usefixtures("own_context")
-def test_copy_is_ready_on_all_ranks_or_failed_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_copy_is_ready_on_all_ranks_or_failed_on_any(start: Callable[..., Ranks], nnodes: int) -> None:
     """In whatever order and however late one rank reports."""
-    address: list[str] = []
-
-    def broadcast(box: list[str], **_: Any) -> None:
-        if box[0]:
-            address[:] = box
-        box[:] = address
-
-    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
-    first, second = Scheduler(0, 2), Scheduler(1, 2)
-    ranks = [Rank0Broadcast(first), Rank0Broadcast(second)]  # type: ignore[arg-type]
+    (first, _), ranks = start(2, nnodes)
     ranks[0].report(1)
     ranks[0].report(2)
     ranks[0].report(3, "bad page")
@@ -77,3 +119,94 @@ def test_copy_is_ready_on_all_ranks_or_failed_on_any(monkeypatch: pytest.MonkeyP
     ranks[1].send(messages.Moved([9]))
     ranks[0].send(messages.Moved([8]))
     assert first.received() == messages.Moved([8])
+
+
+def hostile(address: str, own: bytes) -> list[bytes]:
+    """What a stranger may send to a rank's port."""
+    forged = rank_channel._encoder.encode(rank_channel._Message(1, 0, 10**6, Copied(1, "forged")))
+    return [b"", b"\xc1", b"nonsense" * 100, bytes(200_000), forged, rank_channel._mac(bytes(32), forged) + forged, own]
+
+
+def test_a_hostile_sender_changes_nothing_and_the_channel_goes_on(
+    start: Callable[..., Ranks], own_context: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Malformed, forged, huge and repeated messages on the TCP port of rank 0; the log has one line of them."""
+    sent: list[bytes] = []
+    original = rank_channel._mac
+    monkeypatch.setattr(
+        rank_channel, "_mac", lambda k, content: sent.append(original(k, content) + content) or sent[-1][:32]
+    )
+    (first, _), ranks = start(2, nnodes=2)
+    address = start.addresses[0]  # type: ignore[attr-defined]
+    assert address.startswith("tcp://127.0.0.1:")
+    ranks[1].report(1)
+    own = sent[0]
+    monkeypatch.setattr(rank_channel, "_mac", original)
+    stranger = own_context.socket(zmq.PUSH)
+    stranger.connect(address)
+    with caplog.at_level(logging.WARNING, logger="sglang_april"):
+        for message in hostile(address, own) * 20:
+            stranger.send(message)
+        stranger.send_multipart([own, own])
+        huge = own_context.socket(zmq.PUSH)
+        huge.connect(address)
+        huge.send(bytes(8 << 20))
+        until(lambda: caplog.records, "something is dropped")
+        ranks[0].report(2)
+        ranks[1].report(2)
+        assert first.received() == messages.Moved([2])
+        ranks[0].report(1)
+        assert first.received() == messages.Moved([1]), "rank 1 has reported this copy once"
+    assert len(caplog.records) == 1
+    assert "dropped" in caplog.records[0].getMessage()
+
+
+@pytest.mark.usefixtures("own_context")
+def test_a_message_is_accepted_once_and_by_its_receiver_alone() -> None:
+    secret = rank_channel.new_secret()
+    inbox, other = Inbox(0, None), Inbox(1, None)
+    sender = Sender(2, 0, inbox.address, secret)
+    sender.send(Copied(5, ""))
+    sender.send(Copied(6, ""))
+    first, second = inbox._socket.recv(), inbox._socket.recv()
+    assert inbox._open(secret, first).body == Copied(5, "")
+    for inbox_, data, reason in (
+        (inbox, first, "came before"),
+        (other, first, "meant for rank 0"),
+        (inbox, second[:-1], "secret"),
+        (inbox, bytes(70_000), "too many"),
+    ):
+        with pytest.raises(BadMessageError, match=reason):
+            inbox_._open(secret, data)
+    assert inbox._open(secret, second).body == Copied(6, "")
+
+
+@given(data=st.binary(max_size=100), sealed=st.booleans())
+@settings(max_examples=300)
+def test_no_bytes_raise_anything_but_a_bad_message(data: bytes, sealed: bool) -> None:
+    secret = bytes(32)
+    inbox = Inbox.__new__(Inbox)
+    inbox._rank, inbox._newest = 0, {}
+    with contextlib.suppress(BadMessageError):
+        inbox._open(secret, rank_channel._mac(secret, data) + data if sealed else data)
+
+
+def test_neighbours_that_decide_differently_end_the_server(start: Callable[..., Ranks], ended: list[Exception]) -> None:
+    """Three ranks, of which one differs: the report reaches the next rank although that waits in a forward."""
+    _, ranks = start(3)
+    for step in (1, 2):
+        for rank in ranks:
+            rank.compare(step, Decided(step, step, "start a[0]"))
+    ranks[2].compare(3, Decided(3, 7, "start b[0]"))
+    ranks[0].compare(3, Decided(3, 8, "start c[0]"))
+    until(lambda: ended, "a rank notices")
+    assert str(ended[0]) == (
+        "TP ranks decided differently at step 3: rank 2 decided start b[0]; rank 0 decided start c[0]"
+    )
+
+
+def test_exception_of_the_handler_ends_the_server(start: Callable[..., Ranks], ended: list[Exception]) -> None:
+    _, ranks = start(2)
+    ranks[0]._failures_by_move = None  # type: ignore[assignment]
+    ranks[1].report(1)
+    until(lambda: ended, "the thread fails")

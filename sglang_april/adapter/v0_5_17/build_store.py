@@ -41,9 +41,11 @@ def select_page_format(s: Scheduler, config: AprilConfig) -> PageFormat:
         raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} is not supported: {error}.") from error
 
 
-def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int) -> TierBudgets:
+def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int, local_ranks: int) -> TierBudgets:
+    """What this rank's machine and flags give; `local_ranks` of all ranks run on it."""
     page = 4 * page_format.page_words * ranks
-    return TierBudgets(config.host_bytes // page * PAGE_TOKENS, config.disk_bytes // page * PAGE_TOKENS, PAGE_TOKENS)
+    host, disk = config.host_bytes(ranks, local_ranks), config.disk_bytes
+    return TierBudgets(host // page * PAGE_TOKENS, disk // page * PAGE_TOKENS, PAGE_TOKENS)
 
 
 def key_of(sample: Sample) -> Key:

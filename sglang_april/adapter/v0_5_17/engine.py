@@ -20,6 +20,7 @@ from sglang_april.adapter.v0_5_17.page_pool import PagePool
 from sglang_april.adapter.v0_5_17.prompt_pages import PromptPages
 from sglang_april.adapter.v0_5_17.proximal import is_eligible
 from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
+from sglang_april.adapter.v0_5_17.rank_agreement import agree
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, rid_of, versioned_key
 from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, restore_request, restore_tokens
 from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
@@ -42,11 +43,12 @@ class SchedulerEngine(Capacity):
         size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
         kv_bytes = sum(size) if isinstance(size, tuple) else size
         self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
-        self.broadcast = Rank0Broadcast(scheduler)
         page_format, ranks = select_page_format(scheduler, config), scheduler.ps.tp_size
         self.kv_pages = page_format.name
         self.stored_bytes_per_token = 4 * page_format.page_words // page_format.page_tokens * ranks
-        self.budgets = tier_budgets(config, page_format, ranks)
+        local_ranks = ranks // scheduler.server_args.nnodes
+        self.budgets = agree(scheduler, config, page_format, tier_budgets(config, page_format, ranks, local_ranks))
+        self.broadcast = Rank0Broadcast(scheduler)
         self.store = build_store(scheduler, config, page_format, self.budgets, self.broadcast)
         self.samples: dict[str, Sample] = {}
         """Samples that have a request, by rid."""

@@ -1,5 +1,7 @@
 """The frontend that `http/` uses, on top of SGLang's TokenizerManager, and the service attached to it."""
 
+import functools
+import logging
 import sys
 from typing import Any
 
@@ -13,6 +15,8 @@ from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
 from sglang_april.http.frontend import ServerInfo
 from sglang_april.http.routes import add_routes
 from sglang_april.http.service import AprilService
+
+log = logging.getLogger("sglang_april")
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -109,12 +113,21 @@ def attach(manager: TokenizerManager) -> AprilService:
     service = AprilService(SGLangFrontend(manager), config.load(), on_reply)
     service.hook_report = hook_report()
     manager.april = service
-    manager._result_dispatcher._mapping[AprilOutput] = lambda message: service.receive(message.payload)
+    manager._result_dispatcher._mapping[AprilOutput] = functools.partial(_receive_event, service)
     manager._result_dispatcher._mro_cache.clear()
     http_server = sys.modules.get(HTTP_SERVER)
     if http_server is not None:
         _attach_routes(http_server.app, service)
     return service
+
+
+def _receive_event(service: AprilService, message: AprilOutput) -> None:
+    """Called in SGLang's loop of the HTTP process, which ends the server if this raises."""
+    try:
+        service.receive(message.payload)
+    except Exception as error:
+        log.critical("sglang-april: the server ends, because the HTTP process raised %r in receive_event.", error)
+        raise
 
 
 def _attach_routes(app: Any, service: AprilService) -> None:

@@ -151,6 +151,13 @@ HOOKS: tuple[Hook, ...] = (
         "upstream has a batch quota",
     ),
     Hook(
+        "around",
+        "hooks_scheduler:run_batch",
+        (_SCHEDULER + "run_batch",),
+        "a forward that fails because ranks run different batches ends with that reason",
+        "upstream compares the batches of its ranks",
+    ),
+    Hook(
         "after",
         "hooks_scheduler:count_finishes",
         (_SCHEDULER + "process_batch_result",),

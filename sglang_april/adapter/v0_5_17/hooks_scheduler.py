@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
@@ -28,6 +28,7 @@ from sglang_april.config import load
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
+from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.state import State
 from sglang_april.scheduler.version_clock import VersionClock
 
@@ -37,6 +38,10 @@ CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
 """Recount the KV pool at every step (set in all tests)."""
 
 
+COMPARISON_S = 1.0
+"""For how long a failed forward waits for the reports of decisions that are under way."""
+
+
 class Process:
     """The objects of this scheduler process, for handlers that are not passed a scheduler."""
 
@@ -44,6 +49,8 @@ class Process:
     engine: SchedulerEngine | None = None
     scheduler: Scheduler | None = None
     step_times: StepTimes | None = None
+    digest_file: TextIO | None = None
+    """In tests: receives the digest of the decisions after every step."""
     sending = threading.Lock()
 
 
@@ -56,8 +63,11 @@ def attach(_: None, s: Scheduler) -> None:
     config = load()
     engine = SchedulerEngine(s, config)
     budgets = engine.budgets
-    context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens, digest=_digest_file(s))
+    context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens)
     context.carry_cap_tokens = config.carry_tokens
+    if s.ps.tp_size > 1:
+        context.decisions = Decisions()
+        Process.digest_file = _digest_file(s)
     if threading.current_thread() is threading.main_thread():
         # A signal to the whole group must not end a scheduler before the HTTP process says so. It dies with that one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -77,7 +87,7 @@ def attach(_: None, s: Scheduler) -> None:
     log.info("april: measured in %.2f s: %s", took, cost_model.report(rates, engine.bytes_per_token))
 
 
-def _digest_file(s: Scheduler) -> Any:
+def _digest_file(s: Scheduler) -> TextIO | None:
     folder = os.environ.get("SGLANG_APRIL_DIGEST")
     return (Path(folder) / f"rank{s.ps.tp_rank}.log").open("w") if folder else None
 
@@ -116,7 +126,28 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBa
     plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
     if Process.step_times is not None:
         Process.step_times.launched(plan.batch_to_run)
+    if (decisions := s.april.context.decisions) is not None:
+        _compare_decisions(s.april.context.step, decisions)
     return plan
+
+
+def _compare_decisions(step: int, decisions: Decisions) -> None:
+    """Before the forward: ranks that run different batches would wait for each other for ever."""
+    if Process.engine is not None:
+        Process.engine.broadcast.compare(step, decisions.end_step(step))
+    if Process.digest_file is not None:
+        Process.digest_file.write(f"{step} {decisions.digest:08x}\n")
+        Process.digest_file.flush()
+
+
+def run_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    """AROUND Scheduler.run_batch: a collective of batches that differ may fail before their comparison is done."""
+    try:
+        return orig(s, *args, **kwargs)
+    except Exception:
+        if s.april.context.decisions is not None:
+            time.sleep(COMPARISON_S)  # the thread that compares ends the server if there is a difference
+        raise
 
 
 def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:

@@ -1,26 +1,24 @@
-"""Broadcasts local observations from rank 0, so that they take effect on all ranks alike (`rank-determinism`).
+"""The channels of one TP rank to the others (`rank-determinism`).
 
 Rank 0's scheduler socket is connected to a second address. Messages sent there are received and broadcast over the
-TP group together with those of the HTTP process, and wake a scheduler that sleeps. Ranks report to a thread of rank 0,
-which sends one message when all have reported.
+TP group together with those of the HTTP process, and wake a scheduler that sleeps. Ranks report ends of copies to a
+thread of rank 0, which sends one message when all have reported. Each rank also sends a digest of its decisions to the
+next rank, which compares them with its own.
 """
 
-import contextlib
-import shutil
-import tempfile
 import threading
-import weakref
 from typing import Any
 
 import torch
 import zmq
-from msgspec import msgpack
 from sglang.srt.managers.io_struct import sock_send
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.utils.network import get_local_ip_auto
 
+from sglang_april.adapter.rank_channel import Body, Copied, Inbox, Sender, new_secret
 from sglang_april.adapter.v0_5_17.envelope import AprilReq
 from sglang_april.api import messages
+from sglang_april.scheduler.decisions import MAX_TEXT, Decided, PeerComparison
 
 _TO_SCHEDULER = "inproc://april-facts"
 
@@ -32,12 +30,14 @@ class Rank0Broadcast:
         self._ranks, self._rank = s.ps.tp_size, s.ps.tp_rank
         self._lock = threading.Lock()
         self._to_scheduler: zmq.Socket[bytes] | None = None
+        self._failures_by_move: dict[int, dict[int, str]] = {}
         if self._rank == 0:
             inbox = s.ipc_channels.recv_from_tokenizer
             self._to_scheduler = inbox.context.socket(zmq.PUSH)
             self._to_scheduler.bind(_TO_SCHEDULER)
             inbox.connect(_TO_SCHEDULER)
-        self._to_rank_0 = self._join(s) if self._ranks > 1 else None
+        if self._ranks > 1:
+            self._join(s)
 
     def send(self, fact: messages.Fact) -> None:
         """Broadcast an observation of rank 0. On other ranks this does nothing."""
@@ -47,49 +47,49 @@ class Rank0Broadcast:
 
     def report(self, move: int, failure: str = "") -> None:
         """Report a completed or failed copy. Once all ranks have reported, `messages.Moved` is broadcast."""
-        if self._to_rank_0 is None:
-            self.send(_moved({move: [failure]}))
+        if self._ranks == 1:
+            self.send(_moved({move: {0: failure}}))
         else:
-            with self._lock:
-                self._to_rank_0.send(msgpack.encode((move, f"rank {self._rank}: {failure}" if failure else "")))
+            self._to_rank_0.send(Copied(move, failure[:MAX_TEXT]))
 
-    def _join(self, s: Scheduler) -> "zmq.Socket[bytes]":
-        """Connect this rank to a socket of rank 0. A collective call during the start."""
-        address = [""]
-        if self._rank == 0:
-            inbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-            address = [_bind(inbox, across_nodes=s.server_args.nnodes > 1)]
-            threading.Thread(target=self._collect, args=(inbox,), name="april-facts", daemon=True).start()
-        torch.distributed.broadcast_object_list(address, src=s.tp_group.ranks[0], group=s.tp_cpu_group)
-        to_rank_0: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        to_rank_0.connect(address[0])
-        return to_rank_0
+    def compare(self, step: int, decided: Decided | None) -> None:
+        """Compare this rank's decisions with those of the others, before the forward of the step is launched.
 
-    def _collect(self, inbox: "zmq.Socket[bytes]") -> None:
-        failures_by_move: dict[int, list[str]] = {}
-        while True:
-            move, failure = msgpack.decode(inbox.recv())
-            failures_by_move.setdefault(move, []).append(failure)
-            if len(failures_by_move[move]) == self._ranks:
-                self.send(_moved({move: failures_by_move.pop(move)}))
+        Raises:
+            RanksDifferError: they differ; the thread that receives reports raises it too (`fail-stop`).
+        """
+        if decided is not None:
+            self._to_next.send(decided)
+        self._comparison.launched(step, decided)
+
+    def _join(self, s: Scheduler) -> None:
+        """Connect the ranks. A collective call during the start."""
+        inbox = Inbox(self._rank, get_local_ip_auto() if s.server_args.nnodes > 1 else None)
+        gathered: list[Any] = [None] * self._ranks
+        mine = (inbox.address, new_secret() if self._rank == 0 else b"")
+        torch.distributed.all_gather_object(gathered, mine, group=s.tp_cpu_group)
+        addresses, secret = [address for address, _ in gathered], gathered[0][1]
+        following, before = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
+        to = {receiver: Sender(self._rank, receiver, addresses[receiver], secret) for receiver in (0, following)}
+        self._to_rank_0, self._to_next = to[0], to[following]
+        self._comparison = PeerComparison(self._rank, before)
+        inbox.read(secret, self._received)
+
+    def _received(self, sender: int, body: Body) -> None:
+        if isinstance(body, Decided):
+            self._comparison.received(body)
+        elif self._rank == 0:
+            failures = self._failures_by_move.setdefault(body.order, {})
+            failures[sender] = f"rank {sender}: {body.failure}" if body.failure else ""
+            if len(failures) == self._ranks:
+                self.send(_moved({body.order: self._failures_by_move.pop(body.order)}))
 
 
-def _moved(failures_by_move: dict[int, list[str]]) -> messages.Moved:
+def _moved(failures_by_move: dict[int, dict[int, str]]) -> messages.Moved:
     """Ready = all ranks, failed = any rank."""
-    failed = {move: next(f for f in failures if f) for move, failures in failures_by_move.items() if any(failures)}
+    failed = {
+        move: next(f for _, f in sorted(failures.items()) if f)
+        for move, failures in failures_by_move.items()
+        if any(failures.values())
+    }
     return messages.Moved([move for move in failures_by_move if move not in failed], failed)
-
-
-def _bind(inbox: Any, *, across_nodes: bool) -> str:
-    if across_nodes:
-        host = get_local_ip_auto()
-        return f"tcp://{host}:{inbox.bind_to_random_port(f'tcp://{host}')}"
-    folder = tempfile.mkdtemp(prefix="april-")
-    weakref.finalize(inbox, _remove, folder)
-    inbox.bind(f"ipc://{folder}/facts")
-    return f"ipc://{folder}/facts"
-
-
-def _remove(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)

@@ -1,0 +1,165 @@
+"""At the start, TP ranks agree on settings, code and budgets (`rank-determinism`).
+
+Ranks on other machines are started by another command and have another installation: one that differs where decisions
+depend on it would sooner or later wait in another collective than the others.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.managers.scheduler import Scheduler
+
+import april_kernels
+import sglang_april
+from sglang_april.adapter.v0_5_17.build_store import TierBudgets
+from sglang_april.config import FLAGS, AprilConfig
+from sglang_april.kv.page_format import PageFormat
+
+PATHS = ("disk_dir", "journal")
+"""Flags whose values may differ: only whether they are given is compared."""
+OF_MACHINE = ("host_gb", "disk_gb", "servers_per_machine")
+"""Flags that budgets depend on: the smallest budget counts."""
+ARGUMENTS = (
+    "abort_on_priority_when_disabled",
+    "attention_backend",
+    "chunked_prefill_size",
+    "context_length",
+    "decode_attention_backend",
+    "disable_chunked_prefix_cache",
+    "disable_overlap_schedule",
+    "disable_priority_preemption",
+    "disable_radix_cache",
+    "dtype",
+    "enable_deterministic_inference",
+    "enable_dynamic_chunking",
+    "enable_fp32_lm_head",
+    "enable_lora",
+    "enable_mixed_chunk",
+    "enable_prefill_delayer",
+    "enable_priority_scheduling",
+    "enable_two_batch_overlap",
+    "ep_size",
+    "grammar_backend",
+    "kv_cache_dtype",
+    "load_format",
+    "max_prefill_tokens",
+    "max_queued_requests",
+    "max_running_requests",
+    "max_total_tokens",
+    "min_free_slots_delay",
+    "model_impl",
+    "moe_runner_backend",
+    "nnodes",
+    "num_continuous_decode_steps",
+    "page_size",
+    "prefill_attention_backend",
+    "prefill_max_requests",
+    "priority_scheduling_preemption_threshold",
+    "quantization",
+    "radix_eviction_policy",
+    "retraction_policy",
+    "revision",
+    "sampling_backend",
+    "schedule_conservativeness",
+    "schedule_low_priority_values_first",
+    "schedule_policy",
+    "scheduler_recv_interval",
+    "sleep_on_idle",
+    "stream_interval",
+    "tp_size",
+    "weight_version",
+)
+"""SGLang's arguments that its scheduling, its pools or the sampled tokens depend on."""
+
+ENVIRONMENT = (
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    "SGLANG_INIT_NEW_TOKEN_RATIO",
+    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR",
+    "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS",
+    "SGLANG_RETRACT_DECODE_STEPS",
+    "SGLANG_TEST_RETRACT",
+    "SGLANG_TEST_RETRACT_INTERVAL",
+)
+"""Environment variables by which SGLang admits and retracts requests."""
+
+
+class Facts(NamedTuple):
+    """What one rank has; `compared` by the name that the refusal uses."""
+
+    compared: dict[str, str]
+    budgets: TierBudgets
+
+
+def agree(s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: TierBudgets) -> TierBudgets:
+    """The smallest budgets of all ranks. A collective call during the start.
+
+    Raises:
+        SystemExit: the ranks differ; the sentence names what differs, both values and the rank.
+    """
+    ranks: int = s.ps.tp_size
+    if ranks == 1:
+        return budgets
+    gathered: list[Any] = [None] * ranks
+    mine = Facts(_compared(s, config, page_format), budgets)
+    torch.distributed.all_gather_object(gathered, mine, group=s.tp_cpu_group)
+    if difference := find_difference([facts.compared for facts in gathered]):
+        raise SystemExit(f"sglang-april: {difference}")
+    all_budgets = [facts.budgets for facts in gathered]
+    return budgets._replace(host=min(b.host for b in all_budgets), disk=min(b.disk for b in all_budgets))
+
+
+def find_difference(ranks: list[dict[str, str]]) -> str:
+    """The first difference between rank 0 and another rank, in one sentence; empty if there is none."""
+    for rank, facts in enumerate(ranks):
+        for name in {**ranks[0], **facts}:
+            here, there = ranks[0].get(name, "nothing"), facts.get(name, "nothing")
+            if here != there:
+                return f"all TP ranks must agree on {name}, but rank {rank} has {there} and rank 0 has {here}."
+    return ""
+
+
+def _compared(s: Scheduler, config: AprilConfig, page_format: PageFormat) -> dict[str, str]:
+    flags = {flag.option: getattr(config, flag.field) for flag in FLAGS if flag.field not in OF_MACHINE}
+    flags |= {flag.option: "a path" if getattr(config, flag.field) else None for flag in FLAGS if flag.field in PATHS}
+    arguments = {_option(name): getattr(s.server_args, name) for name in ARGUMENTS}
+    found: dict[str, Any] = {
+        "the version of sglang": importlib.metadata.version("sglang"),
+        "the version of torch": torch.__version__,
+        "the version of Python": ".".join(map(str, sys.version_info[:2])),
+        "the sources of sglang-april (their digest)": sources_digest(),
+        **flags,
+        **arguments,
+        **{name: os.environ.get(name) for name in ENVIRONMENT},
+        "the shape of the model": _model(s),
+        "the tokens of the KV pool": s.max_total_num_tokens,
+        "the number of slots": s.max_running_requests,
+        "the bytes of a stored page": 4 * page_format.page_words,
+    }
+    return {name: repr(value) if isinstance(value, str) else str(value) for name, value in found.items()}
+
+
+def _option(argument: str) -> str:
+    return "--" + argument.replace("_", "-")
+
+
+def _model(s: Scheduler) -> str:
+    config = s.model_config
+    shape = (config.num_hidden_layers, config.hidden_size, config.vocab_size, config.context_len)
+    return f"{'/'.join(config.hf_config.architectures or ())} {shape}"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Digest of the Python files of the plugin and its kernels."""
+    digest = hashlib.blake2b(digest_size=8)
+    for package in (sglang_april, april_kernels):
+        root = Path(package.__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

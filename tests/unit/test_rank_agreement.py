@@ -1,0 +1,88 @@
+"""At the start, ranks agree on settings, code and budgets, or all end with one sentence that names what differs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_april.adapter.v0_5_17 import rank_agreement
+from sglang_april.adapter.v0_5_17.build_store import TierBudgets
+from sglang_april.config import FLAGS, AprilConfig
+
+FORMAT: Any = SimpleNamespace(page_words=256)
+
+
+def scheduler(**changes: Any) -> Any:
+    arguments = dict.fromkeys(rank_agreement.ARGUMENTS) | changes
+    hf = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
+    return SimpleNamespace(
+        ps=SimpleNamespace(tp_size=2),
+        server_args=SimpleNamespace(**arguments),
+        model_config=SimpleNamespace(
+            hf_config=hf, num_hidden_layers=2, hidden_size=8, vocab_size=100, context_len=changes.pop("context_len", 64)
+        ),
+        max_total_num_tokens=1000,
+        max_running_requests=8,
+        tp_cpu_group=None,
+    )
+
+
+def agreed(monkeypatch: pytest.MonkeyPatch, mine: tuple[Any, ...], other: tuple[Any, ...]) -> TierBudgets:
+    """Rank 0 has `mine`, rank 1 `other`: (scheduler, settings, budgets)."""
+
+    def gather(out: list[Any], facts: Any, group: Any) -> None:
+        out[:] = [facts, rank_agreement.Facts(rank_agreement._compared(other[0], other[1], FORMAT), other[2])]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    return rank_agreement.agree(mine[0], mine[1], FORMAT, mine[2])
+
+
+def test_budgets_are_the_smallest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with less memory, or another path of the disk tier, is no difference."""
+    mine = (scheduler(), AprilConfig(host_gb=8, disk_dir="/a", disk_gb=1), TierBudgets(320, 160, 16))
+    other = (scheduler(), AprilConfig(host_gb=4, disk_dir="/b", disk_gb=2), TierBudgets(160, 320, 16))
+    assert agreed(monkeypatch, mine, other) == TierBudgets(160, 160, 16)
+
+
+BUDGETS = TierBudgets(16, 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ((scheduler(), AprilConfig(kv="keep")), "--april-kv, but rank 1 has 'keep' and rank 0 has 'auto'"),
+        ((scheduler(), AprilConfig(quota=3)), "--april-quota, but rank 1 has 3 and rank 0 has None"),
+        ((scheduler(), AprilConfig(journal="/j")), "--april-journal, but rank 1 has 'a path' and rank 0 has None"),
+        ((scheduler(page_size=16), AprilConfig()), "--page-size, but rank 1 has 16 and rank 0 has None"),
+    ],
+)
+def test_difference_is_named_with_both_values_and_the_rank(
+    monkeypatch: pytest.MonkeyPatch, other: tuple[Any, ...], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        agreed(monkeypatch, (scheduler(), AprilConfig(), BUDGETS), (*other, BUDGETS))
+    assert str(stopped.value) == f"sglang-april: all TP ranks must agree on {sentence}."
+
+
+def test_versions_and_sources_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)
+    monkeypatch.setattr(rank_agreement, "sources_digest", lambda: "0123")
+    found = rank_agreement.find_difference([mine, mine, rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)])
+    assert "the sources of sglang-april (their digest), but rank 2 has '0123' and rank 0 has '" in found
+    monkeypatch.undo()
+    monkeypatch.setattr(rank_agreement.importlib.metadata, "version", lambda name: "0.5.16")
+    found = rank_agreement.find_difference([mine, rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)])
+    assert "the version of sglang, but rank 1 has '0.5.16'" in found
+
+
+def test_every_flag_is_compared_or_may_differ_between_machines() -> None:
+    compared = rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)
+    exempt = {flag.option for flag in FLAGS if flag.field in rank_agreement.OF_MACHINE}
+    assert {flag.option for flag in FLAGS} - compared.keys() == exempt
+
+
+def test_every_argument_exists() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(rank_agreement.ARGUMENTS) <= set(ServerArgs.__dataclass_fields__)
