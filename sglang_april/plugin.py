@@ -22,10 +22,9 @@ def _register() -> None:
     if not config.is_active():
         return
 
-    from sglang_april.adapter import hooking, preflight
+    from sglang_april.adapter import hooking, preflight, versions
 
     config.publish(config.from_env(os.environ) | config.from_argv(sys.argv[1:]))
-    # Every rank must see the same sampled tokens; SGLang reads this when its sampler is imported.
-    os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # noqa: S105 - no password
     preflight.check()
+    os.environ.update(versions.start().ENVIRONMENT)
     hooking.apply()

@@ -7,8 +7,7 @@ import functools
 import importlib.metadata
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import sglang_april
@@ -43,7 +42,7 @@ def apply() -> None:
     # SGLang logs a hook that it cannot apply and continues, so every application of hooks is followed by this check.
     @functools.wraps(upstream_apply)
     def apply_and_verify() -> None:
-        with _skip_copies_of_methods():
+        with versions.start().applying_hooks():
             upstream_apply()
         try:
             verify()
@@ -76,26 +75,6 @@ def hook_report() -> dict[str, Any]:
         "sglang": importlib.metadata.version("sglang"),
     }
     return {**installed, "pid": os.getpid(), "hooks": list(_verified)}
-
-
-@contextmanager
-def _skip_copies_of_methods() -> Iterator[None]:
-    """Skip SGLang's search of all modules for copies of a hooked method: 0.25 s each, in every process.
-
-    SGLang searches because `from module import function` copies a reference; methods are not imported that way.
-    """
-    from sglang.srt.plugins import hook_registry
-
-    search = hook_registry._propagate_patch
-
-    def search_for_functions(original: Any, wrapped: Any, owner: Any) -> int:
-        return 0 if isinstance(owner, type) else search(original, wrapped, owner)
-
-    hook_registry._propagate_patch = search_for_functions
-    try:
-        yield
-    finally:
-        hook_registry._propagate_patch = search
 
 
 def _lazy(package: str, row: Hook) -> Callable[..., Any]:

@@ -2,10 +2,12 @@
 
 Each supported release has a reviewed manifest, `fingerprints/<version>.json`, which names its adapter package. A
 release that changes nothing the adapter relies on needs only a manifest. One that does needs a package of its own, with
-the handlers and a module `hook_table`:
+the handlers and two modules:
 
-    HOOKS: tuple[Hook, ...]         every function that is hooked
-    DEPENDS_ON: tuple[str, ...]     dotted paths of what is called without being hooked
+    hook_table  HOOKS: tuple[Hook, ...]            every function that is hooked
+                DEPENDS_ON: tuple[str, ...]        dotted paths of what is called without being hooked
+    start       ENVIRONMENT: Mapping[str, str]     variables that SGLang's processes need
+                applying_hooks()                   a context in which SGLang applies the hooks
 
 This module is the only place that selects a package.
 """
@@ -14,6 +16,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -35,6 +39,14 @@ class HookTable(Protocol):
 
     HOOKS: tuple[Hook, ...]
     DEPENDS_ON: tuple[str, ...]
+
+
+class Start(Protocol):
+    """The interface of `<adapter package>.start`."""
+
+    ENVIRONMENT: Mapping[str, str]
+
+    def applying_hooks(self) -> AbstractContextManager[None]: ...
 
 
 def sglang_version() -> str:
@@ -85,6 +97,11 @@ def hook_table() -> HookTable:
 def load_hook_table(package: str) -> HookTable:
     """The hook table of an adapter package."""
     return cast(HookTable, importlib.import_module(f"{package}.hook_table"))
+
+
+def start() -> Start:
+    """What the entry point needs for the installed SGLang."""
+    return cast(Start, importlib.import_module(f"{adapter_package()}.start"))
 
 
 def upstream_link(manifest: Manifest, path: str) -> str:

@@ -123,11 +123,20 @@ def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None
 
 def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> None:
     """With the flag, the same gigabytes hold more tokens, and the file header names the page format."""
-    from sglang_april.adapter.v0_5_17.build_store import _layout, select_page_format, tier_budgets
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.radix_cache import RadixCache
 
-    pool = SimpleNamespace(k_buffer=rank.buffers[:2], v_buffer=rank.buffers[2:])
+    from sglang_april.adapter.v0_5_17.build_store import _layout, select_page_format, tier_budgets
+    from sglang_april.cpu.allocator import SweepAllocator
+
+    pool = object.__new__(MHATokenToKVPool)
+    pool.k_buffer, pool.v_buffer = rank.buffers[:2], rank.buffers[2:]
+    allocator = object.__new__(SweepAllocator)
+    allocator._kvcache = pool
     scheduler: Any = SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        token_to_kv_pool_allocator=allocator,
+        req_to_token_pool=object.__new__(ReqToTokenPool),
+        tree_cache=object.__new__(RadixCache),
         server_args=SimpleNamespace(model_path="model"),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"])),
         ps=SimpleNamespace(tp_rank=0, tp_size=2),
@@ -141,6 +150,6 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> Non
     )
     assert tier_budgets(config, lossy, 2, 2).disk == pytest.approx(2 * tier_budgets(config, lossy, 2, 2).host, abs=16)
     assert _layout(scheduler, full) != _layout(scheduler, lossy)
-    pool.k_buffer = pool.v_buffer = [torch.zeros(8, 2, 16, dtype=torch.uint8)]  # SGLang's fp8 pools
-    with pytest.raises(SystemExit, match="--april-kv-pages int8 cannot be served: int8 pages need one dtype"):
+    pool.k_buffer, pool.v_buffer = ([torch.zeros(8, 2, 16, dtype=torch.uint8)] for _ in "kv")  # SGLang's fp8 pools
+    with pytest.raises(SystemExit, match="--april-kv-pages int8 is not supported: int8 pages need one dtype"):
         select_page_format(scheduler, replace(config, kv_pages="int8"))

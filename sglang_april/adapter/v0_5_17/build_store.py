@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
 
-from april_kernels.kv_pages import PlaneTable
 from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
+from sglang_april.adapter.v0_5_17.supported_pools import check_scheduler, plane_table
 from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import copier_for
 from sglang_april.kv.disk_tier import DiskError, DiskTier, Key
@@ -33,12 +32,13 @@ def select_page_format(s: Scheduler, config: AprilConfig) -> PageFormat:
     """The page format that `--april-kv-pages` names.
 
     Raises:
-        SystemExit: the format does not support the pool's layout or dtype.
+        SystemExit: the pool is not supported, or the format does not support its layout or dtype.
     """
+    check_scheduler(s)
     try:
         return PAGE_FORMATS[config.kv_pages](plane_table(s.token_to_kv_pool_allocator.get_kvcache()), PAGE_TOKENS)
     except ValueError as error:
-        raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} cannot be served: {error}.") from error
+        raise SystemExit(f"sglang-april: --april-kv-pages {config.kv_pages} is not supported: {error}.") from error
 
 
 def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int, local_ranks: int) -> TierBudgets:
@@ -73,17 +73,6 @@ def build_store(
     return PageStore(
         copier, HostArena(budgets.host // budgets.page_tokens, copier.page_words, pinned=pinned), disk, broadcast.report
     )
-
-
-def plane_table(pool: KVCache) -> PlaneTable:
-    """The buffers of the pool.
-
-    Raises:
-        ValueError: the kernels do not support the layout (head-major, page-major).
-    """
-    if isinstance(pool, MLATokenToKVPool):
-        return PlaneTable.mla(pool.kv_buffer)
-    return PlaneTable.mha(pool.k_buffer, pool.v_buffer)
 
 
 def _layout(s: Scheduler, page_format: PageFormat) -> str:

@@ -6,7 +6,9 @@ import os
 from typing import Any
 
 from sglang_april import config
-from sglang_april.adapter import hooking, refusals
+from sglang_april.adapter import hooking
+from sglang_april.adapter.refusals import stop_if
+from sglang_april.adapter.v0_5_17 import refusals
 from sglang_april.recovery.journal import JournalError, probe
 
 
@@ -27,12 +29,12 @@ def publish_flags(_: type, args: argparse.Namespace) -> None:
 
 def refuse_requested(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: check the arguments as the user gave them."""
-    refusals.stop_if(refusals.find(server_args, os.environ))
+    stop_if(refusals.find(server_args))
 
 
 def refuse_resolved(server_args: Any) -> None:
     """BEFORE ServerArgs.check_server_args: check the resolved arguments and the model."""
-    refusals.stop_if(refusals.find(server_args, os.environ) or refusals.find_in_model(server_args))
+    stop_if(refusals.find(server_args) or refusals.find_in_model(server_args))
     _probe_journal()
 
 
@@ -59,7 +61,7 @@ def require_reports(infos: list[dict[str, Any]], *_: Any, **__: Any) -> None:
         report = info.get("april") or {}
         if report.get("hooks") != expected["hooks"]:
             _stop_children()
-            raise SystemExit(f"sglang-april: the scheduler of rank {rank} lacks our hooks, so it must not serve.")
+            raise SystemExit(f"sglang-april: the scheduler of rank {rank} runs without the hooks of the plugin.")
 
 
 def _stop_children() -> None:

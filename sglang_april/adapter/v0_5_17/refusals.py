@@ -1,0 +1,74 @@
+"""What ends the start of SGLang 0.5.17: arguments, environment variables, and models."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_april.adapter import refusals
+from sglang_april.adapter.refusals import Refusal
+from sglang_april.adapter.v0_5_17.arguments import ARGUMENTS
+from sglang_april.adapter.v0_5_17.environment import ENVIRONMENT, changed_variables
+
+__all__ = ["ARGUMENTS", "ENVIRONMENT", "MODELS", "find", "find_in_model"]
+
+
+def _hybrid_window(model: Any) -> bool:
+    return bool(model.is_hybrid_swa)
+
+
+def _recurrent(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
+def _sparse(model: Any) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
+
+    return any(is_one(model.hf_config) for is_one in (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse))
+
+
+def _ngram_embedding(model: Any) -> bool:
+    return bool(model.use_ngram_embedding)
+
+
+MODELS: tuple[tuple[Callable[[Any], bool], Refusal], ...] = (
+    (
+        _hybrid_window,
+        Refusal(
+            "A model with hybrid sliding-window attention",
+            "a suspend does not store the KV pool of the sliding window",
+        ),
+    ),
+    (
+        _recurrent,
+        Refusal("A model with recurrent (Mamba-like) layers", "a suspend does not store their state"),
+    ),
+    (
+        _sparse,
+        Refusal(
+            "A model with sparse attention (DeepSeek-V3.2 and V4, GLM-5, MiniMax)",
+            "a suspend does not store its index keys",
+        ),
+    ),
+    (
+        _ngram_embedding,
+        Refusal(
+            "A model with n-gram embeddings (LongCat)",
+            "it keeps the last tokens by request slot, and a resumed sample has another slot",
+        ),
+    ),
+)
+"""A test of SGLang's ModelConfig, and the refusal of models for which it is true."""
+
+
+def find(server_args: Any) -> Refusal | None:
+    """The first argument or variable that no rule accepts, or None."""
+    return refusals.find(refusals.changed_arguments(server_args), ARGUMENTS, server_args) or refusals.find(
+        changed_variables(), ENVIRONMENT, server_args
+    )
+
+
+def find_in_model(server_args: Any) -> Refusal | None:
+    """Why the model is not supported, or None; reads its config file, not its weights."""
+    model = server_args.get_model_config()
+    return next((refusal for applies, refusal in MODELS if applies(model)), None)
