@@ -74,7 +74,7 @@ class Inbox:
 
     def read(self, secret: bytes, handle: Callable[[int, Body], None]) -> None:
         """Pass (sender, body) of messages to `handle`, in a thread whose exceptions end the server (`fail-stop`)."""
-        threading.Thread(target=self._read, args=(secret, handle), name="april-facts", daemon=True).start()
+        threading.Thread(target=self._read, args=(secret, handle), name="april-observations", daemon=True).start()
 
     def _read(self, secret: bytes, handle: Callable[[int, Body], None]) -> None:
         while True:
@@ -114,8 +114,8 @@ class Inbox:
             return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
         folder = tempfile.mkdtemp(prefix="april-")
         weakref.finalize(socket, _remove, folder)
-        socket.bind(f"ipc://{folder}/facts")
-        return f"ipc://{folder}/facts"
+        socket.bind(f"ipc://{folder}/reports")
+        return f"ipc://{folder}/reports"
 
 
 class Sender:

@@ -61,7 +61,6 @@ __all__ = [
     "Event",
     "ExtendRound",
     "Extension",
-    "Fact",
     "Finished",
     "FinishedSample",
     "Freeze",
@@ -74,6 +73,7 @@ __all__ = [
     "Lasting",
     "Moved",
     "Named",
+    "Observation",
     "OpenRound",
     "Prompt",
     "Provenance",
@@ -95,20 +95,20 @@ __all__ = [
     "encode",
 ]
 
-Fact = Moved | Tuned | Rates
+Observation = Moved | Tuned | Rates
 """An observation of one rank outside of a step. Rank 0 broadcasts it; it has no answer (`rank-determinism`)."""
 
 _encoder = msgspec.msgpack.Encoder()
-_messages = msgspec.msgpack.Decoder(Command | Fact)
+_messages = msgspec.msgpack.Decoder(Command | Observation)
 _events = msgspec.msgpack.Decoder(Event)
 
 
-def encode(message: Command | Fact | Event) -> bytes:
+def encode(message: Command | Observation | Event) -> bytes:
     """A message as msgpack, with its type as a tag."""
     return _encoder.encode(message)
 
 
-def decode_message(data: bytes) -> Command | Fact:
+def decode_message(data: bytes) -> Command | Observation:
     """A message to the scheduler."""
     return _messages.decode(data)
 

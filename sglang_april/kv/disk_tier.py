@@ -29,7 +29,7 @@ import torch
 from april_kernels import kv_pages
 from april_kernels.kv_pages import page_count
 from sglang_april.durable import sync_folder
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 
 MAGIC = b"APRILKV1"
 SUFFIX = ".kv"
@@ -176,7 +176,7 @@ class DiskTier:
         """The journal epoch in which these files were written or verified; empty if unknown."""
         return os.pread(self._lock, 256, 0).decode(errors="replace")
 
-    def find(self, key: Key, wanted: Found) -> int:
+    def find(self, key: Key, wanted: StoredKv) -> int:
         """Verify every page of a sample's file; returns its size in bytes, or 0 if there is no file with `wanted`.
 
         Raises:

@@ -52,7 +52,7 @@ class KvStateError(AssertionError):
     """A transition that would lose KV pages, or free slots that a transfer still uses."""
 
 
-class Found(NamedTuple):
+class StoredKv(NamedTuple):
     """KV of tokens [0, length), whose oldest page was written under `version`."""
 
     length: int

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 
 Outcome = str | None
 """Empty: the KV is complete. None: no file of exactly these tokens. Otherwise: why the existing file is unusable."""
@@ -20,7 +20,7 @@ class PageFiles(Protocol):
     @property
     def epoch(self) -> str: ...
 
-    def find(self, key: Any, wanted: Found) -> int: ...
+    def find(self, key: Any, wanted: StoredKv) -> int: ...
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class KvSearch:
     epoch: str
     bytes_read: int = 0
 
-    def find_all(self, wanted: Sequence[tuple[Any, Found]]) -> list[Outcome]:
+    def find_all(self, wanted: Sequence[tuple[Any, StoredKv]]) -> list[Outcome]:
         """One outcome per sample. Files of another epoch or another journal are not opened."""
         if not self.epoch or self.files.epoch != self.epoch:
             return [None] * len(wanted)
         return [self._find(key, found) for key, found in wanted]
 
-    def _find(self, key: Any, wanted: Found) -> Outcome:
+    def _find(self, key: Any, wanted: StoredKv) -> Outcome:
         try:
             size = self.files.find(key, wanted)
         except Exception as error:  # noqa: BLE001 - without the file the sample is recomputed

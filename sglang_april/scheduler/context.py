@@ -82,11 +82,11 @@ class Context:
         """Whether a round with `concurrency: auto` is open or runs ahead."""
         return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
 
-    def apply_tuning(self, fact: messages.Tuned) -> None:
+    def apply_tuning(self, observation: messages.Tuned) -> None:
         """Set the limit from the next step on; samples that run beyond it keep running."""
-        self.tuned = fact
+        self.tuned = observation
         for rnd in (*self.rounds.values(), *self.ahead.values()):
-            rnd.tuned = fact
+            rnd.tuned = observation
 
     def must_finish(self, sample: Sample) -> bool:
         rnd = self.round_of(sample) if self.rounds else None

@@ -68,15 +68,15 @@ class Controller:
         self.round_end.end_due()
         self.context.recorder.commit()
 
-    def observe(self, fact: messages.Fact) -> None:
+    def observe(self, observation: messages.Observation) -> None:
         """Apply what a rank observed outside of a step; broadcast, so that all ranks apply it alike."""
-        match fact:
+        match observation:
             case messages.Moved():
-                self.tiers.orders_ended(fact)
+                self.tiers.orders_ended(observation)
             case messages.Tuned():
-                self.context.apply_tuning(fact)
+                self.context.apply_tuning(observation)
             case messages.Rates():
-                self.context.rates = fact
+                self.context.rates = observation
 
     # --- interruptions
 

@@ -6,7 +6,7 @@ Every rank calls these functions with the same `JournalSnapshot` and the same ou
 
 from collections.abc import Callable, Sequence
 
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotRound
 from sglang_april.recovery.kv_recovery import Outcome
 from sglang_april.scheduler import report
@@ -15,7 +15,7 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
 
-FindKv = Callable[[Sequence[tuple[Sample, Found]]], Sequence[Outcome]]
+FindKv = Callable[[Sequence[tuple[Sample, StoredKv]]], Sequence[Outcome]]
 """Searches the disk tiers of all ranks together: one outcome per sample."""
 
 RESTARTED = "the server was restarted in this round: its statistics start there"
@@ -64,7 +64,7 @@ def recover_kv(c: Context, tiers: Tiers, find_kv: FindKv) -> None:
             tiers.discard_unusable(sample, outcome)
 
 
-def _kv_to_find(sample: Sample) -> Found:
+def _kv_to_find(sample: Sample) -> StoredKv:
     """Length and version of a suspended sample's KV. Its last token has no KV yet; `kept` spans wrote no old page."""
     length = len(sample.group.prompt.input_ids) // 4 + sample.length - 1
-    return Found(length, next(span.version for span in reversed(sample.spans) if span.kv != "kept"))
+    return StoredKv(length, next(span.version for span in reversed(sample.spans) if span.kv != "kept"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.kv.cost_model import why_not_store
-from sglang_april.kv.kv_pages import CopyTier, Found, KvState, Pages
+from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
 from sglang_april.scheduler.state import Sample
@@ -276,7 +276,7 @@ class Tiers:
             rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
         self.release(sample)
 
-    def recover_kv(self, sample: Sample, kv: Found) -> None:
+    def recover_kv(self, sample: Sample, kv: StoredKv) -> None:
         """After a restart, every rank has a file with this KV: use it if the budget has room."""
         pages = sample.kv.pages = Pages(kv.length, 0, None, None, None, KvState.STORED)
         if not self._make_room("disk", sample, pages):

@@ -76,10 +76,10 @@ def as_sequences(groups: Groups) -> Sequences:
 
 
 def largest_difference(trainer: Trainer, groups: Groups, field: str = "logprobs") -> float:
-    said: Sequence[float] = [x for group in groups for sample in group["samples"] for x in sample[field]]
+    reported: Sequence[float] = [x for group in groups for sample in group["samples"] for x in sample[field]]
     logprobs = trainer.logprobs([as_sequences(groups)])[0].numpy()
-    assert len(said) == len(logprobs) > 100
-    return float(np.abs(logprobs - np.array(said)).max())
+    assert len(reported) == len(logprobs) > 100
+    return float(np.abs(logprobs - np.array(reported)).max())
 
 
 def train(trainer: Trainer) -> None:

@@ -40,19 +40,19 @@ def test_every_variant_accounts_for_its_tokens(
     assert {row["variant"] for row in rows} >= set(KINDS) - {"april-factor", "april-continue"}
     assert {row["ablation"] for row in rows} == {None, "drain", "filter"}
     for row in rows:
-        told = f"{row['variant']} {row['ablation']}"
-        assert row.keys() >= FIELDS, told
-        assert (row["samples_lost"], row["samples_twice"]) == (0, 0), told
-        assert row["identity"] is (None if row["carry_source"] == "counter" else True), told
-        assert row["delivered_samples"] >= row["rounds"] * preset.plan.samples * (not row["ablation"]), told
+        reported = f"{row['variant']} {row['ablation']}"
+        assert row.keys() >= FIELDS, reported
+        assert (row["samples_lost"], row["samples_twice"]) == (0, 0), reported
+        assert row["identity"] is (None if row["carry_source"] == "counter" else True), reported
+        assert row["delivered_samples"] >= row["rounds"] * preset.plan.samples * (not row["ablation"]), reported
 
 
 def test_stop_latency_of_both_variants(server: Server) -> None:
     async def scene() -> list[Row]:
         async with EngineClient(server.url, patched=True) as engine:
-            ours = [await stop_latency.batch_quota(engine, 6, packed) for packed in (False, True)]
+            actual = [await stop_latency.batch_quota(engine, 6, packed) for packed in (False, True)]
             big = await stop_latency.big_reply(engine, 4, 20)
-            return [*ours, await stop_latency.outside(engine, 6), *big]
+            return [*actual, await stop_latency.outside(engine, 6), *big]
 
     rows = asyncio.run(scene())
     assert all(row["latency_ms"] > 0 for row in rows)

@@ -85,12 +85,12 @@ def in_rounds(server: Server, run: str, features: dict[str, Fields], tier: str) 
     return by_key([*groups, *server.drain(run)])
 
 
-def assert_samples_match(server: Server, tier: str, ours: dict[Key, Fields], wanted: dict[Key, Fields]) -> None:
+def assert_samples_match(server: Server, tier: str, actual: dict[Key, Fields], wanted: dict[Key, Fields]) -> None:
     """Compare bit for bit on kept KV, and within the stock server's noise after a recompute."""
     if tier == "none":
-        assert_near(ours, wanted, stock_noise(server), seeded=True)
+        assert_near(actual, wanted, stock_noise(server), seeded=True)
     else:
-        assert_same(ours, wanted)
+        assert_same(actual, wanted)
 
 
 def of(samples: dict[Key, Fields], name: str) -> list[Fields]:

@@ -34,8 +34,11 @@ def test_samples_resumed_from_int8_pages_stay_within_the_documented_error(int8: 
     assert server.state()["kv_pages"] == "int8"
     for tier in ("host", "disk"):
         mine = f"{run}-{tier}"
-        asked = [prompt("greedy", LENGTH, ids=40, **PARAMS["greedy"]), prompt("drawn", LENGTH, n=3, **PARAMS["drawn"])]
-        server.rollout(run=mine, prompts=[*asked, prompt("short", LENGTH // 2)], quota=1, tier=tier)
+        requested = [
+            prompt("greedy", LENGTH, ids=40, **PARAMS["greedy"]),
+            prompt("drawn", LENGTH, n=3, **PARAMS["drawn"]),
+        ]
+        server.rollout(run=mine, prompts=[*requested, prompt("short", LENGTH // 2)], quota=1, tier=tier)
         until(lambda: not server.state()["store"]["in_flight"], "all copies are made")
         before = {(p["id"], 0, p["index"]): p for p in server.partials(mine)}
         assert [p["tier"] for p in before.values()] == [tier] * 4

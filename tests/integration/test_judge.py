@@ -49,9 +49,9 @@ def test_previews_are_judged_during_generation(april: AprilClient, run: str) -> 
         if accepted == 3:
             continue  # the round is over, and what had finished before is shown all the same
         good = int(event.id[1:]) % 2 == 1
-        said = april.judge(name, accept=[event.id] if good else [], reject=[] if good else [event.id])
-        assert said["accepted"] + said["rejected"] == len(seen)
-        accepted = said["accepted"]
+        reported = april.judge(name, accept=[event.id] if good else [], reject=[] if good else [event.id])
+        assert reported["accepted"] + reported["rejected"] == len(seen)
+        accepted = reported["accepted"]
     assert (event.end_reason, seen[:6]) == ("quota", [f"p{i}" for i in range(6)])
     assert [(d["id"], d["accepted"]) for d in event.delivered] == [(f"p{i}", i % 2 == 1) for i in range(6)]
     assert (event.stats["delivered"]["accepted"], event.stats["delivered"]["rejected"]) == (3, 3)
@@ -106,8 +106,8 @@ def test_extend_with_the_async_client(server: Server, run: str) -> None:
             body = {"run": run, "round_id": name, "prompts": [prompt("a", 3)], "quota": 1, "count": "accepted"}
             events = april.stream(**body)
             assert (await anext(events)).id == "a"
-            said = await april.extend(name, quota_add=1, prompts=[prompt("b", 3, n=2), prompt("long", LONG)])
-            assert (said["quota"], said["counted"]) == (2, 0)
+            reported = await april.extend(name, quota_add=1, prompts=[prompt("b", 3, n=2), prompt("long", LONG)])
+            assert (reported["quota"], reported["counted"]) == (2, 0)
             assert (await april.judge(name, accept=["a"]))["accepted"] == 1
             assert (await anext(events)).id == "b"
             await april.judge(name, accept=["b"])

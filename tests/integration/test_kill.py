@@ -67,7 +67,7 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
     )
     before = {(p["id"], p["index"]): p for p in server.partials(run)}
     assert len(before) == 2 * len(kinds) + 1
-    asked = {
+    requested = {
         "run": run,
         "round_id": f"{run}-open",
         "prompts": [prompt("c", 1900)],
@@ -76,7 +76,7 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
         "proximal": True,  # the recompute after the restart collects again
     }
     scenario = KillScenario(server, lambda seed: models("qwen3", seed), seed=0)
-    with scenario.in_background(lambda: scenario.call("POST", "/april/rollout", asked)) as reply:
+    with scenario.in_background(lambda: scenario.call("POST", "/april/rollout", requested)) as reply:
         until(lambda: reply.done() or server.state()["samples"]["running"] > len(before), "the round runs")
         scenario.restart()
         assert {(p["id"], p["index"]): p["tokens"] for p in server.partials(run) if p["id"] != "c"} == {
@@ -89,7 +89,9 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
             [f"{run}-open"],
         )
         assert content(server.http.get(f"/april/rounds/{run}-last").json()) == content(last)
-        refused = server.http.post("/april/rollout", json={**asked, "run": f"{run}-other", "round_id": f"{run}-other"})
+        refused = server.http.post(
+            "/april/rollout", json={**requested, "run": f"{run}-other", "round_id": f"{run}-other"}
+        )
         assert "name the version" in refused.json()["error"]["reason"]
         assert [cached_tokens(server), cached_tokens(server)][1] > 0
         server.push(models("qwen3", 1), version=1, flush=False)

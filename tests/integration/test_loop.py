@@ -99,8 +99,8 @@ def test_evaluation_changes_no_training_sample(config: Callable[..., Any], tmp_p
 def test_each_algorithm_and_correction_takes_steps(config: Callable[..., Any], fields: dict[str, Any]) -> None:
     _, loop, rows = train(config(num_rollout=2, on_end="drop", **fields))
     assert len(rows) == 2
-    told = [(report.applied, np.isfinite(report.loss), report.stats.row()) for report in loop.reports]
-    assert all(applied and finite for applied, finite, _ in told), told
+    reported = [(report.applied, np.isfinite(report.loss), report.stats.row()) for report in loop.reports]
+    assert all(applied and finite for applied, finite, _ in reported), reported
     if "global_batch_size" in fields:
         assert len(loop.reports) == 4
     else:
@@ -142,10 +142,10 @@ def test_two_engines_deliver_one_quota(normal: LiveServer, second: LiveServer, c
     assert all(report.stats.row()["on_policy_gap"] < 1e-4 for report in loop.reports)
     assert sum(row["off_policy_share"] for row in rows) > 0
     for live in (normal, second):
-        told = live.server.state()
-        assert told["policy_version"] == rows[-1]["version"] + 1
-        assert told["runs"][loop.run_name]["groups"] == 0
-        assert not told["http"]["rounds"]
+        reported = live.server.state()
+        assert reported["policy_version"] == rows[-1]["version"] + 1
+        assert reported["runs"][loop.run_name]["groups"] == 0
+        assert not reported["http"]["rounds"]
 
 
 def test_two_engines_draw_the_same_samples_as_one_strictly_on_policy(

@@ -38,12 +38,12 @@ class Killed(RecordingLoop):
                     pid = server.actor.__ray_call__.remote(lambda _: os.getpid())
                     os.kill(ray.get(pid), signal.SIGKILL)
 
-        def heard(text: str) -> None:
+        def received(text: str) -> None:
             self.warnings.append(text)
             warn(text)
 
         self.engines.client.stream = dying_stream  # type: ignore[method-assign]
-        self.progress.warn = heard  # type: ignore[method-assign]
+        self.progress.warn = received  # type: ignore[method-assign]
 
 
 def test_ray_actors_train_on_the_same_samples_as_processes_despite_kills(

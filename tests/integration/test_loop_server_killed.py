@@ -41,13 +41,13 @@ class Killed(RecordingLoop):
                 self.kill("push")
             return push(version)
 
-        def heard(text: str) -> None:
+        def received(text: str) -> None:
             self.warnings.append(text)
             warn(text)
 
         self.engines.client.stream = dying_stream  # type: ignore[method-assign]
         self.trainer.push = dying_push  # type: ignore[method-assign]
-        self.progress.warn = heard  # type: ignore[method-assign]
+        self.progress.warn = received  # type: ignore[method-assign]
 
     def kill(self, when: str) -> None:
         """Once for each moment."""

@@ -61,13 +61,13 @@ def test_evicted_prompt_is_prefilled_again(server: Server, run: str) -> None:
 
 def test_members_that_cannot_share_are_prefilled(server: Server, run: str) -> None:
     """With a one-token prompt, penalties or a grammar, every member has its own prefill."""
-    asked = [
+    requested = [
         prompt("one", 4, ids=1, n=3),
         prompt("penalty", 4, n=3, presence_penalty=0.5),
         prompt("grammar", 4, n=3, regex="[ab]+"),
         prompt("shared", 4, n=3),
     ]
     count = Forwards(server)
-    reply = server.rollout(run=run, prompts=asked, quota=None)
+    reply = server.rollout(run=run, prompts=requested, quota=None)
     assert sum(count.rows(decode=False)) == 3 * 3 + 1
     assert reply["stats"]["started_on_prompt_kv"] == 2

@@ -78,8 +78,8 @@ def test_different_decision_of_one_rank_ends_the_server(two_ranks: Server, run: 
     until(lambda: not two_ranks.alive, "the server ends")
     found = difference(two_ranks)
     assert found is not None
-    said = {int(found[2]): found[3], int(found[4]): found[5]}
-    assert said == {0: "start p0[0] p1[0] p2[0]", 1: decided}
+    reported = {int(found[2]): found[3], int(found[4]): found[5]}
+    assert reported == {0: "start p0[0] p1[0] p2[0]", 1: decided}
 
 
 def test_without_the_comparison_wrong_tokens_are_delivered(

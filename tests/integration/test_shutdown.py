@@ -72,9 +72,9 @@ def test_a_restart_after_sigterm_resumes_on_the_disk(
 ) -> None:
     server = journalled
     before = leave(server, run)
-    asked = {"run": f"{run}-open", "round_id": f"{run}-open", "prompts": [prompt("open", LENGTH, n=2)], "quota": 1}
+    requested = {"run": f"{run}-open", "round_id": f"{run}-open", "prompts": [prompt("open", LENGTH, n=2)], "quota": 1}
     with server.slowed():
-        waiting = BackgroundRound(server, **asked)
+        waiting = BackgroundRound(server, **requested)
         until(lambda: server.state()["samples"]["running"] == 2, "the round runs")
         end(server, signal.SIGTERM)
         refused = waiting.reply(503)
@@ -89,7 +89,7 @@ def test_a_restart_after_sigterm_resumes_on_the_disk(
     found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
     assert {(p["id"], p["index"]): p["tokens"] for p in found} == before
     assert {p["tier"] for p in found} == {"disk"}
-    again = server.post("/april/rollout", asked)
+    again = server.post("/april/rollout", requested)
     assert (again["stats"]["resumed_kept"], again["stats"]["resumed_recomputed"]) == (2, 0)
     server.push(models("qwen3", 1))
     for tier in ("device", "host"):
@@ -120,16 +120,16 @@ def test_a_kill_redraws_few_tokens_and_none_that_a_stream_has_shown(journalled: 
     params = {"plain": {"temperature": 1.0}, "greedy": {"temperature": 0}, "repetition": {"repetition_penalty": 1.3}}
     prompts = [prompt(name, LENGTH, n=2, **given) for name, given in params.items()]
     wanted = by_key(server.rollout(run=f"{run}-wanted", prompts=prompts, quota=None)["finished"])
-    asked = {"run": run, "round_id": run, "prompts": [*prompts, prompt("short", 5 * EVERY)], "quota": None}
+    requested = {"run": run, "round_id": run, "prompts": [*prompts, prompt("short", 5 * EVERY)], "quota": None}
     with (
         server.slowed(0.02),
-        httpx.stream("POST", f"{server.url}/april/rollout", json={**asked, "stream": True}, timeout=120) as stream,
+        httpx.stream("POST", f"{server.url}/april/rollout", json={**requested, "stream": True}, timeout=120) as stream,
     ):
         shown = json.loads(next(stream.iter_lines()))
         end(server, signal.SIGKILL)
     assert shown["id"] == "short"
     restart(server)
-    reply = server.post("/april/rollout", asked)
+    reply = server.post("/april/rollout", requested)
     samples = by_key(reply["finished"])
     short = samples.pop(("short", 0, 0))
     assert all(short[name] == value for name, value in shown["samples"][0].items())

@@ -24,8 +24,8 @@ START_TIMEOUT_S = 300
 SMALL = ["--mem-fraction-static", "0.6", "--max-total-tokens", "4096"]
 QUOTA = ["--april-quota", "4"]
 IN_ENVIRONMENT = {"SGLANG_APRIL": '{"quota": 4}'}
-OURS = "sglang_april.launch_server"
-THEIRS = "sglang.launch_server"
+APRIL_LAUNCHER = "sglang_april.launch_server"
+SGLANG_LAUNCHER = "sglang.launch_server"
 
 # name: arguments, environment, and how the one sentence starts
 REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
@@ -101,7 +101,7 @@ def outcomes(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """Outcomes of all refused starts, run one after the other in forks of one process."""
     common = ["--model-path", model, "--port", str(free_port()), *SMALL]
     flags = [
-        {"name": name, "entry": "module", "module": THEIRS, "argv": [*common, *QUOTA, *argv], "env": env}
+        {"name": name, "entry": "module", "module": SGLANG_LAUNCHER, "argv": [*common, *QUOTA, *argv], "env": env}
         for name, (argv, env, _) in REFUSED_FLAGS.items()
     ]
     starts = [*flags, *ways_to_start(common, model, tmp_path_factory.mktemp("starts"))]
@@ -122,7 +122,7 @@ def outcomes(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str, Any]]:
     two_replicas = {"model_path": model, "dp_size": 2}
-    module = {"entry": "module", "module": THEIRS, "argv": [*common, *QUOTA]}
+    module = {"entry": "module", "module": SGLANG_LAUNCHER, "argv": [*common, *QUOTA]}
     metadata = folder / "sglang-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
@@ -131,20 +131,20 @@ def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str,
     # What SGLang itself asks for before it takes such a model on a CPU.
     for_recurrent = ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
     return [
-        {"name": "our_launcher", "entry": "module", "module": OURS, "argv": [*common, "--dp-size", "2"]},
+        {"name": "our_launcher", "entry": "module", "module": APRIL_LAUNCHER, "argv": [*common, "--dp-size", "2"]},
         {"name": "command", "entry": "command", "argv": [*common, *QUOTA, "--dp-size", "2"]},
         {"name": "engine", "entry": "engine", "arguments": two_replicas, "env": IN_ENVIRONMENT},
         {"name": "prebuilt", "entry": "prebuilt", "arguments": two_replicas, "env": IN_ENVIRONMENT},
         {"name": "bad_environment", "entry": "engine", "arguments": {}, "env": {"SGLANG_APRIL": "yes"}},
-        {**module, "name": "hidden_by_platform", "module": OURS, "env": {"SGLANG_PLATFORM": "other"}},
-        {**module, "name": "hidden_by_plugins", "module": OURS, "env": {"SGLANG_PLUGINS": "other"}},
+        {**module, "name": "hidden_by_platform", "module": APRIL_LAUNCHER, "env": {"SGLANG_PLATFORM": "other"}},
+        {**module, "name": "hidden_by_plugins", "module": APRIL_LAUNCHER, "env": {"SGLANG_PLUGINS": "other"}},
         {**module, "name": "unsupported_version", "sys_path": [str(folder)]},
         {**module, "name": "without_target", "entry": "without_target"},
         {**module, "name": "sliding_window", "argv": [*QUOTA, "--model-path", swa]},
         {**module, "name": "recurrent", "argv": [*QUOTA, "--model-path", recurrent, *for_recurrent]},
         {**module, "name": "hidden_from_theirs", "env": {"SGLANG_PLUGINS": "other"}},
         {**module, "name": "help", "argv": ["--help", *QUOTA]},
-        {**module, "name": "our_help", "module": OURS, "argv": ["--help"]},
+        {**module, "name": "our_help", "module": APRIL_LAUNCHER, "argv": ["--help"]},
         {"name": "inactive", "entry": "inactive", "env": {"SGLANG_APRIL": ""}},
     ]
 
@@ -190,7 +190,7 @@ def test_changed_hook_target_ends_the_start(model: str, tmp_path: Path) -> None:
     text = file.read_text()
     file.unlink()
     file.write_text(text.replace("        # Check parallel size constraints\n", "        self.tp_size += 0\n", 1))
-    command = [sys.executable, "-m", THEIRS, "--model-path", model, *QUOTA]
+    command = [sys.executable, "-m", SGLANG_LAUNCHER, "--model-path", model, *QUOTA]
     done = subprocess.run(
         command, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, check=False
     )
@@ -218,7 +218,7 @@ def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) ->
     """A server started without sglang-april's launcher."""
     port = str(free_port())
     if request.param.startswith("SGLang"):
-        command, extra = ["-m", THEIRS, "--model-path", model, "--port", port, *SMALL, *QUOTA], {}
+        command, extra = ["-m", SGLANG_LAUNCHER, "--model-path", model, "--port", port, *SMALL, *QUOTA], {}
     else:
         (tmp_path / "script.py").write_text(IN_CODE)
         command, extra = [str(tmp_path / "script.py"), model, port], IN_ENVIRONMENT
@@ -246,8 +246,8 @@ def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: s
     assert_all_hooks(info["april"])
     body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}
     assert httpx.post(f"{sglang_server}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 4
-    asked = {"prompts": [{"id": "a", "text": "1 2 3"}], "quota": 1, "sampling_params": {"max_new_tokens": 4}}
-    reply = httpx.post(f"{sglang_server}/april/rollout", json=asked, timeout=60).json()
+    requested = {"prompts": [{"id": "a", "text": "1 2 3"}], "quota": 1, "sampling_params": {"max_new_tokens": 4}}
+    reply = httpx.post(f"{sglang_server}/april/rollout", json=requested, timeout=60).json()
     assert [group["id"] for group in reply["finished"]] == ["a"]
 
 
@@ -272,11 +272,11 @@ def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None
 
 
 def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
-    said = [line for line in outcome["stderr"].splitlines() if line.startswith("sglang-april: ")]
+    reported = [line for line in outcome["stderr"].splitlines() if line.startswith("sglang-april: ")]
     assert outcome["code"] == 1, outcome["stderr"][-2000:]
-    assert len(said) == 1, said
-    assert said[0].startswith(f"sglang-april: {sentence}")
-    assert "Traceback" not in outcome["stderr"].split(said[0])[1]
+    assert len(reported) == 1, reported
+    assert reported[0].startswith(f"sglang-april: {sentence}")
+    assert "Traceback" not in outcome["stderr"].split(reported[0])[1]
     assert not outcome["left_behind"]
 
 
@@ -286,8 +286,8 @@ def assert_all_hooks(report: dict[str, Any]) -> None:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    ours = ("SGLANG_APRIL", "SGLANG_APRIL_CPU", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
-    return {name: value for name, value in os.environ.items() if name not in ours} | extra
+    actual = ("SGLANG_APRIL", "SGLANG_APRIL_CPU", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
+    return {name: value for name, value in os.environ.items() if name not in actual} | extra
 
 
 def free_port() -> int:

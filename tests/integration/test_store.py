@@ -24,8 +24,8 @@ def stored(live: LiveServer) -> int:
 def test_group_prompt_is_stored_once_on_the_host(live: LiveServer, run: str) -> None:
     """The whole pages of the prompt are stored once, each member's own pages behind them, also across a push."""
     server, before = live.server, stored(live)
-    asked = [prompt("group", 60, ids=LENGTH, n=MEMBERS, **PARAMS["group"]), prompt("short", 20, **PARAMS["short"])]
-    groups = server.rollout(run=run, prompts=asked, quota=1, tier="host")["finished"]
+    requested = [prompt("group", 60, ids=LENGTH, n=MEMBERS, **PARAMS["group"]), prompt("short", 20, **PARAMS["short"])]
+    groups = server.rollout(run=run, prompts=requested, quota=1, tier="host")["finished"]
     until(lambda: not server.state()["store"]["in_flight"], "all copies are made")
     partials = server.partials(run)
     assert [p["tier"] for p in partials] == ["host"] * MEMBERS

@@ -31,8 +31,8 @@ def test_two_ranks_recover_their_files_after_a_kill_and_deliver_everything_once(
 ) -> None:
     """A file that only rank 1 has lost, and one that is damaged there alone, are recomputed by both ranks."""
     server, live = journalled.server, journalled
-    asked = [*(prompt(f"p{i}", LENGTH, n=2, **PARAMS) for i in range(4)), prompt("short", 12, **PARAMS)]
-    groups = server.rollout(run=run, prompts=asked, quota=1, tier="disk")["finished"]
+    requested = [*(prompt(f"p{i}", LENGTH, n=2, **PARAMS) for i in range(4)), prompt("short", 12, **PARAMS)]
+    groups = server.rollout(run=run, prompts=requested, quota=1, tier="disk")["finished"]
     until(lambda: not server.state()["store"]["in_flight"], "all files are written")
     before = {(p["id"], 0, p["index"]): p["tokens"] for p in server.partials(run)}
     assert {p["tier"] for p in server.partials(run)} == {"disk"}
@@ -69,7 +69,7 @@ def test_two_ranks_recover_their_files_after_a_kill_and_deliver_everything_once(
     assert by_key(opened).keys() == {("open", 0, i) for i in range(3)}
     assert server.state()["samples"] == dict.fromkeys(server.state()["samples"], 0)
     assert server.http.get("/april/check").json() == {"ok": True, "problem": ""}
-    live.check(groups + last["finished"] + opened, {"open": PARAMS, **{p["id"]: PARAMS for p in asked}})
+    live.check(groups + last["finished"] + opened, {"open": PARAMS, **{p["id"]: PARAMS for p in requested}})
     decided_alike(live)
 
 

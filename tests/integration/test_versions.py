@@ -162,7 +162,7 @@ def test_truncated_sampling_is_reported_as_a_warning(normal: LiveServer, run: st
 def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, run: str) -> None:
     """Positive control with `flush_cache: false`: cached tokens before the push, none after it."""
     server, prompt = live.server, list(range(30, 62))
-    ours = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    actual = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
 
     def cached_tokens() -> int:
         answer = server.post("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}})
@@ -170,7 +170,7 @@ def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, ru
 
     def prefilled_by_round(name: str) -> int:
         before = len(server.forwards())
-        server.rollout(run=run, prompts=[{"id": name, **ours}], quota=1)
+        server.rollout(run=run, prompts=[{"id": name, **actual}], quota=1)
         return sum(f["tokens"] for f in server.forwards()[before:] if not f["decode"])
 
     server.post("/flush_cache")

@@ -44,11 +44,11 @@ def test_kernel_matches_reference(shape: str, page_tokens: int, device: str) -> 
         assert same((pages, plain, sums), (expected.pages, expected.pages, expected.sums)), (tokens, kind)
         assert torch.equal(triton_impl.checksum(pages, programs=2), sums)
 
-        ours, theirs = (pool(SHAPES[shape], SLOTS, device, empty=True) for _ in range(2))
+        actual, theirs = (pool(SHAPES[shape], SLOTS, device, empty=True) for _ in range(2))
         others = torch.where(slots < 0, -1, choose_slots("random", tokens, SLOTS, device, seed=seed + 1))
-        triton_impl.unpack(ours, others, pages, programs=7)
+        triton_impl.unpack(actual, others, pages, programs=7)
         reference.unpack(theirs, others, pages)
-        assert same(bytes_of(ours), bytes_of(theirs)), (tokens, kind)
+        assert same(bytes_of(actual), bytes_of(theirs)), (tokens, kind)
 
 
 def test_kernel_writes_only_its_pages(device: str) -> None:

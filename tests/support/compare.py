@@ -28,24 +28,26 @@ def by_key(groups: Iterable[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
     return found
 
 
-def assert_same(ours: dict[Key, dict[str, Any]], wanted: dict[Key, dict[str, Any]]) -> None:
+def assert_same(actual: dict[Key, dict[str, Any]], wanted: dict[Key, dict[str, Any]]) -> None:
     """Bit for bit: tokens, logprobs, top logprobs, texts, seeds, and how they ended."""
-    assert ours.keys() == wanted.keys()
-    for key, sample in ours.items():
+    assert actual.keys() == wanted.keys()
+    for key, sample in actual.items():
         for name in ("output_ids", "logprobs", "text", "finish_reason", "seed", "top_logprobs"):
             got, expected = sample.get(name), wanted[key].get(name)
             assert got == expected, f"{key}: {name} differ: {got} instead of {expected}"
 
 
-def assert_near(ours: dict[Key, dict[str, Any]], wanted: dict[Key, dict[str, Any]], noise: float, **how: bool) -> None:
+def assert_near(
+    actual: dict[Key, dict[str, Any]], wanted: dict[Key, dict[str, Any]], noise: float, **how: bool
+) -> None:
     """Within `ALLOWED` x `noise`: tokens equal up to the first near-tie, logprobs of those before it close.
 
     Args:
         noise: largest logprob difference that the stock server shows between batch compositions.
         how: `seeded=True` for samples drawn by their seeds instead of greedily.
     """
-    assert ours.keys() == wanted.keys()
-    for key, sample in ours.items():
+    assert actual.keys() == wanted.keys()
+    for key, sample in actual.items():
         gap = difference(sample, wanted[key], ALLOWED * noise, **how)
         assert gap <= ALLOWED * noise, f"{key}: {gap} apart, noise {noise}"
 

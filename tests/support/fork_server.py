@@ -70,11 +70,11 @@ class ForkServer:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-        asked, answers = self._process.stdin, self._process.stdout
-        assert asked is not None
+        requested, answers = self._process.stdin, self._process.stdout
+        assert requested is not None
         assert answers is not None
-        asked.write(json.dumps({"argv": list(argv), "env": dict(env), "log": str(log)}) + "\n")
-        asked.flush()
+        requested.write(json.dumps({"argv": list(argv), "env": dict(env), "log": str(log)}) + "\n")
+        requested.flush()
         answer = answers.readline()
         assert answer, "the fork server has died"
         return Forked(int(answer))

@@ -11,14 +11,14 @@ from tests.unit.crashing_harness import KEPT
 from tests.unit.fake_loop import token
 
 RUNS = ("a", "b", "c")
-Word = messages.Command | messages.Event
+PipeMessage = messages.Command | messages.Event
 
 
 class CrashClient:
     """Runs in the parent process: remembers every message and compares the next epoch with them."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, messages.Command] = {}
+        self.issued: dict[int, messages.Command] = {}
         self.accepted: dict[tuple[str, str], int] = {}
         """(run, id) -> n of every prompt that was accepted."""
         self.gone: set[tuple[str, str]] = set()
@@ -32,25 +32,25 @@ class CrashClient:
         self.finished: dict[tuple[str, str, int], messages.FinishedSample] = {}
         self.restored = 0
 
-    def hear(self, word: Word) -> None:
-        match word:
+    def observe(self, message: PipeMessage) -> None:
+        match message:
             case messages.Answer():
-                self._answered(word)
+                self._answered(message)
             case messages.Finished():
-                self.finished |= {(s.run, s.id, s.index): s for s in word.samples}
+                self.finished |= {(s.run, s.id, s.index): s for s in message.samples}
             case messages.RoundEnded():
-                samples = [self.finished[word.run, d.id, i] for d in word.deliver for i in d.indices]
-                self._replied(word, samples)
+                samples = [self.finished[message.run, d.id, i] for d in message.deliver for i in d.indices]
+                self._replied(message, samples)
             case messages.Restored():
-                self._restored(word)
+                self._restored(message)
             case messages.Named() | messages.JournalFault():
-                assert not isinstance(word, messages.JournalFault), word
+                assert not isinstance(message, messages.JournalFault), message
             case _:
-                self.asked[word.seq] = word
+                self.issued[message.seq] = message
 
     def _answered(self, answer: messages.Answer) -> None:
         assert answer.status == 200, answer
-        match self.asked.pop(answer.seq):
+        match self.issued.pop(answer.seq):
             case messages.OpenRound(spec=spec, prompts=prompts):
                 self.open[spec.round_id] = spec.run
                 self.accepted |= {(spec.run, p.id): p.n for p in prompts}
@@ -76,8 +76,8 @@ class CrashClient:
         assert not epoch.warnings, epoch.warnings
         before = dict(self.finished)
         self.finished |= {(s.run, s.id, s.index): s for s in epoch.finished}
-        unanswered = list(self.asked.values())
-        self.asked.clear()
+        unanswered = list(self.issued.values())
+        self.issued.clear()
         # What was asked in the moment of death may or may not have come to pass.
         rounds = {r.round_id: r.run for r in epoch.rounds} | {r.spec.round_id: r.spec.run for r in epoch.replies}
         for command in unanswered:
@@ -116,6 +116,6 @@ def _tokens(sample: messages.FinishedSample) -> tuple[bytes, bytes]:
 
 
 def _content(ended: messages.RoundEnded, samples: list[messages.FinishedSample]) -> bytes:
-    # Which of two that ended in one step completed their group is nothing that a reply says.
+    # A reply does not show which of two samples that ended in one step completed their group.
     in_order = sorted((msgspec.structs.replace(s, whole=False) for s in samples), key=lambda s: (s.id, s.index))
     return messages.encode(ended) + msgspec.msgpack.encode(in_order)

@@ -1,7 +1,7 @@
 """A scheduler without a model in a process of its own, whose journal and files of pages outlive it.
 
 What it does is paced by its journal, not by the clock: it is never more than a few batches ahead of the writer, and
-never more than a pipe of words ahead of who listens. So a kill meets all phases alike, however slow the disk is.
+at most the capacity of a pipe ahead of its reader. So kills hit all phases equally, however slow the disk is.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from sglang_april.recovery.kv_recovery import KvSearch
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
-from tests.unit.crash_client import RUNS, CrashClient, Word
+from tests.unit.crash_client import RUNS, CrashClient, PipeMessage
 from tests.unit.crashing_harness import KEPT, recall_all
 from tests.unit.recount import recount, samples_of
 from tests.unit.storing_engine import StoringEngine, key_of
@@ -45,13 +45,13 @@ class PacedJournal(Journal):
         self._ahead, self._done, self._told = ahead, 0, threading.Condition()
 
     def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
-        def told(last: int, error: str, failed: Mapping[int, str]) -> None:
+        def on_stored(last: int, error: str, failed: Mapping[int, str]) -> None:
             written(last, error, failed)
             with self._told:
                 self._done = last
                 self._told.notify()
 
-        super().start(told)
+        super().start(on_stored)
 
     def put(self, batch: Sequence[Op]) -> int:
         number = super().put(batch)
@@ -61,7 +61,7 @@ class PacedJournal(Journal):
 
 
 class CrashLoop:
-    """The child: a client's commands, at random, and what the scheduler says, as words in a pipe."""
+    """The child: random commands of a client, and the scheduler's events; it writes both to a pipe."""
 
     caps: Mapping[str, int] = {"pool": POOL, "host_cap": HOST, "disk_cap": DISK}
     tiers: Sequence[messages.Tier] = ("auto", "device", "host", "disk", "none")
@@ -70,9 +70,9 @@ class CrashLoop:
         self.rng, self.pipe, self.seed = random.Random(seed), pipe, seed
         self.seq, self.lock = 0, threading.Lock()
         self.busy: set[str] = set()
-        """Runs whose round is open, as far as the client has heard."""
+        """Runs whose round is open, as far as the client has been informed."""
         self.engine = StoringEngine(folder, slots=SLOTS, overlap=seed % 2 == 0, **self.caps)
-        self.engine.on_event = self.say
+        self.engine.on_event = self.publish
         journal = PacedJournal(folder / "journal", ahead=self.rng.choice((0, 1, 4)))
         saved = journal.load()
         version, unnamed = starting_version(None, saved.version)
@@ -94,20 +94,20 @@ class CrashLoop:
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
-    def say(self, word: Word) -> None:
-        """One word at a time; the journal's thread speaks too."""
-        if isinstance(word, messages.RoundEnded):
-            self.busy.discard(word.run)
-            self.replies.append((word.run, word.round_id))
-        body = messages.encode(word)
-        kind = EVENT if isinstance(word, messages.Event) else COMMAND
+    def publish(self, message: PipeMessage) -> None:
+        """Write one message; the journal's thread calls this too."""
+        if isinstance(message, messages.RoundEnded):
+            self.busy.discard(message.run)
+            self.replies.append((message.run, message.round_id))
+        body = messages.encode(message)
+        kind = EVENT if isinstance(message, messages.Event) else COMMAND
         with self.lock:
             os.write(self.pipe, HEAD.pack(kind, len(body)) + body)
 
-    def ask(self, kind: type[Any], **fields: Any) -> None:
+    def issue(self, kind: type[Any], **fields: Any) -> None:
         self.seq += 1
         command = kind(seq=self.seq, **fields)
-        self.say(command)
+        self.publish(command)
         self.engine.controller.command(command)
 
     def open(self, run: str, count: int, quota: int | None) -> None:
@@ -117,7 +117,7 @@ class CrashLoop:
         params = list(map(msgspec.msgpack.encode, sizes))
         held = self.rng.random() < 0.1
         name = f"{run}.{self.seed}.{self.seq}"
-        self.ask(
+        self.issue(
             messages.OpenRound,
             spec=self.spec(
                 round_id=name,
@@ -133,21 +133,21 @@ class CrashLoop:
             params=params,
         )
         if held:
-            self.ask(messages.Acknowledge, round_id=name)
+            self.issue(messages.Acknowledge, round_id=name)
 
     def delete_replies(self, run: str) -> None:
         """All but the last few of a run, as the HTTP process decides."""
         for reply in [reply for reply in list(self.replies) if reply[0] == run][:-KEPT]:
             self.replies.remove(reply)
-            self.ask(messages.DeleteReply, round_id=reply[1])
+            self.issue(messages.DeleteReply, round_id=reply[1])
 
     def spec(self, **fields: Any) -> messages.RoundSpec:
         return messages.RoundSpec(**fields)
 
     def name_the_version(self) -> None:
         if self.context.clock.closed:
-            self.ask(messages.PushBegin)
-            self.ask(messages.PushEnd)
+            self.issue(messages.PushBegin)
+            self.issue(messages.PushEnd)
 
     def live(self) -> None:
         """Run until the process is killed."""
@@ -170,15 +170,15 @@ class CrashLoop:
     def disturb(self) -> None:
         match self.rng.randrange(4):
             case 0:
-                self.ask(messages.PushBegin)
-                self.ask(messages.PushEnd)
+                self.issue(messages.PushBegin)
+                self.issue(messages.PushEnd)
             case 1 if self.context.rounds:
                 rnd = self.rng.choice(list(self.context.rounds.values()))
-                self.ask(messages.StopRound, round_id=rnd.spec.round_id)
+                self.issue(messages.StopRound, round_id=rnd.spec.round_id)
             case 2:
                 run = self.context.ledger.run(self.rng.choice(RUNS))
                 if run.groups:
-                    self.ask(messages.Drop, run=run.name, ids=[self.rng.choice(list(run.groups))])
+                    self.issue(messages.Drop, run=run.name, ids=[self.rng.choice(list(run.groups))])
             case 3:
                 self.engine.flush()
 
@@ -190,12 +190,12 @@ class CrashLoop:
             for run in (r for r in RUNS if r not in self.busy and self.context.ledger.run(r).groups):
                 self.open(run, 0, None)
             for rnd in [r for r in self.context.rounds.values() if r.spec.quota is not None or r.judged]:
-                self.ask(messages.StopRound, round_id=rnd.spec.round_id)
+                self.issue(messages.StopRound, round_id=rnd.spec.round_id)
             self.engine.step()
         self.recorder.close()
 
 
-def words(pipe: int) -> Iterator[Word]:
+def messages_of(pipe: int) -> Iterator[PipeMessage]:
     """The messages of an epoch; one that its end cut off does not count."""
     data = b""
     while True:
@@ -221,9 +221,9 @@ def one_epoch(folder: Path, client: CrashClient, seed: int, last_word: int | Non
         else:
             epoch.live()
 
-    heard, status = forked(live, client, last_word)
+    received, status = forked(live, client, last_word)
     assert status == (0 if last_word is None else -signal.SIGKILL), f"epoch {seed} ended by itself: {status}"
-    return heard
+    return received
 
 
 def forked(live: Callable[[int], None], client: CrashClient, last_word: int | None = None) -> tuple[int, int]:
@@ -242,15 +242,15 @@ def forked(live: Callable[[int], None], client: CrashClient, last_word: int | No
         finally:
             os._exit(status)
     os.close(write)
-    heard = 0
+    received = 0
     try:
-        for word in words(read):
-            client.hear(word)
-            heard += 1
-            if heard == last_word:
+        for message in messages_of(read):
+            client.observe(message)
+            received += 1
+            if received == last_word:
                 os.kill(child, signal.SIGKILL)
     finally:
         os.close(read)
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return heard, status
+    return received, status

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal import Journal, OnWritten
 from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
@@ -76,9 +76,9 @@ class CrashingHarness(ControllerHarness):
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
-    def _look(self, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
-        asked = [(sample_key(sample), kv) for sample, kv in wanted]
-        return combine_outcomes([KvSearch(e.copies.folder, self.saved.epoch).find_all(asked) for e in self.engines])
+    def _look(self, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
+        requested = [(sample_key(sample), kv) for sample, kv in wanted]
+        return combine_outcomes([KvSearch(e.copies.folder, self.saved.epoch).find_all(requested) for e in self.engines])
 
     def _begin(self, epoch: str) -> None:
         for e in self.engines:
@@ -184,8 +184,8 @@ class CrashingHarness(ControllerHarness):
         assert sorted(saved.gone) == sorted(self.deleted)
         for run in {r.run for r in self.replies}:
             kept = [r for r in saved.replies if r.spec.run == run]
-            heard = [r for r in self.replies if r.run == run and r.round_id not in self.deleted]
-            assert [messages.encode(r.ended) for r in kept] == [messages.encode(r) for r in heard]
+            received = [r for r in self.replies if r.run == run and r.round_id not in self.deleted]
+            assert [messages.encode(r.ended) for r in kept] == [messages.encode(r) for r in received]
             for reply in kept:
                 named = {((run, d.id, d.incarnation), i) for d in reply.ended.deliver for i in d.indices}
                 there = {((run, s.id, s.incarnation), s.index): s for s in reply.samples}
@@ -194,7 +194,7 @@ class CrashingHarness(ControllerHarness):
 
 
 def recall_all(engine: FakeEngine, histories: Mapping[SampleKey, list[Any]] | None = None) -> None:
-    """What the engine makes of restored samples when it first needs them; and what the test knows of their tokens."""
+    """Builds requests of restored samples when the engine first needs them, and records their tokens."""
     ledger = engine.controller.context.ledger
     for sample in samples_of(ledger):
         name = f"{sample.group.order}.{sample.index}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.api import messages
-from sglang_april.kv.kv_pages import Found, Pages
+from sglang_april.kv.kv_pages import Pages, StoredKv
 
 Cells = list[tuple[str, int, int] | None]
 SampleKey = tuple[str, str, int, int]
@@ -16,7 +16,7 @@ SampleKey = tuple[str, str, int, int]
 class File:
     """A file of the disk tier: header, pages, and the history of its output tokens, which only checks read."""
 
-    found: Found
+    found: StoredKv
     cells: Cells
     history: list[Any]
     sound: bool = True
@@ -29,7 +29,7 @@ class Folder:
     files: dict[SampleKey, File] = field(default_factory=dict)
     epoch: str = ""
 
-    def find(self, key: SampleKey, wanted: Found) -> int:
+    def find(self, key: SampleKey, wanted: StoredKv) -> int:
         file = self.files.get(key)
         if file is None or file.found != wanted:
             return 0
@@ -78,7 +78,7 @@ class Copies:
 
     def put(self, order: int, pages: Pages, key: SampleKey, version: int, history: list[Any]) -> None:
         number, tier, slots = pages.copy.number, pages.copy.tier, list(pages.slots)
-        self._key[number] = key, File(Found(pages.length, version), [], history)
+        self._key[number] = key, File(StoredKv(pages.length, version), [], history)
 
         def act() -> str:
             # Read now instead of at the order, so that a slot reused meanwhile is detected.

@@ -133,15 +133,15 @@ class FaultLoop(CrashLoop):
         self.engine.controller.thaw()
 
     def look(self) -> None:
-        self.ask(messages.GetState)
-        self.ask(messages.GetState, check=True)
-        self.ask(messages.GetPartials)
+        self.issue(messages.GetState)
+        self.issue(messages.GetState, check=True)
+        self.issue(messages.GetPartials)
 
     def judge_all(self) -> None:
         for rnd in self.context.rounds.values():
             ripe = [g.id for g in rnd.run.groups.values() if g.whole and g.accepted is None]
             if rnd.judged and ripe:
-                self.ask(messages.JudgeRound, round_id=rnd.spec.round_id, accept=ripe[:1], reject=ripe[1:])
+                self.issue(messages.JudgeRound, round_id=rnd.spec.round_id, accept=ripe[:1], reject=ripe[1:])
                 return
 
     def extend_one(self) -> None:
@@ -149,7 +149,7 @@ class FaultLoop(CrashLoop):
             rnd = self.rng.choice(list(self.context.rounds.values()))
             given = [messages.Prompt(f"{self.seed}.{self.seq}.9", bytes(12), 2, 0, 9)]
             size = [msgspec.msgpack.encode(6)]
-            self.ask(messages.ExtendRound, round_id=rnd.spec.round_id, quota_add=0, prompts=given, params=size)
+            self.issue(messages.ExtendRound, round_id=rnd.spec.round_id, quota_add=0, prompts=given, params=size)
 
     def foreign(self) -> None:
         """Stock requests, which take memory as they grow."""
@@ -179,9 +179,9 @@ class FaultClient(CrashClient):
     """Knows that a round may end before a verdict or a prompt reaches it."""
 
     def _answered(self, answer: messages.Answer) -> None:
-        command = self.asked.get(answer.seq)
+        command = self.issued.get(answer.seq)
         if answer.status == 409 and isinstance(command, messages.JudgeRound | messages.ExtendRound):
-            del self.asked[answer.seq]
+            del self.issued[answer.seq]
             return
         super()._answered(answer)
         if isinstance(command, messages.ExtendRound):
@@ -190,7 +190,7 @@ class FaultClient(CrashClient):
 
     def _restored(self, epoch: messages.Restored) -> None:
         there = {(run, prompt.id) for run, prompt in epoch.groups}
-        for command in self.asked.values():
+        for command in self.issued.values():
             if isinstance(command, messages.ExtendRound):
                 run = command.round_id.split(".")[0]
                 self.accepted |= {(run, p.id): p.n for p in command.prompts if (run, p.id) in there}

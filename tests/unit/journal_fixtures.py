@@ -19,8 +19,8 @@ def ids(*values: int) -> bytes:
 
 
 def request(round_id: str, *prompts: str, held: bool = False) -> OpenRound:
-    asked = [Prompt(p, ids(1, 2), 2, 0, 7) for p in prompts]
-    return OpenRound(1, RoundSpec(round_id, "run", 1, "group", "keep", 5, keep_until_ack=held), asked, [b"params"])
+    requested = [Prompt(p, ids(1, 2), 2, 0, 7) for p in prompts]
+    return OpenRound(1, RoundSpec(round_id, "run", 1, "group", "keep", 5, keep_until_ack=held), requested, [b"params"])
 
 
 def chunk(*values: int, start: int = 0) -> Chunk:

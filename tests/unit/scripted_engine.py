@@ -62,7 +62,7 @@ class ScriptedEngine:
         command = messages.decode_message(payload)
         self.commands.append(command)
         if type(command) not in self.silent:
-            self.tell(self._answer(command))
+            self.emit(self._answer(command))
 
     def _answer(self, command: messages.Command) -> messages.Answer:
         canned = self.answers.get(type(command))
@@ -83,13 +83,13 @@ class ScriptedEngine:
         more = {"closed": "", "running": self.running} if brief else {}
         return messages.Answer(command.seq, data={"policy_version": self.version, **more})
 
-    def tell(self, message: messages.Event) -> None:
+    def emit(self, message: messages.Event) -> None:
         self.april.receive(messages.encode(message))
 
     def finish(self, opened: messages.OpenRound, *names: tuple[str, int], whole: bool = True, ids: str = "ab") -> None:
         """The samples `(id, index)` end in one step; the last of each id completes its group if `whole`."""
         last = dict(names)
-        self.tell(
+        self.emit(
             messages.Finished([self.sample(opened, name, i, ids, whole and last[name] == i) for name, i in names])
         )
 
@@ -119,7 +119,7 @@ class ScriptedEngine:
         carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
         stats = more.get("stats", {"tokens_after_quota": 0, "warnings": []})
         spec = opened.spec
-        self.tell(messages.RoundEnded(spec.round_id, spec.run, self.version, reason, deliver, carried, stats))
+        self.emit(messages.RoundEnded(spec.round_id, spec.run, self.version, reason, deliver, carried, stats))
 
     @property
     def opened(self) -> messages.OpenRound:

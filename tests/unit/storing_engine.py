@@ -16,7 +16,7 @@ from april_kernels.kv_pages import PlaneTable
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.disk_tier import DiskTier, Key
 from sglang_april.kv.host_tier import HostArena
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.kv.page_format import RawPages
 from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
@@ -92,7 +92,7 @@ class StoringEngine(FakeEngine):
         rows = self.rows[: pages.length, 0].tolist()
         assert [row[:2] for row in rows] == [[_number(name), at] for at in range(pages.length)], "another sample's KV"
         cells = [(name, at, version) for _, at, version, _ in rows]
-        self.copies.folder.write(sample_key(sample), File(Found(pages.length, sample.kv.version), cells, []))
+        self.copies.folder.write(sample_key(sample), File(StoredKv(pages.length, sample.kv.version), cells, []))
         super().recover_kv(sample)
 
 

@@ -41,12 +41,12 @@ def test_client_side_variants_run_at_their_best_measured_factor() -> None:
     for cell in PRESETS["cpu"].cells():
         if cell.tries and cell.plan and cell.variant in ("outside", "async") and cell.plan.n == 4:
             best = {"outside": 2.0, "async": 3.0}[cell.variant]
-            told = {"variant": cell.variant, "distribution": cell.distribution, "ablation": cell.ablation}
+            reported = {"variant": cell.variant, "distribution": cell.distribution, "ablation": cell.ablation}
             # Who delivers a carry that was there before, and no more than others compute, is not better.
             grown = -50 if cell.plan.over_sampling > best else 0
             share = {"share_of_limit": 1.9 if grown else 1 - abs(cell.plan.over_sampling - best)}
             share |= {"carry_grown": grown, "delivered_tokens": 100}
-            testbed.note({**told, **share, "together": cell.together, "plan": asdict(cell.plan)})
+            testbed.note({**reported, **share, "together": cell.together, "plan": asdict(cell.plan)})
             assert testbed.plan(cell) == cell.plan, "what is tried is tried as it is"
     assert factors("lognormal") == [2.0, 2.0, 3.0, 1.5]
     assert factors("pareto") == factors("extreme:100") == [2.0, 2.0, 1.5, 1.5]

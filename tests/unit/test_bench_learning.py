@@ -17,10 +17,10 @@ from trainer_bridge.args import load
 
 
 def test_paired_difference_matches_scipy() -> None:
-    ours, base = {0: 0.81, 1: 0.84, 2: 0.79, 3: 0.9}, {0: 0.80, 1: 0.80, 2: 0.81, 3: 0.85, 7: 0.1}
+    actual, base = {0: 0.81, 1: 0.84, 2: 0.79, 3: 0.9}, {0: 0.80, 1: 0.80, 2: 0.81, 3: 0.85, 7: 0.1}
     seeds = range(4)
-    scipys = stats.ttest_rel([ours[s] for s in seeds], [base[s] for s in seeds]).confidence_interval(0.95)
-    found = paired(ours, base)
+    scipys = stats.ttest_rel([actual[s] for s in seeds], [base[s] for s in seeds]).confidence_interval(0.95)
+    found = paired(actual, base)
     assert found is not None
     assert found.low is not None
     assert found.high is not None
@@ -56,9 +56,9 @@ def test_no_comparison_without_a_common_seed() -> None:
 
 def test_ks_distance_matches_scipy() -> None:
     draw = random.Random(0)
-    ours, base = ([draw.randrange(1, 40) for _ in range(count)] for count in (200, 331))
-    found = ks_distance(Counter(ours), Counter(base))
-    assert found == pytest.approx(stats.ks_2samp(ours, base).statistic)
+    actual, base = ([draw.randrange(1, 40) for _ in range(count)] for count in (200, 331))
+    found = ks_distance(Counter(actual), Counter(base))
+    assert found == pytest.approx(stats.ks_2samp(actual, base).statistic)
     assert ks_distance({3: 2}, {3: 5}) == 0.0
     assert ks_distance({1: 1}, {2: 1}) == 1.0
 

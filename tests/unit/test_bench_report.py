@@ -128,9 +128,11 @@ def test_targets_are_judged_by_the_rows() -> None:
     ]
     more = [row("april-auto", 170, 17), row("synchronous", 100, 10, distribution="constant")]
     more += [row("april-keep", 100, 98, distribution="constant"), row("april-auto", 97, 10, distribution="constant")]
-    told = aims(newest([*ROWS, *more], "cpu"))
-    assert "1.6 × synchronous: **partly** (`april-keep` 1.50, `april-auto` 1.70, rows: 2, biased)" in told
-    assert "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97, rows: 1)" in told
+    reported = aims(newest([*ROWS, *more], "cpu"))
+    assert "1.6 × synchronous: **partly** (`april-keep` 1.50, `april-auto` 1.70, rows: 2, biased)" in reported
+    assert (
+        "constant: at least 0.98 × synchronous: **partly** (`april-keep` 1.00, `april-auto` 0.97, rows: 1)" in reported
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_targets_are_judged_by_the_rows() -> None:
 def test_row_with_a_shrinking_carry_meets_no_target(carry: dict[str, int], verdict: str) -> None:
     """Waves within the measured rounds are marked, and judged: what was delivered in them was computed in them."""
     rows = [row("synchronous", 100, 10), row("april-keep", 300, 30, steady=False, **carry)]
-    told = aims(newest(rows, "cpu"))
-    assert f"1.6 × synchronous: **{verdict}** (`april-keep` 3.00, rows: 1, not steady)" in told
+    reported = aims(newest(rows, "cpu"))
+    assert f"1.6 × synchronous: **{verdict}** (`april-keep` 3.00, rows: 1, not steady)" in reported
 
 
 def test_change_of_machine_speed_is_no_gain() -> None:

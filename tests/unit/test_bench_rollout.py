@@ -165,14 +165,14 @@ def test_the_limit_is_taken_while_the_batch_is_full() -> None:
 
 
 def test_batch_that_no_probe_saw_is_decoded_again() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     class Quick:
         """A server whose first batch is over at once, and nobody has seen the second half of."""
 
         async def post(self, _route: str, body: dict[str, Any]) -> None:
-            asked.append(len(body["input_ids"]))
-            await asyncio.sleep(0.03 * (len(asked) - 1))
+            requested.append(len(body["input_ids"]))
+            await asyncio.sleep(0.03 * (len(requested) - 1))
 
         async def counters(self) -> Counters:
             at = time.monotonic()
@@ -180,7 +180,7 @@ def test_batch_that_no_probe_saw_is_decoded_again() -> None:
 
     engine: Any = Quick()
     assert asyncio.run(decode_rate(engine, 8, 40, 3)).rate == pytest.approx(8000, rel=0.2)
-    assert asked == [8, 8]
+    assert requested == [8, 8]
 
 
 def test_the_halves_of_a_full_batch_have_their_own_contexts() -> None:

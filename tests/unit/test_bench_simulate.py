@@ -87,14 +87,14 @@ def test_validate_uses_the_costs_measured_with_each_row() -> None:
     row |= {"plan": {"slots": 16, "groups": 3, "n": 2}}
     slow = replace(H100_4B, step_s=0.05)
     rates = [simulated(preset, preset.plan, "april-keep", costs).rate for costs in (H100_4B, slow)]
-    told = [
+    reported = [
         {**row, "variant": "april-keep", "delivered_tokens_per_s": rates[0] * 1.05, "costs": asdict(H100_4B)},
         {**row, "variant": "april-keep", "delivered_tokens_per_s": rates[1] * 1.05, "costs": asdict(slow)},
         {**row, "variant": "outside", "delivered_tokens_per_s": 1.0, "costs": None},
         {**row, "variant": "synchronous", "delivered_tokens_per_s": rates[0] * 99, "costs": asdict(H100_4B)},
     ]
-    told = [{**one, "repetition": number} for number, one in enumerate(told)]
-    found = {line["variant"]: line for line in validate(preset, told)}
+    reported = [{**one, "repetition": number} for number, one in enumerate(reported)]
+    found = {line["variant"]: line for line in validate(preset, reported)}
     assert {name: line["within"] for name, line in found.items()} == {"synchronous": False, "april-keep": True}
     assert found["april-keep"]["ratio"] == pytest.approx(1 / 1.05)
 
@@ -104,16 +104,16 @@ def test_ends_and_joins_are_fitted_on_a_row_each_and_predict_the_others() -> Non
     row = {"bench": "rollout", "preset": "p", "run_id": "r", "time": "1", "distribution": "lognormal", "ablation": None}
     row |= {"plan": {"slots": 16, "groups": 3, "n": 2}, "costs": asdict(H100_4B)}
     real = replace(H100_4B, follow_s=0.02, finish_s=0.01)
-    told = [
+    reported = [
         {**row, "variant": name, "delivered_tokens_per_s": simulated(preset, preset.plan, name, real).rate}
         for name in ("april-keep", "april-keep", "april-recompute", "outside", "outside", "async")
     ]
-    told = [{**one, "repetition": number} for number, one in enumerate(told)]
-    found = {line["variant"]: line for line in validate(preset, told)}
+    reported = [{**one, "repetition": number} for number, one in enumerate(reported)]
+    found = {line["variant"]: line for line in validate(preset, reported)}
     assert (found["async"]["finish_ms"], found["async"]["follow_ms"]) == pytest.approx((10, 20), rel=0.02)
     assert [line["ratio"] for line in found.values()] == pytest.approx([1.0] * 4, rel=0.01)
     assert found["async"]["ratio_without_fit"] > 1.015
-    assert fitted_cost(preset, {**told[0], "delivered_tokens_per_s": 1e9}, "follow_s", {}) == 0.0
+    assert fitted_cost(preset, {**reported[0], "delivered_tokens_per_s": 1e9}, "follow_s", {}) == 0.0
 
 
 def test_reach_uses_mean_costs_of_the_newest_rows() -> None:
@@ -130,14 +130,14 @@ def test_reach_uses_mean_costs_of_the_newest_rows() -> None:
 
 def test_warm_up_covers_the_longest_response(monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rounds first the model would see the carry of long responses build up, as first-finished does."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(Simulation, "run", lambda _self, warm, measured: asked.append((warm, measured)))
+    requested: list[tuple[int, int]] = []
+    monkeypatch.setattr(Simulation, "run", lambda _self, warm, measured: requested.append((warm, measured)))
     plan = replace(PRESETS["tiny"].plan, groups=30)
     for distribution in ("lognormal", "extreme:100"):
         simulated(PRESETS["tiny"], plan, "april-keep", FLAT, distribution=distribution)
     # 2,000 tokens, three times over, in rounds of 60 samples of 20 or 2,000 tokens on 16 slots.
-    assert asked == [(WARM, MEASURED), (ceil(3 * 2000 / (60 * 119 / 16)), MEASURED)]
-    assert asked[1] != asked[0]
+    assert requested == [(WARM, MEASURED), (ceil(3 * 2000 / (60 * 119 / 16)), MEASURED)]
+    assert requested[1] != requested[0]
 
 
 def test_reach_accounts_for_all_the_time() -> None:

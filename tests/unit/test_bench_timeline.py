@@ -24,9 +24,9 @@ def test_parts_add_up_to_the_rounds() -> None:
         span("forward", 14.0, 3.0, 8, decode=True),
         span("run", 25.0, 1.0),
     ]
-    told = shares(spans, [(10.0, 20.0)])
-    assert [told.pop(name) for name in ("steps", "rows", "context", "decode_ms")] == [1, 8, 100, 3000]
-    assert told == pytest.approx(
+    reported = shares(spans, [(10.0, 20.0)])
+    assert [reported.pop(name) for name in ("steps", "rows", "context", "decode_ms")] == [1, 8, 100, 3000]
+    assert reported == pytest.approx(
         # 1 s before the first step and 2 s after the last, 0.4 s of them for a control request.
         {
             "decode": 0.3,
@@ -40,9 +40,9 @@ def test_parts_add_up_to_the_rounds() -> None:
             "loop": 0.025,
         }
     )
-    assert sum(told.values()) == pytest.approx(1)
+    assert sum(reported.values()) == pytest.approx(1)
 
 
 def test_rounds_without_a_step_are_all_between() -> None:
-    told = shares([], [(0.0, 2.0)])
-    assert (told["between"], told["steps"], told["rows"], told["context"]) == (1.0, 0, 0.0, 0.0)
+    reported = shares([], [(0.0, 2.0)])
+    assert (reported["between"], reported["steps"], reported["rows"], reported["context"]) == (1.0, 0, 0.0, 0.0)

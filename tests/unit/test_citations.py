@@ -89,8 +89,8 @@ def missing_paths(name: str, text: str) -> list[str]:
             continue
         candidates = [ROOT / folder / path for folder in FOLDERS] + [(ROOT / name).parent / path]
         file = next((file for file in candidates if file.is_file()), None)
-        ours = any((ROOT / folder / first).is_dir() for folder in FOLDERS)
-        if file is None and ours:
+        actual = any((ROOT / folder / first).is_dir() for folder in FOLDERS)
+        if file is None and actual:
             missing.append(path)
         elif file is not None and test and test not in definitions(file):
             missing.append(f"{path}::{test}")

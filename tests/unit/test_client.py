@@ -38,9 +38,9 @@ class EagerEngine(ScriptedEngine):
         await super().send(payload)
         command = self.commands[-1]
         if isinstance(command, messages.OpenRound) and command.spec.run != "slow":
-            for asked in command.prompts:
-                self.finish(command, *((asked.id, i) for i in range(asked.n)))
-            self.end(command, *((asked.id, list(range(asked.n))) for asked in command.prompts))
+            for requested in command.prompts:
+                self.finish(command, *((requested.id, i) for i in range(requested.n)))
+            self.end(command, *((requested.id, list(range(requested.n))) for requested in command.prompts))
         if isinstance(command, messages.StopRound):
             self.end(self.opened, reason="stopped")
 
@@ -76,8 +76,8 @@ def client(url: str) -> Iterator[AprilClient]:
         yield client
 
 
-def check_group(group: RolloutGroup, asked: dict[str, Any]) -> None:
-    assert (group.id, group.complete, group.metadata) == (asked["id"], True, asked["metadata"])
+def check_group(group: RolloutGroup, requested: dict[str, Any]) -> None:
+    assert (group.id, group.complete, group.metadata) == (requested["id"], True, requested["metadata"])
     assert group.prompt_ids.dtype == np.int32
     assert group.prompt_ids.tolist() == [1, 2, 3]
     sample = group.samples[1]
@@ -88,23 +88,23 @@ def check_group(group: RolloutGroup, asked: dict[str, Any]) -> None:
 
 
 def test_a_round_with_numpy_arrays(client: AprilClient) -> None:
-    asked = prompt(n=2, metadata={"x": [1]})
-    reply = client.rollout(prompts=[asked])
-    check_group(reply.finished[0], asked)
+    requested = prompt(n=2, metadata={"x": [1]})
+    reply = client.rollout(prompts=[requested])
+    check_group(reply.finished[0], requested)
     assert reply.end_reason == "quota"
     again = client.get_round(reply.round_id)
     assert again is not None
-    check_group(again.finished[0], asked)
+    check_group(again.finished[0], requested)
 
 
 def test_a_stream_of_groups_and_a_summary(client: AprilClient) -> None:
-    asked = [prompt(n=2, metadata=i) for i in range(3)]
-    *groups, summary = client.stream(prompts=asked)
+    requested = [prompt(n=2, metadata=i) for i in range(3)]
+    *groups, summary = client.stream(prompts=requested)
     assert isinstance(summary, RolloutSummary)
-    for group, want in zip(groups, asked, strict=True):
+    for group, want in zip(groups, requested, strict=True):
         assert isinstance(group, RolloutGroup)
         check_group(group, want)
-    assert [part["id"] for part in summary.delivered] == [want["id"] for want in asked]
+    assert [part["id"] for part in summary.delivered] == [want["id"] for want in requested]
 
 
 def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:
@@ -220,9 +220,9 @@ def test_disconnected_client_leaves_the_round_open(client: AprilClient, url: str
 def test_asynchronous_client_has_the_same_calls(url: str) -> None:
     async def scenario() -> None:
         async with AsyncAprilClient(url) as client:
-            asked = prompt(n=2, metadata=None)
-            reply = await client.rollout(prompts=[asked])
-            check_group(reply.finished[0], asked)
+            requested = prompt(n=2, metadata=None)
+            reply = await client.rollout(prompts=[requested])
+            check_group(reply.finished[0], requested)
             events = [event async for event in client.stream(prompts=[prompt(n=2, metadata=None)])]
             assert [type(event) for event in events] == [RolloutGroup, RolloutSummary]
             assert await client.get_round(reply.round_id)

@@ -201,17 +201,17 @@ def test_the_limit_applies_to_running_ahead(harness: Build) -> None:
 
 def test_state_reports_the_tuned_limit(harness: Build) -> None:
     w = harness()
-    said: list[object] = []
+    reported: list[object] = []
     for limit in (None, 4):
         if limit is not None:
             tuned(w, limit)
-        said.append(w.command(messages.GetState).data["tuned"])
-    assert said == [None, {"concurrency": 4, "step_ms": [(4.0, 2.5)]}]
+        reported.append(w.command(messages.GetState).data["tuned"])
+    assert reported == [None, {"concurrency": 4, "step_ms": [(4.0, 2.5)]}]
 
 
 def test_the_limit_is_broadcast_as_a_fact() -> None:
     fact = messages.Tuned(3, [(2.5, 1.25)])
-    told = messages.decode_message(messages.encode(fact))
-    assert isinstance(told, messages.Fact)
-    assert told == fact
+    reported = messages.decode_message(messages.encode(fact))
+    assert isinstance(reported, messages.Observation)
+    assert reported == fact
     assert msgspec.msgpack.decode(messages.encode(fact))["concurrency"] == 3

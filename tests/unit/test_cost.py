@@ -110,8 +110,8 @@ def test_published_break_even_example() -> None:
     assert cost_model.recompute_s(rates, 4096) == pytest.approx(0.018, rel=0.03)
     assert why_not_store(rates, "host", 4096, 1, 5) == ""
     assert why_not_store(rates, "disk", 4096, 1, 5) == "cheaper"
-    told = cost_model.report(rates, size)
-    assert told is not None
-    assert told["tiers"]["host"]["out_gb_per_s"] == pytest.approx(55)
-    assert 3000 < told["tiers"]["host"]["break_even_tokens"] < 4096
+    reported = cost_model.report(rates, size)
+    assert reported is not None
+    assert reported["tiers"]["host"]["out_gb_per_s"] == pytest.approx(55)
+    assert 3000 < reported["tiers"]["host"]["break_even_tokens"] < 4096
     assert cost_model.report(None, size) is None

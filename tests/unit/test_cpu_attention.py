@@ -30,8 +30,8 @@ class Case:
 
     def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype, size: int = 32, pages: int = 1) -> None:
         torch.manual_seed(heads * 100 + kv_heads)
-        self.ours, self.parent = backend(TorchCpuAttention, pages), backend(TorchNativeAttnBackend, pages)
-        self.parent.req_to_token_pool = self.ours.req_to_token_pool
+        self.actual, self.parent = backend(TorchCpuAttention, pages), backend(TorchNativeAttnBackend, pages)
+        self.parent.req_to_token_pool = self.actual.req_to_token_pool
         self.gqa = heads != kv_heads
         self.query = torch.randn(len(LENGTHS), heads, size).to(dtype)
         self.keys = torch.randn(SLOTS, kv_heads, size).to(dtype)
@@ -63,25 +63,25 @@ class Case:
 @pytest.mark.parametrize("pages", [1, 4])
 def test_decode_matches_the_parent(heads: int, kv_heads: int, dtype: torch.dtype, pages: int) -> None:
     case = Case(heads, kv_heads, dtype, pages=pages)
-    ours, parent = case.answer(case.ours), case.answer(case.parent)
-    assert ours.dtype is dtype
-    assert (ours - parent).abs().max() <= TOLERANCE[dtype]
+    actual, parent = case.answer(case.actual), case.answer(case.parent)
+    assert actual.dtype is dtype
+    assert (actual - parent).abs().max() <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, size: int) -> None:
     case = Case(4, 2, dtype, size)
-    whole = case.answer(case.ours)
+    whole = case.answer(case.actual)
     for pick in ([0], [4], [5, 1], [3, 2, 4, 0], [5, 4, 3, 2, 1, 0]):
-        assert torch.equal(case.answer(case.ours, pick), whole[pick])
+        assert torch.equal(case.answer(case.actual, pick), whole[pick])
 
 
 def test_nan_stays_in_its_own_request() -> None:
     case = Case(4, 2, torch.float32)
-    whole = case.answer(case.ours)
+    whole = case.answer(case.actual)
     case.query[3, 1] = float("nan")
-    got = case.answer(case.ours)
+    got = case.answer(case.actual)
     assert got[3, 1].isnan().all()
     got[3, 1] = whole[3, 1]
     assert torch.equal(got, whole)
@@ -90,33 +90,33 @@ def test_nan_stays_in_its_own_request() -> None:
 def test_scores_far_below_the_largest_have_no_weight() -> None:
     case = Case(4, 4, torch.float32)
     case.query *= 300
-    ours, parent = case.answer(case.ours), case.answer(case.parent)
-    assert (ours - parent).abs().max() <= TOLERANCE[torch.float32] * 10
+    actual, parent = case.answer(case.actual), case.answer(case.parent)
+    assert (actual - parent).abs().max() <= TOLERANCE[torch.float32] * 10
 
 
 def test_slots_are_looked_up_once_per_step() -> None:
     case = Case(4, 2, torch.bfloat16)
-    assert not torch.equal(case.answer(case.ours, [0]), case.answer(case.ours, [1]))
-    step = case.ours._step
-    case.ours.use_sliding_window_kv_pool = False
-    case.ours._run_sdpa_forward_decode(
+    assert not torch.equal(case.answer(case.actual, [0]), case.answer(case.actual, [1]))
+    step = case.actual._step
+    case.actual.use_sliding_window_kv_pool = False
+    case.actual._run_sdpa_forward_decode(
         case.query[[1]], torch.empty(1, 4, 32).bfloat16(), case.keys, case.values, None, None, None, scaling=0.2
     )
-    assert case.ours._step is step
+    assert case.actual._step is step
 
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_a_sliding_window_falls_back(window: int) -> None:
     case = Case(4, 2, torch.float32)
-    ours = case.answer(case.ours, sliding_window_size=window)
-    assert torch.equal(ours, case.answer(case.parent, sliding_window_size=window))
-    assert case.ours._step is None
+    actual = case.answer(case.actual, sliding_window_size=window)
+    assert torch.equal(actual, case.answer(case.parent, sliding_window_size=window))
+    assert case.actual._step is None
 
 
 def test_a_cache_of_another_type_falls_back() -> None:
     case = Case(4, 2, torch.bfloat16)
     case.query = case.query.float()
-    assert torch.equal(case.answer(case.ours), case.answer(case.parent))
+    assert torch.equal(case.answer(case.actual), case.answer(case.parent))
 
 
 def test_ragged_slots() -> None:

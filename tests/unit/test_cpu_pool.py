@@ -20,15 +20,15 @@ def test_huge_pages_hold_equal_zeros(tokens: int, dtype: torch.dtype) -> None:
 
 
 def test_platform_pool_uses_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     class Memory(mmap.mmap):
         def madvise(self, option: int, *_: int) -> None:
-            asked.append(option)
+            requested.append(option)
 
     monkeypatch.setattr(mmap, "mmap", Memory)
     TorchCpuPlatform().get_mha_kv_pool_cls()(80_000, 1, torch.float32, 2, 64, 2, "cpu", enable_memory_saver=False)
-    assert asked == [mmap.MADV_HUGEPAGE] * 4, "keys and values of two layers"
+    assert requested == [mmap.MADV_HUGEPAGE] * 4, "keys and values of two layers"
 
 
 def test_a_pool_reads_what_was_written() -> None:

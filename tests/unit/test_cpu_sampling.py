@@ -14,7 +14,7 @@ PROBS = torch.tensor([0.5, 0.2, 0.0, 0.25, 0.05, 0.0])
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The platform has installed the draws, and what SGLang's own were asked for meanwhile."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sampler, "sampling_from_probs_torch", lambda *given: calls.append(given))
@@ -34,11 +34,11 @@ def test_draws_have_the_given_probabilities() -> None:
     assert stats.chisquare(counts[possible], 20_000 * PROBS[possible].double().numpy()).pvalue > 0.001
 
 
-def test_seeded_sampling_and_other_dtypes_use_sglang(asked: list[tuple[Any, ...]]) -> None:
+def test_seeded_sampling_and_other_dtypes_use_sglang(requested: list[tuple[Any, ...]]) -> None:
     seeds, positions, half = torch.arange(3), torch.arange(3), PROBS.bfloat16()
     sampler.sampling_from_probs_torch(PROBS, seeds, positions)
     sampler.sampling_from_probs_torch(half)
-    assert asked == [(PROBS, seeds, positions), (half, None, None)]
+    assert requested == [(PROBS, seeds, positions), (half, None, None)]
 
 
 def test_draw_at_the_end_returns_the_last_possible_column(monkeypatch: pytest.MonkeyPatch) -> None:

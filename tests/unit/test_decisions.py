@@ -65,15 +65,17 @@ def reports(steps: dict[int, str]) -> dict[int, Decided]:
     return found
 
 
-def first_difference(own: dict[int, str], theirs: dict[int, str]) -> int | None:
-    return next((step for step in range(13) if own.get(step) != theirs.get(step)), None)
+def first_difference(own: dict[int, str], expected: dict[int, str]) -> int | None:
+    return next((step for step in range(13) if own.get(step) != expected.get(step)), None)
 
 
-@given(own=Steps, theirs=Steps, same=st.booleans(), order=st.randoms())
-def test_first_step_that_differs_is_named(own: dict[int, str], theirs: dict[int, str], same: bool, order: Any) -> None:
+@given(own=Steps, expected=Steps, same=st.booleans(), order=st.randoms())
+def test_first_step_that_differs_is_named(
+    own: dict[int, str], expected: dict[int, str], same: bool, order: Any
+) -> None:
     """However the reports of the other rank and this rank's steps interleave."""
-    theirs = own if same else theirs
-    mine, others = reports(own), reports(theirs)
+    expected = own if same else expected
+    mine, others = reports(own), reports(expected)
     comparison, step, arrived = PeerComparison(1, 0), 0, sorted(others)
     sentence = None
     try:
@@ -85,11 +87,11 @@ def test_first_step_that_differs_is_named(own: dict[int, str], theirs: dict[int,
                 comparison.received(others[arrived.pop(0)])
     except RanksDifferError as error:
         sentence = str(error)
-    differs = first_difference(own, theirs)
+    differs = first_difference(own, expected)
     if differs is None:
         assert sentence is None
     elif sentence is None:
-        assert not [step for step in theirs if step >= differs], (
+        assert not [step for step in expected if step >= differs], (
             "only own decisions follow; the next rank compares them"
         )
     else:

@@ -99,9 +99,9 @@ def test_prompts_and_their_reward_through_the_bridge(tmp_path: Path) -> None:
     first, second = PromptData(read_rows(write_prompts(tmp_path / "new" / "p.jsonl", given)), made).take(2)
     assert first.content == given[0].prompt
     assert first.content[-1] == SORT
-    told = [RewardSample("", ids, {}, 0) for ids in (given[1].answer, given[1].answer[:3])]
-    assert reward(told[0], second) == 1.0
-    assert reward(told[1], second) == 3 / len(given[1].answer)
+    reported = [RewardSample("", ids, {}, 0) for ids in (given[1].answer, given[1].answer[:3])]
+    assert reward(reported[0], second) == 1.0
+    assert reward(reported[1], second) == 3 / len(given[1].answer)
 
 
 def test_warm_up_demonstrations_give_up() -> None:

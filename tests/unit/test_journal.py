@@ -204,15 +204,15 @@ def test_a_read_only_journal_is_refused() -> None:
 
 def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
-    told: list[tuple[int, str]] = []
+    reported: list[tuple[int, str]] = []
     again = threading.Event()
     limit = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count={limit}")
     full = Chunk(bytes(10**6), b"", [])
 
     def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
-        told.append((last, error))
-        if len(told) == 2:  # in the writer's thread: somebody makes room
+        reported.append((last, error))
+        if len(reported) == 2:  # in the writer's thread: somebody makes room
             journal._db.execute("PRAGMA max_page_count=1000000")
         if not error:
             again.set()
@@ -222,8 +222,8 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     assert journal.put([schema.version(3)]) == 2
     assert again.wait(60)
     journal.close()
-    assert told[:2] == [(0, "the journal cannot be written: database or disk is full")] * 2
-    assert told[-1] == (2, "")
+    assert reported[:2] == [(0, "the journal cannot be written: database or disk is full")] * 2
+    assert reported[-1] == (2, "")
     saved = read(tmp_path / "j")
     assert (saved.version, saved.groups[0].samples[0].chunk) == (3, full)
 

@@ -180,8 +180,8 @@ def test_previews_verdicts_and_the_reply() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
-            asked = [prompt(id=i) for i in "abc"]
-            task = await open_round(client, engine, round_id="r", count="accepted", stream=True, prompts=asked)
+            requested = [prompt(id=i) for i in "abc"]
+            task = await open_round(client, engine, round_id="r", count="accepted", stream=True, prompts=requested)
             assert engine.opened.spec.count == "accepted"
             engine.finish(engine.opened, ("a", 0), ("b", 0), ("c", 0))
             verdicts = {"accept": ["a"], "reject": ["b"]}
@@ -256,7 +256,7 @@ def test_an_extend_with_a_known_key_changes_nothing_and_gets_the_first_answer() 
             command = engine.commands[-1]
             assert command.idempotency_key == "k"
             data = {"quota": 2, "counted": 0, "incarnations": [0]}
-            engine.tell(messages.Answer(command.seq, data=data))
+            engine.emit(messages.Answer(command.seq, data=data))
             first, second = [(await response).json() for response in both]
             assert first == second == {"round_id": "r", **data}
             engine.end(engine.opened, reason="stopped")
@@ -297,7 +297,7 @@ def test_an_extend_waits_for_its_round_to_open() -> None:
             extending = asyncio.create_task(client.post("/april/rounds/r/extend", json={"quota_add": 1}))
             await asyncio.sleep(0.01)
             assert len(engine.commands) == 1
-            engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
+            engine.emit(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
             assert (await extending).status_code == 200
             engine.end(engine.opened, reason="stopped")
             await task

@@ -13,7 +13,7 @@ DEAR_COPIES = messages.Rates(1e-6, 0.0, {"host": (1.0, 1.0), "disk": (1.0, 1.0)}
 CHEAP_COPIES = messages.Rates(1.0, 0.0, {"host": (1e-6, 1e-6), "disk": (1e-6, 1e-6)})
 
 
-def say(w: ControllerHarness, rates: messages.Rates) -> None:
+def send_rates(w: ControllerHarness, rates: messages.Rates) -> None:
     """Broadcast the rates to all replicas."""
     w.do(lambda e: e.controller.observe(rates))
 
@@ -43,7 +43,7 @@ def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
     """Without rates, `auto` decides as `keep`."""
     w = harness()
     if rates is not None:
-        say(w, rates)
+        send_rates(w, rates)
     w.open("run", lengths(1, 20, 30), quota=1, kv="auto", tier="host")
     w.reply()
     assert set(tiers_of(w, "run").values()) == {"host"}
@@ -59,7 +59,7 @@ def test_the_cheaper_of_load_and_recompute_is_chosen_and_reported(
 def test_only_short_samples_are_recomputed(harness: Build) -> None:
     """Attention makes the recompute of long samples expensive."""
     w = harness()
-    say(w, messages.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
+    send_rates(w, messages.Rates(0.0, 1.0, {"host": (10.0, 10.0)}))  # back: from 10 tokens on
     w.open("run", {"short": (3, 1, -20), "long": (40, 1, -20), "q": (3, 1, -1)}, quota=1, kv="auto", tier="host")
     w.reply()
     push(w)
@@ -69,7 +69,7 @@ def test_only_short_samples_are_recomputed(harness: Build) -> None:
 
 def test_pages_that_never_left_the_device_cost_nothing(harness: Build) -> None:
     w = harness()
-    say(w, DEAR_COPIES)
+    send_rates(w, DEAR_COPIES)
     w.open("run", lengths(1, 20), quota=1, kv="auto")
     w.reply()
     push(w)
@@ -79,7 +79,7 @@ def test_pages_that_never_left_the_device_cost_nothing(harness: Build) -> None:
 def test_kv_of_the_current_version_is_kept_without_a_decision(harness: Build) -> None:
     """Regardless of the rates."""
     w = harness()
-    say(w, DEAR_COPIES)
+    send_rates(w, DEAR_COPIES)
     w.open("run", lengths(1, 20), quota=1, kv="auto", tier="host")
     w.reply()
     stats = finish(w)
@@ -92,7 +92,7 @@ def test_kv_of_the_current_version_is_kept_without_a_decision(harness: Build) ->
 def test_kv_older_than_the_bound_is_never_kept(harness: Build, tier: str) -> None:
     """Even if keeping it costs nothing."""
     w = harness()
-    say(w, CHEAP_COPIES)
+    send_rates(w, CHEAP_COPIES)
     w.open("run", lengths(1, 20, 20), quota=1, kv="auto", tier=tier, max_staleness=2)
     w.reply()
     push(w, 3)
@@ -107,7 +107,7 @@ def test_kv_that_a_push_makes_old_is_not_copied_if_a_recompute_is_cheaper(harnes
         (CHEAP_COPIES, True, "host"),
     ):
         w = harness()
-        say(w, rates)
+        send_rates(w, rates)
         w.open("run", lengths(1, 20), quota=1, kv="auto")
         w.reply()
         if pushing:
@@ -139,7 +139,7 @@ def flush_in_a_push(w: ControllerHarness, kv: str) -> str:
 def test_another_policy_ignores_the_rates(harness: Build) -> None:
     """`keep` copies and loads at any cost; KV that an earlier `auto` round discarded counts as fallback."""
     w = harness()
-    say(w, DEAR_COPIES)
+    send_rates(w, DEAR_COPIES)
     assert flush_in_a_push(w, "keep") == "host"
     stats = finish(w, kv="keep")
     assert (stats["resumed_kept"], stats["kv_decisions"]) == (1, {"keep": {}, "recompute": {}})
@@ -157,9 +157,9 @@ def test_rates_apply_from_the_step_in_which_they_arrive(harness: Build) -> None:
         push(w)
         w.open("run", {}, quota=None, kv="auto")
         w.step(before)
-        say(w, DEAR_COPIES)
+        send_rates(w, DEAR_COPIES)
         w.step()
-        say(w, CHEAP_COPIES)
+        send_rates(w, CHEAP_COPIES)
         stats = w.reply().stats
         decided = stats["kv_decisions"]
         assert sum(decided["keep"].values()) + sum(decided["recompute"].values()) == 4

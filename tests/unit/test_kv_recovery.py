@@ -166,8 +166,8 @@ def test_a_smaller_budget_keeps_the_longest(harness: CrashingHarness) -> None:
         ([[], []], []),
     ],
 )
-def test_combined_outcome_is_the_worst_of_all_ranks(said: list[list[Outcome]], together: list[Outcome]) -> None:
-    assert combine_outcomes(said) == together
+def test_combined_outcome_is_the_worst_of_all_ranks(reported: list[list[Outcome]], together: list[Outcome]) -> None:
+    assert combine_outcomes(reported) == together
 
 
 class Lives:
@@ -186,7 +186,7 @@ class Lives:
         )
         self.prompts = 0
 
-    def tell(self, events: int) -> None:
+    def emit(self, events: int) -> None:
         acts = [self.round, self.round, self.round, self.push, self.drop, self.crash]
         for _ in range(events):
             self.rng.choice(acts)()
@@ -232,7 +232,7 @@ def test_any_sequence_of_epochs_with_a_disk_tier(tmp_path: Path) -> None:
     regained = crashes = 0
     for seed in range(STORIES):
         lives = Lives(tmp_path / str(seed), seed)
-        lives.tell(EVENTS)
+        lives.emit(EVENTS)
         regained += lives.harness.regained
         crashes += lives.harness.crashes
     print(f"{crashes} crashes, {regained} partials had their KV again")

@@ -23,32 +23,32 @@ def ended(round_id: str = "r") -> messages.RoundEnded:
 
 
 def test_event_waits_for_its_batch_and_later_events_wait_behind_it() -> None:
-    said: list[Any] = []
-    outbox = Outbox(said.append)
+    received: list[Any] = []
+    outbox = Outbox(received.append)
     outbox.send(FINISHED)
     outbox.send(ANSWER, 1)
     outbox.send(FINISHED)
     outbox.send(STATE)
-    assert said == [FINISHED, STATE], "an answer that promises nothing overtakes"
+    assert received == [FINISHED, STATE], "an answer that promises nothing overtakes"
     outbox.send(ended(), 2)
     outbox.release(1, {})
-    assert said == [FINISHED, STATE, ANSWER, FINISHED]
+    assert received == [FINISHED, STATE, ANSWER, FINISHED]
     outbox.release(2, {})
-    assert said[4:] == [ended()]
+    assert received[4:] == [ended()]
     assert len(outbox) == 0
 
 
 def test_event_of_a_written_batch_is_sent_at_once() -> None:
-    said: list[Any] = []
-    outbox = Outbox(said.append)
+    received: list[Any] = []
+    outbox = Outbox(received.append)
     outbox.release(3, {})
     outbox.send(ANSWER, 3)
     outbox.release(0, {})  # a later try that failed takes nothing back
     outbox.send(STATE, 2)
-    assert said == [ANSWER, STATE]
+    assert received == [ANSWER, STATE]
 
 
-class Heard:
+class ReceivedEvents:
     """Sent events, from either thread."""
 
     def __init__(self) -> None:
@@ -91,26 +91,26 @@ class SmallDisk(Journal):
 
 def test_full_disk_holds_back_only_events_with_records(tmp_path: Path) -> None:
     """Generation continues, queries are answered, the fault is reported; with space again all events leave in order."""
-    engine, heard = FakeEngine(), Heard()
-    engine.on_event = heard
+    engine, received = FakeEngine(), ReceivedEvents()
+    engine.on_event = received
     journal = SmallDisk(tmp_path / "j")
     controller, recorder = engine.controller, Recorder(engine, journal)
     controller.context.recorder = recorder
     prompt = messages.Prompt("p", bytes(12), 1, 0, 0, metadata=bytes(50_000))
     params = [msgspec.msgpack.encode(-30)]
     controller.command(messages.OpenRound(1, messages.RoundSpec("r", "run", 1, "group", "keep", 5), [prompt], params))
-    heard.wait(lambda events: any(isinstance(e, messages.JournalFault) for e in events))
+    received.wait(lambda events: any(isinstance(e, messages.JournalFault) for e in events))
     for _ in range(60):
         engine.step()
     assert controller.context.ledger.runs["run"].groups == {}, "the sample has finished and its round has ended"
     controller.command(messages.GetState(2))
-    assert [e.seq for e in heard.of(messages.Answer)] == [2]
-    assert not heard.of(messages.RoundEnded)
-    (fault,) = heard.of(messages.JournalFault)
+    assert [e.seq for e in received.of(messages.Answer)] == [2]
+    assert not received.of(messages.RoundEnded)
+    (fault,) = received.of(messages.JournalFault)
     assert "database or disk is full" in fault.reason
     journal.room.set()
-    heard.wait(lambda events: len(events) == 6)
-    assert [type(e) for e in heard.events] == [
+    received.wait(lambda events: len(events) == 6)
+    assert [type(e) for e in received.events] == [
         messages.JournalFault,
         messages.Answer,
         messages.Answer,
@@ -118,5 +118,5 @@ def test_full_disk_holds_back_only_events_with_records(tmp_path: Path) -> None:
         messages.RoundEnded,
         messages.JournalFault,
     ]
-    assert heard.of(messages.JournalFault)[1].reason == ""
+    assert received.of(messages.JournalFault)[1].reason == ""
     recorder.close()

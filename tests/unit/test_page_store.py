@@ -12,7 +12,7 @@ import torch
 
 from sglang_april.kv.disk_tier import DiskError, DiskPages, DiskTier, Key
 from sglang_april.kv.host_tier import HostArena, HostPages, PageRange
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.kv_recovery import KvSearch
 from tests.unit.rank_store import ELSEWHERE, KEY, PAGE, RankStore, slots_of
 
@@ -207,7 +207,7 @@ def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str
     (tmp_path / "x.r0.part").write_bytes(b"half")
     spoil(disk, fault)
     search = KvSearch(disk, "epoch")
-    (outcome,) = search.find_all([(KEY, Found(9 + (fault == "older"), 3 - (fault == "version")))])
+    (outcome,) = search.find_all([(KEY, StoredKv(9 + (fault == "older"), 3 - (fault == "version")))])
     assert outcome == {"none": "", "missing": None, "older": None, "version": None}.get(fault, outcome)
     assert outcome != "" or fault == "none"
     assert search.bytes_read == (disk._path(KEY).stat().st_size if fault == "none" else 0)
@@ -243,10 +243,10 @@ def test_files_of_another_epoch_are_ignored(rank: RankStore, epoch: str) -> None
     rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 3)
     assert rank.outcome(1) == ""
     assert rank.disk.epoch == epoch
-    assert KvSearch(rank.disk, "epoch").find_all([(KEY, Found(9, 3))]) == [None]
-    assert KvSearch(rank.disk, "").find_all([(KEY, Found(9, 3))]) == [None]
+    assert KvSearch(rank.disk, "epoch").find_all([(KEY, StoredKv(9, 3))]) == [None]
+    assert KvSearch(rank.disk, "").find_all([(KEY, StoredKv(9, 3))]) == [None]
     rank.disk.begin("epoch", [KEY])
-    assert KvSearch(rank.disk, "epoch").find_all([(KEY, Found(9, 3))]) == [""]
+    assert KvSearch(rank.disk, "epoch").find_all([(KEY, StoredKv(9, 3))]) == [""]
 
 
 def test_undeletable_stale_file_stops_the_start(

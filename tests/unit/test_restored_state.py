@@ -23,8 +23,12 @@ async def run_rounds(
     lived = {}
     async with client_of(april) as client:
         for name in rounds:
-            asked = {"run": "r", "round_id": name, "prompts": [prompt(id=f"p-{name}", text="hello", input_ids=None)]}
-            task = await open_round(client, engine, **asked, **body)
+            requested = {
+                "run": "r",
+                "round_id": name,
+                "prompts": [prompt(id=f"p-{name}", text="hello", input_ids=None)],
+            }
+            task = await open_round(client, engine, **requested, **body)
             opened = engine.opened
             engine.finish(opened, (f"p-{name}", 0))
             engine.end(opened, (f"p-{name}", [0]))
@@ -60,15 +64,15 @@ def with_journal(**settings: Any) -> tuple[AprilService, ScriptedEngine]:
     return service(journal="/journal", **settings)
 
 
-def told() -> tuple[AprilService, ScriptedEngine]:
+def reported() -> tuple[AprilService, ScriptedEngine]:
     april, engine = with_journal()
-    engine.tell(restored())
+    engine.emit(restored())
     return april, engine
 
 
 async def before(*names: str) -> tuple[dict[str, tuple[Any, bytes]], messages.OpenRound]:
     """The replies of a first server, and the round that was open when it died."""
-    april, engine = told()
+    april, engine = reported()
     lived = await run_rounds(april, engine, *names)
     async with client_of(april) as client:
         task = await open_round(client, engine, **BODY)
@@ -81,11 +85,11 @@ def test_requests_wait_for_the_restored_state() -> None:
         lived, _ = await before("one")
         april, engine = with_journal()
         async with client_of(april) as client:
-            asked = asyncio.create_task(client.get("/april/rounds/one"))
+            requested = asyncio.create_task(client.get("/april/rounds/one"))
             await asyncio.sleep(0.05)
-            assert not asked.done()
-            engine.tell(restored(replies=[kept(engine, lived["one"][0])], gone=["zero"]))
-            assert (await asked).content == lived["one"][1]
+            assert not requested.done()
+            engine.emit(restored(replies=[kept(engine, lived["one"][0])], gone=["zero"]))
+            assert (await requested).content == lived["one"][1]
             assert (await client.get("/april/rounds/zero")).status_code == 410
             assert (await client.get("/april/rounds/never")).status_code == 404
 
@@ -96,7 +100,7 @@ def test_a_round_that_was_open_is_open_again_for_the_same_body() -> None:
     async def scenario() -> None:
         _, opened = await before()
         april, engine = with_journal()
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec]))
+        engine.emit(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec]))
         async with client_of(april) as client:
             assert (await client.get("/april/rounds/open")).status_code == 202
             other = await client.post("/april/rollout", json={**BODY, "quota": 7})
@@ -124,7 +128,7 @@ def test_an_extend_from_before_the_restart_gets_its_first_answer() -> None:
             spec.extensions["k"] = messages.Extension(fingerprint(body), answer)
         april, engine = with_journal()
         replies = [kept(engine, lived["one"][0])]
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], replies=replies))
+        engine.emit(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], replies=replies))
         async with client_of(april) as client:
             for name in ("open", "one"):
                 path = f"/april/rounds/{name}/extend"
@@ -147,7 +151,7 @@ def test_a_reopened_round_that_ends_at_once_does_not_push_out_newer_replies() ->
         late = engine.sample(opened, "late", 0, "now", True)
         gate, decode = threading.Event(), engine.decode
         engine.decode = lambda ids, *args: (gate.wait(10) if len(ids) == 2 else None, decode(ids, *args))[1]
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], replies=replies, finished=[late]))
+        engine.emit(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], replies=replies, finished=[late]))
         engine.end(opened, ("late", [0]))
         await april.rounds.find("open").events[0].done[0].text
         await asyncio.sleep(0.05)
@@ -168,7 +172,7 @@ def test_restored_finished_samples_are_streamed_again() -> None:
         _, opened = await before()
         april, engine = with_journal()
         late = engine.sample(opened, "late", 0, "ab", True)
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], finished=[late]))
+        engine.emit(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], finished=[late]))
         (part,) = april.rounds.find("open").events
         assert (part.prompt.id, [d.sample.index for d in part.done]) == ("late", [0])
 
@@ -181,12 +185,12 @@ def test_no_reader_is_held_until_the_version_is_named() -> None:
     async def scenario() -> None:
         _, opened = await before()
         april, engine = with_journal()
-        engine.tell(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], unnamed=True))
+        engine.emit(restored(groups=[("r", opened.prompts[0])], rounds=[opened.spec], unnamed=True))
         await april.restored_state.ready()
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked()
         await april.push_begin(None)
-        engine.tell(messages.Named(1))
+        engine.emit(messages.Named(1))
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked(), "a push is open"
         await april.push_end(None)
@@ -197,11 +201,11 @@ def test_no_reader_is_held_until_the_version_is_named() -> None:
 
 def test_journal_fault_refuses_new_rounds_and_keeps_open_ones() -> None:
     async def scenario() -> None:
-        april, engine = told()
+        april, engine = reported()
         lived = await run_rounds(april, engine, "one")
         async with client_of(april) as client:
             waiting = await open_round(client, engine, run="other", round_id="two", prompts=[prompt(id="x")])
-            engine.tell(messages.JournalFault("the journal cannot be written: disk full"))
+            engine.emit(messages.JournalFault("the journal cannot be written: disk full"))
             refused = await client.post("/april/rollout", json={"run": "r", "prompts": [prompt(id="y")]})
             assert (refused.status_code, refused.json()["error"]["reason"]) == (
                 503,
@@ -212,7 +216,7 @@ def test_journal_fault_refuses_new_rounds_and_keeps_open_ones() -> None:
             engine.finish(engine.opened, ("x", 0))
             engine.end(engine.opened, ("x", [0]))
             assert (await waiting).status_code == 200
-            engine.tell(messages.JournalFault(""))
+            engine.emit(messages.JournalFault(""))
             task = await open_round(client, engine, run="r", prompts=[prompt(id="y")])
             assert not task.done()
             task.cancel()
@@ -225,14 +229,14 @@ def test_ack_is_written_to_the_journal(journal: str | None) -> None:
     async def scenario() -> None:
         april, engine = service(journal=journal)
         if journal:
-            engine.tell(restored())
+            engine.emit(restored())
         await run_rounds(april, engine, "one", keep_until_ack=True)
         assert engine.opened.spec.keep_until_ack
         async with client_of(april) as client:
             reply: httpx.Response = await client.post("/april/rounds/one/ack")
             assert reply.json() == {"round_id": "one", "acknowledged": True}
-        told = [c for c in engine.commands if isinstance(c, messages.Acknowledge)]
-        assert [c.round_id for c in told] == (["one"] if journal else [])
+        reported = [c for c in engine.commands if isinstance(c, messages.Acknowledge)]
+        assert [c.round_id for c in reported] == (["one"] if journal else [])
 
     run(scenario())
 
@@ -241,13 +245,13 @@ def test_an_acknowledged_reply_is_no_longer_protected_after_a_restart() -> None:
     """A second ack, which no trainer sends, would be needed; until then its memory would count against new rounds."""
 
     async def scenario() -> None:
-        april, engine = told()
+        april, engine = reported()
         lived = await run_rounds(april, engine, "one", keep_until_ack=True)
         replies = [kept(engine, lived["one"][0])]
         for acknowledged in (False, True):
             replies[0].acknowledged = acknowledged
             april, engine = with_journal()
-            engine.tell(restored(replies=replies))
+            engine.emit(restored(replies=replies))
             await april.restored_state.ready()
             assert april.rounds.find("one").protected is not acknowledged
 
@@ -258,7 +262,7 @@ def test_the_journal_deletes_the_replies_that_this_process_does_not_keep() -> No
     async def scenario() -> None:
         april, engine = with_journal(replies=1)
         lived = await before("one", "two")
-        engine.tell(restored(replies=[kept(engine, lived[0][name][0]) for name in ("one", "two")]))
+        engine.emit(restored(replies=[kept(engine, lived[0][name][0]) for name in ("one", "two")]))
         await april.restored_state.ready()
         await until(lambda: engine.commands)
         await run_rounds(april, engine, "three")
@@ -272,7 +276,7 @@ def test_the_journal_deletes_the_replies_that_this_process_does_not_keep() -> No
 def test_damage_is_reported_in_the_state() -> None:
     async def scenario() -> None:
         april, engine = with_journal()
-        engine.tell(restored(warnings=["2 journal records were damaged"]))
+        engine.emit(restored(warnings=["2 journal records were damaged"]))
         async with client_of(april) as client:
             state = (await client.get("/april/state")).json()
         assert state["http"]["journal"] == {

@@ -170,7 +170,7 @@ def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
 @pytest.mark.parametrize("asked", ["before", "in"])
 @pytest.mark.parametrize("interruption", ["pause", "push"])
 def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiting(
-    interruption: str, asked: str
+    interruption: str, requested: str
 ) -> None:
     """With a journal, the round's answer waits for a write and the end of the pause or push overtakes it."""
 
@@ -183,7 +183,7 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
         }[interruption]
         async with client_of(april) as client:
             body = {"prompts": [prompt(id="a")]}
-            if asked == "in":
+            if requested == "in":
                 await begin()
                 task = await open_round(client, engine, **body)
             else:
@@ -191,7 +191,7 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
                 await begin()
             await end()
             assert not april.weight_lock.held
-            engine.tell(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
+            engine.emit(messages.Answer(engine.opened.seq, data={"policy_version": 0}))
             await until(lambda: april.weight_lock.held)
             writer = asyncio.create_task(engine.lock.acquire_writer())
             await asyncio.sleep(0.01)

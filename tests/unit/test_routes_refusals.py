@@ -143,7 +143,7 @@ def test_a_reply_that_cannot_be_journalled_fails_its_round() -> None:
             task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
             engine.finish(engine.opened, ("a", 0))
             deliver = [messages.Delivery("a", 0, [0], True, None)]
-            engine.tell(messages.RoundEnded("r", "default", 0, "quota", deliver, {}, {}, error="it cannot be written"))
+            engine.emit(messages.RoundEnded("r", "default", 0, "quota", deliver, {}, {}, error="it cannot be written"))
             for response in (await task, await client.get("/april/rounds/r")):
                 assert response.status_code == 500
                 assert response.json()["error"] == {"field": "journal", "reason": "it cannot be written"}

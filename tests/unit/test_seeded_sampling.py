@@ -96,10 +96,10 @@ def test_compiled_draws_match_reference(columns: int, sharpness: int) -> None:
 
 
 def test_compiles_without_a_writable_cache_directory() -> None:
-    said: dict[str, Any] = {}
-    exec("def fill(out, value): out[:] = value", said)
+    reported: dict[str, Any] = {}
+    exec("def fill(out, value): out[:] = value", reported)
     answer = np.zeros(3, np.float32)
-    compiled("(f4[::1], f4)")(said["fill"])(answer, 3.0)
+    compiled("(f4[::1], f4)")(reported["fill"])(answer, 3.0)
     assert answer.tolist() == [3, 3, 3]
 
 

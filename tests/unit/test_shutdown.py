@@ -90,24 +90,24 @@ def test_a_round_that_is_over_ends_before_the_shutdown() -> None:
         w.step()
         if w.engine.in_flight and w.sample("run", "p0").length == 5:
             break
-    heard: list[messages.Event] = []
-    receive, w.engine.on_event = w.engine.on_event, heard.append
+    received: list[messages.Event] = []
+    receive, w.engine.on_event = w.engine.on_event, received.append
     w.controller.command(messages.Shutdown(99, store=False))
-    assert [type(event) for event in heard] == [messages.Finished, messages.RoundEnded, messages.Answer]
-    for event in heard[:2]:
+    assert [type(event) for event in received] == [messages.Finished, messages.RoundEnded, messages.Answer]
+    for event in received[:2]:
         receive(event)
     assert [ids(r) for r in w.replies] == [["p0"]]
 
 
 def test_open_rounds_get_503_and_copies_are_waited_for() -> None:
     engine = ScriptedEngine()
-    asked: list[type] = []
+    requested: list[type] = []
     stock = engine._answer
 
     def answer(command: messages.Command) -> messages.Answer:
-        asked.append(type(command))
+        requested.append(type(command))
         if isinstance(command, messages.GetState):
-            return messages.Answer(command.seq, data={"store": {"in_flight": asked.count(messages.GetState) < 3}})
+            return messages.Answer(command.seq, data={"store": {"in_flight": requested.count(messages.GetState) < 3}})
         return stock(command)
 
     engine._answer = answer  # type: ignore[method-assign]
@@ -126,7 +126,7 @@ def test_open_rounds_get_503_and_copies_are_waited_for() -> None:
         with pytest.raises(RequestError) as refused:
             await april.rollout(request)
         assert (refused.value.status, refused.value.reason) == (503, "the server is shutting down")
-        assert asked.count(messages.GetState) == 3
-        assert asked.count(messages.Shutdown) == 1
+        assert requested.count(messages.GetState) == 3
+        assert requested.count(messages.Shutdown) == 1
 
     asyncio.run(story())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from sglang_april.kv.disk_tier import Key
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.kv_recovery import KvSearch
 from tests.unit.rank_store import ELSEWHERE, PAGE, RankStore, slots_of
 
@@ -95,11 +95,11 @@ class Story(RuleBasedStateMachine):
             path = disk._path(self._key(name))
             data = path.read_bytes()
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        wanted = [(self._key(name), Found(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
-        said = KvSearch(disk, f"epoch {self.epochs}").find_all(wanted)
+        wanted = [(self._key(name), StoredKv(len(there.get(name, "?")) + (name in older), 1)) for name in range(6)]
+        reported = KvSearch(disk, f"epoch {self.epochs}").find_all(wanted)
         good = [not lost and name in there and name not in spoilt | older for name in range(6)]
-        assert [outcome == "" for outcome in said] == good
-        assert [bool(outcome) for outcome in said] == [not lost and name in spoilt for name in range(6)]
+        assert [outcome == "" for outcome in reported] == good
+        assert [bool(outcome) for outcome in reported] == [not lost and name in spoilt for name in range(6)]
         self.epochs += 1
         disk.begin(f"epoch {self.epochs}", [self._key(name) for name in keep if good[name]])
         self.known = {name: (kv, True) for name, kv in there.items() if name in keep and good[name]}

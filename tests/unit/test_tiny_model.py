@@ -21,9 +21,9 @@ def test_transformers_loads_every_weight(tmp_path: Path, family: str, dtype: str
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
     assert not any(loading.values()), loading
     assert model.dtype == getattr(torch, dtype)
-    ours = tiny_model.weights(family, seed=1)
+    actual = tiny_model.weights(family, seed=1)
     for name, weight in model.named_parameters():
-        expected = torch.from_numpy(ours[name]).to(weight.dtype)
+        expected = torch.from_numpy(actual[name]).to(weight.dtype)
         assert torch.equal(weight, expected), name
 
 

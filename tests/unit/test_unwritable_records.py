@@ -14,20 +14,20 @@ from sglang_april.recovery.journal import Journal
 from sglang_april.scheduler.recorder import Recorder
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.journal_fixtures import accept, read, request
-from tests.unit.test_outbox import Heard
+from tests.unit.test_outbox import ReceivedEvents
 
 
 class Server:
     """The fake engine with a real journal."""
 
     def __init__(self, path: Path) -> None:
-        self.engine, self.heard = FakeEngine(), Heard()
-        self.engine.on_event = self.heard
+        self.engine, self.received = FakeEngine(), ReceivedEvents()
+        self.engine.on_event = self.received
         self.controller = self.engine.controller
         self.recorder = self.controller.context.recorder = Recorder(self.engine, Journal(path))
         self.seq = 0
 
-    def ask(self, kind: type[messages.Command], **fields: Any) -> int:
+    def issue(self, kind: type[messages.Command], **fields: Any) -> int:
         self.seq += 1
         self.controller.command(kind(seq=self.seq, **fields))
         return self.seq
@@ -35,20 +35,20 @@ class Server:
     def open(self, run: str, round_id: str, *names: str, length: int = 3, metadata: bytes = b"") -> int:
         prompts = [messages.Prompt(name, bytes(12), 1, 0, 0, metadata=metadata) for name in names]
         spec = messages.RoundSpec(round_id, run, 1, "group", "keep", 5)
-        return self.ask(messages.OpenRound, spec=spec, prompts=prompts, params=[msgspec.msgpack.encode(-length)])
+        return self.issue(messages.OpenRound, spec=spec, prompts=prompts, params=[msgspec.msgpack.encode(-length)])
 
     def answer(self, seq: int) -> messages.Answer:
         def answers() -> list[messages.Answer]:
-            return [a for a in self.heard.of(messages.Answer) if a.seq == seq]
+            return [a for a in self.received.of(messages.Answer) if a.seq == seq]
 
-        self.heard.wait(lambda _: answers())
+        self.received.wait(lambda _: answers())
         return answers()[0]
 
     def replies(self, count: int) -> list[messages.RoundEnded]:
         for _ in range(60):
             self.engine.step()
-        self.heard.wait(lambda _: len(self.heard.of(messages.RoundEnded)) >= count)
-        return self.heard.of(messages.RoundEnded)
+        self.received.wait(lambda _: len(self.received.of(messages.RoundEnded)) >= count)
+        return self.received.of(messages.RoundEnded)
 
 
 def test_a_reused_round_id_fails_its_own_round_only(tmp_path: Path) -> None:
@@ -58,11 +58,11 @@ def test_a_reused_round_id_fails_its_own_round_only(tmp_path: Path) -> None:
     assert (refused.status, refused.field) == (500, "journal")
     assert "UNIQUE" in refused.reason
     assert server.answer(server.open("third", "other", "c")).status == 200
-    server.answer(server.ask(messages.Drop, run="second", ids=["b"], round_id="same"))
+    server.answer(server.issue(messages.Drop, run="second", ids=["b"], round_id="same"))
     assert [r.round_id for r in server.replies(1)] == ["other"]
     assert [r.spec.run for r in server.controller.context.rounds.values()] == ["first"]
     assert server.answer(server.open("second", "new", "b")).status == 200
-    assert not server.heard.of(messages.JournalFault)
+    assert not server.received.of(messages.JournalFault)
     server.recorder.close()
     saved = read(tmp_path / "j")
     assert [r.spec.round_id for r in saved.rounds] == ["same", "new"]
@@ -115,11 +115,11 @@ def test_the_end_of_a_push_is_answered_once_its_version_is_written(
 
     server = Server(tmp_path / "j")
     monkeypatch.setattr(schema, "version", gated)
-    server.ask(messages.PushBegin)
-    ended = server.ask(messages.PushEnd)
-    state = server.ask(messages.GetState)
+    server.issue(messages.PushBegin)
+    ended = server.issue(messages.PushEnd)
+    state = server.issue(messages.GetState)
     assert server.answer(state).status == 200
-    assert ended not in [answer.seq for answer in server.heard.of(messages.Answer)]
+    assert ended not in [answer.seq for answer in server.received.of(messages.Answer)]
     gate.set()
     assert server.answer(ended).data == {"policy_version": 1}
     server.recorder.close()

@@ -8,7 +8,7 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 
 class AprilReq(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """HTTP process to scheduler; `payload` is an encoded `Command` or `Fact`."""
+    """HTTP process to scheduler; `payload` is an encoded `Command` or `Observation`."""
 
     payload: bytes
 

@@ -19,7 +19,7 @@ def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
     """AROUND Scheduler.abort_request: abort_all stops rounds; a rid never matches samples (SGLang matches prefixes)."""
     if recv_req.abort_all and not s.april.context.frozen:
         s.april.abort_everything()
-    ours = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
+    samples = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
     running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
     before = {r: r.to_finish for r in running}
     queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
@@ -28,7 +28,7 @@ def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
     try:
         return orig(s, recv_req)
     finally:
-        s.waiting_queue += [r for r in queue if r in ours]
+        s.waiting_queue += [r for r in queue if r in samples]
         grammar += kept
         for req, reason in before.items():
             req.to_finish = reason

@@ -96,7 +96,7 @@ def _digest_file(s: Scheduler) -> TextIO | None:
 @fail_stop.ends_server
 def _receive_message(controller: Controller, message: AprilReq) -> None:
     content = messages.decode_message(message.payload)
-    if isinstance(content, messages.Fact):
+    if isinstance(content, messages.Observation):
         controller.observe(content)
     else:
         controller.command(content)

@@ -20,7 +20,7 @@ from sglang_april.adapter.v0_5_17.envelope import AprilReq
 from sglang_april.api import messages
 from sglang_april.scheduler.decisions import MAX_TEXT, Decided, PeerComparison
 
-_TO_SCHEDULER = "inproc://april-facts"
+_TO_SCHEDULER = "inproc://april-observations"
 
 
 class Rank0Broadcast:
@@ -39,11 +39,11 @@ class Rank0Broadcast:
         if self._ranks > 1:
             self._join(s)
 
-    def send(self, fact: messages.Fact) -> None:
+    def send(self, observation: messages.Observation) -> None:
         """Broadcast an observation of rank 0. On other ranks this does nothing."""
         if self._to_scheduler is not None:
             with self._lock:
-                sock_send(self._to_scheduler, AprilReq(payload=messages.encode(fact)))
+                sock_send(self._to_scheduler, AprilReq(payload=messages.encode(observation)))
 
     def report(self, move: int, failure: str = "") -> None:
         """Report a completed or failed copy. Once all ranks have reported, `messages.Moved` is broadcast."""

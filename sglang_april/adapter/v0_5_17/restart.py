@@ -16,7 +16,7 @@ from sglang_april.adapter.v0_5_17.build_store import key_of
 from sglang_april.adapter.v0_5_17.request import has_grammar
 from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
-from sglang_april.kv.kv_pages import Found
+from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal import Journal, JournalError
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
 from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
@@ -77,7 +77,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, dis
     )
 
 
-def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, Found]]) -> list[Outcome]:
+def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
     """Search on all ranks. Samples with a grammar are prefilled again: their requests wait for its compilation."""
     wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
     outcomes_by_rank: list[Any] = [None] * s.ps.tp_size

@@ -21,7 +21,7 @@ from sglang_april.scheduler.state import Sample
 class RowSeeds:
     """Which rows of a batch belong to rollouts, their seeds, and the rows that need proximal logprobs."""
 
-    ours: list[bool]
+    of_rollouts: list[bool]
     seeds: torch.Tensor
     """int64 [rows] on the device of the batch; 0 in rows of other requests."""
     proximal: list[Sample | None] | None = None
@@ -31,20 +31,22 @@ class RowSeeds:
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
-        ours = [r.april is not None for r in batch.reqs]
-        seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, ours, strict=True)]
+        of_rollouts = [r.april is not None for r in batch.reqs]
+        seeds = [
+            r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, of_rollouts, strict=True)
+        ]
         return cls(
-            ours,
+            of_rollouts,
             torch.tensor(seeds, dtype=torch.int64, device=batch.device),
             recomputed_rows(batch),
             rescored_rows(batch),
         )
 
     def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
-        return RowSeeds([self.ours[i] for i in rows], self.seeds[rows_on_device])
+        return RowSeeds([self.of_rollouts[i] for i in rows], self.seeds[rows_on_device])
 
     def joined(self, other: "RowSeeds") -> "RowSeeds":
-        return RowSeeds(self.ours + other.ours, torch.cat([self.seeds, other.seeds]))
+        return RowSeeds(self.of_rollouts + other.of_rollouts, torch.cat([self.seeds, other.seeds]))
 
 
 def draw(
@@ -57,12 +59,12 @@ def draw(
 ) -> torch.Tensor:
     """Next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
     rows: RowSeeds | None = getattr(info, "april", None)
-    if rows is None or not any(rows.ours):
+    if rows is None or not any(rows.of_rollouts):
         return stock(sampler, probs, info, positions, simple)
-    if all(rows.ours):
+    if all(rows.of_rollouts):
         return _seeded_rows(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
     tokens = stock(sampler, probs, info, positions, simple)
-    mine = torch.tensor([i for i, ours in enumerate(rows.ours) if ours], device=probs.device)
+    mine = torch.tensor([i for i, of_rollouts in enumerate(rows.of_rollouts) if of_rollouts], device=probs.device)
     tokens[mine] = _seeded_rows(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
     return tokens
 
