@@ -6,6 +6,7 @@ server lives, and after `heal` the rounds beside them deliver every sample once,
 
 import contextlib
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ def heal(live: LiveServer) -> None:
     """Undo what neighbours may leave: a pause, released memory, an open push, weights that failed to load."""
     server = live.server
     server.http.post("/continue_generation", json={})
-    server.http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
+    if released := re.search(r"memory is released \((.*?)\)", server.state()["closed"]):
+        server.post("/resume_memory_occupation", {"tags": released[1].split(", ")})
     if server.state()["closed"]:
         server.push(live.model(0))
