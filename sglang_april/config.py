@@ -7,13 +7,13 @@ plugin writes the parsed flags there before any child starts, and every process 
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+from sglang_april.flag_values import choice, concurrency, difference, directory, gigabytes, path, seconds, switch, whole
 
 ENV = "SGLANG_APRIL"
 PREFIX = "--april-"
@@ -21,9 +21,7 @@ BYTES_PER_GB = 10**9
 BYTES_PER_MB = 2**20
 MAX_BODY_MB = 400
 """JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
-MAX_COUNT = 2**31 - 1
 MAX_DEFAULT_HOST_BYTES = 64 * BYTES_PER_GB
-MAX_SECONDS = 86_400
 
 
 class ConfigError(ValueError):
@@ -113,149 +111,70 @@ class Flag:
             raise ConfigError(f"{self.option} {error}, not {value!r}") from None
 
 
-def _whole(low: int, high: int = MAX_COUNT) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        try:
-            number = int(value) if isinstance(value, str) else value
-        except ValueError:
-            number = None
-        if type(number) is not int or not low <= number <= high:
-            raise ValueError(f"must be a whole number from {low} to {high}")
-        return number
-
-    return parse
-
-
-def _gigabytes(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError("must be a number of gigabytes of at least 0")
-    return number
-
-
-def _seconds(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number <= MAX_SECONDS:
-        raise ValueError(f"must be a number of seconds above 0 and up to {MAX_SECONDS}")
-    return number
-
-
-def _difference(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError("must be a number above 0")
-    return number
-
-
-def _switch(value: Any) -> bool:
-    if value not in (True, False, "on", "off"):
-        raise ValueError("must be on or off")
-    return value in (True, "on")
-
-
-def _directory(value: Any) -> str:
-    if not isinstance(value, str) or not Path(value).is_dir() or not os.access(value, os.W_OK | os.X_OK):
-        raise ValueError("must be a directory that exists and can be written")
-    return str(Path(value).resolve())
-
-
-def _choice(*allowed: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}")
-        return str(value)
-
-    return parse
-
-
-def _concurrency(value: Any) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    try:
-        return _whole(1)(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or auto") from None
-
-
-def _path(value: Any) -> str:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError("must be the path of a file")
-    return str(Path(value).absolute())
-
-
 FLAGS: tuple[Flag, ...] = (
-    Flag("quota", _whole(1), "N", "groups (or samples) that end a round which names no quota of its own"),
-    Flag("quota_unit", _choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
+    Flag("quota", whole(1), "N", "groups (or samples) that end a round which names no quota of its own"),
+    Flag("quota_unit", choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
     Flag(
         "kv",
-        _choice("keep", "recompute", "auto"),
+        choice("keep", "recompute", "auto"),
         "{keep,recompute,auto}",
         "continue partials on their stored KV, or prefill them again under new weights, or (auto) what costs less time",
     ),
-    Flag("max_staleness", _whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
+    Flag("max_staleness", whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
     Flag(
         "host_gb",
-        _gigabytes,
+        gigabytes,
         "GB",
         "host memory for KV of partials, of all ranks together (default, on each machine: a quarter of its memory "
         "divided by --april-servers-per-machine, and at most 64 GB)",
     ),
     Flag(
         "servers_per_machine",
-        _whole(1),
+        whole(1),
         "N",
         "servers that share this machine's memory, for the default of --april-host-gb (default: 1)",
     ),
-    Flag("disk_dir", _directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"),
-    Flag("disk_gb", _gigabytes, "GB", "size of the disk tier"),
+    Flag("disk_dir", directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"),
+    Flag("disk_gb", gigabytes, "GB", "size of the disk tier"),
     Flag(
         "kv_pages",
-        _choice("full", "int8"),
+        choice("full", "int8"),
         "{full,int8}",
         "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
     ),
-    Flag("carry_tokens", _whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
-    Flag("replies", _whole(1), "N", "replies kept per run, to be asked for again by round_id"),
-    Flag("reply_gb", _gigabytes, "GB", "memory for replies that wait for their ack, and as much again for all others"),
-    Flag("max_body_mb", _whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
+    Flag("carry_tokens", whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
+    Flag("replies", whole(1), "N", "replies kept per run, to be asked for again by round_id"),
+    Flag("reply_gb", gigabytes, "GB", "memory for replies that wait for their ack, and as much again for all others"),
+    Flag("max_body_mb", whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
     Flag(
         "concurrency",
-        _concurrency,
+        concurrency,
         "{N,auto}",
         "samples of one run that run at once (default: all slots; auto: as many as still pay, by measured step times)",
     ),
-    Flag("version", _whole(0, 2**62), "N", "policy version of the weights at start"),
+    Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(
         "journal",
-        _path,
+        path,
         "PATH",
         "file of the journal, from which a killed server restarts",
     ),
     Flag(
         "journal_sync",
-        _choice("normal", "full"),
+        choice("normal", "full"),
         "{normal,full}",
         "survives the death of the process, or loss of power",
     ),
-    Flag("shutdown_s", _seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
-    Flag("journal_interval", _whole(1), "N", "output tokens of a running sample after which they are journalled"),
-    Flag("audit", _whole(0), "N", "samples of each policy version that a plain prefill rescores (default: 0, none)"),
+    Flag("shutdown_s", seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
+    Flag("journal_interval", whole(1), "N", "output tokens of a running sample after which they are journalled"),
+    Flag("audit", whole(0), "N", "samples of each policy version that a plain prefill rescores (default: 0, none)"),
     Flag(
         "audit_tolerance",
-        _difference,
+        difference,
         "X",
         "difference of logprobs that counts as noise (default: 0.001 for float32 weights, 0.1 otherwise)",
     ),
-    Flag("audit_strict", _switch, "", "refuse new rounds after a finding, until it is acknowledged", switch=True),
+    Flag("audit_strict", switch, "", "refuse new rounds after a finding, until it is acknowledged", switch=True),
 )
 
 _BY_FIELD = {flag.field: flag for flag in FLAGS}

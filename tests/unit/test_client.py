@@ -1,73 +1,31 @@
 """Both clients over real HTTP, against the real routes and a scheduler that finishes everything at once."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
-import msgspec
 import numpy as np
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
-from sglang_april import PROTOCOL, __version__
-from sglang_april.api import messages
 from sglang_april.client import (
     AprilClient,
     AprilError,
     AsyncAprilClient,
     NotPatchedError,
     PushLeftOpenError,
-    ServerLostError,
 )
 from sglang_april.client.types import RolloutGroup, RolloutSummary
-from sglang_april.config import AprilConfig
-from sglang_april.http.routes import add_routes
-from sglang_april.http.service import AprilService
-from tests.unit.scripted_engine import ScriptedEngine, prompt
-
-
-class EagerEngine(ScriptedEngine):
-    """Every sample ends as soon as its round is open, and the round with it; a round of the run `slow` stays open."""
-
-    async def send(self, payload: bytes) -> None:
-        await super().send(payload)
-        command = self.commands[-1]
-        if isinstance(command, messages.OpenRound) and command.spec.run != "slow":
-            for requested in command.prompts:
-                self.finish(command, *((requested.id, i) for i in range(requested.n)))
-            self.end(command, *((requested.id, list(range(requested.n))) for requested in command.prompts))
-        if isinstance(command, messages.StopRound):
-            self.end(self.opened, reason="stopped")
-
-
-def serve(app: FastAPI) -> tuple[uvicorn.Server, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
-    threading.Thread(target=server.run, daemon=True).start()
-    deadline = time.monotonic() + 10
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.started
-    return server, f"http://127.0.0.1:{port}"
+from tests.unit.eager_server import eager_server, serve
+from tests.unit.scripted_engine import prompt
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    app = FastAPI()
-    engine = EagerEngine()
-    engine.april = app.state.april = AprilService(engine, AprilConfig(quota=1))
-    engine.april.hook_report = {"hooks": ["one"], "april": __version__, "protocol": PROTOCOL}
-    add_routes(app, admin=lambda endpoint: endpoint)
-    server, address = serve(app)
-    yield address
-    server.should_exit = True
+    with eager_server() as address:
+        yield address
 
 
 @pytest.fixture
@@ -115,35 +73,6 @@ def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:
         list(client.stream(quota=-1))
     with pytest.raises(AprilError, match="404"):
         client.get_round("none")
-
-
-class LosesAnswers(httpx.HTTPTransport):
-    """Loses the first answer to every `extend`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bodies: list[bytes] = []
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        response = super().handle_request(request)
-        if request.url.path.endswith("/extend"):
-            self.bodies.append(request.read())
-            if len(self.bodies) % 2:
-                raise httpx.ReadError("the connection is lost", request=request)
-        return response
-
-
-def test_an_extend_whose_answer_is_lost_is_repeated_with_its_key(url: str) -> None:
-    transport = LosesAnswers()
-    with AprilClient(url, retry_s=10, transport=transport) as client:
-        events = client.stream(run="slow", round_id="lossy", prompts=[prompt()])
-        first = client.extend("lossy", quota_add=1)
-        second = client.extend("lossy", quota_add=1)
-        assert (first["round_id"], second["round_id"]) == ("lossy", "lossy")
-        keys = [msgspec.msgpack.decode(body)["idempotency_key"] for body in transport.bodies]
-        assert keys[0] == keys[1] != keys[2] == keys[3]
-        client.stop("lossy")
-        list(events)
 
 
 def test_failed_push_stays_open(client: AprilClient) -> None:
@@ -245,108 +174,3 @@ def test_sglang_without_the_plugin_raises_not_patched() -> None:
             client.rollout()
     finally:
         server.should_exit = True
-
-
-class LossyTransport(httpx.HTTPTransport):
-    """Loses the answers to the first `losses` requests to `path`: they reach the server."""
-
-    def __init__(self, path: str, losses: int) -> None:
-        super().__init__()
-        self.path, self.losses, self.requests = path, losses, list[httpx.Request]()
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        response = super().handle_request(request)
-        if request.url.path == self.path:
-            self.requests.append(request)
-            if self.losses:
-                self.losses -= 1
-                response.close()
-                raise httpx.RemoteProtocolError("server disconnected")
-        return response
-
-
-def test_lost_connection_is_one_error_that_names_the_round(url: str) -> None:
-    transport = LossyTransport("/april/rollout", 1)
-    with AprilClient(url, transport=transport) as client:
-        body = {"run": "lost", "prompts": [prompt(n=2, metadata=None)]}
-        with pytest.raises(ServerLostError, match=r"no answer to POST /april/rollout \(RemoteProtocolError") as caught:
-            client.rollout(**body)
-        round_id = msgspec.msgpack.decode(transport.requests[0].content)["round_id"]
-        assert f"round_id={round_id!r}" in str(caught.value)
-        assert caught.value.status == 0
-        reply = client.rollout(**body, round_id=round_id)
-        assert [group.id for group in reply.finished] == [body["prompts"][0]["id"]]
-
-
-def test_retries_find_the_same_round(url: str) -> None:
-    transport = LossyTransport("/april/rollout", 2)
-    with AprilClient(url, transport=transport, retry_s=60) as client:
-        reply = client.rollout(run="retried", prompts=[prompt(n=2, metadata=None)])
-    assert len(transport.requests) == 3
-    assert {msgspec.msgpack.decode(request.content)["round_id"] for request in transport.requests} == {reply.round_id}
-
-
-def test_push_is_never_repeated(url: str) -> None:
-    transport = LossyTransport("/april/push/end", 1)
-    with AprilClient(url, transport=transport, retry_s=60) as client:
-        version = client.state()["policy_version"]
-        client.push_begin()
-        with pytest.raises(ServerLostError):
-            client.push_end()
-        assert len(transport.requests) == 1
-        assert client.state()["policy_version"] == version + 1
-
-
-class BreakingStream(httpx.SyncByteStream):
-    """The first line of a stream, and then a broken connection."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[bytes]:
-        received = b""
-        for part in self._stream:
-            received += part
-            if b"\n" in received:
-                yield received[: received.index(b"\n") + 1]
-                raise httpx.ReadError("connection reset")
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-class BreakingTransport(LossyTransport):
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        response = httpx.HTTPTransport.handle_request(self, request)
-        if request.url.path == self.path:
-            self.requests.append(request)
-            if self.losses:
-                self.losses -= 1
-                broken = BreakingStream(response.stream)
-                return httpx.Response(response.status_code, headers=response.headers, stream=broken)
-        return response
-
-
-def test_broken_stream_is_continued_without_repeating_groups(url: str) -> None:
-    prompts = [prompt(id=f"p{i}", n=2, metadata=None) for i in range(3)]
-    with AprilClient(url, transport=BreakingTransport("/april/rollout", 1), retry_s=60) as client:
-        *groups, summary = client.stream(run="broken", prompts=prompts)
-    assert isinstance(summary, RolloutSummary)
-    assert [group.id for group in groups if isinstance(group, RolloutGroup)] == ["p0", "p1", "p2"]
-    with (
-        AprilClient(url, transport=BreakingTransport("/april/rollout", 1)) as client,
-        pytest.raises(ServerLostError, match="round_id="),
-    ):
-        list(client.stream(run="broken again", prompts=prompts))
-
-
-def test_unreachable_server_is_one_error() -> None:
-    with AprilClient("http://127.0.0.1:9") as client, pytest.raises(ServerLostError, match=r"http://127\.0\.0\.1:9"):
-        client.state()
-
-    async def asynchronous() -> None:
-        async with AsyncAprilClient("http://127.0.0.1:9") as client:
-            await client.rollout(prompts=[])
-
-    with pytest.raises(ServerLostError):
-        asyncio.run(asynchronous())

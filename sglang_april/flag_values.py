@@ -1,0 +1,89 @@
+"""Parsers of flag values, from the command line or JSON. Each raises ValueError: the rest of a sentence."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+MAX_COUNT = 2**31 - 1
+MAX_SECONDS = 86_400
+
+
+def whole(low: int, high: int = MAX_COUNT) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        try:
+            number = int(value) if isinstance(value, str) else value
+        except ValueError:
+            number = None
+        if type(number) is not int or not low <= number <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return number
+
+    return parse
+
+
+def gigabytes(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError("must be a number of gigabytes of at least 0")
+    return number
+
+
+def seconds(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= MAX_SECONDS:
+        raise ValueError(f"must be a number of seconds above 0 and up to {MAX_SECONDS}")
+    return number
+
+
+def difference(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError("must be a number above 0")
+    return number
+
+
+def switch(value: Any) -> bool:
+    if value not in (True, False, "on", "off"):
+        raise ValueError("must be on or off")
+    return value in (True, "on")
+
+
+def directory(value: Any) -> str:
+    if not isinstance(value, str) or not Path(value).is_dir() or not os.access(value, os.W_OK | os.X_OK):
+        raise ValueError("must be a directory that exists and can be written")
+    return str(Path(value).resolve())
+
+
+def choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def concurrency(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    try:
+        return whole(1)(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
+def path(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be the path of a file")
+    return str(Path(value).absolute())
