@@ -23,7 +23,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("requested")
 def test_draws_have_the_given_probabilities() -> None:
     torch.manual_seed(0)
     drawn = sampler.sampling_from_probs_torch(PROBS.expand(20_000, -1))

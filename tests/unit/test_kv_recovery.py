@@ -158,7 +158,7 @@ def test_a_smaller_budget_keeps_the_longest(harness: CrashingHarness) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "together"),
+    ("reported", "together"),
     [
         ([["", "", None, "x"]], ["", "", None, "x"]),
         ([["", "", None], ["", None, "x"]], ["", None, "rank 1: x"]),

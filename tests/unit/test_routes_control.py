@@ -167,7 +167,7 @@ def test_a_weight_call_waits_for_the_round_unless_a_push_is_open() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("asked", ["before", "in"])
+@pytest.mark.parametrize("requested", ["before", "in"])
 @pytest.mark.parametrize("interruption", ["pause", "push"])
 def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiting(
     interruption: str, requested: str
