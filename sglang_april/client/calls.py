@@ -15,6 +15,8 @@ from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
 
+EventKey = tuple[str, int, tuple[int, ...]]
+"""Group, incarnation and samples of an event: with `quota_unit: sample` a group has several."""
 REPEATABLE = ("/april/rollout", "/april/drop")
 REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
 """Routes whose effect is the same if a request arrives twice."""
@@ -232,11 +234,11 @@ def event(line: str) -> RolloutGroup | RolloutSummary:
     return read_event(fields)
 
 
-def is_new(received: RolloutGroup | RolloutSummary, seen: set[tuple[str, int]]) -> bool:
-    """Whether an event is not a repetition of a group in `seen`, to which it is added."""
+def is_new(received: RolloutGroup | RolloutSummary, seen: set[EventKey]) -> bool:
+    """Whether an event is not a repetition of one in `seen`, to which it is added."""
     if isinstance(received, RolloutSummary):
         return True
-    key = received.id, received.incarnation
+    key = received.id, received.incarnation, tuple(sample.index for sample in received.samples)
     repeated = key in seen
     seen.add(key)
     return not repeated

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Self
 
 import httpx
 
-from sglang_april.client.calls import Calls, Exchange, T, event, is_new, push_stays_open
+from sglang_april.client.calls import Calls, EventKey, Exchange, T, event, is_new, push_stays_open
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 P = ParamSpec("P")
@@ -125,7 +125,7 @@ class AprilClient:
         return response
 
     def _events(self, request: httpx.Request, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
-        seen: set[tuple[str, int]] = set()
+        seen: set[EventKey] = set()
         while True:
             try:
                 with contextlib.closing(response):
@@ -197,7 +197,7 @@ class AsyncAprilClient:
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """As `AprilClient.stream`; the round is open when the first event arrives."""
         await self._run(self._calls.check_patched())
-        request, seen = self._calls.stream_request(body), set[tuple[str, int]]()
+        request, seen = self._calls.stream_request(body), set[EventKey]()
         while True:
             response = await self._send(request, stream=True)
             try:

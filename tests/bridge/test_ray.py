@@ -23,7 +23,7 @@ from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.ray_cluster import ClusterCapacityError, RayCluster
 from trainer_bridge.rollout_engine import RolloutEngine
-from trainer_bridge.server_process import EngineLostError
+from trainer_bridge.server_process import EngineGoneError
 from trainer_bridge.validate import check
 
 
@@ -134,7 +134,7 @@ def test_server_dies_with_its_actor_and_is_restarted_at_its_address(cluster: Ray
 
 def test_server_that_exits_at_startup_is_reported_with_its_log(cluster: RayCluster, tmp_path: Path) -> None:
     rollout_engine, _ = engine(tmp_path, cluster, "raise SystemExit(3)")
-    with pytest.raises(EngineLostError, match=r"server\.log"):
+    with pytest.raises(EngineGoneError, match=r"did not start: .*server\.log"):
         rollout_engine.wait_until_ready()
     rollout_engine.close()
 

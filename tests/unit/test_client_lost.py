@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from sglang_april.client import (
@@ -13,6 +15,7 @@ from sglang_april.client import (
     AsyncAprilClient,
     ServerLostError,
 )
+from sglang_april.client.calls import EventKey, is_new
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.unit.eager_server import eager_server
 from tests.unit.scripted_engine import prompt
@@ -156,3 +159,12 @@ def test_unreachable_server_is_one_error() -> None:
 
     with pytest.raises(ServerLostError):
         asyncio.run(asynchronous())
+
+
+def test_several_events_of_one_group_are_not_repetitions() -> None:
+    """With `quota_unit: sample` each sample is an event of its own."""
+    seen: set[EventKey] = set()
+    indices = [0, 1, 0]
+    samples: list[Any] = [SimpleNamespace(index=index) for index in indices]
+    events = [RolloutGroup("a", 0, None, np.array([1]), False, None, [sample]) for sample in samples]
+    assert [is_new(received, seen) for received in events] == [True, True, False]
