@@ -1,4 +1,10 @@
-"""Rounds beside hostile clients of SGLang's own routes (`isolated-samples`, `delivered-once`)."""
+"""Rounds beside hostile clients of SGLang's own routes (`isolated-samples`, `delivered-once`).
+
+    python -m pytest tests/neighbours.py -p tests.integration.conftest
+
+It is not part of `make test`: concurrent weight calls under a pause still end SGLang 0.5.17's HTTP process
+(`_handle_update_weights_from_disk_req_output` sets a future that is already set).
+"""
 
 import itertools
 import time
