@@ -7,6 +7,7 @@ server lives, and after `heal` the rounds beside them deliver every sample once,
 import contextlib
 import random
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,10 @@ CALLS = {
     "read": 3,
 }
 """Kinds of calls, and how often each is drawn."""
+
+
+WEIGHTS = threading.Lock()
+"""One weight call at a time: under a pause, SGLang 0.5.17 does not serialise them, and its HTTP process ends."""
 
 
 @dataclass
@@ -166,10 +171,14 @@ class Neighbour:
             "flush_cache": rng.choice([True, False]),
             "abort_all_requests": rng.random() < 0.2,
         }
-        self._post("/update_weights_from_disk", body)
+        with WEIGHTS:
+            self._post("/update_weights_from_disk", body)
 
     def broken_weights(self, rng: random.Random) -> None:
-        self._post("/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": rng.choice([True, False])})
+        with WEIGHTS:
+            self._post(
+                "/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": rng.choice([True, False])}
+            )
 
     def release(self, rng: random.Random) -> None:
         self._post("/release_memory_occupation", {"tags": rng.choice([["kv_cache"], ["no such tag"], [], None])})
