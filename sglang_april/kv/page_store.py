@@ -264,9 +264,13 @@ class PageStore:
             DamagedError: at the end, with the numbers of the damaged copies.
         """
         damaged = []
+        # Not the bounce buffer: other orders use it between two slices.
+        buffer = torch.empty(
+            (max(1, VERIFY_BYTES // (4 * self._copier.page_words)), self._copier.page_words), dtype=torch.int32
+        )
         for number, held in list(self._held.items()):
             try:
-                for pages, checksums in self._slices(held):
+                for pages, checksums in self._slices(held, buffer):
                     if self._held.get(number) is not held:
                         break
                     if not torch.equal(kv_pages.checksum(pages), checksums):
@@ -279,12 +283,15 @@ class PageStore:
         if damaged:
             raise DamagedError(f"copies {', '.join(map(str, damaged))} are damaged")
 
-    def _slices(self, held: HostPages | DiskPages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(pages, checksums), about `VERIFY_BYTES` at a time."""
-        step = max(1, VERIFY_BYTES // (4 * self._copier.page_words))
-        for pages, checksums in self._host_chunks(held) if isinstance(held, HostPages) else self._disk_chunks(held):
-            for first in range(0, len(pages), step):
-                yield pages[first : first + step], checksums[first : first + step]
+    def _slices(self, held: HostPages | DiskPages, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(pages, checksums), at most as many at a time as `buffer` holds; those of a file are read into it."""
+        if isinstance(held, DiskPages):
+            disk, _ = self._require_disk()
+            yield from disk.load(held.key, held.length, buffer)
+            return
+        for pages, checksums in self._host_chunks(held):
+            for first in range(0, len(pages), len(buffer)):
+                yield pages[first : first + len(buffer)], checksums[first : first + len(buffer)]
 
     def _find(self, number: int) -> HostPages | DiskPages:
         try:

@@ -32,17 +32,30 @@ class TierBudget:
 
     def prefix_for(self, sample: Sample, pages: Pages) -> Prefix | None:
         """The stored prefix that a new copy of the sample begins with; the copy becomes a user of it."""
-        # A leader's protected part is its whole prompt, a follower's all but the last token.
-        shared = min(pages.protected, len(sample.group.prompt.input_ids) // 4 - 1)
-        length = shared // self._c.store_page * self._c.store_page
-        prefix, group = sample.kv.prefix, sample.group
-        if prefix is None and length and pages.node is not None:
-            prefix = group.prefix
-            if prefix is None or prefix.node is not pages.node or prefix.length != length:
-                prefix = group.prefix = Prefix(self.next_number(), length, pages.node)
+        prefix, length = self._find_prefix(sample, pages)
+        if prefix is None and length:
+            prefix = sample.group.prefix = Prefix(self.next_number(), length, pages.node)
         if prefix is not None:
             self._add_user(prefix)
         return prefix
+
+    def tokens_on_host(self, sample: Sample, pages: Pages) -> int:
+        """Leading tokens of the sample that the host already stores, so that a copy of it needs no room for them."""
+        prefix, _ = self._find_prefix(sample, pages)
+        return prefix.length if prefix is not None else 0
+
+    def _find_prefix(self, sample: Sample, pages: Pages) -> tuple[Prefix | None, int]:
+        """The stored prefix with which the sample's KV begins, else None and how many tokens can be stored as one."""
+        if sample.kv.prefix is not None:
+            return sample.kv.prefix, sample.kv.prefix.length
+        # A leader's protected part is its whole prompt, a follower's all but the last token.
+        shared = min(pages.protected, len(sample.group.prompt.input_ids) // 4 - 1)
+        length = shared // self._c.store_page * self._c.store_page
+        if pages.node is None or not length:
+            return None, 0
+        prefix = sample.group.prefix
+        matches = prefix is not None and prefix.node is pages.node and prefix.length == length
+        return (prefix if matches else None), length
 
     def keep_prefix(self, sample: Sample, prefix: Prefix) -> None:
         """The sample runs on KV that begins with the prefix, so its next copy need not copy it again."""

@@ -146,7 +146,9 @@ class Tiers:
 
     def _make_room(self, tier: CopyTier, newcomer: Sample, pages: Pages) -> bool:
         """Evict what the newcomer displaces; False, and nothing changes, if there is no room for it."""
-        need, cap = self._budget.round_up(pages.length), self._c.cap(tier)
+        # If the victims are a stored prompt's last users, it is stored again; they free its room as well.
+        stored = self._budget.tokens_on_host(newcomer, pages) if tier == "host" else 0
+        need, cap = self._budget.round_up(pages.length - stored), self._c.cap(tier)
         short = self.used[tier] + need - cap
         if need > cap or short <= 0:
             return need <= cap

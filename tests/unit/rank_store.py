@@ -19,14 +19,18 @@ PAGE, SLOTS = 4, 256
 
 
 class RankStore:
-    """A store on a pool of two layers with K and V rows of different sizes. A chunk is one page."""
+    """A store on a pool of two layers with K and V rows of different sizes. A chunk is one page by default."""
 
     def __init__(
-        self, folder: Path | None, pages: int = 64, write: Callable[[int, memoryview], int] = os.write
+        self,
+        folder: Path | None,
+        pages: int = 64,
+        write: Callable[[int, memoryview], int] = os.write,
+        chunk_bytes: int = 1,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.k, self.v = ([torch.rand(SLOTS, 2, dim, generator=generator) for _ in range(2)] for dim in (4, 2))
-        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), chunk_bytes=1)
+        copier = CpuCopier(RawPages(PlaneTable.mha(self.k, self.v), PAGE), chunk_bytes=chunk_bytes)
         self.arena = HostArena(pages, copier.page_words, pinned=False)
         self.disk = DiskTier(folder, 0, "layout", PAGE, copier.page_words, write)
         self.reports: dict[int, str] = {}

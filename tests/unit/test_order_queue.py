@@ -91,6 +91,32 @@ def test_check_runs_in_slices_between_orders(tmp_path: Path, monkeypatch: pytest
     rank.close()
 
 
+def test_check_of_a_file_does_not_share_its_memory_with_other_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a chunk of a copy is larger than a slice of a check, between two of which a load reads another file."""
+    monkeypatch.setattr(page_store, "VERIFY_BYTES", 1)
+    rank = RankStore(tmp_path, chunk_bytes=1 << 20)
+    for i in range(2):
+        rank.store.copy_to_disk(i, 10 + i, slots_of(16, seed=i), KEY._replace(member=i), 0)
+        assert rank.outcome(i) == ""
+    started, held = threading.Event(), threading.Event()
+    checksum = page_store.kv_pages.checksum
+
+    def slow_checksum(pages: torch.Tensor) -> torch.Tensor:
+        started.set()
+        assert held.wait(60)
+        return checksum(pages)
+
+    monkeypatch.setattr(page_store.kv_pages, "checksum", slow_checksum)
+    rank.store.verify(50)
+    assert started.wait(60)
+    rank.store.load(51, 11, ELSEWHERE[:16])
+    held.set()
+    assert (rank.outcome(51), rank.outcome(50)) == ("", "")
+    rank.close()
+
+
 @settings(max_examples=300, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(["put", "load", "idle"]), st.integers(0, 3)), max_size=40))
 def test_any_sequence_keeps_the_order_of_each_copy(steps: list[tuple[str, int]]) -> None:

@@ -110,6 +110,23 @@ def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
     assert g.tiers.used == {"host": 0, "disk": 0}
 
 
+def test_room_is_made_only_for_what_follows_a_stored_prompt() -> None:
+    """The host has exactly the 32 + 4 * 32 tokens that the prompt and the four partials behind it take."""
+    g = Group(host=160)
+    for sample in g.samples:
+        g.tiers.demote(sample)
+    assert [s.kv.pages.tier if s.kv.pages else "none" for s in g.samples] == ["host"] * 4
+    assert g.tiers.used["host"] == 160
+
+
+def test_a_prompt_that_leaves_with_its_last_user_is_stored_again_within_the_cap() -> None:
+    g = Group(host=64)
+    for sample in g.samples:
+        g.tiers.demote(sample)
+        assert g.tiers.used["host"] == 64
+    assert [s.kv.pages.tier if s.kv.pages else "none" for s in g.samples] == ["none"] * 3 + ["host"]
+
+
 def test_a_leader_and_its_followers_share_a_prefix() -> None:
     """The leader's prefix has 48 tokens, a follower's 47; both share the 32 in whole pages."""
     g = Group(prompt_tokens=48)
@@ -146,8 +163,8 @@ def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:
     for sample in g.samples:
         g.tiers.demote(sample)
         g.complete()
-    assert [s.kv.pages.tier if s.kv.pages else "none" for s in g.samples] == ["none", "none", "disk", "host"]
-    assert g.tiers.used == {"host": 64, "disk": 64}
+    assert [s.kv.pages.tier if s.kv.pages else "none" for s in g.samples] == ["none", "disk", "host", "host"]
+    assert g.tiers.used == {"host": 96, "disk": 64}
     for sample in g.samples:
         g.tiers.release(sample)
     assert g.tiers.used == {"host": 0, "disk": 0}
