@@ -135,13 +135,13 @@ def _read_extend(data: bytes, packed: bool) -> tuple[requests.ExtendBody, str]:
 async def push_begin(april: AprilService, request: Request) -> Response:
     """A weight push begins."""
     body = requests.decode_push(await _body(request), _is_packed(request))
-    return _answer(request, await april.push_begin(body.version))
+    return _answer(request, await april.pushes.begin(body.version))
 
 
 async def push_end(april: AprilService, request: Request) -> Response:
     """A weight push is complete."""
     body = requests.decode_push(await _body(request), _is_packed(request))
-    return _answer(request, await april.push_end(body.version))
+    return _answer(request, await april.pushes.end(body.version))
 
 
 async def drop(april: AprilService, request: Request) -> Response:

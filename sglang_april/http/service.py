@@ -18,6 +18,7 @@ from sglang_april.http.background import Background
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
 from sglang_april.http.prepare import extend_round, open_round, round_spec
+from sglang_april.http.pushes import Pushes
 from sglang_april.http.reply import Reply, log_reply
 from sglang_april.http.restored_state import RestoredState
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
@@ -50,8 +51,7 @@ class AprilService:
         self.hook_report: dict[str, Any] = {}
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
-        self.pausing = asyncio.Lock()
-        """Serializes pauses and their ends."""
+        self.pushes = Pushes(self.rpc, self.weight_lock, self.rounds, self.audit)
         self.restored_state = RestoredState(
             engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
         )
@@ -59,7 +59,6 @@ class AprilService:
         """Why the server is about to end, or empty."""
         self._on_reply = on_reply
         self._background = Background()
-        self._pushing = asyncio.Lock()
 
     # --- called by the routes
 
@@ -173,31 +172,6 @@ class AprilService:
 
     def _dropped(self, run: str, answer: messages.Answer) -> None:
         self.completed_groups.remove(run, [prompt_id for prompt_id, _incarnation in answer.data["groups"]])
-
-    async def push_begin(self, version: int | None) -> dict[str, Any]:
-        """Suspend all samples in the scheduler, then release the rounds' reader locks so that weight calls can run."""
-        async with self._pushing, self.audit.held():
-            answer = await self.rpc.call(messages.PushBegin(self.rpc.number(), version))
-            await self.weight_lock.release_all("push")
-        return {"push_open": True, **answer.data}
-
-    async def push_end(self, version: int | None) -> dict[str, Any]:
-        """The weights are complete: the policy version moves and open rounds resume."""
-        async with self._pushing:
-            answer = await self.rpc.call(messages.PushEnd(self.rpc.number(), version))
-            self.weight_lock.unblock("push", self.rounds.open_ids())
-        return {"push_open": False, **answer.data}
-
-    async def freeze(self) -> None:
-        """A pause begins: no sample takes a step, and no round makes the pause wait."""
-        async with self.audit.held():
-            await self.rpc.call(messages.Freeze(self.rpc.number()))
-            await self.weight_lock.release_all("pause")
-
-    async def thaw(self) -> None:
-        """The pause is over."""
-        await self.rpc.call(messages.Thaw(self.rpc.number()))
-        self.weight_lock.unblock("pause", self.rounds.open_ids())
 
     async def check(self) -> dict[str, Any]:
         """Whether every stored page verifies on every rank, and the pool accounting: `ok` and `problem`."""

@@ -24,7 +24,7 @@ class KvState(enum.Enum):
     """The slots were needed at once. This rank has written its part; some other rank may still be writing."""
     STORED = "stored"
     """In a complete copy only, on the host or the disk. A copy that moves from the host to the disk counts as on disk
-    as soon as the transfer is ordered: ranks carry transfers out in order, so a later load finds the file."""
+    as soon as the transfer is ordered: a later load of the copy waits for it."""
     LOADING = "loading"
     """In a complete copy; the pool slots are being filled from it."""
     RELEASED = "released"

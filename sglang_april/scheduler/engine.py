@@ -129,7 +129,8 @@ class Engine(Protocol):
     def copy_out(self, sample: Sample, order: int) -> None:
         """Begin to copy the sample's pages to the tier of their `copy`; the slots stay as they are.
 
-        Returns at once. Each rank carries out its orders in sequence; a `Moved` message reports the end of each.
+        Returns at once. Each rank carries out its orders in sequence, except that loads overtake; a `Moved` message
+        reports the end of each.
         """
 
     def load(self, sample: Sample, order: int) -> bool:
@@ -148,7 +149,7 @@ class Engine(Protocol):
         """Free the device slots and unlock the radix tree; a copy remains."""
 
     def discard(self, number: int) -> None:
-        """Discard a copy or a prefix, after all earlier orders."""
+        """Discard a copy or a prefix, after all earlier orders for it."""
 
     def release(self, sample: Sample) -> None:
         """Free the sample's device pages, if any; only its tokens remain."""

@@ -19,7 +19,7 @@ class Transfer(NamedTuple):
 
 
 class Transfers:
-    """Transfers in flight by order number, in the order in which every rank carries them out."""
+    """Transfers in flight by order number, in the sequence of the decisions (ranks carry loads out first)."""
 
     def __init__(self, context: Context) -> None:
         self._c = context

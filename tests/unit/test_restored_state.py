@@ -189,11 +189,11 @@ def test_no_reader_is_held_until_the_version_is_named() -> None:
         await april.restored_state.ready()
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked()
-        await april.push_begin(None)
+        await april.pushes.begin(None)
         engine.emit(messages.Named(1))
         await asyncio.sleep(0.01)
         assert not await engine.lock.is_locked(), "a push is open"
-        await april.push_end(None)
+        await april.pushes.end(None)
         await until(lambda: april.weight_lock.held == {"open"})
 
     run(scenario())

@@ -178,8 +178,8 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
         april, engine = service()
         engine.silent = {messages.OpenRound}
         begin, end = {
-            "pause": (april.freeze, april.thaw),
-            "push": (lambda: april.push_begin(None), lambda: april.push_end(None)),
+            "pause": (april.pushes.freeze, april.pushes.thaw),
+            "push": (lambda: april.pushes.begin(None), lambda: april.pushes.end(None)),
         }[interruption]
         async with client_of(april) as client:
             body = {"prompts": [prompt(id="a")]}

@@ -55,16 +55,16 @@ def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any,
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
     """AROUND `pause_generation`: SGLang would abort open rounds or wait for them, so they are frozen first."""
-    async with manager.april.pausing:
-        await manager.april.freeze()
+    async with manager.april.pushes.pausing:
+        await manager.april.pushes.freeze()
         return await original(manager, obj)
 
 
 async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any:
     """AROUND `continue_generation`."""
-    async with manager.april.pausing:
+    async with manager.april.pushes.pausing:
         result = await original(manager, obj)
-        await manager.april.thaw()
+        await manager.april.pushes.thaw()
         return result
 
 
