@@ -112,6 +112,7 @@ def _lost(rows: list[Row]) -> str:
 
 def _marks(rows: list[Row]) -> str:
     marks = [
+        ("paced", any(row.get("configuration", {}).get("paced") for row in rows)),
         ("not steady", any(not row["steady"] for row in rows)),
         ("biased", any(row["biased"] for row in rows)),
         ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
