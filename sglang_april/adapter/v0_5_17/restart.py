@@ -36,8 +36,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
     """Restore the journal's state into a controller; rank 0 continues the journal.
 
     Raises:
-        SystemExit: the journal or the directory cannot be used, it is of another model, or `--april-version` contradicts
-            it.
+        SystemExit: journal or directory cannot be used, or model or `--april-version` contradict the journal.
     """
     try:
         if config.journal is None:
