@@ -1,7 +1,7 @@
 """Which requests of SGLang's own routes belong to a run, and what their answers say of it (`attached-request`).
 
-A request names its run and its trajectory in the headers `x-april-run` and `x-april-trajectory`, or under the same keys
-in `sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
+A request names its run and its trajectory in the headers `RUN` and `TRAJECTORY`, or under the same keys in
+`sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
 """
 
 import dataclasses
