@@ -13,7 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from sglang_april.flag_values import choice, concurrency, difference, directory, gigabytes, path, seconds, switch, whole
+from sglang_april.api.types import KvPolicy
+from sglang_april.flag_values import (
+    choice,
+    concurrency,
+    difference,
+    directory,
+    gigabytes,
+    name,
+    path,
+    seconds,
+    switch,
+    whole,
+)
 
 ENV = "SGLANG_APRIL"
 PREFIX = "--april-"
@@ -34,7 +46,7 @@ class AprilConfig:
 
     quota: int | None = None
     quota_unit: str = "group"
-    kv: str = "auto"
+    kv: KvPolicy = "auto"
     max_staleness: int = 5
     host_gb: float | None = None
     """None: see `default_host_bytes`."""
@@ -47,6 +59,7 @@ class AprilConfig:
     reply_gb: float = 4.0
     max_body_mb: int = 64
     concurrency: int | Literal["auto"] | None = None
+    attach: str | None = None
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
@@ -152,6 +165,12 @@ FLAGS: tuple[Flag, ...] = (
         concurrency,
         "{N,auto}",
         "samples of one run that run at once (default: all slots; auto: as many as still pay, by measured step times)",
+    ),
+    Flag(
+        "attach",
+        name,
+        "RUN",
+        "run of the requests to SGLang's own routes that name none (default: such requests belong to no run)",
     ),
     Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(

@@ -23,6 +23,12 @@ def whole(low: int, high: int = MAX_COUNT) -> Callable[[Any], int]:
     return parse
 
 
+def name(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 256 or "\0" in value:
+        raise ValueError("must be a name of 1 to 256 characters")
+    return value
+
+
 def gigabytes(value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)

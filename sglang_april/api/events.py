@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.api.types import Delivery, EndReason, FinishedSample, Prompt, RoundSpec
+from sglang_april.api.types import Delivery, EndReason, FinishedSample, Prompt, RoundSpec, Span
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -76,10 +76,19 @@ class Named(msgspec.Struct, tag=True):
     version: int
 
 
+class AttachedEnded(msgspec.Struct, tag=True):
+    """An attached request has ended: how its output was drawn."""
+
+    rid: str
+    spans: list[Span]
+    policy_version: int
+    """At its end."""
+
+
 class JournalFault(msgspec.Struct, tag=True):
     """Why the journal cannot be written; an empty reason means that it can be written again."""
 
     reason: str
 
 
-Event = Answer | Finished | RoundEnded | Restored | Named | JournalFault
+Event = Answer | Finished | RoundEnded | AttachedEnded | Restored | Named | JournalFault

@@ -25,6 +25,7 @@ from sglang_april.api.commands import (
 )
 from sglang_april.api.events import (
     Answer,
+    AttachedEnded,
     Event,
     Finished,
     JournalFault,
@@ -52,6 +53,7 @@ from sglang_april.api.types import (
 __all__ = [
     "Acknowledge",
     "Answer",
+    "AttachedEnded",
     "Command",
     "Count",
     "DeleteReply",

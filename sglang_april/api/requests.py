@@ -17,6 +17,8 @@ MAX_COUNT = 2**31 - 1
 MAX_VERSION = 2**62
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+RunName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\0]")]
+"""NUL begins the names of the runs of attached requests (`scheduler/attached.py`)."""
 RoundId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[A-Za-z0-9._-]+\Z")]
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -80,7 +82,7 @@ class PromptBody(Body):
 class RolloutBody(Body):
     """Body of `POST /april/rollout` (docs/api.md). UNSET fields take the launch flag's value."""
 
-    run: Name = "default"
+    run: RunName = "default"
     round_id: RoundId | None = None
     prompts: list[PromptBody] = []
     sampling_params: SamplingBody | None = None
@@ -126,7 +128,7 @@ class ExtendBody(Body):
 class DropBody(Body):
     """`POST /april/drop`: named groups of a run, or all of them. `run` has no default here: this deletes."""
 
-    run: Name
+    run: RunName
     ids: list[Name] | None = None
 
 

@@ -13,6 +13,7 @@ import msgspec
 from sglang_april.api import messages, requests
 from sglang_april.api.errors import JOURNAL, RequestError, fault
 from sglang_april.config import AprilConfig
+from sglang_april.http.attached import AttachedRequests
 from sglang_april.http.audit import Audit, OnAudit
 from sglang_april.http.background import Background
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
@@ -49,6 +50,7 @@ class AprilService:
         self.completed_groups = CompletedGroups(self._decode)
         self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
         self.hook_report: dict[str, Any] = {}
+        self.attached = AttachedRequests()
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
         self.pushes = Pushes(self.rpc, self.weight_lock, self.rounds, self.audit)
@@ -212,6 +214,8 @@ class AprilService:
             for sample in message.samples:
                 if (prompt := self.completed_groups.prompt_of(sample)) is not None:
                     self.audit.offer(sample, prompt)
+        elif isinstance(message, messages.AttachedEnded):
+            self.attached.receive(message)
         elif isinstance(message, messages.RoundEnded):
             self._round_ended(message)
         else:

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sglang_april.recovery.journal_snapshot import JournalSnapshot, read_snapshot, seal
+from sglang_april.recovery.journal_snapshot import CorruptRecordError, JournalSnapshot, read_snapshot, seal, unseal
+from sglang_april.recovery.model_identity import ModelIdentity
 from sglang_april.recovery.schema import SCHEMA, TABLES, Op
 
 log = logging.getLogger("sglang_april")
@@ -100,6 +101,23 @@ class Journal:
             db.execute("INSERT INTO meta VALUES('schema', ?), ('version', ?)", (SCHEMA, seal(0, "version")))
         db.execute("COMMIT")
         return db
+
+    def claim(self, model: ModelIdentity) -> None:
+        """Record the model at the first start; refuse another one later. Called before `load`.
+
+        Raises:
+            JournalError: the journal belongs to another model, or cannot be written.
+        """
+        try:
+            row = self._db.execute("SELECT value FROM meta WHERE key='model'").fetchone()
+            if row is not None and (difference := _identity(row[0], model).difference(model)):
+                raise JournalError(
+                    f"the journal {self.path} belongs to another model: {difference}; "
+                    "start with that model, or with another journal"
+                )
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES('model', ?)", (seal(model, "model"),))
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self.path} cannot be used: {error}") from error
 
     def load(self) -> JournalSnapshot:
         """Everything undelivered, the open rounds and the kept replies. Called before `start`.
@@ -205,3 +223,11 @@ class Journal:
                 raise UnwritableError(running, error) from error
             return f"the journal cannot be written: {error}"
         return ""
+
+
+def _identity(record: bytes, otherwise: ModelIdentity) -> ModelIdentity:
+    try:
+        return unseal(record, ModelIdentity, "model")
+    except CorruptRecordError:
+        log.warning("the journal's record of its model is damaged; it is written again")
+        return otherwise

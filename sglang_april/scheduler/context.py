@@ -30,9 +30,13 @@ class Context:
     recorder: Unrecorded = field(init=False)
     """Sends events to the HTTP process and, where this rank has a journal, writes it."""
     rounds: dict[str, Round] = field(default_factory=dict)
-    """Open rounds by run name, in round-robin order."""
+    """Open rounds by run name."""
     ahead: dict[str, Round] = field(default_factory=dict)
     """By run name, rounds that have ended and whose run generates until its next one (`after_quota: continue`)."""
+    attached: dict[str, Round] = field(default_factory=dict)
+    """By run name, the rules under which attached requests run; nothing ends such a round."""
+    attached_kv: messages.KvPolicy = "auto"
+    """KV policy of attached requests."""
     tuned: messages.Tuned | None = None
     """The current limit for `concurrency: auto`, with the step times behind it."""
     rates: messages.Rates | None = None
@@ -76,7 +80,11 @@ class Context:
 
     def active_round_of(self, run: str) -> Round | None:
         """The same, by the name of the run."""
-        return self.rounds.get(run) or self.ahead.get(run)
+        return self.rounds.get(run) or self.ahead.get(run) or self.attached.get(run)
+
+    def may_have_work(self) -> bool:
+        """Whether some run may let samples step."""
+        return bool(self.rounds or self.ahead or self.attached)
 
     def needs_tuning(self) -> bool:
         """Whether a round with `concurrency: auto` is open or runs ahead."""

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_april.api import messages
 from sglang_april.api.errors import RequestError
 from sglang_april.recovery.journal_snapshot import JournalSnapshot
+from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import PromptSharing
@@ -38,6 +39,7 @@ class Controller:
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
         self.round_end = RoundEnd(context, self.suspender, self.tiers)
+        self.attached = Attached(context, self.suspender, self.tiers)
         self._pushes = Pushes(context, self.suspender, self.round_end)
         self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers)
 
@@ -115,11 +117,12 @@ class Controller:
         c = self.context
         c.step += 1
         self.round_end.end_due()
-        if not (c.rounds or c.ahead) or not c.may_step():
+        if not c.may_have_work() or not c.may_step():
             c.reservations.release_loading()
+            self.attached.keep_suspended()
         if c.ledger.runs:
             self.suspender.relieve_pressure()
-        if (c.rounds or c.ahead) and c.may_step():
+        if c.may_have_work() and c.may_step():
             self.resumer.admit()
             self.round_end.end_due()  # a full queue may have aborted a sample at once
             for rnd in c.rounds.values():
@@ -155,7 +158,9 @@ class Controller:
                 if group.first_round < 0:
                     self._set_first_round(group)
             sample.length = length
-            if finished:
+            if finished and sample.attached:
+                self.attached.end(sample)
+            elif finished:
                 done.append(self._finish(sample, None))
             elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
                 self.context.recorder.drawn(sample)
@@ -172,7 +177,9 @@ class Controller:
 
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
         """The engine ended the sample outside of a step (queue limit, out of memory): deliver it (`delivered-once`)."""
-        if sample.state is State.RUNNING:
+        if sample.attached:
+            self.attached.end(sample)
+        elif sample.state is State.RUNNING:
             self._announce([self._finish(sample, reason)])
 
     def retracted(self, sample: Sample) -> None:

@@ -62,6 +62,25 @@ class Ledger:
             groups.append(group)
         return groups
 
+    def attach(self, run_name: str, rid: str, input_ids: bytes) -> Sample:
+        """Add a request of SGLang's own routes as a group of one (`attached.py`)."""
+        run = self.runs.setdefault(run_name, Run(run_name, attached=True))
+        prompt = Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
+        group = Group(run, prompt, b"", 0, self._groups_seen)
+        self._groups_seen += 1
+        sample = group.samples[0] = Sample(group, 0, seed=0)
+        group.counts[State.QUEUED] = 1
+        run.groups[prompt.id] = group
+        self._enqueue(group)
+        return sample
+
+    def detach(self, sample: Sample) -> None:
+        """Remove an attached request that has ended, and its run with the last one."""
+        run = sample.group.run
+        self.drop(run, [sample.group.id])
+        if not run.groups:
+            del self.runs[run.name]
+
     def forget(self, name: str, busy: Container[str]) -> list[Forgotten]:
         """Forget the least recent ids of the run that has accepted prompts, and idle runs, beyond what is remembered.
 

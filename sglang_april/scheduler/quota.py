@@ -26,6 +26,8 @@ class Round:
     stats: RoundStats = field(default_factory=RoundStats)
     tuned: Tuned | None = None
     """The current value of `concurrency: auto`; None: all slots."""
+    last_first: int = -1
+    """The step in which its run was last the first one to get slots (`fair-slots`)."""
     limit_reached: bool = False
     """The round is over and its run has reached the limit of running ahead (`update_limit_reached`)."""
 

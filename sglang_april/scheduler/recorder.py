@@ -123,7 +123,7 @@ class Recorder(Unrecorded):
         self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))
 
     def admitted(self, sample: Sample) -> None:
-        if not sample.journal.admission:
+        if not sample.attached and not sample.journal.admission:
             sample.journal.admission = True
             record = schema.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
             self._records.append(record)
@@ -137,7 +137,7 @@ class Recorder(Unrecorded):
 
     def drawn(self, sample: Sample) -> None:
         start = sample.journal.tokens
-        if sample.length > start:
+        if sample.length > start and not sample.attached:
             chunk = self._engine.record(sample, start)
             if chunk.proximal is not None:
                 sample.journal.proximal_version = chunk.proximal[0]

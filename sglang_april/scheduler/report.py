@@ -7,7 +7,7 @@ from typing import Any
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import Run, Sample, State
+from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:
@@ -87,7 +87,8 @@ def state(c: Context) -> dict[str, Any]:
         "tuned": {"concurrency": c.tuned.concurrency, "step_ms": c.tuned.step_ms} if c.tuned is not None else None,
         "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.limit_reached} for r in c.ahead.values()],
         "samples": c.ledger.census(),
-        "runs": {run.name: sizes(run) for run in c.ledger.runs.values()},
+        "runs": {run.name: sizes(run) for run in c.ledger.runs.values() if not run.attached},
+        "attached": {run.removeprefix(ATTACHED): sizes(rnd.run) for run, rnd in c.attached.items()},
         "tokens": tokens,
         "bytes": by_tier,
         "pool": {**c.engine.pool_tokens(), "held": held},
@@ -112,7 +113,7 @@ def kv_cost(c: Context) -> dict[str, Any] | None:
 
 def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
     """Suspended samples of a run, or of all."""
-    runs = [r for r in c.ledger.runs.values() if run is None or r.name == run]
+    runs = [r for r in c.ledger.runs.values() if not r.attached and run in (None, r.name)]
     return [
         {
             "run": r.name,
@@ -131,7 +132,7 @@ def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
 
 def unstarted(c: Context, run: str | None) -> list[dict[str, Any]]:
     """Groups without an admitted sample: a caller can drop them without losing a token."""
-    runs = [r for r in c.ledger.runs.values() if run is None or r.name == run]
+    runs = [r for r in c.ledger.runs.values() if not r.attached and run in (None, r.name)]
     return [
         {"run": r.name, "id": g.id, "incarnation": g.incarnation}
         for r in runs

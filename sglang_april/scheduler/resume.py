@@ -39,10 +39,7 @@ class Resumer:
         """
         self._to_join = []
         engine, reservations = self._c.engine, self._c.reservations
-        if reservations.turn is not None:
-            _put_first(self._c.rounds, reservations.turn.name)
-            _put_first(self._c.ahead, reservations.turn.name)
-        rounds = _with_work(self._c.rounds)
+        rounds = self._open_rounds()
         ahead = self._running_ahead()
         if not rounds and not ahead:
             return
@@ -53,8 +50,8 @@ class Resumer:
         chosen = pick(rounds, slots)
         chosen += pick(ahead, slots - len(chosen))
         reservations.end_turn()
-        _rotate(self._c.rounds)
-        _rotate(self._c.ahead)
+        for rnd in (*rounds[:1], *ahead[:1]):
+            rnd.last_first = self._c.step
         self._to_join = [s for s in chosen if self._needs_no_prefill(s)]
         if self._to_join or all(self._prompts.awaits_leader(s) for s in chosen):
             return
@@ -72,10 +69,19 @@ class Resumer:
         """
         if len(self._tiers.transfers) or not self._c.may_step():
             return False
-        return bool(pick(_with_work(self._c.rounds), 1) or pick(self._running_ahead(), 1))
+        return bool(pick(self._open_rounds(), 1) or pick(self._running_ahead(), 1))
+
+    def _open_rounds(self) -> list[Round]:
+        return self._in_turn([*self._c.rounds.values(), *self._c.attached.values()])
 
     def _running_ahead(self) -> list[Round]:
-        return [r for r in _with_work(self._c.ahead) if not r.limit_reached]
+        return self._in_turn([r for r in self._c.ahead.values() if not r.limit_reached])
+
+    def _in_turn(self, rounds: list[Round]) -> list[Round]:
+        """Those with work, the one that was first least recently before the others, unless a run holds its turn."""
+        turn = self._c.reservations.turn
+        with_work = [r for r in rounds if r.run.suspended or r.run.begun or r.run.new]
+        return sorted(with_work, key=lambda r: (r.run is not turn, r.last_first))
 
     def _needs_no_prefill(self, sample: Sample) -> bool:
         pages = sample.kv.pages
@@ -269,24 +275,3 @@ def _source_tier(sample: Sample) -> Tier:
     pages = sample.kv.pages
     loaded = pages is not None and pages.state is KvState.DEVICE_WITH_COPY
     return pages.copy.tier if loaded and pages is not None and pages.copy is not None else "device"
-
-
-def _with_work(rounds: dict[str, Round]) -> list[Round]:
-    return [r for r in rounds.values() if r.run.suspended or r.run.begun or r.run.new]
-
-
-def _put_first(rounds: dict[str, Round], name: str) -> None:
-    if name in rounds and next(iter(rounds)) != name:
-        others = {other: rnd for other, rnd in rounds.items() if other != name}
-        rnd = rounds[name]
-        rounds.clear()
-        rounds[name] = rnd
-        rounds.update(others)
-
-
-def _rotate(rounds: dict[str, Round]) -> None:
-    """Round-robin: another run is first in the next step."""
-    if len(rounds) > 1:
-        name, rnd = next(iter(rounds.items()))
-        del rounds[name]
-        rounds[name] = rnd

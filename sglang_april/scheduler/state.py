@@ -16,6 +16,9 @@ from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
 
+ATTACHED = "\0attached "
+"""Begins the names of the runs of attached requests; a rollout request cannot name one."""
+
 
 class State(enum.Enum):
     """Where a sample is (`one-place`)."""
@@ -143,6 +146,11 @@ class Sample:
         return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=False) if e > s.start]
 
     @property
+    def attached(self) -> bool:
+        """Whether it is a request of SGLang's own routes, which answers its caller itself."""
+        return self.group.run.attached
+
+    @property
     def oldest_version(self) -> int | None:
         """Policy version of the first output token; None without tokens."""
         return self.spans[0].version if self.length else None
@@ -267,6 +275,8 @@ class Run:
     """Begun groups with queued members."""
     new: list[Group] = field(default_factory=list)
     """Groups that have not begun, in arrival order."""
+    attached: bool = False
+    """Its samples are requests of SGLang's own routes, each a group of one that no round delivers (`attached.py`)."""
 
     def named(self, ids: list[str] | None) -> list[Group]:
         """Undelivered groups with one of these prompt ids; all when `ids` is None."""

@@ -25,6 +25,11 @@ class Suspender:
             self._c.engine.settle()
             self.suspend(list(self._c.ledger.samples(State.RUNNING)))
 
+    def suspend_now(self, samples: list[Sample]) -> None:
+        """Suspend those of `samples` that still run once the step in flight is processed."""
+        self._c.engine.settle()
+        self.suspend(samples)
+
     def suspend_run(self, run: Run, tier: Tier) -> None:
         """At the end of a round, after `Engine.settle`. Copies are ordered and not waited for."""
         samples = run.samples(State.RUNNING)

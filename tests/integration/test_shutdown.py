@@ -140,3 +140,23 @@ def test_a_kill_redraws_few_tokens_and_none_that_a_stream_has_shown(journalled: 
     for name in params:
         one, other = ({k: s for k, s in group.items() if k[0] == name} for group in (samples, wanted))
         assert_near(one, other, stock_noise(server), seeded=name != "greedy")
+
+
+def test_a_journal_of_another_model_is_refused(
+    journalled: Server, models: Callable[[str, int], Path], run: str
+) -> None:
+    """The start ends with one sentence that names both models, and the journal is as it was."""
+    server, model = journalled, journalled.model
+    server.rollout(run=run, prompts=[prompt("short", 4), prompt("long", 60)], quota=1)
+    end(server, signal.SIGTERM)
+    server.model = models("llama", 0)
+    server.spawn()
+    with pytest.raises(RuntimeError, match="did not come up"):
+        server.wait()
+    names = f"architecture Qwen3ForCausalLM in {model} and LlamaForCausalLM in {server.model}"
+    assert f"belongs to another model: {names}; start with that model" in server.log.read_text()
+    server.model = model
+    server.spawn()
+    server.wait()
+    server.push(model)
+    assert [g["id"] for g in server.drain(run)] == ["long"]

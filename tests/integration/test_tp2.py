@@ -171,3 +171,23 @@ def test_slow_copy_on_one_rank_delays_only_its_samples(two_ranks: LiveServer, ru
             assert store(two_ranks)["in_flight"] > 0
         stats = two_ranks.result_of(reply)
     assert (stats["resumed_kept"], stats["kv_lost"], store(two_ranks)["lost"] - lost) == (kept, 0, 0)
+
+
+def test_attached_request_over_a_push(two_ranks: LiveServer) -> None:
+    """Requests of SGLang's own routes are suspended and resumed alike on both ranks (`attached-request`)."""
+    live = two_ranks
+    v = live.version
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+    headers = {"x-april-run": "agents"}
+    with live.server.slowed():
+        answers = [live.in_background(live.server.http.post, "/generate", json=body, headers=headers) for _ in range(3)]
+        until(lambda: live.running() == 3, "the requests run")
+        live.push(1)
+    for answer in answers:
+        meta = live.result_of(answer).json()["meta_info"]
+        assert meta["completion_tokens"] == 40
+        assert meta["april"]["policy_version"] == v + 1
+        assert meta["april"]["spans"][-1]["version"] == v + 1
+    first, second = digests(live)
+    common = min(len(first), len(second))
+    assert first[:common] == second[:common]

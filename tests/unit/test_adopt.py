@@ -24,7 +24,7 @@ def request(rid: str) -> Any:
 def test_only_the_request_created_for_a_sample_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SchedulerEngine.__new__(SchedulerEngine)
     engine.version, engine._creating = 3, None
-    sample: Any = SimpleNamespace(request=None, journal=SimpleNamespace(snapshot=None))
+    sample: Any = SimpleNamespace(request=None, journal=SimpleNamespace(snapshot=None), attached=False)
     created: list[Any] = []
 
     def handle_generate_request(body: Any) -> None:
@@ -53,7 +53,9 @@ def test_no_timeout_counts_the_time_of_a_suspended_sample() -> None:
     req = MagicMock(output_ids=array("q", [1]), time_stats=SchedulerReqTimeStats())
     req.finished.return_value = False
     req.time_stats.forward_entry_time = 12.0
-    sample: Any = SimpleNamespace(request=req, journal=SimpleNamespace(snapshot=None), kv=MagicMock(version=0))
+    sample: Any = SimpleNamespace(
+        request=req, journal=SimpleNamespace(snapshot=None), kv=MagicMock(version=0), attached=False
+    )
     engine._s = MagicMock(waiting_queue=[], chunked_req=None)
     engine._s.running_batch.reqs = [req]
     engine.pages, engine.version = MagicMock(), 0

@@ -6,7 +6,7 @@ and when it builds a decode batch from stored KV (`Scheduler._build_hisparse_dec
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
+from sglang_april.adapter.v0_5_17.attached import queue_attached
 from sglang_april.adapter.v0_5_17.build_store import build_store, key_of, select_page_format, tier_budgets
 from sglang_april.adapter.v0_5_17.capacity import Capacity
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput
@@ -67,6 +68,8 @@ class SchedulerEngine(Capacity):
         self._creating = None
         if sample is not None:
             sample.request = req
+            if sample.attached:
+                return
             req.april_output = SampleOutput(req.logprob.top_logprobs_num)
             if sample.journal.snapshot is not None:
                 restore_tokens(req, sample, sample.journal.snapshot)
@@ -103,6 +106,9 @@ class SchedulerEngine(Capacity):
             self.collect_proximal(sample, wanted=proximal)
             return
         req: Req = sample.request
+        if sample.attached:
+            queue_attached(s, req)
+            return
         req.april_output.unpack(req)
         self.collect_proximal(sample, wanted=proximal)
         s._add_request_to_queue(req)
@@ -115,9 +121,13 @@ class SchedulerEngine(Capacity):
 
     def _create(self, sample: Sample) -> None:
         """Let SGLang create a request and queue it, or refuse it."""
+        self.create(sample, lambda: self._s.handle_generate_request(build_request(sample)))
+
+    def create(self, sample: Sample, let_create: Callable[[], Any]) -> None:
+        """The request that SGLang creates in `let_create` is that of the sample."""
         self._creating = sample
         try:
-            self._s.handle_generate_request(build_request(sample))
+            let_create()
         finally:
             self._creating = None
 
@@ -135,8 +145,9 @@ class SchedulerEngine(Capacity):
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]
-        for req in reqs:
-            req.april_output.unpack(req)
+        for sample, req in zip(samples, reqs, strict=True):
+            if not sample.attached:
+                req.april_output.unpack(req)
             req.time_stats.forward_entry_time = time.perf_counter()  # a prefill sets it otherwise
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
         inexact = [x.kv.version < self.version or x.kv.quantized for x in samples]
@@ -161,10 +172,11 @@ class SchedulerEngine(Capacity):
             batch.filter_batch(keep_indices=[i for i, r in enumerate(batch.reqs) if r not in gone and not r.finished()])
         batch.batch_is_full = False
         for req, sample in mine.items():
-            if not req.output_ids or sample.journal.snapshot is not None:
+            if not sample.attached and (not req.output_ids or sample.journal.snapshot is not None):
                 self.forget(sample)
             else:
-                req.april_output.pack(req)
+                if not sample.attached:
+                    req.april_output.pack(req)
                 req.time_stats.forward_entry_time = 0.0  # no timeout counts the time until the sample resumes
 
     def _drop_chunked(self, req: Req) -> None:

@@ -14,6 +14,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_april import config, metrics
 from sglang_april.adapter.hooking import hook_report
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
+from sglang_april.adapter.v0_5_17.hooks_attached import PassableLock
 from sglang_april.adapter.v0_5_17.proximal import RESCORE
 from sglang_april.http.frontend import ServerInfo
 from sglang_april.http.routes import add_routes
@@ -154,6 +155,7 @@ def _model(manager: TokenizerManager) -> dict[str, Any]:
 def attach(manager: TokenizerManager) -> AprilService:
     """Give a TokenizerManager the service, as `manager.april` and, where SGLang serves HTTP, as routes under /april."""
     args = manager.server_args
+    manager.model_update_lock = PassableLock()
     observer = metrics.Metrics({"model_name": args.served_model_name}) if args.enable_metrics else None
     observers = (observer.observe, observer.audited) if observer is not None else ()
     service = AprilService(SGLangFrontend(manager), config.load(), *observers)

@@ -17,6 +17,7 @@ _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
 _WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker."
 _ARGS = "sglang.srt.server_args.ServerArgs."
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
+_OPENAI = "sglang.srt.entrypoints.openai."
 _WEIGHTS = _COMPONENTS + "weight_updater.SchedulerWeightUpdaterManager."
 _TRANSPORTS = ("disk", "distributed", "tensor", "ipc")
 
@@ -78,6 +79,30 @@ HOOKS: tuple[Hook, ...] = (
         (_TOKENIZER + "_init_req_state",),
         "answers 400 for a rid of samples, and for values with which one request would end the scheduler",
         "samples have no rid of SGLang's, and upstream validates token ids and lengths",
+    ),
+    Hook(
+        "around",
+        "hooks_attached:generate",
+        (_TOKENIZER + "generate_request",),
+        "requests that name a run are attached to it: no weight call waits for them, and their answers have spans",
+        "upstream keeps requests through pauses and weight calls",
+    ),
+    Hook(
+        "around",
+        "hooks_attached:abort",
+        (_TOKENIZER + "abort_request",),
+        "a pause of mode abort spares attached requests",
+        "upstream keeps requests through pauses and weight calls",
+    ),
+    Hook(
+        "after",
+        "hooks_attached:describe_response",
+        (
+            _OPENAI + "serving_chat.OpenAIServingChat._build_chat_response",
+            _OPENAI + "serving_completions.OpenAIServingCompletion._build_completion_response",
+        ),
+        "responses to attached requests have spans",
+        "upstream returns meta_info in OpenAI's responses",
     ),
     Hook(
         "around",
@@ -146,6 +171,13 @@ HOOKS: tuple[Hook, ...] = (
         ("sglang.srt.managers.schedule_batch.Req.__init__",),
         "the policy version becomes part of every request's cache key",
         "requests carry a weight version in their key",
+    ),
+    Hook(
+        "around",
+        "attached:begin_attached",
+        (_SCHEDULER + "handle_generate_request",),
+        "a request that names a run can be suspended and resumed like a sample",
+        "upstream keeps requests through pauses and weight calls",
     ),
     Hook(
         "around",

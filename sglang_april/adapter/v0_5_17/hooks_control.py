@@ -9,6 +9,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 
+from sglang_april.adapter.v0_5_17.attached import abort_attached
 from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 from sglang_april.scheduler.controller import Controller
 
@@ -16,9 +17,12 @@ log = logging.getLogger("sglang_april")
 
 
 def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
-    """AROUND Scheduler.abort_request: abort_all stops rounds; a rid never matches samples (SGLang matches prefixes)."""
+    """AROUND Scheduler.abort_request: abort_all stops rounds, and a rid never matches their samples (SGLang matches
+    prefixes); attached requests are aborted by their whole rid.
+    """
     if recv_req.abort_all and not s.april.context.frozen:
         s.april.abort_everything()
+    abort_attached(s, recv_req)
     samples = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
     running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
     before = {r: r.to_finish for r in running}

@@ -5,7 +5,8 @@ from typing import Any
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 
-from sglang_april.adapter.v0_5_17 import frontend
+from sglang_april.adapter.v0_5_17 import frontend, hooks_attached
+from sglang_april.adapter.v0_5_17.attach_request import is_attached
 from sglang_april.adapter.v0_5_17.request import RESERVED_RID
 from sglang_april.adapter.v0_5_17.shutdown import Shutdown
 
@@ -57,7 +58,7 @@ async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any
     """AROUND `pause_generation`: SGLang would abort open rounds or wait for them, so they are frozen first."""
     async with manager.april.pushes.pausing:
         await manager.april.pushes.freeze()
-        return await original(manager, obj)
+        return await hooks_attached.pause(original, manager, obj)
 
 
 async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any:
@@ -113,7 +114,8 @@ async def _refuse_while_busy(manager: Any) -> None:
         raise ValueError(
             f"memory cannot be released: a round is open ({ids}); pause generation or stop the round first"
         )
-    if any(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in manager.rid_to_state):
+    stock = (rid for rid, state in manager.rid_to_state.items() if not is_attached(state.obj))
+    if any(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in stock):
         raise ValueError("memory cannot be released: a request of SGLang's own is in flight")
 
 

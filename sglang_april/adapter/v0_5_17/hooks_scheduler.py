@@ -66,6 +66,7 @@ def attach(_: None, s: Scheduler) -> None:
     budgets = engine.budgets
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens)
     context.carry_cap_tokens = config.carry_tokens
+    context.attached_kv = config.kv
     if s.ps.tp_size > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
@@ -176,16 +177,17 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
         sample = req.april
         if sample is not None and sample.state is State.RUNNING and sample.request is req:
             length = len(req.output_ids)
-            if not (length + sample.order) % COLLECT_EVERY:  # neighbours in a batch at different steps
+            # Neighbours in a batch at different steps.
+            if not (sample.attached or (length + sample.order) % COLLECT_EVERY):
                 req.april_output.collect(req)
             yield sample, length, lengths[i] if lengths else 0, req.finished_reason is not None
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: outputs of samples have a message of their own."""
-    rest = [r for r in reqs if r.april is None]
+    rest = [r for r in reqs if r.april is None or r.april.attached]
     for req in reqs:
-        if req.april is not None and req.finished():
+        if req.april is not None and not req.april.attached and req.finished():
             req.finished_output = True
     return orig(streamer, rest, *args, **kwargs) if rest else None
 
@@ -222,7 +224,9 @@ def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_ret
     if req.kv is None:
         engine._renew(req)
         if req.april is not None:
-            req.skip_radix_cache_insert, req.logprob_start_len = False, NO_INPUT_LOGPROBS
+            req.skip_radix_cache_insert = False
+            if not req.april.attached or req.output_ids:
+                req.logprob_start_len = NO_INPUT_LOGPROBS
             if req.april.journal.snapshot is not None:
                 advance_grammar(req)
                 req.april.journal.snapshot = None
@@ -239,6 +243,7 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
     if sample is not None and Process.controller is not None:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
         Process.controller.aborted(sample, reason)
-        return None
+        if not sample.attached:
+            return None
     with Process.sending:
         return orig(sender, output, recv_obj)

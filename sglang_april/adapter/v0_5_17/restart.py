@@ -20,6 +20,7 @@ from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal import Journal, JournalError
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
 from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
+from sglang_april.recovery.model_identity import ModelIdentity, vocabulary_digest
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
@@ -35,7 +36,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
     """Restore the journal's state into a controller; rank 0 continues the journal.
 
     Raises:
-        SystemExit: the journal or the directory cannot be used, or `--april-version` contradicts it.
+        SystemExit: journal or directory cannot be used, or model or `--april-version` contradict the journal.
     """
     try:
         if config.journal is None:
@@ -44,6 +45,8 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
                 disk.begin("")
             return
         journal = Journal(config.journal, config.journal_sync) if s.ps.tp_rank == 0 else None
+        if journal is not None:
+            journal.claim(_identity(s))
         saved = _on_all_ranks(s, journal.load() if journal is not None else None)
         version, unnamed = starting_version(config.version, saved.version)
         _start_at(controller, version, unnamed=unnamed)
@@ -58,6 +61,22 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         recorder.epoch(saved.next_epoch)
         recorder.commit()
         _log(config, saved, version)
+
+
+def _identity(s: Scheduler) -> ModelIdentity:
+    config, tokenizer = s.model_config, getattr(s, "tokenizer", None)
+    facts = {
+        "architecture": "/".join(config.hf_config.architectures or ()),
+        "number of layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "number of attention heads": config.num_attention_heads,
+        "number of KV heads": config.num_key_value_heads,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "vocabulary size": config.vocab_size,
+    }
+    if tokenizer is not None:  # with --skip-tokenizer-init there is none
+        facts["tokenizer"] = vocabulary_digest(tokenizer.get_vocab())
+    return ModelIdentity(s.server_args.model_path, {name: str(value) for name, value in facts.items()})
 
 
 def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, disk: DiskTier | None) -> None:

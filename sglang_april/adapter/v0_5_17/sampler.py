@@ -31,7 +31,7 @@ class RowSeeds:
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
-        of_rollouts = [r.april is not None for r in batch.reqs]
+        of_rollouts = [r.april is not None and r.sampling_params.sampling_seed is not None for r in batch.reqs]
         seeds = [
             r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, of_rollouts, strict=True)
         ]

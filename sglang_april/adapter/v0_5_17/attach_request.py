@@ -1,0 +1,114 @@
+"""Which requests of SGLang's own routes belong to a run, and what their answers say of it (`attached-request`).
+
+A request names its run and its trajectory in the headers `RUN` and `TRAJECTORY`, or under the same keys in
+`sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+RUN, TRAJECTORY = "x-april-run", "x-april-trajectory"
+MAX_NAME = 256
+
+SUPPORTED = frozenset(
+    {
+        "rid",
+        "text",
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "return_text_in_logprobs",
+        "stream",
+        "log_metrics",
+        "routing_key",
+        "conversation_id",
+        "http_worker_ipc",
+        "background",
+        "priority",
+        "extra_key",
+        "no_logs",
+        "custom_labels",
+        "return_prompt_token_ids",
+        "external_trace_header",
+        "received_time",
+        "require_reasoning",
+    }
+)
+"""Fields of SGLang's request that an attached one may set: what they ask for survives a suspend. All others depend on
+state that SGLang keeps by request slot, or on its own prefill."""
+
+_DEFAULTS = {
+    f.name: f.default if f.default is not dataclasses.MISSING else None for f in dataclasses.fields(GenerateReqInput)
+}
+
+
+class Attachment(NamedTuple):
+    """The run of a request, and its trajectory in that run, if it names one."""
+
+    run: str
+    trajectory: str | None
+
+
+def attached_run(custom_params: Any) -> str | None:
+    """The run that a request's parameters name; None if it is not attached."""
+    return custom_params.get(RUN) if isinstance(custom_params, dict) else None
+
+
+def attach(obj: Any, headers: Mapping[str, str], default: str | None) -> Attachment | None:
+    """Decide whether a request is attached, and write that into its parameters, which reach the scheduler.
+
+    Args:
+        default: the run of `--april-attach`.
+
+    Raises:
+        ValueError: the request asks to be attached, and for something that would not survive a suspend.
+    """
+    if not isinstance(obj, GenerateReqInput):
+        return None
+    given = obj.sampling_params or {}
+    first = (given[0] if given else {}) if isinstance(given, list) else given
+    custom = first.get("custom_params") if isinstance(first, dict) else None
+    named = custom if isinstance(custom, dict) else {}
+    run = headers.get(RUN) or named.get(RUN)
+    trajectory = headers.get(TRAJECTORY) or named.get(TRAJECTORY)
+    problem = _problem(obj)
+    if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
+        return None
+    if problem:
+        raise ValueError(problem)
+    for key, value in ((RUN, run), (TRAJECTORY, trajectory)):
+        if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and "\0" not in value):
+            raise ValueError(f"{key}: must be a string of 1 to {MAX_NAME} characters")
+    attachment = Attachment(run or default or "", trajectory)
+    if isinstance(given, list):
+        obj.sampling_params = [_marked(one, attachment) for one in given]
+    else:
+        obj.sampling_params = _marked(given, attachment)
+    return attachment
+
+
+def is_attached(obj: Any) -> bool:
+    """Whether `attach` has attached the request."""
+    params = getattr(obj, "sampling_params", None)
+    params = params[0] if isinstance(params, list) and params else params
+    return isinstance(params, dict) and attached_run(params.get("custom_params")) is not None
+
+
+def _marked(params: dict[str, Any], attachment: Attachment) -> dict[str, Any]:
+    custom = dict(params.get("custom_params") or {})
+    custom.pop(TRAJECTORY, None)
+    return {**params, "custom_params": {**custom, RUN: attachment.run}}
+
+
+def _problem(obj: GenerateReqInput) -> str:
+    for name, default in _DEFAULTS.items():
+        value = getattr(obj, name)
+        if name not in SUPPORTED and value and value != default:
+            return f"{name}: is not supported in a request that belongs to a run ({RUN})"
+    return ""

@@ -1,0 +1,57 @@
+"""Requests of SGLang's own routes that belong to a run: in the scheduler (`attached-request`).
+
+SGLang creates, queues, answers and aborts them. `Req.april` is their sample, so that the controller can suspend and
+resume them like any other.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.v0_5_17.attach_request import attached_run
+
+
+def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGenerateReqInput) -> Any:
+    """AROUND Scheduler.handle_generate_request: a request that names a run becomes a sample of it."""
+    run = attached_run(recv_req.sampling_params.custom_params)
+    if run is None:
+        return orig(s, recv_req)
+    sample = s.april.attached.begin(run, recv_req.rid, np.asarray(recv_req.input_ids, dtype="<i4").tobytes())
+    return s.april.context.engine.create(sample, lambda: orig(s, recv_req))
+
+
+def queue_attached(s: Scheduler, req: Req) -> None:
+    """Queue a request again that left SGLang's queues; a grammar that was not compiled yet is asked for again."""
+    if isinstance(req.grammar, Future):
+        req.grammar = None
+    if req.grammar is not None or not s.grammar_manager.process_req_with_grammar(req):
+        s._add_request_to_queue(req)
+
+
+def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
+    """Answer the attached requests that an abort names with the tokens that they have.
+
+    They are taken out of SGLang's queues and batches first. SGLang itself would match `rid` as a prefix, forget the
+    tokens of a request that waits for a prefill, and answer a running one after its next step, which a pause delays.
+    """
+    named = s.april.attached.named(lambda req: recv_req.abort_all or req.rid == recv_req.rid)
+    if not named:
+        return
+    s.april.suspender.suspend_now(named)
+    for sample in named:
+        if sample.request is not None:  # the step in flight has not ended it
+            _answer_aborted(s, sample.request)
+            s.april.attached.end(sample)
+
+
+def _answer_aborted(s: Scheduler, req: Req) -> None:
+    if not req.output_ids:
+        s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), None)
+        return
+    req.finished_reason = FINISH_ABORT()
+    s.output_streamer.stream_output([req], req.return_logprob)

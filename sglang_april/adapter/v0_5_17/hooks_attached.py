@@ -1,0 +1,92 @@
+"""Requests of SGLang's own routes that belong to a run: in the HTTP process (`attached-request`)."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from sglang.srt.utils.aio_rwlock import RWLock
+
+from sglang_april.adapter.v0_5_17.attach_request import Attachment, attach, is_attached
+
+_pausing: ContextVar[bool] = ContextVar("pausing", default=False)
+_attached: ContextVar[bool] = ContextVar("attached", default=False)
+
+
+class PassableLock(RWLock):
+    """SGLang's `model_update_lock`, which attached requests pass but do not hold: no weight call waits for them,
+    because the scheduler suspends them."""
+
+    @property
+    def reader_lock(self) -> Any:
+        return _Pass(self) if _attached.get() else super().reader_lock
+
+
+class _Pass:
+    def __init__(self, lock: RWLock) -> None:
+        self._lock = lock
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire_reader()
+        await self._lock.release_reader()
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `generate_request`, an asynchronous generator.
+
+    Raises:
+        ValueError: the request cannot be attached. SGLang's routes answer 400.
+    """
+    headers = getattr(request, "headers", None) or {}
+    attachment = attach(obj, headers, manager.april.config.attach)
+    answers = original(manager, obj, request)
+    return answers if attachment is None else _answers(answers, manager, attachment, obj)
+
+
+async def _answers(answers: Any, manager: Any, attachment: Attachment, obj: Any) -> AsyncIterator[Any]:
+    obj.april = []
+    try:
+        while True:
+            token = _attached.set(True)  # in this task only until the next answer, which takes the lock
+            try:
+                answer = await anext(answers)
+            except StopAsyncIteration:
+                return
+            finally:
+                _attached.reset(token)
+            for one in answer if isinstance(answer, list) else [answer]:
+                if one["meta_info"].get("finish_reason"):
+                    info = await manager.april.attached.description(one["meta_info"]["id"])
+                    one["meta_info"]["april"] = {**attachment._asdict(), **info}
+                    obj.april.append(one["meta_info"]["april"])
+            yield answer
+    finally:
+        await answers.aclose()
+
+
+def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """AROUND `abort_request`: a pause of mode `abort` spares attached requests."""
+    if not (abort_all and _pausing.get()):
+        original(manager, rid, abort_all)
+        return
+    for other in [rid for rid, state in manager.rid_to_state.items() if not is_attached(state.obj)]:
+        original(manager, other)
+
+
+async def pause(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:
+    """SGLang's `pause_generation`, in which `abort` spares attached requests."""
+    token = _pausing.set(True)
+    try:
+        return await original(manager, obj)
+    finally:
+        _pausing.reset(token)
+
+
+def describe_response(result: Any, _serving: Any, _request: Any, ret: list[dict[str, Any]], _created: int) -> Any:
+    """AFTER `_build_chat_response` and `_build_completion_response`: spans in the response's `metadata`."""
+    found = [one["meta_info"]["april"] for one in ret if "april" in one["meta_info"]]
+    if found and getattr(result, "metadata", None) is not None:
+        result.metadata["april"] = found
+    return result

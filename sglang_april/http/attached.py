@@ -1,0 +1,50 @@
+"""What the scheduler says of attached requests when they end, until their answers take it (`attached-request`)."""
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from sglang_april.api import messages
+
+UNTAKEN = 2**12
+"""Descriptions of requests whose callers have gone."""
+LIMIT_S = 10.0
+"""An answer does not wait longer for its description, which is sent in the same step."""
+
+
+class AttachedRequests:
+    """Descriptions by `rid`. They and the answers arrive through different processes, in any order."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[str, messages.AttachedEnded] = OrderedDict()
+        self._waiting: dict[str, asyncio.Future[messages.AttachedEnded]] = {}
+
+    def receive(self, message: messages.AttachedEnded) -> None:
+        """A request has ended in the scheduler."""
+        future = self._waiting.pop(message.rid, None)
+        if future is not None and not future.done():
+            future.set_result(message)
+            return
+        self._ended[message.rid] = message
+        if len(self._ended) > UNTAKEN:
+            self._ended.popitem(last=False)
+
+    async def description(self, rid: str) -> dict[str, Any]:
+        """`spans`, `staleness` and `policy_version` of an answered request; empty if the scheduler never had it."""
+        try:
+            message = self._ended.pop(rid, None) or await self._next(rid)
+        except TimeoutError:
+            return {}
+        oldest = message.spans[0].version if message.spans else message.policy_version
+        return {
+            "spans": [{"start": s.start, "end": s.end, "version": s.version, "kv": s.kv} for s in message.spans],
+            "policy_version": message.policy_version,
+            "staleness": message.policy_version - oldest,
+        }
+
+    async def _next(self, rid: str) -> messages.AttachedEnded:
+        future = self._waiting[rid] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(future, LIMIT_S)
+        finally:
+            self._waiting.pop(rid, None)

@@ -1,0 +1,30 @@
+"""The model that a journal belongs to: what its tokens mean depends on the vocabulary, its KV on the shape.
+
+Weights are no part of it, because every push changes them.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+
+class ModelIdentity(msgspec.Struct):
+    """The path of a model, and what must not differ: values by the names that a refusal uses."""
+
+    path: str
+    facts: dict[str, str]
+
+    def difference(self, other: "ModelIdentity") -> str:
+        """The first fact that differs from the `other` model's, with both values; empty if there is none."""
+        for name in {**self.facts, **other.facts}:
+            here, there = self.facts.get(name, "unknown"), other.facts.get(name, "unknown")
+            if here != there:
+                return f"{name} {here} in {self.path} and {there} in {other.path}"
+        return ""
+
+
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """Digest of a tokenizer's token ids. It does not depend on how a release of `transformers` writes its files."""
+    rows = sorted((index, token) for token, index in vocabulary.items())
+    return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=8).hexdigest()
