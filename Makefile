@@ -1,4 +1,4 @@
-# make demo · make test · make check · make bench · make soak · make clean
+# make demo · make test · make check · make bench · make soak · make gpu · make clean
 # Needs Python 3.11+ and make; everything else goes into .venv, once.
 
 PYTHON ?= python3
@@ -9,8 +9,9 @@ TEST_ARGS ?=
 TEST_WORKERS ?= 2
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+GPU_ARGS ?=
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test check bench soak gpu clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
@@ -27,6 +28,9 @@ check: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+gpu: $(READY)
+	$(BIN)/python -m bench.gpu $(GPU_ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m bench.rollout $(BENCH_ARGS)

@@ -45,6 +45,8 @@ def provenance(rows: list[Row]) -> str:
     commits = ", ".join(dict.fromkeys(row["commit"][:8] + row["commit"][40:] for row in rows))
     where = machine.get("gpu") or f"{machine.get('cpu')}, {machine.get('cores')} cores"
     load = max(row.get("load", 0.0) for row in rows)
+    if paced := first.get("configuration", {}).get("paced"):
+        where = f"**Paced, not measured on a GPU**: {paced}; host: {where}"
     return (
         f"{where}; SGLang {first['versions'].get('sglang')}; commit {commits}; run {first['run_id']}, "
         f"{'up to ' * (count > 1)}{count} repetition{'s' * (count > 1)}, load average at the start {load:.1f}"
@@ -66,6 +68,8 @@ def readme(text: str, rows: list[Row]) -> str:
         if not found[4]:
             return f"{found[1]}{provenance(_flat(table))}.\n\n{markdown(headline_table(table))}{found[5]}"
         body = f"{provenance(_flat(table))}.\n\n{markdown(table_of(table))}\n"
+        if run[0].get("configuration", {}).get("paced"):
+            return f"{found[1]}{body}{found[5]}"
         return f"{found[1]}{body}The aims, each from the newest run that has its table:\n\n{aims(run)}{found[5]}"
 
     return MARKER.sub(fill, text)

@@ -96,7 +96,10 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, help="of logprobs (1e-5 on a CPU, 0.1 on a GPU)")
     parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
     parser.add_argument("--server-options", default="", help="more flags of the server")
-    parser.add_argument("--record", action="store_true", help="append the rows to bench/results/resume.json")
+    parser.add_argument(
+        "--record", nargs="?", type=Path, const=record.RESULTS / "resume.json", metavar="FILE",
+        help="append the rows to this file (without one: bench/results/resume.json)",
+    )  # fmt: skip
     args = parser.parse_args(given)
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCE["gpu" if has_gpu() else "cpu"]
     facts = {
@@ -119,7 +122,7 @@ def main(given: list[str] | None = None) -> int:
         parts = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
         print("  ".join(parts))
     if args.record:
-        record.append_rows(record.RESULTS / "resume.json", [{**facts, **row} for row in rows])
+        record.append_rows(args.record, [{**facts, **row} for row in rows])
     return int(not all(row["passed"] for row in rows))
 
 

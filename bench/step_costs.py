@@ -149,6 +149,11 @@ async def _prefill(engine: EngineClient, count: int, tokens: int) -> None:
     await engine.post("/generate", {"input_ids": ids, "sampling_params": params(1), **LOGPROBS})
 
 
+async def prefill_seconds(engine: EngineClient, tokens: int) -> float:
+    """Seconds from the request to the answer of a prefill of one prompt, the shortest of three."""
+    return min([await _timed(lambda: _prefill(engine, 1, tokens)) for _ in range(3)])
+
+
 async def _abort(engine: EngineClient, batch: int) -> float:
     """Seconds from the abort of a full batch to its last answer."""
     async with _decoding(engine, batch) as after:

@@ -112,6 +112,7 @@ def _lost(rows: list[Row]) -> str:
 
 def _marks(rows: list[Row]) -> str:
     marks = [
+        ("paced", any(row.get("configuration", {}).get("paced") for row in rows)),
         ("not steady", any(not row["steady"] for row in rows)),
         ("biased", any(row["biased"] for row in rows)),
         ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
@@ -164,6 +165,7 @@ def _steps(rows: list[Row]) -> str:
 
 DETAILS: dict[str, Callable[[list[Row]], str]] = {
     "round p95 s": _number("round_s_p95", ".2f"),
+    "push p50 s": _number("push_s_p50", ".3f"),
     "generated tokens/s": _number("generated_tokens_per_s", ",.0f"),
     "computed tokens": _number("computed_tokens", ",.0f"),
     "wasted": _number("wasted_tokens", ",.0f"),

@@ -68,6 +68,7 @@ class AprilConfig:
     audit_tolerance: float | None = None
     audit_strict: bool = False
     shutdown_s: float = 30.0
+    cpu_pace: str | None = None
 
     def host_bytes(self, ranks: int, local_ranks: int) -> int:
         """The cap of the host tier in bytes, of all ranks together; `local_ranks` of them run on this machine."""
@@ -192,6 +193,12 @@ FLAGS: tuple[Flag, ...] = (
         difference,
         "X",
         "difference of logprobs that counts as noise (default: 0.001 for float32 weights, 0.1 otherwise)",
+    ),
+    Flag(
+        "cpu_pace",
+        path,
+        "FILE",
+        "CPU platform only: a table of step times; forwards end no earlier than on the GPU that it describes",
     ),
     Flag("audit_strict", switch, "", "refuse new rounds after a finding, until it is acknowledged", switch=True),
 )

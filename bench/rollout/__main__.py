@@ -6,16 +6,19 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import httpx
 
 from bench import record
+from bench.random_checkpoint import SHAPES
+from bench.random_checkpoint import make as make_shape
 from bench.rollout.engine_client import EngineClient, EngineError
 from bench.rollout.limit import NeverFullError
 from bench.rollout.metrics import IdentityError
-from bench.rollout.presets import PRESETS, Cell, Preset
+from bench.rollout.presets import PRESETS, Cell, Paced, Preset
 from bench.rollout.runner import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both_servers
 from bench.rollout.testbed import Testbed
@@ -48,6 +51,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
     parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
+    parser.add_argument("--pace", type=Path, help="table of step times of a paced preset (Qwen3-4B on one H100)")
     parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
     parser.add_argument("--server", metavar="URL", help="URL of a running patched server, used for all variants")
     parser.add_argument("--stock-server", metavar="URL", help="with --server: URL of a stock server for the baselines")
@@ -57,16 +61,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def preset_of(args: argparse.Namespace) -> Preset:
     """The preset with the changes that the options make."""
-    from dataclasses import replace
-
     preset = PRESETS[args.preset]
-    if preset.shape != "tiny" and not preset.name.endswith("/8") and not args.server:
+    preset, paced = _paced(args, preset), isinstance(preset, Paced)
+    if preset.shape != "tiny" and not paced and not preset.name.endswith("/8") and not args.server:
         raise SystemExit(
             f"preset {preset.name}: two servers with room for {preset.pool_tokens:,} KV tokens each fit on no GPU; "
             f"start them and name them (--server, --stock-server), or take {preset.name}/8"
         )
     if args.gpu_gb:
-        if not args.preset.endswith("/8"):
+        if not args.preset.endswith("/8") or paced:
             raise SystemExit("--gpu-gb: only the /8 presets are sized by a GPU's memory")
         preset = PRESETS[args.preset.removesuffix("/8")].eighth(args.gpu_gb)
         if preset.pool < 4 * preset.context:
@@ -86,6 +89,17 @@ def preset_of(args: argparse.Namespace) -> Preset:
             raise SystemExit(f"--distribution {args.distribution}: {problem}") from problem
         preset = replace(preset, longest=max(preset.longest, longest))
     return preset
+
+
+def _paced(args: argparse.Namespace, preset: Preset) -> Preset:
+    """The preset with another table of step times, if one is named."""
+    if not isinstance(preset, Paced):
+        if args.pace:
+            raise SystemExit(f"--pace: preset {preset.name} is measured at this machine's own pace")
+        return preset
+    if args.server:
+        raise SystemExit("--server: whether a running server is paced is not known; a paced preset starts its own")
+    return replace(preset, pace=args.pace) if args.pace else preset
 
 
 def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -> list[Cell]:
@@ -113,6 +127,9 @@ def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tu
     """Two checkpoints that are pushed alternately."""
     if args.checkpoints:
         return args.checkpoints[0], args.checkpoints[1]
+    if isinstance(preset, Paced):
+        shape = SHAPES[preset.shape]
+        return make_shape(folder / "v0", shape, seed=0), make_shape(folder / "v1", shape, seed=1)
     if preset.shape != "tiny":
         raise SystemExit(f"preset {preset.name} needs --checkpoints A B: two checkpoints of a {preset.shape} shape")
     return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
@@ -122,13 +139,17 @@ def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
     """Configuration stored with each row, in addition to its plan."""
     sizes = {key: getattr(preset, key) for key in ("shape", "mean", "longest", "prompt_tokens", "warm_limit")}
     pool = None if args.server else preset.pool_tokens
+    if isinstance(preset, Paced):
+        sizes |= {"paced": preset.table.name, "limit": "by the table"}
     return {**sizes, "pool_tokens": pool, "seed": args.seed, "server_options": args.server_options}
 
 
 def changed(args: argparse.Namespace) -> list[str]:
     """Options that change the preset; tables use only rows without any."""
     names = ["variants", "over_sampling", "warm_rounds", "seed"]
-    if PRESETS[args.preset].shape == "tiny":
+    if args.preset.startswith("april-paced"):
+        names = ["pace", "server_options", "checkpoints", "seed", "warm_rounds"]
+    elif PRESETS[args.preset].shape == "tiny":
         names += ["server", "server_options", "checkpoints"]
     return [name for name in names if getattr(args, name)]
 
@@ -143,6 +164,10 @@ def line(row: record.Row) -> str:
     )
 
 
+def _pace(preset: Preset) -> Path | None:
+    return preset.pace.absolute() if isinstance(preset, Paced) else None
+
+
 async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str], folder: Path, until: float) -> int:
     """Run the cells that fit into the time budget; returns the number of cells left out."""
     done = [row for row in record.read_rows(args.out) if row.get("run_id") == args.run_id]
@@ -152,8 +177,9 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
         record.append_rows(args.out, [row])
         print(line(row), flush=True)
 
+    limit = preset.limit if isinstance(preset, Paced) else None
     async with EngineClient(urls[0], patched=urls[0] == urls[1]) as stock, EngineClient(urls[1], patched=True) as april:
-        testbed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed)
+        testbed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed, limit)
         for row in done:
             testbed.note(row)
         facts = {**record.provenance(), "configuration": configuration(args, preset), "changed": changed(args)}
@@ -177,7 +203,7 @@ def main(given: list[str] | None = None) -> int:
             else:
                 model, _ = checkpoints_of(args, preset, folder)
                 extra = tuple(args.server_options.split())
-                size = Size(model, preset.plan.slots, preset.context, preset.pool_tokens, extra)
+                size = Size(model, preset.plan.slots, preset.context, preset.pool_tokens, extra, pace=_pace(preset))
                 urls = stack.enter_context(both_servers(size, Path("out") / "bench"))
             left = asyncio.run(measure(args, preset, urls, folder, until))
         except PROBLEMS as problem:

@@ -26,9 +26,11 @@ class Measured:
     steps: int
     prefilled: int
     after_end: int | None
+    push_s: float = 0.0
+    """Of `seconds`, those of the push."""
 
 
-def between(before: Counters, after: Counters, done: RoundResult, seconds: float) -> Measured:
+def between(before: Counters, after: Counters, done: RoundResult, seconds: float, push_s: float = 0.0) -> Measured:
     """A measured round from the counters before and after it."""
     return Measured(
         done,
@@ -37,6 +39,7 @@ def between(before: Counters, after: Counters, done: RoundResult, seconds: float
         steps=after.steps - before.steps,
         prefilled=after.prefilled - before.prefilled,
         after_end=done.after_end if done.decoded_at_end is None else max(0, after.decoded - done.decoded_at_end),
+        push_s=push_s,
     )
 
 
@@ -103,6 +106,7 @@ def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Seque
         "length_mean": mean(delivered) if delivered else None,
         "round_s_p50": median(took),
         "round_s_p95": quantiles(took, n=20, method="inclusive")[-1] if len(took) > 1 else took[0],
+        "push_s_p50": median(measured.push_s for measured in rounds),
         "tokens_after_end": _sum([measured.after_end for measured in rounds]),
         "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
         "decoded_tokens": decoded,

@@ -5,9 +5,12 @@ A cell is one row to come: a distribution, an ablation (None in the main tables)
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from bench.pace_tables import TABLES
 from bench.rollout.lengths import Lengths, named
 from bench.rollout.variant import Plan
+from sglang_april.cpu.pace import Table, load
 
 MAIN = ("synchronous", "outside", "outside-retry3s", "april-keep", "april-recompute", "april-auto")
 OTHERS = ("stale-reuse", "pause-retract", "pause-in-place", "async", "april-continue")
@@ -231,6 +234,40 @@ class Tiny(Preset):
         yield from (Cell("lognormal", v, ablation="filter", plan=changed) for v in (*MAIN, *OTHERS))
 
 
+@dataclass(frozen=True)
+class Paced(Preset):
+    """A small model on the CPU platform at a GPU's pace (`--april-cpu-pace`)."""
+
+    pace: Path = TABLES / "qwen3-4b-h100.json"
+
+    @property
+    def table(self) -> Table:
+        """The table of step times."""
+        return load(str(self.pace))
+
+    @property
+    def limit(self) -> float:
+        """Tokens/s of a full batch at the workload's mean context, by the table; nothing is probed."""
+        context = self.prompt_tokens + self.lengths("lognormal").running_mean / 2
+        return 1e3 * self.plan.slots / self.table.decode.at(self.plan.slots, context)
+
+    def shorter(self, divisor: int) -> "Paced":
+        """This preset with lengths divided, for short calls."""
+        return replace(
+            self,
+            name=f"{self.name}/{divisor}",
+            mean=self.mean / divisor,
+            longest=self.longest // divisor,
+            repetitions=1,
+            warm_limit=6,
+        )
+
+    def cells(self) -> Iterator[Cell]:
+        for repetition in range(self.repetitions):
+            yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
+        yield from (Cell("lognormal", variant) for variant in OTHERS[3:])
+
+
 _CPU = Plan(slots=64, groups=24, n=4, over_sampling=1.5)
 _APRIL = Plan(slots=256, groups=32, n=8, over_sampling=2.0)
 _PRESETS: tuple[Preset, ...] = (
@@ -242,5 +279,7 @@ _PRESETS: tuple[Preset, ...] = (
     AllVariants("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),
     AllVariants("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),
 )
+_PACED = Paced("april-paced", _APRIL, 4096, 16384, 256, 2, shape="paced", ablations=False)
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _PRESETS}
 PRESETS |= {f"{name}/8": PRESETS[name].eighth() for name in ("april", "long", "short-rounds", "dapo")}
+PRESETS |= {preset.name: preset for preset in (_PACED, _PACED.shorter(4), _PACED.shorter(8))}

@@ -61,12 +61,13 @@ class Track:
         self.began, start = time.time(), time.perf_counter()
         before = before or await self.engine.counters()
         await self.variant.push(next(self._checkpoints))
+        push_s = time.perf_counter() - start
         done = await self.variant.round()
         if trainer_s:
             await asyncio.sleep(trainer_s)
         after = await self.engine.counters() if ahead else None
         seconds = time.perf_counter() - start
-        measured = between(before, after or await self.engine.settled(), done, seconds)
+        measured = between(before, after or await self.engine.settled(), done, seconds, push_s)
         self._note(measured)
         return measured
 

@@ -14,6 +14,7 @@ import httpx
 
 from bench.record import ROOT
 from examples.april_demo.server import free_port, has_gpu, last_line
+from sglang_april.cpu import pace
 
 START_LIMIT_S = 600.0
 
@@ -34,6 +35,8 @@ class Size:
     extra: tuple[str, ...] = ()
     launcher: str = "sglang_april.launch_server"
     """Module that starts the patched server."""
+    pace: Path | None = None
+    """Table of step times (`--april-cpu-pace`) for both servers, which then run the overlap loop as on a GPU."""
 
 
 FIRST, LAST = "0.5", "0.85"
@@ -51,9 +54,9 @@ def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) 
         "--log-level", "warning", "--max-total-tokens", str(size.pool_tokens),
     ]
     flags += ["--mem-fraction-static", share] if gpu else [
-        "--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.6",
-        "--disable-overlap-schedule", "--sleep-on-idle",
+        "--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.6", "--sleep-on-idle",
     ]
+    flags += ["--chunked-prefill-size", "8192"] if size.pace else [] if gpu else ["--disable-overlap-schedule"]
     # fmt: on
     start = [size.launcher, "--april-quota", "1", "--april-kv", "keep"] if patched else ["sglang.launch_server"]
     return [sys.executable, "-m", *start, *flags, *size.extra]
@@ -108,6 +111,9 @@ def _running(
     if not gpu:
         # The portable CPU platform is the engine of both; one thread each, or they wait for one another.
         environment |= {"SGLANG_APRIL_CPU": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= {pace.ENV: str(size.pace)} if size.pace else {}
+    elif size.pace:
+        raise ServerError("a paced preset runs on the CPU platform, and this machine has a GPU")
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command(size, port, patched, gpu, share),

@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_april.cpu import CHOSEN_BY_PLATFORM
+from sglang_april.cpu import CHOSEN_BY_PLATFORM, pace
 from sglang_april.cpu.decode_kernel import decode_attention, supports
 
 
@@ -27,7 +27,12 @@ def install() -> None:
 
 
 def make_backend(runner: Any) -> TorchNativeAttnBackend:
-    """This backend if the platform chose it, SGLang's if the user asked for `torch_native` by name."""
+    """This backend if the platform chose it, SGLang's if the user asked for `torch_native` by name.
+
+    Either sees the model runner before its first forward, so a pace is installed here.
+    """
+    if (table := pace.chosen()) is not None:
+        pace.install(runner, table)
     return (TorchCpuAttention if getattr(runner.server_args, CHOSEN_BY_PLATFORM, False) else TorchNativeAttnBackend)(
         runner
     )

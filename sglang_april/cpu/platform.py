@@ -30,6 +30,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
         if server_args.attention_backend in (None, upstream_default):
             server_args.attention_backend = "torch_native"
             setattr(server_args, CHOSEN_BY_PLATFORM, True)
+        check_pace(server_args.attention_backend)
         # xgrammar allocates its mask through CUDA.
         server_args.grammar_backend = server_args.grammar_backend or "llguidance"
         server_args.disable_custom_all_reduce = True
@@ -86,6 +87,19 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:  # noqa: ARG002 - SGLang's signature
         """No compilation."""
         return "eager"
+
+
+def check_pace(attention_backend: str) -> None:
+    """End the start with one sentence if `--april-cpu-pace` names no table, or cannot take effect."""
+    from sglang_april import config
+    from sglang_april.cpu import pace
+
+    try:
+        table = pace.chosen()
+    except config.ConfigError as error:
+        raise SystemExit(f"sglang-april: {error}") from None
+    if table is not None and attention_backend != "torch_native":
+        raise SystemExit("sglang-april: --april-cpu-pace needs --attention-backend torch_native")
 
 
 def cores_by_rank(ranks: int) -> str:

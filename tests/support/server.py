@@ -93,7 +93,7 @@ class Server:
             **self.env,
         }
         argv = [f"--model-path={self.model}", f"--port={self.port}", "--april-quota=4", "--april-kv=keep"]
-        argv += [*COMMON, *self.flags]
+        argv += [*COMMON, *self.flags, *os.environ.get("APRIL_TEST_SERVER_OPTIONS", "").split()]
         with self.log.open("wb") as log:
             if self.fork_server is not None:
                 assert all(name.startswith("SGLANG_APRIL") for name in self.env), "SGLang was imported without these"

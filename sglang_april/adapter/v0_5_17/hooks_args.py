@@ -34,7 +34,7 @@ def refuse_requested(server_args: Any) -> None:
 
 def refuse_resolved(server_args: Any) -> None:
     """BEFORE ServerArgs.check_server_args: check the resolved arguments and the model."""
-    stop_if(refusals.find(server_args) or refusals.find_in_model(server_args))
+    stop_if(refusals.find(server_args) or refusals.find_in_model(server_args) or refusals.find_pace(server_args))
     _probe_journal()
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from sglang_april import config
 from sglang_april.adapter import refusals
 from sglang_april.adapter.refusals import Refusal
 from sglang_april.adapter.v0_5_17.arguments import ARGUMENTS
 from sglang_april.adapter.v0_5_17.environment import ENVIRONMENT, changed_variables
 
-__all__ = ["ARGUMENTS", "ENVIRONMENT", "MODELS", "find", "find_in_model"]
+__all__ = ["ARGUMENTS", "ENVIRONMENT", "MODELS", "find", "find_in_model", "find_pace"]
 
 
 def _hybrid_window(model: Any) -> bool:
@@ -72,3 +73,10 @@ def find_in_model(server_args: Any) -> Refusal | None:
     """Why the model is not supported, or None; reads its config file, not its weights."""
     model = server_args.get_model_config()
     return next((refusal for applies, refusal in MODELS if applies(model)), None)
+
+
+def find_pace(server_args: Any) -> Refusal | None:
+    """Why `--april-cpu-pace` cannot take effect, or None."""
+    if config.load().cpu_pace is None or server_args.device == "cpu":
+        return None
+    return Refusal(f"--april-cpu-pace with --device {server_args.device}", "it paces the portable CPU platform only")

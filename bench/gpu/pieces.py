@@ -1,0 +1,125 @@
+"""The pieces of ``make gpu``: commands that each take at most nine minutes and are not repeated once they passed."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import record
+
+LIVE = record.ROOT / "tests" / "integration"
+NOT_ON_ONE_GPU = ("test_tp2", "test_tp2_killed", "test_two_machines", "test_ranks_differ", "test_loop_ray")
+"""Live tests of two ranks: two ranks of one GPU cannot form an NCCL group."""
+REHEARSED = ("test_smoke",)
+"""The live tests of a rehearsal; `make test` runs all of them."""
+PLAIN = "--attention-backend triton --sampling-backend pytorch"
+"""Backends that take any head size and float32, as the tiny models have them."""
+BACKENDS = {"cuda": ("default", "flashinfer", "fa3", "triton"), "rocm": ("default", "aiter", "triton")}
+CONTINUES = "the budget was too small"
+"""What bench.rollout says if cells are left; the next call measures them under the same run id."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One command. It passed if it ends with status 0 and does not say `CONTINUES`."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the pieces run."""
+
+    kind: str
+    """`cuda`, `rocm`, or `cpu`: a rehearsal."""
+    folder: Path
+    """Folder of logs, checkpoints and the state."""
+    results: Path
+    """Folder of rows."""
+    gpu_gb: int = 0
+    checkpoints: tuple[Path, Path] | None = None
+    """Two checkpoints of one model of Qwen3-0.6B's shape; None: random ones are made."""
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def models(self) -> tuple[Path, Path]:
+        return self.checkpoints or (self.folder / "checkpoints" / "a", self.folder / "checkpoints" / "b")
+
+    def rows(self, bench: str) -> Path:
+        """The file of a benchmark's rows."""
+        return self.results / f"{bench}.json"
+
+
+def pieces(setting: Setting) -> list[Piece]:
+    """All pieces in the order of their worth: what is exact first, then what is fast."""
+    found = [Piece("machine", _python("bench.gpu.machine", *(["--no-gpu"] if setting.rehearsal else [])))]
+    found += _resume(setting)
+    found += _live(setting)
+    small = setting.rehearsal
+    if not small:  # `make test` runs them in Triton's interpreter
+        found.append(Piece("kernel tests", _python("pytest", "-q", "-k", "gpu", "tests/kernels/test_kernels.py")))
+    kernels = ["--layers", "1", "--heads", "2", "--dim", "32", "--tokens", "64"] if small else []
+    found.append(Piece("kernels", _python("bench.kernels", "--out", str(setting.rows("kernels")), *kernels)))
+    stop = ["--running", "4", "--repetitions", "1"] if small else ["--running", "64", "256", "1024"]
+    stop += [] if small else ["--reply-tokens", "1000000", "--server-options", PLAIN]
+    found.append(Piece("stop", _python("bench.stop_latency", "--out", str(setting.rows("stop_latency")), *stop)))
+    found.append(_rollout("april", setting))
+    if not small:
+        found.append(_pace(setting))
+        found += [_rollout(preset, setting) for preset in ("long", "short-rounds", "dapo")]
+    demo = ["--rounds", "1", "--warmup-rounds", "0", "--groups", "2", "--slots", "8", "--steps", "0"] if small else []
+    found.append(Piece("demo", _python("examples.april_demo", "--out", str(setting.folder / "demo"), *demo)))
+    return found
+
+
+def _python(module: str, *rest: str) -> tuple[str, ...]:
+    return sys.executable, "-m", module, *rest
+
+
+def _resume(setting: Setting) -> list[Piece]:
+    """Whether a resumed sample equals an uninterrupted one, from each tier, for each attention backend."""
+    record_to = ["--record", str(setting.rows("resume"))]
+    if setting.rehearsal:
+        small = ["--samples", "2", "--prompt", "24", "--length", "24"]
+        return [Piece("resume default", _python("bench.resume", *record_to, *small))]
+    found = []
+    if setting.checkpoints is None:
+        for seed, path in enumerate(setting.models):
+            made = _python("bench.random_checkpoint", str(path), "--shape", "qwen3-0.6b", "--seed", str(seed))
+            found.append(Piece(f"checkpoint {path.name}", made))
+    for backend in BACKENDS[setting.kind]:
+        options = [] if backend == "default" else ["--server-options", f"--attention-backend {backend}"]
+        command = _python("bench.resume", "--model", str(setting.models[0]), *record_to, *options)
+        found.append(Piece(f"resume {backend}", command))
+    return found
+
+
+def _live(setting: Setting) -> list[Piece]:
+    """A piece for each file of live tests, on a GPU in float32 with the backends that take it."""
+    names = sorted(path.stem for path in LIVE.glob("test_*.py"))
+    names = [name for name in names if (name in REHEARSED if setting.rehearsal else name not in NOT_ON_ONE_GPU)]
+    environment = () if setting.rehearsal else (("APRIL_TEST_SERVER_OPTIONS", PLAIN),)
+    return [
+        Piece(f"live {name[5:]}", _python("pytest", "-q", f"tests/integration/{name}.py"), environment)
+        for name in names
+    ]
+
+
+def _rollout(preset: str, setting: Setting) -> Piece:
+    common = ["--out", str(setting.rows("rollout")), "--run-id", f"{setting.folder.name}-{preset}-8"]
+    if setting.rehearsal:
+        few = ["--preset", "tiny", "--distribution", "lognormal", "--variants", "synchronous", "april-keep"]
+        return Piece(f"{preset}/8", _python("bench.rollout", *common, *few))
+    sizes = ["--preset", f"{preset}/8", "--budget-minutes", "8", "--gpu-gb", str(setting.gpu_gb)]
+    where = ["--checkpoints", *map(str, setting.models), "--server-options", PLAIN]
+    return Piece(f"{preset}/8", _python("bench.rollout", *common, *sizes, *where))
+
+
+def _pace(setting: Setting) -> Piece:
+    """Step times of this GPU, as a table for --april-cpu-pace."""
+    out = str(setting.folder / "pace.json")
+    return Piece("pace", _python("bench.pace", "measure", "--model", str(setting.models[0]), "--out", out))

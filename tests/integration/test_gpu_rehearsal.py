@@ -1,0 +1,34 @@
+"""`make gpu GPU_ARGS=--rehearse`, its short form: the check of the machine, resume from every tier, the kernels.
+
+The other pieces are commands that test_bench_rollout.py and test_demo.py run on shared servers.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import record
+from bench.gpu.pieces import Setting, pieces
+from examples.april_demo.server import has_gpu
+
+SHORT = ["machine", "resume", "kernels"]
+
+
+@pytest.mark.skipif(has_gpu(), reason="a rehearsal is for machines without a GPU")
+def test_short_rehearsal_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", str(tmp_path), "--only", *SHORT]
+    done = subprocess.run(command, cwd=record.ROOT, capture_output=True, text=True, check=False)
+    logs = "\n".join(path.read_text()[-2000:] for path in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert {name: status["state"] for name, status in state.items()} == dict.fromkeys(
+        ["machine", "resume default", "kernels"], "passed"
+    )
+    text = (tmp_path / "page.md").read_text()
+    every = pieces(Setting("cpu", tmp_path, tmp_path))
+    assert f"3 of {len(every)} pieces passed" in text
+    for tier in ("device", "host", "disk", "none"):
+        assert f"| default | {tier} |" in text

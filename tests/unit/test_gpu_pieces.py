@@ -1,0 +1,133 @@
+"""`make gpu`: its commands exist, what passed is skipped, and its page fills cells that README has."""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import record
+from bench.gpu import __main__ as gpu
+from bench.gpu.page import README_CELLS, log_of, page
+from bench.gpu.pieces import CONTINUES, Piece, Setting, pieces
+
+
+def setting(kind: str, folder: Path = Path("out/gpu")) -> Setting:
+    return Setting(kind, folder, folder / "results", 80)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm", "cpu"])
+def test_commands_have_only_options_that_exist(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[tuple[str, ...], str] = {}
+    for piece in pieces(setting(kind)):
+        module, *rest = piece.command[2:]
+        if module == "pytest":
+            assert (record.ROOT / rest[-1]).exists()
+            continue
+        subcommand = (rest[0],) if rest and not rest[0].startswith("-") and module == "bench.pace" else ()
+        if (module, *subcommand) not in known:
+            name = f"{module}.__main__" if module in ("bench.rollout", "examples.april_demo") else module
+            main = importlib.import_module(name).main
+            monkeypatch.setattr(sys, "argv", [module, *subcommand, "--help"])
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert end.value.code == 0
+            known[module, *subcommand] = capsys.readouterr().out
+        missing = {word for word in rest if word.startswith("--") and " " not in word} - set(
+            known[module, *subcommand].replace(",", " ").replace("[", " ").replace("]", " ").split()
+        )
+        assert not missing, f"{piece.name}: {missing}"
+
+
+def test_names_are_distinct_and_every_piece_of_the_page_exists() -> None:
+    for kind in ("cuda", "rocm", "cpu"):
+        found = pieces(setting(kind))
+        names = [piece.name for piece in found]
+        assert len(set(names)) == len(names)
+        assert len({log_of(Path(), piece) for piece in found}) == len(names)
+    on_gpu = {piece.name for piece in pieces(setting("cuda"))}
+    assert {name for needed in README_CELLS.values() for name in needed} <= on_gpu
+
+
+def test_cells_are_rows_of_readme() -> None:
+    lines = (record.ROOT / "README.md").read_text().splitlines()
+    for row in README_CELLS:
+        assert any(line.startswith(f"| {row}") and line.endswith("| not yet |") for line in lines), row
+
+
+def script(name: str, code: str) -> Piece:
+    return Piece(name, (sys.executable, "-c", code))
+
+
+def test_what_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    once = f"open({str(count)!r}, 'a').write('x')"
+    chosen = [
+        script("good", once),
+        script("bad", "raise SystemExit(3)"),
+        script("part", f"print({CONTINUES!r})"),
+    ]
+    monkeypatch.setattr(gpu, "pieces", lambda _: chosen)
+    monkeypatch.setattr(gpu, "setting_of", lambda _: setting("cpu", tmp_path))
+    assert gpu.main([]) == 1
+    assert gpu.main([]) == 1
+    assert gpu.main(["--only", "good"]) == 0
+    assert count.read_text() == "x"
+    assert gpu.main(["--only", "good", "--again"]) == 0
+    assert count.read_text() == "xx"
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert {name: status["state"] for name, status in state.items()} == {
+        "good": "passed",
+        "bad": "failed",
+        "part": "continues",
+    }
+    assert "| bad | failed |" in (tmp_path / "page.md").read_text()
+
+
+def test_piece_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    status = gpu.run_piece(script("long", code), tmp_path, limit_s=5)
+    assert status["state"] == "timed out"
+    assert not _runs(int((tmp_path / "pid").read_text()))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_page_says_which_cells_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: dict[str, Any] = {"gpu": "GPU X", "cpu": "c", "cores": 2, "os": "Linux"}
+    monkeypatch.setattr(record, "machine", lambda: machine)
+    monkeypatch.setattr(record, "gpu_name", lambda: "GPU X")
+    there = Setting("cuda", tmp_path, tmp_path, 80)
+    state = {piece.name: {"state": "passed", "seconds": 1.0} for piece in pieces(there)}
+    state["live kill"] = {"state": "failed", "seconds": 9.0}
+    rows = [{"run_id": "r", "machine": machine, "running": 64, "way": "ours", "format": "json", "latency_ms": 5.0}]
+    record.append_rows(tmp_path / "stop_latency.json", rows)
+    text = page(there, pieces(there), state)
+    assert "| resume is exact | yes (GPU X) |" in text
+    assert "| every sample delivered exactly once | not yet (live kill) |" in text
+    assert "| trainer equals Hugging Face | not yet (needs Megatron on the GPU; no piece has it) |" in text
+    assert "| 64 running | ours | json | 5.0 |" in text
+
+
+def test_without_a_gpu_only_a_rehearsal_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit, match="GPU_ARGS=--rehearse"):
+        gpu.main([])
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    with pytest.raises(SystemExit, match="this one has one"):
+        gpu.main(["--rehearse"])
