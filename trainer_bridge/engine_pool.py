@@ -216,6 +216,7 @@ class SharedRound:
             raise AprilError(409, "policy_version", f"the engines ended the round at versions {sorted(versions)}")
         order = list(self._engine_of)
         delivered = [group for summary in summaries for group in summary.delivered]
+        groups = [group for summary in summaries for group in summary.groups]
         met = self._quota is not None and sum(self._accepted) >= self._quota
         return RolloutSummary(
             self._id,
@@ -225,6 +226,7 @@ class SharedRound:
             sorted(delivered, key=lambda group: order.index(group["id"])),
             _sum_fields([summary.carried for summary in summaries]),
             merge_stats([summary.stats for summary in summaries]),
+            sorted(groups, key=lambda group: order.index(group.id)),
         )
 
 

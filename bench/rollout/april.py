@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.engine_client import EngineClient, EngineError
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.variant import DeliveredGroup, Plan, RoundResult
 from bench.rollout.workload import Stream, WorkloadPrompt
 from sglang_april.client import types
@@ -122,11 +122,7 @@ class April:
                 return self._round(event.policy_version, delivered, event.carried, event.stats)
             groups[event.id, event.incarnation] = event
             verdict = "reject" if self._open[event.id].rejected else "accept"
-            try:
-                await self.engine.post(f"/april/rounds/{body['round_id']}/judge", {verdict: [event.id]})
-            except EngineError as error:
-                if error.status != 409 or b"has ended" not in error.content:  # a group before it met the quota
-                    raise
+            await self.engine.post(f"/april/rounds/{body['round_id']}/judge", {verdict: [event.id]})
         raise RuntimeError("the stream ended without a summary")
 
     def _round(

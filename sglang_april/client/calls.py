@@ -1,7 +1,9 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
+import dataclasses
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -234,14 +236,30 @@ def event(line: str) -> RolloutGroup | RolloutSummary:
     return read_event(fields)
 
 
-def is_new(received: RolloutGroup | RolloutSummary, seen: set[EventKey]) -> bool:
-    """Whether an event is not a repetition of one in `seen`, to which it is added."""
-    if isinstance(received, RolloutSummary):
-        return True
-    key = received.id, received.incarnation, tuple(sample.index for sample in received.samples)
-    repeated = key in seen
-    seen.add(key)
-    return not repeated
+class StreamedRound:
+    """The events of one streamed round, also over several connections."""
+
+    def __init__(self) -> None:
+        self._groups: dict[EventKey, RolloutGroup] = {}
+
+    def is_new(self, received: RolloutGroup | RolloutSummary) -> bool:
+        """Whether an event is not a repetition. A summary is given the delivered groups."""
+        if isinstance(received, RolloutSummary):
+            received.groups.extend(self._delivered(received))
+            return True
+        key = received.id, received.incarnation, tuple(sample.index for sample in received.samples)
+        repeated = key in self._groups
+        self._groups[key] = received
+        return not repeated
+
+    def _delivered(self, summary: RolloutSummary) -> Iterator[RolloutGroup]:
+        by_group = defaultdict(list)
+        for group in self._groups.values():
+            by_group[group.id, group.incarnation].append(group)
+        for entry in summary.delivered:
+            for group in by_group[entry["id"], entry["incarnation"]]:
+                if {sample.index for sample in group.samples} <= set(entry["indices"]):
+                    yield dataclasses.replace(group, accepted=entry["accepted"], complete=entry["complete"])
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Self
 
 import httpx
 
-from sglang_april.client.calls import Calls, EventKey, Exchange, T, event, is_new, push_stays_open
+from sglang_april.client.calls import Calls, Exchange, StreamedRound, T, event, push_stays_open
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 P = ParamSpec("P")
@@ -111,7 +111,8 @@ class AprilClient:
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
         """`rollout` with `stream: true`: each group as it finishes, and the summary last.
 
-        The round is open when this returns. With `retry_s`, a broken stream is continued without repeating groups.
+        Groups are previews, and some may be carried to the next round: train on the summary's `groups`. The round is
+        open when this returns. With `retry_s`, a broken stream is continued without repeating groups.
         """
         self._run(self._calls.check_patched())
         request = self._calls.stream_request(body)
@@ -125,12 +126,12 @@ class AprilClient:
         return response
 
     def _events(self, request: httpx.Request, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
-        seen: set[EventKey] = set()
+        streamed = StreamedRound()
         while True:
             try:
                 with contextlib.closing(response):
                     for line in response.iter_lines():
-                        if is_new(received := event(line), seen):
+                        if streamed.is_new(received := event(line)):
                             yield received
                 return
             except httpx.TransportError as error:
@@ -197,7 +198,7 @@ class AsyncAprilClient:
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """As `AprilClient.stream`; the round is open when the first event arrives."""
         await self._run(self._calls.check_patched())
-        request, seen = self._calls.stream_request(body), set[EventKey]()
+        request, streamed = self._calls.stream_request(body), StreamedRound()
         while True:
             response = await self._send(request, stream=True)
             try:
@@ -205,7 +206,7 @@ class AsyncAprilClient:
                     await response.aread()
                     self._calls.content(response)
                 async for line in response.aiter_lines():
-                    if is_new(received := event(line), seen):
+                    if streamed.is_new(received := event(line)):
                         yield received
                 return
             except httpx.TransportError as error:

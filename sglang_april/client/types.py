@@ -1,6 +1,6 @@
 """The results of a rollout as typed objects with numpy arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,9 @@ class RolloutSummary:
     """`id`, `incarnation`, `indices`, `complete`, `accepted`: the streamed groups that this round delivers."""
     carried: dict[str, Any]
     stats: dict[str, Any]
+    groups: list[RolloutGroup] = field(default_factory=list)
+    """The delivered groups themselves, as the client has read them from the stream: what to train on. With
+    `quota_unit: sample`, a group has one entry per event."""
 
 
 def read_reply(fields: dict[str, Any]) -> RolloutReply:

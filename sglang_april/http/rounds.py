@@ -60,10 +60,10 @@ class RoundRecord:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def has_verdicts(self, accept: list[str], reject: list[str]) -> bool:
-        """Whether all of these verdicts have been taken before."""
+    def contradicts(self, accept: list[str], reject: list[str]) -> bool:
+        """Whether one of these verdicts has been taken the other way."""
         verdict = self.verdicts.get
-        return all(verdict(i) is True for i in accept) and all(verdict(i) is False for i in reject)
+        return any(verdict(i) is False for i in accept) or any(verdict(i) is True for i in reject)
 
 
 class RoundRegistry:

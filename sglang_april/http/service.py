@@ -111,17 +111,24 @@ class AprilService:
         return {"round_id": round_id, "state": round_.state}
 
     async def judge(self, round_id: str, accept: list[str], reject: list[str]) -> dict[str, Any]:
-        """Accept and reject finished groups of a round with `count: accepted`; idempotent, also after its end."""
+        """Accept and reject finished groups of a round with `count: accepted`; idempotent, also after its end.
+
+        A verdict that comes after the end changes nothing, and its id is `late` in the answer.
+        """
         round_ = self.rounds.find(round_id)
         await asyncio.shield(round_.opened)
         command = messages.JudgeRound(self.rpc.number(), round_id, accept, reject)
+        late: list[str] = []
         try:
             await self.rpc.call(command, accepted=lambda _: self._judged(round_, accept, reject))
-        except RequestError:
-            if not round_.has_verdicts(accept, reject):
+        except RequestError as error:
+            over = round_.spec.judged and (error.status, error.field) == (409, "round_id")
+            if not over or round_.contradicts(accept, reject):
                 raise
+            late = [name for name in (*accept, *reject) if name not in round_.verdicts]
         verdicts = list(round_.verdicts.values())
-        return {"round_id": round_id, "accepted": verdicts.count(True), "rejected": verdicts.count(False)}
+        counts = {"accepted": verdicts.count(True), "rejected": verdicts.count(False)}
+        return {"round_id": round_id, **counts, "late": late}
 
     def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)

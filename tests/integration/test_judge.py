@@ -38,7 +38,7 @@ def test_previews_are_judged_during_generation(april: AprilClient, run: str) -> 
     prompts = [prompt(f"p{i}", 4 + 3 * i, n=2) for i in range(8)] + [prompt("long", LONG)]
     name = f"{run}-r"
     seen: list[str] = []
-    accepted = 0
+    late = 0
     for event in april.stream(run=run, round_id=name, prompts=prompts, quota=3, count="accepted"):
         if isinstance(event, RolloutSummary):
             break
@@ -46,14 +46,13 @@ def test_previews_are_judged_during_generation(april: AprilClient, run: str) -> 
         assert event.accepted is None
         assert len(event.samples) == 2
         seen.append(event.id)
-        if accepted == 3:
-            continue  # the round is over, and what had finished before is shown all the same
         good = int(event.id[1:]) % 2 == 1
         reported = april.judge(name, accept=[event.id] if good else [], reject=[] if good else [event.id])
-        assert reported["accepted"] + reported["rejected"] == len(seen)
-        accepted = reported["accepted"]
+        late += len(reported["late"])  # the round is over, and what had finished before is shown all the same
+        assert reported["accepted"] + reported["rejected"] + late == len(seen)
     assert (event.end_reason, seen[:6]) == ("quota", [f"p{i}" for i in range(6)])
     assert [(d["id"], d["accepted"]) for d in event.delivered] == [(f"p{i}", i % 2 == 1) for i in range(6)]
+    assert [group.id for group in event.groups] == [d["id"] for d in event.delivered]
     assert (event.stats["delivered"]["accepted"], event.stats["delivered"]["rejected"]) == (3, 3)
     assert {p["id"] for p in april.partials(run)["partials"]} <= {"p6", "p7", "long"}
     reply = april.get_round(name)
@@ -91,10 +90,10 @@ def test_judge_and_extend_refusals_change_nothing(april: AprilClient, run: str) 
     assert [(d["id"], d["accepted"]) for d in summary.delivered] == [("a", False)]
     assert april.judge(name, reject=["a"])["rejected"] == 1
     assert april.extend(name, **more)["quota"] == 3
-    for late in (lambda: april.judge(name, accept=["b"]), lambda: april.extend(name, quota_add=1)):
-        with pytest.raises(AprilError) as error:
-            late()
-        assert status(error) == (409, "round_id")
+    assert april.judge(name, accept=["b"])["late"] == ["b"]
+    with pytest.raises(AprilError) as error:
+        april.extend(name, quota_add=1)
+    assert status(error) == (409, "round_id")
 
 
 def test_extend_with_the_async_client(server: Server, run: str) -> None:

@@ -63,6 +63,7 @@ def test_a_stream_of_groups_and_a_summary(client: AprilClient) -> None:
         assert isinstance(group, RolloutGroup)
         check_group(group, want)
     assert [part["id"] for part in summary.delivered] == [want["id"] for want in requested]
+    assert [group.id for group in summary.groups] == [want["id"] for want in requested]
 
 
 def test_errors_carry_status_field_and_reason(client: AprilClient) -> None:

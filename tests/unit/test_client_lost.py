@@ -15,7 +15,7 @@ from sglang_april.client import (
     AsyncAprilClient,
     ServerLostError,
 )
-from sglang_april.client.calls import EventKey, is_new
+from sglang_april.client.calls import StreamedRound
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.unit.eager_server import eager_server
 from tests.unit.scripted_engine import prompt
@@ -163,8 +163,13 @@ def test_unreachable_server_is_one_error() -> None:
 
 def test_several_events_of_one_group_are_not_repetitions() -> None:
     """With `quota_unit: sample` each sample is an event of its own."""
-    seen: set[EventKey] = set()
+    streamed = StreamedRound()
     indices = [0, 1, 0]
     samples: list[Any] = [SimpleNamespace(index=index) for index in indices]
     events = [RolloutGroup("a", 0, None, np.array([1]), False, None, [sample]) for sample in samples]
-    assert [is_new(received, seen) for received in events] == [True, True, False]
+    assert [streamed.is_new(received) for received in events] == [True, True, False]
+    parts = [{"id": "a", "incarnation": 0, "indices": [1], "complete": True, "accepted": True}]
+    summary = RolloutSummary("r", "run", 3, "quota", parts, {}, {})
+    assert streamed.is_new(summary)
+    assert [[sample.index for sample in group.samples] for group in summary.groups] == [[1]]
+    assert (summary.groups[0].accepted, summary.groups[0].complete) == (True, True)

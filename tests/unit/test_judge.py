@@ -186,7 +186,7 @@ def test_previews_verdicts_and_the_reply() -> None:
             engine.finish(engine.opened, ("a", 0), ("b", 0), ("c", 0))
             verdicts = {"accept": ["a"], "reject": ["b"]}
             answer = (await client.post("/april/rounds/r/judge", json=verdicts)).json()
-            assert answer == {"round_id": "r", "accepted": 1, "rejected": 1}
+            assert answer == {"round_id": "r", "accepted": 1, "rejected": 1, "late": []}
             assert (engine.commands[-1].accept, engine.commands[-1].reject) == (["a"], ["b"])
             engine.end(engine.opened, ("a", [0]), ("b", [0]), accepted={"a": True, "b": False})
             groups, summary = await previews(task)
@@ -216,8 +216,10 @@ def test_the_same_verdict_again_is_fine_even_after_the_end_and_another_is_not() 
             engine.answers[messages.JudgeRound] = messages.Answer(0, 409, "round_id", "round r has ended")
             again = await client.post("/april/rounds/r/judge", json={"accept": ["a"]})
             assert (first.status_code, again.status_code, first.json()) == (200, 200, again.json())
-            for body in ({"reject": ["a"]}, {"accept": ["a", "b"]}):
-                assert (await client.post("/april/rounds/r/judge", json=body)).status_code == 409
+            other = await client.post("/april/rounds/r/judge", json={"reject": ["a"]})
+            assert other.status_code == 409
+            late = await client.post("/april/rounds/r/judge", json={"accept": ["a", "b"], "reject": ["c"]})
+            assert (late.status_code, late.json()) == (200, {**first.json(), "late": ["b", "c"]})
 
     run(scenario())
 
