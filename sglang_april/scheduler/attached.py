@@ -41,9 +41,11 @@ class Attached:
     def end(self, sample: Sample) -> None:
         """SGLang has answered the request, finished or aborted, or is about to: tell the HTTP process how it was drawn.
 
-        The engine's request stays with SGLang.
+        The engine's request stays with SGLang, which may report it again: a request that has ended is ignored.
         """
         c, run = self._c, sample.group.run
+        if sample.group.id not in run.groups:
+            return
         c.trace("end attached", [sample])
         self._tiers.release(sample)
         c.ledger.detach(sample)
