@@ -1,4 +1,4 @@
-"""Tables and plots from rows: an HTML page, and the tables of README.md and docs/benchmarks.md.
+"""Tables and plots from rows: an HTML page, and the tables of README.md and docs.
 
     python -m bench.report                    # out/bench/report.html from bench/results/*.json
     python -m bench.report --readme           # fills the tables of both pages between their markers
@@ -27,7 +27,7 @@ from bench.tables import ablations_of, aims, by_variant, details_of, headline_ta
 from examples import interrupt
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
-PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md")
+PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md", record.ROOT / "docs" / "paced-rounds.md")
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+)( full)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -172,7 +172,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of rows (%(default)s)")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page (%(default)s)")
-    parser.add_argument("--readme", action="store_true", help="fill the tables of README.md and docs/benchmarks.md")
+    parser.add_argument("--readme", action="store_true", help="fill the tables of README.md and docs")
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="with --readme: fill these pages instead")
     parser.add_argument("--check", action="store_true", help="with --readme: change nothing, fail on a difference")
     args = parser.parse_args(given)

@@ -177,7 +177,7 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
         record.append_rows(args.out, [row])
         print(line(row), flush=True)
 
-    limit = preset.limit if isinstance(preset, Paced) else None
+    limit = preset.limit(args.distribution or "lognormal") if isinstance(preset, Paced) else None
     async with EngineClient(urls[0], patched=urls[0] == urls[1]) as stock, EngineClient(urls[1], patched=True) as april:
         testbed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed, limit)
         for row in done:

@@ -245,10 +245,9 @@ class Paced(Preset):
         """The table of step times."""
         return load(str(self.pace))
 
-    @property
-    def limit(self) -> float:
+    def limit(self, distribution: str) -> float:
         """Tokens/s of a full batch at the workload's mean context, by the table; nothing is probed."""
-        context = self.prompt_tokens + self.lengths("lognormal").running_mean / 2
+        context = self.prompt_tokens + self.lengths(distribution).running_mean / 2
         return 1e3 * self.plan.slots / self.table.decode.at(self.plan.slots, context)
 
     def shorter(self, divisor: int) -> "Paced":

@@ -57,6 +57,27 @@ def test_request_that_would_end_the_scheduler_is_refused(
     assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/generate", {"input_ids": []}),
+        ("/generate", {"text": ""}),
+        ("/generate", {"text": ["1", ""]}),
+        ("/generate", {"text": "", "input_ids": []}),
+        ("/generate", {"input_ids": [[1], []]}),
+        ("/v1/completions", {"model": "m", "prompt": ""}),
+        ("/v1/completions", {"model": "m", "prompt": [[]]}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_without_tokens_is_refused(normal: LiveServer, route: str, body: dict[str, Any], stream: bool) -> None:
+    """SGLang 0.5.17 lets some of them pass, and its scheduler ends in their prefill."""
+    answer = normal.server.http.post(route, json={**body, "stream": stream})
+    assert answer.status_code == 400 or "data: " in answer.text
+    assert "empty" in answer.text or "no tokens" in answer.text or "should be provided" in answer.text
+    assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]
+
+
 def test_rid_that_resembles_a_sample_is_an_ordinary_rid(live: LiveServer, run: str) -> None:
     v = live.version
     with live.server.slowed():

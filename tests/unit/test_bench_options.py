@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.rollout.__main__ import arguments, cells_of, changed, preset_of
-from bench.rollout.presets import FEW, Cell
+from bench.pace_tables import TABLES
+from bench.rollout.__main__ import arguments, cells_of, changed, configuration, preset_of
+from bench.rollout.presets import FEW, MAIN, Cell, Paced
 
 
 def cells(*options: str) -> list[Cell]:
@@ -50,3 +51,23 @@ def test_invalid_trace_is_refused(tmp_path: Path, text: str) -> None:
 def test_table_of_some_variants_is_marked_as_changed() -> None:
     assert changed(arguments([])) == []
     assert changed(arguments(["--variants", "april-keep"])) == ["variants"]
+
+
+def test_paced_preset_starts_servers_of_its_own_at_the_pace_of_a_table() -> None:
+    args = arguments(["--preset", "april-paced/8", "--pace", str(TABLES / "qwen3-4b-mi300x.json")])
+    preset = preset_of(args)
+    assert isinstance(preset, Paced)
+    assert (preset.plan.groups, preset.plan.n, preset.plan.slots, preset.longest) == (32, 8, 256, 2048)
+    assert configuration(args, preset)["paced"] == "Qwen3-4B on one MI300X, modelled"
+    assert changed(args) == ["pace"]
+    # A row is 256 tokens of prompt and half of a running sample; 256 rows take a step of the table.
+    step_s = preset.table.decode.at(256, 256 + preset.lengths("lognormal").running_mean / 2) / 1e3
+    assert preset.limit("lognormal") == pytest.approx(256 / step_s)
+    with pytest.raises(SystemExit, match="starts its own"):
+        preset_of(arguments(["--preset", "april-paced/8", "--server", "http://localhost:1"]))
+    with pytest.raises(SystemExit, match="at this machine's own pace"):
+        preset_of(arguments(["--preset", "cpu", "--pace", "table.json"]))
+
+
+def test_paced_preset_has_the_main_variants_and_async() -> None:
+    assert [cell.variant for cell in cells("--preset", "april-paced/4")] == [*MAIN, "async", "april-continue"]

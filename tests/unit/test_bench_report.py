@@ -234,3 +234,21 @@ def test_page_is_self_contained(results: Path, tmp_path: Path) -> None:
     main(["--results", str(results), "--out", str(out)])
     page = out.read_text()
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_paced_rows_are_marked_and_have_a_table_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    paced = {"preset": "april-paced/8", "configuration": {"paced": "Qwen3-4B on one H100 SXM, modelled"}}
+    rows = [*ROWS, row("synchronous", 5000, 500, **paced), row("april-keep", 9000, 900, **paced)]
+    (folder / "rollout.json").write_text(json.dumps(rows))
+    page = tmp_path / "page.md"
+    markers = [f"<!-- bench:{name} lognormal full -->\n<!-- /bench -->\n" for name in ("cpu", "april-paced/8")]
+    page.write_text("".join(markers))
+    assert main(["--results", str(folder), "--readme", "--pages", str(page)]) == 0
+    first, second = page.read_text().split("<!-- /bench -->")[:2]
+    assert "paced" not in first.lower()
+    assert "9,000" not in first
+    assert "**Paced, not measured on a GPU**: Qwen3-4B on one H100 SXM, modelled" in second
+    assert second.count("| paced |") == 2
+    assert "The aims" not in second

@@ -28,7 +28,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
     "sglang.srt.managers.io_struct.GenerateReqInput",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
     "sglang.srt.managers.io_struct.ShutdownReq",
     "sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes",

@@ -81,6 +81,13 @@ HOOKS: tuple[Hook, ...] = (
         "samples have no rid of SGLang's, and upstream validates token ids and lengths",
     ),
     Hook(
+        "before",
+        "hooks_http:refuse_empty_prompt",
+        (_TOKENIZER + "_validate_one_request",),
+        "answers 400 for a prompt without tokens, whose prefill would end the scheduler",
+        "upstream refuses prompts without tokens on every path",
+    ),
+    Hook(
         "around",
         "hooks_attached:generate",
         (_TOKENIZER + "generate_request",),

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.adapter.v0_5_17 import frontend, hooks_attached
 from sglang_april.adapter.v0_5_17.attach_request import is_attached
@@ -52,6 +53,21 @@ def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any,
     if any(not isinstance(top, int) or not 0 <= top <= vocab for top in (tops if isinstance(tops, list) else [tops])):
         raise ValueError(f"top_logprobs_num: must be a whole number from 0 to {vocab}")
     return original(manager, obj, *args, **kwargs)
+
+
+def refuse_empty_prompt(_manager: Any, obj: Any, input_ids: Any) -> None:
+    """BEFORE `_validate_one_request`, which every prompt passes once it is tokenized.
+
+    Raises:
+        ValueError: there are no tokens. SGLang's routes answer 400.
+    """
+    if (
+        isinstance(obj, GenerateReqInput)
+        and input_ids is not None
+        and not len(input_ids)
+        and not obj.contains_mm_input()
+    ):
+        raise ValueError("the prompt has no tokens")
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
