@@ -1,7 +1,7 @@
 """What the server counts, and its Prometheus exposition: `GET /metrics`, with or without SGLang's --enable-metrics.
 
 Counters and histograms rise with every reply, push and audited sample. Gauges of the moment come from the state of the
-scheduler, which a scrape asks for, so nothing is measured while nobody looks.
+scheduler, which a scrape asks for, so nothing is measured without scrapes.
 """
 
 import os

@@ -29,7 +29,7 @@ class Attached:
             input_ids: int32 [prompt_len].
         """
         c, name = self._c, ATTACHED + run
-        sample = c.ledger.attach(name, rid, input_ids)
+        sample = c.ledger.add_attached(name, rid, input_ids)
         if name not in c.attached:
             c.attached[name] = Round(_spec(name, c.attached_kv), sample.group.run, 0)
         c.trace("attach", [sample])
@@ -48,7 +48,7 @@ class Attached:
             return
         c.trace("end attached", [sample])
         self._tiers.release(sample)
-        c.ledger.detach(sample)
+        c.ledger.remove_attached(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
         c.engine.forget(sample)
