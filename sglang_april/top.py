@@ -6,6 +6,7 @@ Needs what the client needs, and neither SGLang nor torch.
 import argparse
 import os
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -26,6 +27,7 @@ ALTERNATE, NORMAL = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show frames until Ctrl-C (exit status 130), or one (`--once`)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell starts background jobs without it
     parser = argparse.ArgumentParser(prog="python -m sglang_april.top", description=__doc__.splitlines()[0])
     parser.add_argument("url", metavar="URL", help="base URL of the server, such as http://localhost:30000")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
