@@ -1,9 +1,10 @@
-"""`make soak`: kills, hostile clients, stopped ranks and failing copies on live servers, for hours if requested.
+"""`make soak`: kills, hostile clients, stopped ranks, a full disk and failing copies, for hours if requested.
 
 Each scenario (tests/support/kills.py) starts a server with an empty journal, with one rank or two; two trainers roll
-out and push, and the server is killed (-9) again and again. Between the kills a disturbance happens: hostile calls of
-SGLang's routes (tests/support/neighbours.py), SIGSTOP of one rank, or a fault of one rank's copies
-(tests/support/faults.py). At the end of a scenario everything must have been delivered once, with exact tokens. Totals
+out and push, and the server is ended again and again, mostly with kill -9, sometimes with SIGTERM. In between a
+disturbance happens: hostile calls of SGLang's routes (tests/support/neighbours.py), SIGSTOP of one rank, a fault of one
+rank's copies (tests/support/faults.py), or, where this process may mount a small file system, a disk without space for
+journal and KV. At the end of a scenario everything must have been delivered once, with exact tokens. Totals
 are kept in a file, so that an interrupted soak can continue; an interrupted scenario does not count. Servers are forks
 of one process that has imported SGLang (tests/support/fork_server.py), which saves most of the start time.
 """
@@ -13,9 +14,11 @@ import contextlib
 import json
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,10 +44,14 @@ class Disturbances:
 
     server: Server
     ranks: int
+    disk: Path | None
+    """The small file system of journal and disk tier."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, rng: random.Random) -> None:
-        kinds = ["none", "neighbours", "stopped_ranks", *(["faults"] if self.ranks > 1 else [])]
+        kinds = ["none", "neighbours", "stopped_ranks"]
+        kinds += ["faults"] if self.ranks > 1 else []
+        kinds += ["full_disk"] if self.disk else []
         kind = rng.choice(kinds)
         if kind != "none":
             getattr(self, kind)(rng)
@@ -66,14 +73,43 @@ class Disturbances:
         time.sleep(rng.uniform(0.1, 3.0))
         process.send_signal(signal.SIGCONT)
 
+    def full_disk(self, rng: random.Random) -> None:
+        """Nothing can be written for a while."""
+        assert self.disk is not None
+        filler = self.disk / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+        time.sleep(rng.uniform(0.2, 3.0))
+        filler.unlink()
+
     def faults(self, rng: random.Random) -> None:
         """Copies of rank 1 fail, are damaged or hang for a while."""
         with self.server.fault(rng.choice(sorted(FAULTS))):
             time.sleep(rng.uniform(0.2, 2.0))
 
 
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """Mount a file system of 512 MiB; None if this process may not."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield folder if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
 def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -> dict[str, int]:
     """Run one scenario in its own folder and return its totals."""
+    with small_disk(folder / "small") as disk:
+        return _run_scenario(folder, disk, seed, kills, fork_server)
+
+
+def _run_scenario(folder: Path, disk: Path | None, seed: int, kills: int, fork_server: ForkServer) -> dict[str, int]:
+    stored = disk or folder
     rng = random.Random(seed)
     ranks = 2 if seed % 3 == 2 else 1
     family = "llama" if ranks == 2 else "qwen3"
@@ -83,16 +119,16 @@ def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -
         return path if path.exists() else Path(make(path, family=family, dtype="float32", seed=which))
 
     flags = [POOL, f"--tp-size={ranks}", *(["--disable-overlap-schedule"] if rng.random() < 0.5 else [])]
-    flags += [f"--april-journal={folder / 'journal'}", f"--april-journal-sync={rng.choice(('normal', 'full'))}"]
+    flags += [f"--april-journal={stored / 'journal'}", f"--april-journal-sync={rng.choice(('normal', 'full'))}"]
     flags.append(f"--april-journal-interval={rng.choice((16, 256))}")
-    (folder / "disk").mkdir()
-    flags += [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
+    (stored / "disk").mkdir()
+    flags += [f"--april-disk-dir={stored / 'disk'}", "--april-disk-gb=1"]
     server = Server("soak", model(0), flags, folder, fork_server=fork_server)
-    disturbances = Disturbances(server, ranks)
+    disturbances = Disturbances(server, ranks, disk)
     try:
         server.spawn()
         server.wait()
-        scenario = KillScenario(server, model, seed, disturb=disturbances)
+        scenario = KillScenario(server, model, seed, disturb=disturbances, sigterm_share=0.2)
         scenario.run(kills)
     finally:
         server.stop()
@@ -102,6 +138,7 @@ def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -
         "scenarios": 1,
         "scenarios_of_two_ranks": int(ranks == 2),
         "kills": scenario.kills,
+        "of_them_by_sigterm": scenario.terminations,
         "rounds": sum(map(len, scenario.rounds.values())),
         "groups": len(scenario.groups),
         "tokens": sum(len(s["output_ids"]) for g in scenario.groups for s in g["samples"]),
@@ -115,14 +152,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="total, including earlier invocations (%(default)s)")
     parser.add_argument(
-        "--minutes", type=float, default=0.0, help="run at least so long, however many kills that takes"
+        "--minutes", type=float, default=0.0, help="at least so long, also a total, however many kills that takes"
     )
     parser.add_argument("--each", type=int, default=10, help="kills per scenario (%(default)s)")
     parser.add_argument("--state", type=Path, default=Path("out/soak.json"), help="totals (%(default)s)")
     options = parser.parse_args()
     totals: dict[str, int] = json.loads(options.state.read_text()) if options.state.exists() else {}
-    fork_server, end = ForkServer(), time.monotonic() + 60 * options.minutes
-    while totals.get("kills", 0) < options.kills or time.monotonic() < end:
+    fork_server = ForkServer()
+    while totals.get("kills", 0) < options.kills or totals.get("seconds", 0) < 60 * options.minutes:
         with tempfile.TemporaryDirectory() as folder:
             began, seed = time.monotonic(), totals.get("scenarios", 0)
             totals_of_one = run_scenario(Path(folder), seed, options.each, fork_server)

@@ -54,7 +54,11 @@ class KillScenario:
     groups: list[dict[str, Any]] = field(default_factory=list)
     disturb: Callable[[random.Random], None] = lambda _: None
     """Called before each kill, while the trainers run."""
+    sigterm_share: float = 0.0
+    """The share of servers that end by SIGTERM instead."""
     kills: int = 0
+    terminations: int = 0
+    """How many of the kills were SIGTERM."""
     replayed: int = 0
     warnings: int = 0
 
@@ -121,6 +125,8 @@ class KillScenario:
             ("/april/push/end", {"version": version}),
         ):
             response = httpx.post(self.server.url + path, json=sent, timeout=TIMEOUT_S)
+            if response.status_code == 503 and not self.up.is_set():
+                raise httpx.ReadError("the server shuts down")
             assert response.status_code == 200, f"{path}: {response.status_code} {response.text[:500]}"
 
     # --- kills
@@ -148,7 +154,11 @@ class KillScenario:
     def restart(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill the server and start it again. Trainers wait for `up`."""
         self.up.clear()
-        self.server.stop()
+        if self.rng.random() < self.sigterm_share:
+            assert self.server.terminate(), "SIGTERM did not end the server"
+            self.terminations += 1
+        else:
+            self.server.stop()
         self.kills += 1
         meanwhile()
         self.server.spawn()

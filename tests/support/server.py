@@ -130,6 +130,16 @@ class Server:
             self.process = None
         self.http.close()
 
+    def terminate(self, timeout_s: float = 90.0) -> bool:
+        """End all processes with SIGTERM; return False if they had to be killed."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.stop()
+        return not left
+
     def processes(self) -> list[int]:
         """Processes of the server's group that still run, also after its end."""
         assert self.process is not None
