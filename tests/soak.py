@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -27,7 +28,7 @@ import psutil
 
 from examples import interrupt
 from examples.tiny_model import make
-from tests.support.faults import FAULTS
+from tests.support.faults import COPY_FAULTS
 from tests.support.fork_server import ForkServer
 from tests.support.kills import KillScenario
 from tests.support.neighbours import Neighbour
@@ -85,7 +86,7 @@ class Disturbances:
 
     def faults(self, rng: random.Random) -> None:
         """Copies of rank 1 fail, are damaged or hang for a while."""
-        with self.server.fault(rng.choice(sorted(FAULTS))):
+        with self.server.fault(rng.choice(sorted(COPY_FAULTS))):
             time.sleep(rng.uniform(0.2, 2.0))
 
 
@@ -160,11 +161,16 @@ def main() -> int:
     totals: dict[str, int] = json.loads(options.state.read_text()) if options.state.exists() else {}
     fork_server = ForkServer()
     while totals.get("kills", 0) < options.kills or totals.get("seconds", 0) < 60 * options.minutes:
-        with tempfile.TemporaryDirectory() as folder:
-            began, seed = time.monotonic(), totals.get("scenarios", 0)
-            totals_of_one = run_scenario(Path(folder), seed, options.each, fork_server)
-            for name, count in {**totals_of_one, "seconds": round(time.monotonic() - began)}.items():
-                totals[name] = totals.get(name, 0) + count
+        began, seed = time.monotonic(), totals.get("scenarios", 0)
+        folder = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-"))
+        try:
+            totals_of_one = run_scenario(folder, seed, options.each, fork_server)
+        except Exception:
+            print(f"scenario {seed} failed; its server's log is in {folder}", flush=True)
+            raise
+        shutil.rmtree(folder)
+        for name, count in {**totals_of_one, "seconds": round(time.monotonic() - began)}.items():
+            totals[name] = totals.get(name, 0) + count
         options.state.parent.mkdir(parents=True, exist_ok=True)
         options.state.write_text(json.dumps(totals, indent=1) + "\n")
         print(json.dumps(totals), flush=True)

@@ -53,11 +53,19 @@ def _smaller_budgets(_armed: Armed, stock: Callable[..., Any], s: Any, config: A
     return stock(s, config, form, budgets._replace(host=320))
 
 
-FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+Fault = tuple[str, Callable[..., Any]]
+"""The function, and what replaces it."""
+
+COPY_FAULTS: dict[str, Fault] = {
     "slow copy": (KV + "page_store.PageStore._copy_to_host", _wait),
     "slow load": (KV + "page_store.PageStore._load", _wait),
     "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
     "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
+}
+"""Faults that ranks agree on, and survive."""
+
+FAULTS: dict[str, Fault] = {
+    **COPY_FAULTS,
     "other flag": (AGREEMENT + "_compared", _another_flag),
     "little memory": (AGREEMENT + "agree", _smaller_budgets),
     "other order": (START, _start_reversed),
