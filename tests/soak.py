@@ -100,7 +100,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
         yield folder if mounted else None
     finally:
         if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def run_scenario(folder: Path, seed: int, kills: int, fork_server: ForkServer) -> dict[str, int]:
