@@ -27,7 +27,7 @@ trainer.load(folder / "saved")
 trainer.close()
 print([report.applied for report in steps.reports])
 """
-"""In a process of its own, where torch reports a GPU. It cannot be used: torch has no CUDA here, or its selection ends the process."""
+"""In a process of its own, where torch reports a GPU that cannot be used."""
 
 
 def test_cpu_trainer_beside_a_gpu(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Handlers of the hooks around Ctrl-C (`hook_table.py`), in the HTTP process."""
+
+import signal
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import Any
+
+from sglang_april import interrupt
+
+
+def handle(*_: Any, **__: Any) -> None:
+    """BEFORE `http_server.launch_server`."""
+    interrupt.handle()
+
+
+def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND `Engine._launch_*`: processes inherit the signals that are blocked in the thread that starts them."""
+    resource_tracker.ensure_running()  # it would unblock SIGINT in the middle of starting the first process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return original(*args, **kwargs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def handle_while_serving(_result: Any, manager: Any) -> None:
+    """AFTER `TokenizerManager.auto_create_handle_loop`, which handles SIGTERM; uvicorn has replaced our handler."""
+    if interrupt.Interruptions.handled:
+        manager.event_loop.add_signal_handler(signal.SIGINT, manager.april_shutdown.interrupted)

@@ -1,0 +1,49 @@
+"""Ctrl-C on a server: it ends with exit status 130 and one line that says what is kept."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import NoReturn
+
+from sglang_april import config
+
+STATUS = 128 + signal.SIGINT
+
+
+class Interruptions:
+    """Whether this process handles Ctrl-C: a server does; a program that embeds SGLang's engine does so itself."""
+
+    handled = False
+
+
+def handle() -> None:
+    """Handle Ctrl-C in this process from now on, if it is called in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupted)
+        Interruptions.handled = True
+
+
+def what_is_kept(settings: config.AprilConfig) -> str:
+    """One sentence."""
+    if settings.journal is None:
+        return "Nothing is kept; with --april-journal FILE, the same command would continue all runs."
+    stored = f", and {settings.disk_dir} the KV that was stored in time" if settings.disk_dir else ""
+    return f"The journal {settings.journal} keeps all runs{stored}; the same command continues them."
+
+
+def say_what_is_kept() -> None:
+    """Print the line."""
+    sys.stderr.write(f"\nsglang-april: interrupted. {what_is_kept(config.load())}\n")
+    sys.stderr.flush()
+
+
+def _interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Ctrl-C before the server serves, when no run has anything to store."""
+    import psutil  # of SGLang's; the plugin's other processes need none
+
+    say_what_is_kept()
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(STATUS)
