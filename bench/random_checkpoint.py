@@ -56,7 +56,7 @@ SHAPES = {
     "qwen3-0.6b": Shape(hidden=1024, mlp=3072, layers=28, heads=16),
     "paced": Shape(hidden=32, mlp=64, layers=1, heads=1, kv_heads=1, head_dim=16, vocab=512),
 }
-"""`paced` stands in for a big model on a CPU at a GPU's pace: its KV has 128 bytes per token in float32."""
+"""`paced` replaces a big model on a CPU at a GPU's pace: its KV has 128 bytes per token in float32."""
 
 
 def make(path: Path, shape: Shape, seed: int = 0) -> Path:

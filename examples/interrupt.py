@@ -15,7 +15,8 @@ def run(command: Callable[[], int], kept: str) -> NoReturn:
     Args:
         kept: what remains of an interrupted command, and how to continue.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a script's shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         status = command()
     except KeyboardInterrupt:

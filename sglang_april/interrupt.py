@@ -1,9 +1,12 @@
-"""Ctrl-C on a server: it ends with exit status 130 and one line that says what is kept."""
+"""Ctrl-C: a server ends with exit status 130 and one line that says what is kept."""
 
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +26,17 @@ def handle() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupted)
         Interruptions.handled = True
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Processes that this thread starts never get SIGINT. A terminal sends Ctrl-C to all processes of a command."""
+    resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def what_is_kept(settings: config.AprilConfig) -> str:

@@ -137,4 +137,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    interrupt.run(main, "pieces that passed are kept; the same command goes on with the others")
+    interrupt.run(main, "pieces that passed are kept; the same command continues with the others")

@@ -1,6 +1,8 @@
 """Pushes and pauses: the scheduler suspends the samples before the rounds' locks on the weights are released."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from sglang_april.api import messages
@@ -11,8 +13,17 @@ from sglang_april.http.weight_lock import WeightLock
 
 
 class Pushes:
-    def __init__(self, rpc: SchedulerRpc, weight_lock: WeightLock, rounds: RoundRegistry, audit: Audit) -> None:
-        self._rpc, self._weight_lock, self._rounds, self._audit = rpc, weight_lock, rounds, audit
+    def __init__(
+        self,
+        rpc: SchedulerRpc,
+        weight_lock: WeightLock,
+        rounds: RoundRegistry,
+        audit: Audit,
+        pushed: Callable[[float], None],
+    ) -> None:
+        """`pushed` is called with the seconds of each complete push."""
+        self._rpc, self._weight_lock, self._rounds, self._audit, self._pushed = rpc, weight_lock, rounds, audit, pushed
+        self._began = 0.0
         self._pushing = asyncio.Lock()
         self.pausing = asyncio.Lock()
         """Serializes pauses and their ends."""
@@ -20,7 +31,9 @@ class Pushes:
     async def begin(self, version: int | None) -> dict[str, Any]:
         """Suspend all samples in the scheduler, then release the rounds' reader locks so that weight calls can run."""
         async with self._pushing, self._audit.held():
+            began = time.monotonic()
             answer = await self._rpc.call(messages.PushBegin(self._rpc.number(), version))
+            self._began = began
             await self._weight_lock.release_all("push")
         return {"push_open": True, **answer.data}
 
@@ -29,6 +42,7 @@ class Pushes:
         async with self._pushing:
             answer = await self._rpc.call(messages.PushEnd(self._rpc.number(), version))
             self._weight_lock.unblock("push", self._rounds.open_ids())
+            self._pushed(time.monotonic() - self._began)
         return {"push_open": False, **answer.data}
 
     async def freeze(self) -> None:

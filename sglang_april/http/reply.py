@@ -173,8 +173,10 @@ def delivery_stats(parts: list[GroupSlice], policy_version: int) -> dict[str, An
     lengths = np.array([len(sample.output_ids) // 4 for sample in samples], dtype=np.int64)
     versions: Counter[int] = Counter()
     provenance: Counter[str] = Counter()
+    ages: Counter[int] = Counter()
     hybrid = 0
     for sample in samples:
+        ages[policy_version - min((span.version for span in sample.spans), default=policy_version)] += 1
         for span in sample.spans:
             tokens = span.end - span.start
             versions[span.version] += tokens
@@ -188,6 +190,7 @@ def delivery_stats(parts: list[GroupSlice], policy_version: int) -> dict[str, An
         "rejected": sum(part.accepted is False for part in parts),
         "tokens": total,
         "length": _distribution(lengths),
+        "samples_by_staleness": {str(age): count for age, count in sorted(ages.items())},
         "tokens_by_version": {str(version): count for version, count in sorted(versions.items())},
         "tokens_by_kv": {kv: provenance[kv] for kv in ("fresh", "kept", "recomputed")},
         "off_policy_share": (sum(versions.values()) - versions[policy_version]) / total if total else 0.0,

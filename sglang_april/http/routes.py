@@ -13,6 +13,7 @@ from sglang_april.api import requests
 from sglang_april.api.errors import RequestError, bad, fault
 from sglang_april.api.requests import check_round_id
 from sglang_april.http.completed_groups import wait_for_texts
+from sglang_april.http.observability import add_open_routes
 from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import AprilService
@@ -54,6 +55,7 @@ def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
         ("POST", "/april/audit/ack", acknowledge_audit),
     ):
         app.add_api_route(path, admin(_endpoint(handler)), methods=[method])
+    add_open_routes(app)
     app.add_api_route("/april/{path:path}", _endpoint(no_route), methods=METHODS, include_in_schema=False)
 
 

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from sglang_april.api import messages, requests
 from sglang_april.api.errors import JOURNAL, RequestError, fault
 from sglang_april.config import AprilConfig
 from sglang_april.http.attached import AttachedRequests
-from sglang_april.http.audit import Audit, OnAudit
+from sglang_april.http.audit import Audit
 from sglang_april.http.background import Background
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
@@ -26,26 +25,20 @@ from sglang_april.http.rounds import RoundRecord, RoundRegistry
 from sglang_april.http.scheduler_rpc import SchedulerRpc
 from sglang_april.http.validation import check_rollout
 from sglang_april.http.weight_lock import WeightLock
+from sglang_april.metrics import Metrics
 
 logger = logging.getLogger("sglang_april")
-
-OnReply = Callable[[Reply], None]
 
 
 class AprilService:
     """Rounds, pushes and replies on the event loop of the HTTP process; every decision is the scheduler's."""
 
-    def __init__(
-        self,
-        engine: Frontend,
-        config: AprilConfig,
-        on_reply: OnReply | None = None,
-        on_audit: OnAudit | None = None,
-    ) -> None:
+    def __init__(self, engine: Frontend, config: AprilConfig, metrics: Metrics | None = None) -> None:
         self.engine = engine
         self.config = config
+        self.metrics = metrics or Metrics()
         self.rpc = SchedulerRpc(engine.send)
-        self.audit = Audit(engine, self.rpc, config, on_audit)
+        self.audit = Audit(engine, self.rpc, config, self.metrics.audited)
         self.weight_lock = WeightLock(engine.lock)
         self.completed_groups = CompletedGroups(self._decode)
         self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
@@ -53,13 +46,12 @@ class AprilService:
         self.attached = AttachedRequests()
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
-        self.pushes = Pushes(self.rpc, self.weight_lock, self.rounds, self.audit)
+        self.pushes = Pushes(self.rpc, self.weight_lock, self.rounds, self.audit, self.metrics.pushed)
         self.restored_state = RestoredState(
             engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
         )
         self.closing = ""
         """Why the server is about to end, or empty."""
-        self._on_reply = on_reply
         self._background = Background()
 
     # --- called by the routes
@@ -191,6 +183,7 @@ class AprilService:
         answer = await self.rpc.call(messages.GetState(self.rpc.number()))
         http = {
             "rounds": {round_.id: {"run": round_.run, "state": round_.state} for round_ in self.rounds.open},
+            "last_rounds": list(self.metrics.last_rounds),
             "kept_replies": self.rounds.kept,
             "kept_reply_bytes": self.rounds.kept_bytes,
             "undelivered_groups": len(self.completed_groups),
@@ -297,8 +290,7 @@ class AprilService:
             reply.stats["quota_to_built_s"] = max(0.0, time.time() - reply.stats["t_quota_met"])
         self.rounds.keep(round_, reply)
         log_reply(reply)
-        if self._on_reply is not None:
-            self._on_reply(reply)
+        self.metrics.observe(reply)
 
     def _decode(self, prompt: messages.Prompt, sample: messages.FinishedSample) -> "asyncio.Future[str | None]":
         return self._background.in_thread(self._text, prompt, sample)

@@ -15,8 +15,11 @@ import os
 import queue
 import sqlite3
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_april.recovery.journal_snapshot import CorruptRecordError, JournalSnapshot, read_snapshot, seal, unseal
 from sglang_april.recovery.model_identity import ModelIdentity
@@ -71,6 +74,10 @@ class Journal:
         """Why the last transaction failed; empty if it succeeded. Failed records are kept and tried again."""
         self._queue: queue.SimpleQueue[list[Op] | None] = queue.SimpleQueue()
         self._put = 0
+        self._unwritten: deque[float] = deque()
+        """When each batch that is not yet written was put, by the monotonic clock."""
+        self._written_batches = 0
+        self._bytes = 0
         self._thread: threading.Thread | None = None
         try:
             self._db = self._open(sync)
@@ -141,15 +148,28 @@ class Journal:
 
     def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
         """Start the writer. After every transaction it calls `written` in its own thread."""
-        self._written = written
+        self._written, self._bytes = written, self._size()
         self._thread = threading.Thread(target=self._write, name="april-journal", daemon=True)
         self._thread.start()
 
     def put(self, batch: Sequence[Op]) -> int:
         """Queue the records of a step, which are written together or not at all; returns the batch's number, from 1."""
         self._put += 1
+        self._unwritten.append(time.monotonic())
         self._queue.put(list(batch))
         return self._put
+
+    def state(self) -> dict[str, Any]:
+        """Why it cannot be written, its size, how many batches wait, and for how many seconds the oldest one has."""
+        try:
+            lag = time.monotonic() - self._unwritten[0]
+        except IndexError:
+            lag = 0.0
+        return {"fault": self.error, "bytes": self._bytes, "waiting": len(self._unwritten), "lag_s": lag}
+
+    def _size(self) -> int:
+        files = (Path(self.path), Path(f"{self.path}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def close(self) -> None:
         """Write the remaining records, if that is possible, and close the file."""
@@ -170,6 +190,9 @@ class Journal:
                 taken += batch is not None
                 pending += [(taken, op) for op in batch or ()]
             error = self._write_all(pending, failed)
+            while not error and self._written_batches < taken:
+                self._written_batches += 1
+                self._unwritten.popleft()
             self._report(taken, error, failed)
             if not error:
                 pending, failed = [], {}
@@ -200,7 +223,7 @@ class Journal:
             log.error("%s; the write is retried, and replies wait for it", error)
         elif self.error and not error:
             log.info("the journal can be written again")
-        self.error = error
+        self.error, self._bytes = error, self._size()
         self._written(0 if error else taken, error, failed)
 
     def _transaction(self, ops: list[Op]) -> str:

@@ -29,7 +29,7 @@ class Attached:
             input_ids: int32 [prompt_len].
         """
         c, name = self._c, ATTACHED + run
-        sample = c.ledger.attach(name, rid, input_ids)
+        sample = c.ledger.add_attached(name, rid, input_ids)
         if name not in c.attached:
             c.attached[name] = Round(_spec(name, c.attached_kv), sample.group.run, 0)
         c.trace("attach", [sample])
@@ -41,12 +41,14 @@ class Attached:
     def end(self, sample: Sample) -> None:
         """SGLang has answered the request, finished or aborted, or is about to: tell the HTTP process how it was drawn.
 
-        The engine's request stays with SGLang.
+        The engine's request stays with SGLang, which may report it again: a request that has ended is ignored.
         """
         c, run = self._c, sample.group.run
+        if sample.group.id not in run.groups:
+            return
         c.trace("end attached", [sample])
         self._tiers.release(sample)
-        c.ledger.detach(sample)
+        c.ledger.remove_attached(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
         c.engine.forget(sample)

@@ -62,7 +62,7 @@ class Ledger:
             groups.append(group)
         return groups
 
-    def attach(self, run_name: str, rid: str, input_ids: bytes) -> Sample:
+    def add_attached(self, run_name: str, rid: str, input_ids: bytes) -> Sample:
         """Add a request of SGLang's own routes as a group of one (`attached.py`)."""
         run = self.runs.setdefault(run_name, Run(run_name, attached=True))
         prompt = Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
@@ -74,7 +74,7 @@ class Ledger:
         self._enqueue(group)
         return sample
 
-    def detach(self, sample: Sample) -> None:
+    def remove_attached(self, sample: Sample) -> None:
         """Remove an attached request that has ended, and its run with the last one."""
         run = sample.group.run
         self.drop(run, [sample.group.id])

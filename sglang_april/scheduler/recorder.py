@@ -5,6 +5,7 @@ journal: ranks without one decide alike (`rank-determinism`).
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -69,6 +70,10 @@ class Unrecorded:
 
     def commit(self) -> None:
         """End of a step or a command."""
+
+    def state(self) -> dict[str, Any] | None:
+        """The journal as `GET /april/state` reports it; None without one."""
+        return None
 
     def close(self) -> None:
         """The server ends: write everything and close the journal."""
@@ -176,6 +181,9 @@ class Recorder(Unrecorded):
         if self._records:
             self._batches = self._journal.put(self._records)
             self._records = []
+
+    def state(self) -> dict[str, Any] | None:
+        return self._journal.state()
 
     def close(self) -> None:
         self.commit()

@@ -1,6 +1,7 @@
 """Reports for replies and for `GET /april/state` and `GET /april/partials`."""
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,6 +67,8 @@ def state(c: Context) -> dict[str, Any]:
     """The scheduler's part of `GET /april/state`."""
     stored = [s for run in c.ledger.runs.values() for s in run.suspended]
     tokens, by_tier = _tiers(c, stored)
+    groups = [g for run in c.ledger.runs.values() for g in run.groups.values()]
+    ages = Counter(str(g.staleness(c.clock.version)) for g in groups)
     held = sum(c.engine.held_tokens(s.kv.pages) for s in stored if s.kv.pages is not None)
     return {
         "policy_version": c.clock.version,
@@ -87,6 +90,8 @@ def state(c: Context) -> dict[str, Any]:
         "tuned": {"concurrency": c.tuned.concurrency, "step_ms": c.tuned.step_ms} if c.tuned is not None else None,
         "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.limit_reached} for r in c.ahead.values()],
         "samples": c.ledger.census(),
+        "staleness": dict(sorted(ages.items())),
+        "journal": c.recorder.state(),
         "runs": {run.name: sizes(run) for run in c.ledger.runs.values() if not run.attached},
         "attached": {run.removeprefix(ATTACHED): sizes(rnd.run) for run, rnd in c.attached.items()},
         "tokens": tokens,

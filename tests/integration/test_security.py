@@ -18,11 +18,12 @@ SGLANG = {
     ("POST", "/v1/chat/completions"): "user",
     ("GET", "/server_info"): "user",
 }
+FLAGS = [*NORMAL, f"--api-key={USER}", f"--admin-api-key={ADMIN}", "--enable-metrics"]
 
 
 def test_a_server_with_both_keys(pool: Pool) -> None:
     """Each route takes its key and no other; `/health` and `/metrics` need none; `/server_info` has both keys."""
-    server = pool.get("keys", [*NORMAL, f"--api-key={USER}", f"--admin-api-key={ADMIN}"], forked=True)
+    server = pool.get("keys", FLAGS, forked=True)
 
     def call(method: str, path: str, key: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -37,6 +38,10 @@ def test_a_server_with_both_keys(pool: Pool) -> None:
             assert [call(method, path, key).status_code for key in right] != [401], path
     for path in ("/health", "/metrics"):
         assert call("GET", path, "").status_code == 200
+    metrics = call("GET", "/metrics", "").text
+    assert "\nsglang:num_running_reqs{" in metrics, "SGLang's own, by --enable-metrics"
+    assert "\nsglang_april:round_seconds_count{" in metrics
+    assert "sglang_april:samples{model_name=" in metrics
     known = call("GET", "/server_info", USER).json()
     assert (known["api_key"], known["admin_api_key"]) == (USER, ADMIN)
     server.stop()

@@ -29,7 +29,6 @@ COMMON = [
     "--chunked-prefill-size=64",
     "--dtype=float32",
     "--sleep-on-idle",
-    "--enable-metrics",
 ]
 
 

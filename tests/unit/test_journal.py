@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -205,6 +206,7 @@ def test_a_read_only_journal_is_refused() -> None:
 def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     reported: list[tuple[int, str]] = []
+    states: list[dict[str, Any]] = []
     again = threading.Event()
     limit = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count={limit}")
@@ -212,6 +214,7 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
 
     def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
         reported.append((last, error))
+        states.append(journal.state())
         if len(reported) == 2:  # in the writer's thread: somebody makes room
             journal._db.execute("PRAGMA max_page_count=1000000")
         if not error:
@@ -224,6 +227,11 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal.close()
     assert reported[:2] == [(0, "the journal cannot be written: database or disk is full")] * 2
     assert reported[-1] == (2, "")
+    assert states[0]["fault"] == reported[0][1]
+    assert states[0]["waiting"] >= 1
+    assert states[0]["lag_s"] > 0
+    assert (states[-1]["fault"], states[-1]["waiting"], states[-1]["lag_s"]) == ("", 0, 0.0)
+    assert states[-1]["bytes"] > len(full.output_ids) > states[0]["bytes"]
     saved = read(tmp_path / "j")
     assert (saved.version, saved.groups[0].samples[0].chunk) == (3, full)
 

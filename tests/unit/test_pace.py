@@ -19,7 +19,7 @@ NAMES = {(model, gpu): TABLES / f"{model}-{gpu}.json" for model in MODELS for gp
 
 
 class Mode:
-    """Stands in for SGLang's `ForwardMode`."""
+    """Replaces SGLang's `ForwardMode`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,7 +107,7 @@ def test_flag_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Runner:
-    """Stands in for SGLang's `ModelRunner`."""
+    """Replaces SGLang's `ModelRunner`."""
 
     def __init__(self, *, overlap: bool) -> None:
         self.server_args = SimpleNamespace(disable_overlap_schedule=not overlap)

@@ -8,9 +8,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from sglang_april.api import messages
+from sglang_april.http import observability
 from sglang_april.http.routes import add_routes
 from tests.unit.http_app import run
 from tests.unit.scripted_engine import service, sglang_module
+from tests.unit.test_metrics import STATE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 ROW = re.compile(r"^\| `(GET|POST) (/april/\S+)` \| (.+) \|$", re.MULTILINE)
@@ -23,6 +26,8 @@ KEYS = ("", USER, ADMIN)
 
 def allowed(level: str, user_key: bool, admin_key: bool) -> set[str]:
     """The keys with which a route may be called, by the page's first table."""
+    if level == "none":
+        return set(KEYS)
     if level == "admin" and admin_key:
         return {ADMIN}
     if user_key:
@@ -34,6 +39,7 @@ def app_with(user_key: bool, admin_key: bool) -> FastAPI:
     auth = sglang_module("srt/utils/auth.py")
     april, engine = service()
     engine.silent.clear()
+    engine.answers[messages.GetState] = messages.Answer(0, data=STATE)
     app = FastAPI()
     app.state.april = april
     add_routes(app, admin=auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
@@ -49,7 +55,7 @@ def test_page_lists_every_route() -> None:
         if route.path.startswith("/april/") and route.path != "/april/{path:path}"
         for method in route.methods
     }
-    assert routes == set(LEVELS)
+    assert routes | {("GET", observability.UI)} == set(LEVELS)
 
 
 @pytest.mark.parametrize(("user_key", "admin_key"), itertools.product([False, True], repeat=2))
@@ -64,7 +70,13 @@ def test_each_route_takes_the_keys_that_the_page_says(user_key: bool, admin_key:
                 path = path.replace("{round_id}", "none")
                 return (await client.request(method, path, headers=headers, content=content)).status_code != 401
 
-            calls = {**LEVELS, ("GET", "/april/unknown"): "user", ("PUT", "/april/state"): "user"}
+            calls = {
+                **LEVELS,
+                ("GET", "/metrics"): "none",
+                ("POST", "/april/ui"): "user",
+                ("GET", "/april/unknown"): "user",
+                ("PUT", "/april/state"): "user",
+            }
             for (method, path), level in calls.items():
                 got = {key for key in KEYS if await passes(method, path, key)}
                 assert got == allowed(level, user_key, admin_key), (method, path)

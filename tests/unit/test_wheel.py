@@ -36,7 +36,7 @@ def test_wheel_has_every_module_and_data_file_and_nothing_else(wheel: Path) -> N
     packages = {ROOT / "sglang_april": "", ROOT / "trainer_bridge": "", ROOT / "kernels" / "april_kernels": "kernels/"}
     expected = set()
     for package, prefix in packages.items():
-        files = [path for pattern in ("*.py", "*.json", "py.typed") for path in package.rglob(pattern)]
+        files = [path for pattern in ("*.py", "*.json", "*.html", "py.typed") for path in package.rglob(pattern)]
         expected |= {str(path.relative_to(ROOT)).removeprefix(prefix) for path in files}
     contained = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert contained == expected

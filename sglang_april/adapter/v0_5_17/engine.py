@@ -25,7 +25,7 @@ from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.v0_5_17.rank_agreement import agree
 from sglang_april.adapter.v0_5_17.request import build_request, result_of, versioned_key
 from sglang_april.adapter.v0_5_17.restore_request import chunk_of, make_request, restore_request, restore_tokens
-from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput, StreamedOutput
 from sglang_april.api.messages import Event, FinishedSample, encode
 from sglang_april.config import AprilConfig
 from sglang_april.kv.kv_pages import Pages
@@ -68,9 +68,7 @@ class SchedulerEngine(Capacity):
         self._creating = None
         if sample is not None:
             sample.request = req
-            if sample.attached:
-                return
-            req.april_output = SampleOutput(req.logprob.top_logprobs_num)
+            req.april_output = StreamedOutput() if sample.attached else SampleOutput(req.logprob.top_logprobs_num)
             if sample.journal.snapshot is not None:
                 restore_tokens(req, sample, sample.journal.snapshot)
 
@@ -145,9 +143,8 @@ class SchedulerEngine(Capacity):
 
     def attach(self, samples: Sequence[Sample]) -> None:
         reqs = [x.request for x in samples]
-        for sample, req in zip(samples, reqs, strict=True):
-            if not sample.attached:
-                req.april_output.unpack(req)
+        for req in reqs:
+            req.april_output.unpack(req)
             req.time_stats.forward_entry_time = time.perf_counter()  # a prefill sets it otherwise
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
         inexact = [x.kv.version < self.version or x.kv.quantized for x in samples]
@@ -175,8 +172,7 @@ class SchedulerEngine(Capacity):
             if not sample.attached and (not req.output_ids or sample.journal.snapshot is not None):
                 self.forget(sample)
             else:
-                if not sample.attached:
-                    req.april_output.pack(req)
+                req.april_output.pack(req)
                 req.time_stats.forward_entry_time = 0.0  # no timeout counts the time until the sample resumes
 
     def _drop_chunked(self, req: Req) -> None:

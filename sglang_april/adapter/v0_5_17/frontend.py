@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_april import config, metrics
+from sglang_april import config
 from sglang_april.adapter.hooking import hook_report
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.v0_5_17.hooks_attached import PassableLock
@@ -19,6 +19,7 @@ from sglang_april.adapter.v0_5_17.proximal import RESCORE
 from sglang_april.http.frontend import ServerInfo
 from sglang_april.http.routes import add_routes
 from sglang_april.http.service import AprilService
+from sglang_april.metrics import Metrics
 
 log = logging.getLogger("sglang_april")
 
@@ -156,9 +157,8 @@ def attach(manager: TokenizerManager) -> AprilService:
     """Give a TokenizerManager the service, as `manager.april` and, where SGLang serves HTTP, as routes under /april."""
     args = manager.server_args
     manager.model_update_lock = PassableLock()
-    observer = metrics.Metrics({"model_name": args.served_model_name}) if args.enable_metrics else None
-    observers = (observer.observe, observer.audited) if observer is not None else ()
-    service = AprilService(SGLangFrontend(manager), config.load(), *observers)
+    metrics = Metrics(args.served_model_name)
+    service = AprilService(SGLangFrontend(manager), config.load(), metrics)
     service.hook_report = hook_report()
     manager.april = service
     manager._result_dispatcher._mapping[AprilOutput] = functools.partial(_receive_event, service)

@@ -42,11 +42,11 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     headers = getattr(request, "headers", None) or {}
     attachment = attach(obj, headers, manager.april.config.attach)
     answers = original(manager, obj, request)
-    return answers if attachment is None else _answers(answers, manager, attachment, obj)
+    return answers if attachment is None else _answers(answers, manager, attachment)
 
 
-async def _answers(answers: Any, manager: Any, attachment: Attachment, obj: Any) -> AsyncIterator[Any]:
-    obj.april = []
+async def _answers(answers: Any, manager: Any, attachment: Attachment) -> AsyncIterator[Any]:
+    manager.auto_create_handle_loop()  # a task that begins below would inherit `_attached` for good
     try:
         while True:
             token = _attached.set(True)  # in this task only until the next answer, which takes the lock
@@ -60,7 +60,6 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, obj: Any)
                 if one["meta_info"].get("finish_reason"):
                     info = await manager.april.attached.description(one["meta_info"]["id"])
                     one["meta_info"]["april"] = {**attachment._asdict(), **info}
-                    obj.april.append(one["meta_info"]["april"])
             yield answer
     finally:
         await answers.aclose()
@@ -71,7 +70,7 @@ def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all:
     if not (abort_all and _pausing.get()):
         original(manager, rid, abort_all)
         return
-    for other in [rid for rid, state in manager.rid_to_state.items() if not is_attached(state.obj)]:
+    for other in [name for name, state in manager.rid_to_state.items() if not is_attached(state.obj)]:
         original(manager, other)
 
 

@@ -2,7 +2,6 @@
 
 import signal
 from collections.abc import Callable
-from multiprocessing import resource_tracker
 from typing import Any
 
 from sglang_april import interrupt
@@ -14,13 +13,9 @@ def handle(*_: Any, **__: Any) -> None:
 
 
 def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND `Engine._launch_*`: processes inherit the signals that are blocked in the thread that starts them."""
-    resource_tracker.ensure_running()  # it would unblock SIGINT in the middle of starting the first process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    """AROUND `Engine._launch_*`, which start processes."""
+    with interrupt.kept_from_children():
         return original(*args, **kwargs)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def handle_while_serving(_result: Any, manager: Any) -> None:

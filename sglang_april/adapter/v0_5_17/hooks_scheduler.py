@@ -177,8 +177,7 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
         sample = req.april
         if sample is not None and sample.state is State.RUNNING and sample.request is req:
             length = len(req.output_ids)
-            # Neighbours in a batch at different steps.
-            if not (sample.attached or (length + sample.order) % COLLECT_EVERY):
+            if not (length + sample.order) % COLLECT_EVERY:  # neighbours in a batch at different steps
                 req.april_output.collect(req)
             yield sample, length, lengths[i] if lengths else 0, req.finished_reason is not None
 

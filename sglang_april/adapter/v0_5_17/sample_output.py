@@ -72,5 +72,13 @@ class SampleOutput:
         return [list(zip(self._top_logprobs[row], self._top_ids[row], strict=True)) for row in rows]
 
 
+class StreamedOutput(SampleOutput):
+    """`Req.april_output` of an attached request: SGLang streams its lists, so they stay as they are."""
+
+    def collect(self, req: Any) -> None: ...
+
+    def pack(self, req: Any) -> None: ...
+
+
 def _as(ids: "array[int]", kind: str) -> bytes:
     return np.frombuffer(ids, f"<i{ids.itemsize}").astype(kind).tobytes()

@@ -1,7 +1,7 @@
-"""Samples rows of rollouts with per-sample seeds, and other rows with SGLang's own sampler (`seed-independence`).
+"""Samples rows with a seed of their own: those of rollouts, and attached ones that name one (`seed-independence`).
 
-SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p). The per-row seeds are therefore kept apart:
-`RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
+Other rows have SGLang's own sampler. SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p), so the
+per-row seeds are kept apart: `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from sglang_april.scheduler.state import Sample
 
 @dataclass(slots=True)
 class RowSeeds:
-    """Which rows of a batch belong to rollouts, their seeds, and the rows that need proximal logprobs."""
+    """Which rows of a batch have seeds of their own, these seeds, and the rows that need proximal logprobs."""
 
-    of_rollouts: list[bool]
+    seeded: list[bool]
     seeds: torch.Tensor
     """int64 [rows] on the device of the batch; 0 in rows of other requests."""
     proximal: list[Sample | None] | None = None
@@ -31,22 +31,20 @@ class RowSeeds:
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
-        of_rollouts = [r.april is not None and r.sampling_params.sampling_seed is not None for r in batch.reqs]
-        seeds = [
-            r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, of_rollouts, strict=True)
-        ]
+        seeded = [r.april is not None and r.sampling_params.sampling_seed is not None for r in batch.reqs]
+        seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, seeded, strict=True)]
         return cls(
-            of_rollouts,
+            seeded,
             torch.tensor(seeds, dtype=torch.int64, device=batch.device),
             recomputed_rows(batch),
             rescored_rows(batch),
         )
 
     def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
-        return RowSeeds([self.of_rollouts[i] for i in rows], self.seeds[rows_on_device])
+        return RowSeeds([self.seeded[i] for i in rows], self.seeds[rows_on_device])
 
     def joined(self, other: "RowSeeds") -> "RowSeeds":
-        return RowSeeds(self.of_rollouts + other.of_rollouts, torch.cat([self.seeds, other.seeds]))
+        return RowSeeds(self.seeded + other.seeded, torch.cat([self.seeds, other.seeds]))
 
 
 def draw(
@@ -59,12 +57,12 @@ def draw(
 ) -> torch.Tensor:
     """Next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
     rows: RowSeeds | None = getattr(info, "april", None)
-    if rows is None or not any(rows.of_rollouts):
+    if rows is None or not any(rows.seeded):
         return stock(sampler, probs, info, positions, simple)
-    if all(rows.of_rollouts):
+    if all(rows.seeded):
         return _seeded_rows(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
     tokens = stock(sampler, probs, info, positions, simple)
-    mine = torch.tensor([i for i, of_rollouts in enumerate(rows.of_rollouts) if of_rollouts], device=probs.device)
+    mine = torch.tensor([i for i, seeded in enumerate(rows.seeded) if seeded], device=probs.device)
     tokens[mine] = _seeded_rows(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
     return tokens
 

@@ -1,9 +1,7 @@
 """Rounds beside hostile clients of SGLang's own routes (`isolated-samples`, `delivered-once`).
 
-    python -m pytest tests/neighbours.py -p tests.integration.conftest
-
-It is not part of `make test` yet: each run so far ended early by a defect of SGLang 0.5.17 that one request triggers.
-Those that were found are refused with 400, or not sent (concurrent weight calls under a pause).
+A request that would end SGLang's scheduler by itself is refused with 400, or not sent (tests/support/neighbours.py says
+which, and why).
 """
 
 import itertools

@@ -1,0 +1,72 @@
+"""`GET /metrics` and `GET /april/ui`, which need no key; the page itself asks for one to read `GET /april/state`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from sglang_april.http.service import AprilService
+
+UI = "/april/ui"
+PATIENCE_S = 2.0
+"""For the scheduler's answer, which may wait for a long prefill."""
+FRESH_S = 1.0
+"""However many scrapes arrive, the scheduler is asked once in this time."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+}
+
+Asgi = Callable[..., Awaitable[None]]
+
+
+def add_open_routes(app: FastAPI) -> None:
+    """Add both. `/metrics` comes before SGLang's, which is added when the server starts."""
+    states: dict[AprilService, _State] = {}
+
+    async def metrics(request: Request) -> Response:
+        """All metrics in Prometheus's text format."""
+        april = request.app.state.april
+        state = await states.setdefault(april, _State(april)).get()
+        content = await asyncio.to_thread(april.metrics.exposition, state)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    app.add_api_route("/metrics", metrics, methods=["GET"])
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: _before_keys(build())  # type: ignore[method-assign]
+
+
+class _State:
+    """The state of a server for scrapes: one command at a time, however many there are."""
+
+    def __init__(self, april: AprilService) -> None:
+        self._april = april
+        self._asked = 0.0
+        self._answer: asyncio.Task[dict[str, Any]] | None = None
+
+    async def get(self) -> dict[str, Any] | None:
+        """None if the scheduler does not answer in time, or refuses."""
+        now = asyncio.get_running_loop().time()
+        if self._answer is None or (self._answer.done() and now >= self._asked + FRESH_S):
+            self._asked, self._answer = now, asyncio.ensure_future(self._april.state())
+        done, _ = await asyncio.wait({self._answer}, timeout=PATIENCE_S)
+        return self._answer.result() if done and self._answer.exception() is None else None
+
+
+def _before_keys(app: Asgi) -> Asgi:
+    """SGLang's middleware has no route of /april without a key, so the page is served outside of it."""
+    page = files("sglang_april.http").joinpath("ui.html").read_bytes()
+
+    async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        is_ui = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) == UI
+        if is_ui and scope["method"] in ("GET", "HEAD"):
+            await Response(page, media_type="text/html", headers=HEADERS)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return asgi

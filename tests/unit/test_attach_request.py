@@ -1,0 +1,98 @@
+"""Which requests of SGLang's own routes belong to a run, and how their answers find their description."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+from sglang_april.adapter.v0_5_17.attach_request import RUN, TRAJECTORY, attach, attached_run, is_attached
+from sglang_april.api.messages import AttachedEnded, Span
+from sglang_april.http import attached
+from sglang_april.http.attached import AttachedRequests
+
+
+def request(**fields: Any) -> GenerateReqInput:
+    return GenerateReqInput(input_ids=[1, 2], **fields)
+
+
+def test_headers_name_run_and_trajectory() -> None:
+    params = {"temperature": 0.5}
+    obj = request(sampling_params=params)
+    assert attach(obj, {RUN: "r", TRAJECTORY: "t"}, None) == ("r", "t")
+    assert is_attached(obj)
+    assert obj.sampling_params == {"temperature": 0.5, "custom_params": {RUN: "r"}}
+    assert params == {"temperature": 0.5}, "the caller's own object"
+
+
+def test_custom_params_name_them_and_keep_what_else_they_have() -> None:
+    obj = request(sampling_params={"custom_params": {RUN: "r", TRAJECTORY: "t", "thinking_budget": 3}})
+    assert attach(obj, {}, "other") == ("r", "t")
+    assert obj.sampling_params == {"custom_params": {RUN: "r", "thinking_budget": 3}}
+
+
+def test_the_flag_attaches_the_others_but_health_checks() -> None:
+    obj, health = request(), request(rid=f"{HEALTH_CHECK_RID_PREFIX}_1")
+    assert attach(obj, {}, "default") == ("default", None)
+    assert attached_run(obj.sampling_params["custom_params"]) == "default"  # type: ignore[index,call-overload]
+    assert attach(health, {}, "default") is None
+    assert not is_attached(health)
+    assert attach(request(), {}, None) is None
+
+
+def test_every_request_of_a_batch_is_attached() -> None:
+    obj = GenerateReqInput(input_ids=[[1], [2]], sampling_params=[{"temperature": 0}, {"temperature": 1}])
+    assert attach(obj, {RUN: "r"}, None) == ("r", None)
+    assert [one["custom_params"] for one in obj.sampling_params] == [{RUN: "r"}] * 2  # type: ignore[union-attr,index]
+
+
+def test_what_cannot_be_suspended_is_refused_if_it_names_a_run_and_stock_otherwise() -> None:
+    with pytest.raises(ValueError, match="return_hidden_states: is not supported"):
+        attach(request(return_hidden_states=True), {RUN: "r"}, None)
+    obj = request(return_hidden_states=True)
+    assert attach(obj, {}, "default") is None
+    assert not is_attached(obj)
+    assert attach(EmbeddingReqInput(text="1"), {RUN: "r"}, "default") is None
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "a\0b", 7])
+def test_a_run_is_named_by_a_string(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"x-april-run: must be a string of 1 to 256"):
+        attach(request(sampling_params={"custom_params": {RUN: name}}), {}, None)
+
+
+def ended(rid: str) -> AttachedEnded:
+    return AttachedEnded(rid, [Span(0, 2, 3, "fresh"), Span(2, 5, 4, "kept")], 4)
+
+
+def test_a_description_may_come_before_or_after_the_answer() -> None:
+    async def scenario() -> None:
+        requests = AttachedRequests()
+        requests.receive(ended("early"))
+        assert (await requests.description("early"))["staleness"] == 1
+        late = asyncio.ensure_future(requests.description("late"))
+        await asyncio.sleep(0)
+        requests.receive(ended("late"))
+        assert (await late)["spans"][1] == {"start": 2, "end": 5, "version": 4, "kv": "kept"}
+
+    asyncio.run(scenario())
+
+
+def test_descriptions_that_nothing_takes_are_bounded_and_an_answer_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attached, "LIMIT_S", 0.01)
+    monkeypatch.setattr(attached, "UNTAKEN", 2)
+
+    async def scenario() -> None:
+        requests = AttachedRequests()
+        for rid in "abc":
+            requests.receive(ended(rid))
+        assert await requests.description("a") == {}
+        assert await requests.description("c")
+
+    asyncio.run(scenario())
