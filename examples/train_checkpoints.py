@@ -75,7 +75,8 @@ def order_embeddings(model: Qwen3ForCausalLM) -> None:
         weight[FIRST_NUMBER:, : waves.shape[1]] = 0.08 * waves
 
 
-CHAT_TEMPLATE = "<bos>{% for message in messages %} {{ message['content'] }}{% endfor %}{% if add_generation_prompt %} <sort>{% endif %}"
+MESSAGES = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
+CHAT_TEMPLATE = "<bos>" + MESSAGES + "{% if add_generation_prompt %} <sort>{% endif %}"
 """So that chat completions sort, too."""
 
 
