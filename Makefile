@@ -1,4 +1,4 @@
-# make demo · make test · make check · make bench · make soak · make gpu · make clean
+# make demo · make test · make check · make bench · make soak · make gpu · make docs · make clean
 # Needs Python 3.11+ and make; everything else goes into .venv, once.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: demo test check bench soak gpu clean
+.PHONY: demo test check bench soak gpu docs clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
@@ -31,6 +31,9 @@ soak: $(READY)
 
 gpu: $(READY)
 	$(BIN)/python -m bench.gpu $(GPU_ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict && echo "open out/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m bench.rollout $(BENCH_ARGS)

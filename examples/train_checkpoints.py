@@ -75,6 +75,11 @@ def order_embeddings(model: Qwen3ForCausalLM) -> None:
         weight[FIRST_NUMBER:, : waves.shape[1]] = 0.08 * waves
 
 
+MESSAGES = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
+CHAT_TEMPLATE = "<bos>" + MESSAGES + "{% if add_generation_prompt %} <sort>{% endif %}"
+"""So that chat completions sort, too."""
+
+
 def task_tokenizer() -> PreTrainedTokenizerFast:
     """One token per number, with the space before it. Byte-level, because SGLang's grammar backend needs a decoder."""
     words = ["<pad>", "<bos>", "<eos>", "<sort>", *(f"Ġ{number}" for number in range(NUMBERS))]
@@ -82,7 +87,8 @@ def task_tokenizer() -> PreTrainedTokenizerFast:
     table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     table.decoder = decoders.ByteLevel()
     table.add_tokens([AddedToken("<sort>", lstrip=True, rstrip=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=table, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=table, chat_template=CHAT_TEMPLATE, **special)
 
 
 def draw_batch(rng: random.Random, lengths: ListLengths) -> list[Problem]:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from sglang_april import config
+from sglang_april import config, interrupt
 from sglang_april.launch_checks import reason_not_startable
 
 PLUGIN = "april"
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> None:
         config.publish(config.from_env(os.environ) | config.from_argv(argv))
     except config.ConfigError as error:
         raise SystemExit(f"sglang-april: {error}") from error
+    interrupt.handle()
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

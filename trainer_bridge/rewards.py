@@ -12,7 +12,6 @@ import importlib.util
 import math
 import multiprocessing
 import queue
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +99,6 @@ def load_function(path: str) -> Callable[..., Any]:
 
 def _serve(connection: Connection, path: str) -> None:
     """Main function of a worker: calls the reward for each message and answers (True, value) or (False, error)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         function = load_function(path)
     except Exception as error:  # noqa: BLE001 - sent to the trainer, which ends the run
@@ -128,10 +126,13 @@ class RewardWorker:
 
     def start(self) -> None:
         """Start the process and wait for the import of the function. Raises: RewardError: the import fails."""
+        from sglang_april import interrupt
+
         context = multiprocessing.get_context("spawn")
         parent_end, child_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_end, self._path), daemon=True)
-        self._process.start()
+        with interrupt.kept_from_children():
+            self._process.start()
         child_end.close()
         self._connection = parent_end
         self._receive(START_TIMEOUT_S)

@@ -121,8 +121,14 @@ class RolloutEngine:
     def end_server(self) -> None:
         """Stop a server of the run, also while `wait_until_ready` waits for it in another thread."""
         self._ended.set()
-        if self.process is not None:
+        if self.process is None:
+            return
+        waits = threading.Timer(NOTE_S, self._note, [f"the server at {self.url} stores its KV; log: {self._log}"])
+        waits.start()
+        try:
             self.process.end()
+        finally:
+            waits.cancel()
 
     def _post(self, route: str, body: dict[str, Any], ignored_refusal: str | None = None) -> None:
         answer = self._http.post(route, json=body)
@@ -184,9 +190,9 @@ class RolloutEngines:
         self._threads.shutdown()
 
     def end_servers(self) -> None:
-        """As `RolloutEngine.end_server`, one after the other."""
-        for engine in self.each:
-            engine.end_server()
+        """As `RolloutEngine.end_server`, concurrently, also while other calls are in progress."""
+        with ThreadPoolExecutor(len(self.each)) as threads:
+            call_all(threads, [engine.end_server for engine in self.each])
 
     def _call_all(self, call: Callable[[RolloutEngine], None]) -> None:
         call_all(self._threads, [partial(call, engine) for engine in self.each])

@@ -14,8 +14,10 @@ from typing import Protocol
 
 import psutil
 
-TERMINATION_TIMEOUT_S = 3.0
-"""Between SIGTERM and SIGKILL. A journal survives both."""
+from sglang_april import config
+
+KILL_AFTER_S = 3.0
+"""Between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
 
 
 ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")
@@ -104,9 +106,10 @@ class LocalServerProcess:
         if self._process is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
+            timeout = termination_timeout_s(self._process.cmdline())
             self._process.terminate()
-        with contextlib.suppress(psutil.TimeoutExpired):
-            self._process.wait(TERMINATION_TIMEOUT_S)
+            with contextlib.suppress(psutil.TimeoutExpired):
+                self._process.wait(timeout)
         self._kill_group()
         self._record.unlink(missing_ok=True)
 
@@ -119,6 +122,20 @@ class LocalServerProcess:
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.wait()
         self._process = None
+
+
+def termination_timeout_s(command: Sequence[str]) -> float:
+    """Seconds between SIGTERM and SIGKILL for a server with this command line.
+
+    With a journal and a disk tier it stores KV, and ends by itself after `--april-shutdown-s`.
+    """
+    try:
+        flags = config.from_env(os.environ) | config.from_argv(command)
+        if flags.get("journal") is None or flags.get("disk_dir") is None:
+            return KILL_AFTER_S
+        return KILL_AFTER_S + float(flags.get("shutdown_s", config.AprilConfig().shutdown_s))
+    except ValueError:  # a wrong flag: this server has refused to start
+        return KILL_AFTER_S
 
 
 def last_error(log: Path, start: int = 0) -> str:

@@ -129,6 +129,9 @@ def import_trainer() -> None:
     """The trainer's imports take as long as the server's: call it while that starts."""
     # What Megatron would rather have installed is not for who watches a demo.
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    from trainer_bridge.megatron.device import hide_gpus
+
+    hide_gpus()  # the engine's; the trainer runs on the CPU
     import trainer_bridge.loop
     import trainer_bridge.megatron.policy  # noqa: F401
 

@@ -2,5 +2,16 @@
 
 from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError, ServerLostError
 from sglang_april.client.client import AprilClient, AsyncAprilClient
+from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 
-__all__ = ["AprilClient", "AprilError", "AsyncAprilClient", "NotPatchedError", "PushLeftOpenError", "ServerLostError"]
+__all__ = [
+    "AprilClient",
+    "AprilError",
+    "AsyncAprilClient",
+    "NotPatchedError",
+    "PushLeftOpenError",
+    "RolloutGroup",
+    "RolloutReply",
+    "RolloutSummary",
+    "ServerLostError",
+]

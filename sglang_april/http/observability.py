@@ -1,4 +1,7 @@
-"""`GET /metrics` and `GET /april/ui`, which need no key; the page itself asks for one to read `GET /april/state`."""
+"""`GET /metrics`, `GET /april/ui` and faults in `GET /health`.
+
+None of them needs a key; the page itself asks for one to read `GET /april/state`.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,11 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from sglang_april.http.service import AprilService
 
 UI = "/april/ui"
+HEALTH = ("/health", "/health_generate")
 PATIENCE_S = 2.0
 """For the scheduler's answer, which may wait for a long prefill."""
 FRESH_S = 1.0
@@ -26,7 +31,7 @@ Asgi = Callable[..., Awaitable[None]]
 
 
 def add_open_routes(app: FastAPI) -> None:
-    """Add both. `/metrics` comes before SGLang's, which is added when the server starts."""
+    """Add all three. `/metrics` comes before SGLang's, which is added when the server starts."""
     states: dict[AprilService, _State] = {}
 
     async def metrics(request: Request) -> Response:
@@ -37,6 +42,9 @@ def add_open_routes(app: FastAPI) -> None:
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.add_api_route("/metrics", metrics, methods=["GET"])
+    for route in app.routes:
+        if isinstance(route, Route) and route.path in HEALTH:
+            route.app = _with_faults(route.app)
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: _before_keys(build())  # type: ignore[method-assign]
 
@@ -56,6 +64,17 @@ class _State:
             self._asked, self._answer = now, asyncio.ensure_future(self._april.state())
         done, _ = await asyncio.wait({self._answer}, timeout=PATIENCE_S)
         return self._answer.result() if done and self._answer.exception() is None else None
+
+
+def _with_faults(stock: Asgi) -> Asgi:
+    """SGLang's answer, or 503 with the reason while the journal cannot be written."""
+
+    async def health(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        reason = scope["app"].state.april.restored_state.fault
+        answer = JSONResponse({"error": {"field": "server", "reason": reason}}, 503) if reason else stock
+        await answer(scope, receive, send)
+
+    return health
 
 
 def _before_keys(app: Asgi) -> Asgi:

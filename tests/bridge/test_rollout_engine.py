@@ -17,7 +17,13 @@ from trainer_bridge.checkpoints import Checkpoints, LoopState
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config
 from trainer_bridge.rollout_engine import NOT_RELEASED, RolloutEngine, RolloutEngines
-from trainer_bridge.server_process import EngineGoneError, EngineLostError, LocalServerProcess, last_error
+from trainer_bridge.server_process import (
+    EngineGoneError,
+    EngineLostError,
+    LocalServerProcess,
+    last_error,
+    termination_timeout_s,
+)
 from trainer_bridge.validate import RunError
 
 HTTP_SERVER = """
@@ -85,6 +91,46 @@ def test_killed_server_is_restarted_at_its_address(tmp_path: Path) -> None:
     rollout_engine.wait_until_ready()
     assert pid(tmp_path) != server
     rollout_engine.close()
+
+
+SLOW_TO_END = """
+import signal, sys, time
+
+def end(*_):
+    time.sleep(4)  # longer than a server without anything to store gets
+    open(sys.argv[2], "w").write("stored")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_server_that_stores_kv_is_given_its_time(tmp_path: Path, stores: bool) -> None:
+    process = LocalServerProcess(tmp_path / "server.json")
+    stored, log = tmp_path / "stored", tmp_path / "log"
+    flags = ["--april-journal=/j", "--april-disk-dir=/d", "--april-disk-gb", "1"] if stores else ["--april-journal=/j"]
+    process.start([sys.executable, "-c", SLOW_TO_END, "--port=1", str(stored), *flags], "http://x", log)
+    until(lambda: "up" in log.read_text(), "the start of the server")
+    process.end()
+    assert stored.exists() == stores
+    assert not process.alive
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [
+        ([], 3),
+        (["--april-journal", "/j", "--april-shutdown-s", "600"], 3),
+        (["--april-journal=/j", "--april-disk-dir=/d", "--april-disk-gb=1"], 33),
+        (["--april-journal=/j", "--april-disk-dir=/d", "--april-disk-gb=1", "--april-shutdown-s", "600"], 603),
+        (["--april-journal=/j", "--april-disk-dir=/d", "--april-shutdown-s=soon"], 3),
+    ],
+)
+def test_time_between_sigterm_and_sigkill(flags: list[str], seconds: float) -> None:
+    assert termination_timeout_s(["python", "-m", "sglang_april.launch_server", "--tp", "2", *flags]) == seconds
 
 
 def test_reused_pid_is_not_taken_for_the_server(tmp_path: Path) -> None:

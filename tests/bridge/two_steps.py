@@ -28,9 +28,9 @@ class TwoSteps:
     """After each step."""
 
 
-def settings(folder: Path, **ranks: int) -> TrainerSettings:
+def settings(folder: Path, **fields: Any) -> TrainerSettings:
     """Adam's first step is lr · g / (|g| + eps), so with these settings weights change by about the gradient."""
-    return TrainerSettings(hf_checkpoint=folder, dtype="float32", lr=1.0, adam_eps=1.0, clip_grad=0.5, **ranks)
+    return TrainerSettings(hf_checkpoint=folder, dtype="float32", lr=1.0, adam_eps=1.0, clip_grad=0.5, **fields)
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, np.ndarray]:

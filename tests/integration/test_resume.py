@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from sglang_april.scheduler.state import sample_seed
+from tests.support.background import BackgroundRound
 from tests.support.compare import Key, assert_near, assert_same, by_key, stock_noise
-from tests.support.server import Server
+from tests.support.live import until
+from tests.support.server import SLOTS, Server
 from tests.support.workload import in_one_round, in_rounds, prompt, stoppers
 
 STOPS = [6, 11, 17, 22, 28, 33, 39, 44]
@@ -93,6 +95,25 @@ def test_other_samples_in_the_batch_only_add_stock_noise(
     groups += each_loop.drain(run)
     samples = {key: sample for key, sample in by_key(groups).items() if not key[0].startswith("new")}
     assert_near(samples, wanted, stock_noise(each_loop), seeded=sampling == "seeded")
+
+
+def test_resumes_while_all_slots_are_busy(overlap: Server, run: str) -> None:
+    """Each sample that resumes gets the slot of a request that has just ended.
+
+    On a GPU, the forward in flight may still relay a token for that slot; servers of tests delay the relay likewise
+    (tests/support/delayed_relay.py).
+    """
+    params = {"temperature": 1.0, "sampling_seed": 5}
+    long = [*stoppers([4]), *(prompt(f"long-{i}", 20, n=2) for i in range(SLOTS // 2 - 1))]
+    wanted = in_one_round(overlap, f"{run}-unbroken", long, sampling_params=params)
+    groups = overlap.rollout(run=run, prompts=long, quota=1, sampling_params=params)["finished"]
+    busy = [prompt(f"busy-{i}", 40 + i) for i in range(SLOTS)]
+    with overlap.slowed(0.02):
+        other = BackgroundRound(overlap, run=f"{run}-busy", prompts=busy, quota=None, sampling_params=params)
+        until(lambda: overlap.state()["samples"]["running"] == SLOTS, "all slots are busy")
+        groups += overlap.drain(run)
+    other.reply()
+    assert_near(by_key(groups), wanted, stock_noise(overlap), seeded=True)
 
 
 def test_tokens_depend_only_on_seed_and_position(each_loop: Server, run: str) -> None:

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -112,6 +114,38 @@ def test_a_shutdown_that_is_cut_short_loses_nothing(journalled: Server, run: str
     for tier in ("device", "host"):
         groups = server.drain(f"{run}-{tier}")
         assert [len(s["output_ids"]) for g in groups for s in g["samples"]] == [LENGTH] * 3
+
+
+def test_ctrl_c_stores_as_sigterm_does_and_says_what_is_kept(journalled: Server, run: str) -> None:
+    """Not even a request of SGLang's own that still runs delays it, and no process prints a traceback."""
+    server = journalled
+    before = leave(server, run)
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    with server.slowed(), ThreadPoolExecutor() as threads:
+        threads.submit(httpx.post, f"{server.url}/generate", json=body, timeout=120)
+        until(lambda: server.state()["pool"]["running"] > 0, "the request runs")
+        end(server, signal.SIGINT)
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    said = "sglang-april: interrupted. The journal "
+    assert log.splitlines()[-1].startswith(said), log[-2000:]
+    restart(server)
+    found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
+    assert {(p["id"], p["index"]): p["tokens"] for p in found} == before
+    assert {p["tier"] for p in found} == {"disk"}
+
+
+def test_ctrl_c_during_the_start_ends_all_processes(models: Callable[[str, int], Path], tmp_path: Path) -> None:
+    server = Server("starting", models("qwen3", 0), [*NORMAL, f"--april-journal={tmp_path / 'journal'}"], tmp_path)
+    server.spawn()
+    assert isinstance(server.process, subprocess.Popen)
+    until(lambda: len(server.processes()) > 2, "the schedulers start")
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.process.wait(60) == 130
+    until(lambda: ended(server), "all processes have ended")
+    lines = server.log.read_text().splitlines()
+    assert "Traceback (most recent call last):" not in lines
+    assert lines[-1].startswith("sglang-april: interrupted. The journal "), lines[-5:]
 
 
 def test_a_kill_redraws_few_tokens_and_none_that_a_stream_has_shown(journalled: Server, run: str) -> None:

@@ -2,10 +2,10 @@
 
 SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
 there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
-per call and can slow it down; forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar
-compilation; faults of one rank (faults.py); and guards that can be removed while the server runs
-(`Server.remove_guard`), to prove that their tests can fail. Each switch is a file in the server's folder
-(tests/support/server.py).
+per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); forced rates for `kv: auto`;
+overwriting of pages that a flush freed; blocked grammar compilation; faults of one rank (faults.py); and guards that
+can be removed while the server runs (`Server.remove_guard`), to prove that their tests can fail. Each switch is a file
+in the server's folder (tests/support/server.py).
 """
 
 import json
@@ -136,6 +136,7 @@ def raising(name: str) -> Callable[..., Any]:
 
 
 def install() -> None:
+    from tests.support.delayed_relay import delay
     from tests.support.faults import EXCEPTIONS, FAULTS
     from tests.support.guards import GUARDS
 
@@ -143,6 +144,7 @@ def install() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", note_sleep, HookType.AROUND
     )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_overlap", delay, HookType.AFTER)
     note_copies(FOLDER)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", overwrite_free_pages, HookType.AFTER)
     HookRegistry.register(

@@ -232,4 +232,4 @@ def heal(live: LiveServer) -> None:
     if released := re.search(r"memory is released \((.*?)\)", server.state()["closed"]):
         server.post("/resume_memory_occupation", {"tags": released[1].split(", ")})
     if server.state()["closed"]:
-        server.push(live.model(0))
+        server.push(live.model(0), flush=False)  # requests of clients that timed out may still run

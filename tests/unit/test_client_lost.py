@@ -1,7 +1,11 @@
 """The client when connections are lost: one error, repeated calls, continued streams."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,3 +177,27 @@ def test_several_events_of_one_group_are_not_repetitions() -> None:
     assert streamed.is_new(summary)
     assert [[sample.index for sample in group.samples] for group in summary.groups] == [[1]]
     assert (summary.groups[0].accepted, summary.groups[0].complete) == (True, True)
+
+
+def test_a_machine_that_died_is_noticed() -> None:
+    """While a client waits for an answer, the system sends keep-alive probes on its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = AprilClient(f"http://127.0.0.1:{port}")
+        waits = threading.Thread(target=lambda: suppressed(client.state), daemon=True)
+        waits.start()
+        connection, _ = server.accept()
+        connection.recv(1000)
+        timers = [
+            line.split()[5]
+            for line in Path("/proc/net/tcp").read_text().splitlines()
+            if line.split()[2].endswith(f":{port:04X}")
+        ]
+        connection.close()
+        waits.join()
+    assert any(timer.startswith("02:") for timer in timers), timers  # the kernel's keep-alive timer
+
+
+def suppressed(call: Callable[[], Any]) -> None:
+    with contextlib.suppress(ServerLostError):
+        call()

@@ -1,4 +1,4 @@
-"""SIGTERM in the HTTP process: storing has a part of the time limit; the limit or a second signal ends everything."""
+"""SIGTERM and Ctrl-C in the HTTP process: storing has a part of the time limit; the limit or a second one ends all."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,6 +9,8 @@ import pytest
 from sglang.srt.managers.io_struct import ShutdownReq
 
 from sglang_april.adapter.v0_5_17 import shutdown
+from sglang_april.config import AprilConfig
+from sglang_april.interrupt import what_is_kept
 
 
 async def forever(*_: Any) -> None:
@@ -91,3 +93,48 @@ def test_requests_of_sglang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
         assert server.statuses[0] == 0
 
     asyncio.run(story())
+
+
+def test_ctrl_c_stores_does_not_wait_for_requests_of_sglang_and_ends_with_its_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        stored: list[Any] = []
+
+        async def store(april: Any) -> None:
+            stored.append(april)
+
+        server = FakeServer(monkeypatch, store, 600.0)
+        server.manager.rid_to_state["r"] = None
+        server.shutdown.interrupted()
+        await server.ended.wait()
+        assert stored
+        assert server.statuses[0] == 130
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("first", ["signalled", "interrupted"])
+def test_ctrl_c_during_a_shutdown_ends_at_once(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    async def story() -> None:
+        server = FakeServer(monkeypatch, forever, 600.0)
+        getattr(server.shutdown, first)()
+        server.shutdown.interrupted()
+        assert server.statuses == [130]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "Nothing is kept; with --april-journal FILE, the same command would continue all runs."),
+        ({"journal": "/j"}, "The journal /j keeps all runs; the same command continues them."),
+        (
+            {"journal": "/j", "disk_dir": "/d", "disk_gb": 1.0},
+            "The journal /j keeps all runs, and /d the KV that was stored in time; the same command continues them.",
+        ),
+    ],
+)
+def test_what_is_kept(settings: dict[str, Any], sentence: str) -> None:
+    assert what_is_kept(AprilConfig(**settings)) == sentence

@@ -19,12 +19,15 @@ def select_device(wanted: str, rank: int) -> torch.device:
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise RuntimeError("device: cuda needs a visible CUDA device")
-    if wanted == "cpu" and available:
-        raise RuntimeError("device: cpu needs CUDA_VISIBLE_DEVICES='': Megatron-core uses every visible GPU")
-    if not available:
+    if wanted == "cpu" or not available:
         return CPU
     torch.cuda.set_device(rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def hide_gpus() -> None:
+    """Make torch report no GPU in this process. Call before importing Megatron-core, which uses every GPU it sees."""
+    torch.cuda.is_available, torch.cuda.device_count = _is_available, _device_count
 
 
 def initialize(device: torch.device, seed: int) -> None:
@@ -47,6 +50,14 @@ def initialize(device: torch.device, seed: int) -> None:
 def allocating_on(device: torch.device) -> AbstractContextManager[Any]:
     """Context for Megatron code that allocates on "cuda" explicitly: gradient buffers, optimiser states and step."""
     return contextlib.nullcontext() if device.type == "cuda" else _RedirectCudaToCpu()
+
+
+def _is_available() -> bool:
+    return False
+
+
+def _device_count() -> int:
+    return 0
 
 
 def _no_op(*_: Any, **__: Any) -> None:

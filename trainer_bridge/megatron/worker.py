@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer_bridge.megatron.device import hide_gpus
 from trainer_bridge.trainer import PushReport, TrainerSettings, TransportName
 
 Outcome = tuple[Any, Exception | None]
@@ -18,6 +19,8 @@ class Worker:
     """One rank of a trainer, in the caller's process or in one of its own."""
 
     def __init__(self, settings: TrainerSettings, rank: int = 0, init_method: str | None = None) -> None:
+        if settings.device == "cpu":
+            hide_gpus()
         from trainer_bridge.megatron.policy import Policy
 
         self.policy = Policy(settings, rank, init_method)

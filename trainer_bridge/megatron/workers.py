@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+from sglang_april import interrupt
 from trainer_bridge.megatron.worker import Outcome, RemoteWorker, Worker
 from trainer_bridge.server_process import free_port
 from trainer_bridge.trainer import TrainerSettings
@@ -125,7 +126,8 @@ class ProcessWorkers(RemoteWorkers):
         for rank in range(settings.world_size):
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, settings, rank, init_method), daemon=True)
-            process.start()
+            with interrupt.kept_from_children():
+                process.start()
             child_end.close()
             self._pipes.append(parent_end)
             self.processes.append(process)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from sglang_april.client import AprilClient
+from sglang_april.client.calls import KEEP_ALIVE
 from trainer_bridge.handshake import EngineInfo
 
 
@@ -21,7 +22,10 @@ class PushTarget:
         self.info, self.url = info, info.url
         self.april = AprilClient(info.url, api_key)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=info.url, headers=headers, timeout=httpx.Timeout(None, connect=10.0))
+        transport = httpx.HTTPTransport(socket_options=KEEP_ALIVE)
+        self._http = httpx.Client(
+            base_url=info.url, headers=headers, timeout=httpx.Timeout(None, connect=10.0), transport=transport
+        )
 
     def weight_call(self, path: str, body: dict[str, Any]) -> None:
         """Call one of SGLang's weight routes. Raises: WeightCallError: the reply does not report success."""

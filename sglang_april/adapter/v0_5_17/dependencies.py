@@ -20,7 +20,6 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.utils.common.kill_process_tree",
     # The HTTP process.
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",

@@ -5,6 +5,7 @@ from sglang_april.adapter.hook import Hook
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
 _OPENAI = "sglang.srt.entrypoints.openai."
+_ENGINE = "sglang.srt.entrypoints.engine.Engine."
 _TRANSPORTS = ("disk", "distributed", "tensor", "ipc")
 
 HTTP_HOOKS: tuple[Hook, ...] = (
@@ -80,6 +81,27 @@ HTTP_HOOKS: tuple[Hook, ...] = (
         (_CONTROL + "resume_memory_occupation",),
         "answers 400 where resuming memory that is not released would raise KeyError in the scheduler",
         "upstream refuses instead of raising",
+    ),
+    Hook(
+        "before",
+        "hooks_interrupt:handle",
+        ("sglang.srt.entrypoints.http_server.launch_server",),
+        "Ctrl-C during the start ends the server with one line",
+        "upstream ends without tracebacks",
+    ),
+    Hook(
+        "around",
+        "hooks_interrupt:start_processes",
+        (_ENGINE + "_launch_scheduler_processes", _ENGINE + "_launch_detokenizer_subprocesses"),
+        "Ctrl-C in a terminal reaches all processes, and those that serve must outlive it until the server has stored",
+        "upstream's processes ignore SIGINT",
+    ),
+    Hook(
+        "after",
+        "hooks_interrupt:handle_while_serving",
+        (_TOKENIZER + "auto_create_handle_loop",),
+        "Ctrl-C ends the server as SIGTERM does, with one line",
+        "upstream keeps partials",
     ),
     Hook(
         "around",

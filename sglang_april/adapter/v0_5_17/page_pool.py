@@ -123,9 +123,28 @@ def _fill_decode_tensors(s: Scheduler, batch: ScheduleBatch, lengths: list[int])
     batch.seq_lens_sum = sum(lengths)
     last = [r.output_ids[-1] if r.output_ids else r.origin_input_ids[-1] for r in batch.reqs]
     last_tokens = torch.tensor(last, dtype=torch.int64, device=device)
-    s.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens))
+    _relay(s, batch.req_pool_indices, last_tokens)
     batch.input_ids = None
     batch.multimodal_inputs = [r.multimodal_inputs for r in batch.reqs]
     batch.top_logprobs_nums = [r.logprob.top_logprobs_num for r in batch.reqs]
     batch.token_ids_logprobs = [r.logprob.token_ids_logprob for r in batch.reqs]
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, s.model_config.vocab_size)
+
+
+def _relay(s: Scheduler, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Make `tokens` the input of the next step of the request slots; both int64 [rows].
+
+    The forward in flight relays its own tokens when it ends, also for rows that have ended since. A slot that such a
+    row has freed may be one of `slots`, so in the overlap loop this has to happen behind that forward, in the order of
+    its stream.
+    """
+    payload = RelayPayload(bonus_tokens=tokens)
+    if not s.enable_overlap:
+        s.future_map.stash(slots, payload)
+        return
+    with s.forward_stream_ctx:
+        s.forward_stream.wait_stream(s.schedule_stream)
+        s.future_map.stash(slots, payload)
+    if tokens.device.type != "cpu":  # the allocator must not reuse their memory before that stream has read them
+        slots.record_stream(s.forward_stream)
+        tokens.record_stream(s.forward_stream)

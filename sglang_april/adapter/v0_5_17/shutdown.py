@@ -1,9 +1,10 @@
-"""SIGTERM: end the server in order within `--april-shutdown-s`.
+"""SIGTERM or Ctrl-C: end the server in order within `--april-shutdown-s`.
 
 SGLang waits for its own requests without a limit and then kills its processes, itself included. Here samples are
 suspended and stored first, schedulers end by SGLang's own message (which closes the journal), and the exit status is 0.
-The time limit or a second SIGTERM ends everything at once, with status 1; like a kill -9, that loses nothing that the
-journal has.
+The time limit or a second signal ends everything at once, with status 1; like a kill -9, that loses nothing that the
+journal has. Ctrl-C does not wait for SGLang's own requests; the exit status is 130, and the last line says what is
+kept.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
+from sglang_april import interrupt
 from sglang_april.http.shutdown import shut_down
 
 POLL_S = 0.05
@@ -33,16 +35,25 @@ class Shutdown:
         self._manager = manager
         self._began = 0.0
         self._task: asyncio.Task[None] | None = None
+        self._interrupted = False
 
     def signalled(self) -> None:
         """SIGTERM, on the event loop."""
         if self._task is None:
-            self._begin()
+            self._begin("SIGTERM")
         else:
-            log.error("april: second SIGTERM")
-            _end(1)
+            log.error("april: second signal")
+            self._end(1)
 
-    def _begin(self) -> None:
+    def interrupted(self) -> None:
+        """SIGINT, on the event loop."""
+        self._interrupted = True
+        if self._task is None:
+            self._begin("Ctrl-C")
+        else:
+            self._end(1)
+
+    def _begin(self, cause: str) -> None:
         manager, limit = self._manager, self._manager.april.config.shutdown_s
         self._began = time.monotonic()
         manager.gracefully_exit = True  # /health answers 503
@@ -51,7 +62,7 @@ class Shutdown:
         timer = threading.Timer(limit, self._too_late)
         timer.daemon = True
         timer.start()
-        log.info("april: SIGTERM; storing what a restart can use, for %g s at most", limit)
+        log.info("april: %s; storing what a restart can use, for %g s at most", cause, limit)
         self._task = asyncio.ensure_future(self._run(STORING * limit))
 
     async def _run(self, limit: float) -> None:
@@ -65,18 +76,23 @@ class Shutdown:
         while collect_scheduler_processes():
             await asyncio.sleep(POLL_S)
         log.info("april: shut down in %.1f s", time.monotonic() - self._began)
-        _end(0)
+        self._end(0)
 
     async def _store(self) -> None:
         await shut_down(self._manager.april)
-        while self._manager.rid_to_state:  # SGLang's own requests
+        while self._manager.rid_to_state and not self._interrupted:  # SGLang's own requests
             await asyncio.sleep(POLL_S)
 
     def _too_late(self) -> None:
         log.error("april: the shutdown takes too long and is cut short")
-        _end(1)
+        self._end(1)
+
+    def _end(self, status: int) -> None:
+        _end(interrupt.STATUS if self._interrupted else status)
 
 
 def _end(status: int) -> NoReturn:
     kill_process_tree(os.getpid(), include_parent=False)
+    if status == interrupt.STATUS:
+        interrupt.say_what_is_kept()
     os._exit(status)

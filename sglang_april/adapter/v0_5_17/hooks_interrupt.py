@@ -1,0 +1,24 @@
+"""Handlers of the hooks around Ctrl-C (`hook_table.py`), in the HTTP process."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from sglang_april import interrupt
+
+
+def handle(*_: Any, **__: Any) -> None:
+    """BEFORE `http_server.launch_server`."""
+    interrupt.handle()
+
+
+def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND `Engine._launch_*`, which start processes."""
+    with interrupt.kept_from_children():
+        return original(*args, **kwargs)
+
+
+def handle_while_serving(_result: Any, manager: Any) -> None:
+    """AFTER `TokenizerManager.auto_create_handle_loop`, which handles SIGTERM; uvicorn has replaced our handler."""
+    if interrupt.Interruptions.handled:
+        manager.event_loop.add_signal_handler(signal.SIGINT, manager.april_shutdown.interrupted)

@@ -1,0 +1,145 @@
+"""The code of README.md and docs/ works as it is written there.
+
+Blocks in STORY run on a server that the quickstart's own command has started; only the port differs. The commands of
+all other blocks are checked: program, flags, files and extras exist.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.live import until
+from tests.support.pages import ROOT, Block, block, blocks, check_command, commands
+from tests.support.server import free_port
+
+QUICKSTART, README = "docs/quickstart.md", "README.md"
+STORY = {
+    *((QUICKSTART, number) for number in (1, 3, 4, 5, 6)),
+    *((README, number) for number in (3, 5)),
+    ("docs/rounds.md", 2),
+    ("docs/attached-requests.md", 0),
+}
+COMPILED = {("docs/trainer-internals.md", 0)}
+"""Needs a trainer of its own; tests/integration/test_bridge_push.py calls the same functions."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The current directory of a reader: a clone in which nothing has been written."""
+    path = tmp_path_factory.mktemp("reader")
+    for name in ("examples", "recipes"):
+        (path / name).symlink_to(ROOT / name)
+    return path
+
+
+def bash(text: str, folder: Path, **popen: Any) -> "subprocess.Popen[str]":
+    """Start a block as a script that ends at the first failing command."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    return subprocess.Popen(
+        ["bash", "-e", "-o", "pipefail", "-c", text], cwd=folder, env=env, text=True, start_new_session=True, **popen
+    )
+
+
+def output(text: str, folder: Path) -> str:
+    with bash(text, folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        said, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, said[-3000:]
+    return str(said)
+
+
+@pytest.fixture(scope="module")
+def port(folder: Path) -> Iterator[int]:
+    """The port of the server that the quickstart's command has started."""
+    number = free_port()
+    text = block(QUICKSTART, 1).replace("30000", str(number))
+    with (folder / "server.log").open("w") as log:
+        process = bash("exec " + text, folder, stdout=log, stderr=subprocess.STDOUT)
+
+    def answers() -> bool:
+        assert process.poll() is None, (folder / "server.log").read_text()[-3000:]
+        try:
+            return httpx.get(f"http://localhost:{number}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        until(answers, "the server is ready")
+        yield number
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_quickstart(port: int, folder: Path) -> None:
+    """A round, a push and a training run with a reward of one's own."""
+    reply = output(block(QUICKSTART, 3).replace("30000", str(port)), folder)
+    assert '"end_reason":"quota"' in reply
+    spans = output(f"python - <<'PY'\n{block(QUICKSTART, 4).replace('30000', str(port))}\nPY", folder)
+    assert "(0, 'fresh')" in spans
+    output(block(QUICKSTART, 5), folder)
+    said = output(block(QUICKSTART, 6), folder)
+    assert list((folder / "out/quickstart/run").rglob("*.safetensors")), said[-2000:]
+
+
+def test_readme(port: int, folder: Path) -> None:
+    """One request by curl; one from Python, with a push. Its first server command differs by the port alone."""
+    assert '"finished":' in output(block(README, 3).replace("30000", str(port)), folder)
+    given = {"prompts": [{"id": f"q{i}", "text": "<bos> 2 1 <sort>", "n": 1} for i in range(40)], "updated": []}
+    execute(README, 5, port, {**given, "update_weights": lambda: given["updated"].append(True)})
+    assert given["updated"]
+    assert commands(block(README, 2)) == [commands(block(QUICKSTART, 1))[0][:-2]]
+
+
+def test_rounds(port: int) -> None:
+    """The judge loop accepts groups until the quota is met, and trains once, on the groups that count."""
+    from sglang_april.client import AprilClient
+
+    trained: list[Any] = []
+    prompts = [{"id": f"j{i}", "text": "<bos> 2 1 <sort>", "n": 2} for i in range(80)]
+    rewards = iter([0.0, 0.5] * 40)
+    with AprilClient(f"http://localhost:{port}") as april:
+        given = {"april": april, "prompts": prompts, "train": trained.append}
+        execute("docs/rounds.md", 2, port, {**given, "mean_reward": lambda _: next(rewards)})
+    assert [len([g for g in groups if g.accepted]) for groups in trained] == [32]
+
+
+def test_attached_requests(port: int) -> None:
+    names = execute("docs/attached-requests.md", 0, port, {})
+    assert names["reply"].choices[0].finish_reason in ("stop", "length")
+
+
+def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a Python block with these names."""
+    exec(compile(block(page, number).replace("30000", str(port)), page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("found", blocks("bash"), ids=lambda found: found.name)
+def test_commands(found: Block) -> None:
+    if (found.page, found.number) not in STORY:
+        assert commands(found.text)
+        for words in commands(found.text):
+            check_command(words)
+
+
+@pytest.mark.parametrize("found", blocks("python"), ids=lambda found: found.name)
+def test_every_python_block_runs(found: Block) -> None:
+    if (found.page, found.number) in COMPILED:
+        exec("\n".join(line for line in found.text.splitlines() if line.startswith("from ")), {})
+        compile(found.text, found.page, "exec")
+    else:
+        assert (found.page, found.number) in STORY
+
+
+def test_no_code_is_hidden_from_these_tests() -> None:
+    """Code is fenced and has a language; a block without code is `text`, or has none in the design's diagrams."""
+    languages = {found.page for found in blocks("")}
+    assert languages <= {"docs/design.md"}
+    assert len(blocks("bash")) > 10

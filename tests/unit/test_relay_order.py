@@ -1,0 +1,38 @@
+"""The input of a resumed sample's first step, on streams that run as late as a GPU's may."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_april.adapter.v0_5_17 import page_pool
+from tests.support.delayed_relay import delay
+
+SLOT, STRANGERS, OURS = 3, 111, 222
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    """The overlap loop's relay and streams, without a model."""
+    pool = SimpleNamespace(req_to_token=torch.zeros(8, 16))
+    made = SimpleNamespace(
+        enable_overlap=True,
+        future_map=FutureMap(torch.device("cpu"), SpeculativeAlgorithm.NONE, pool),
+        forward_stream=torch.cpu.Stream(),
+        schedule_stream=torch.cpu.Stream(),
+    )
+    made.forward_stream_ctx = torch.cpu.stream(made.forward_stream)
+    delay(None, made)
+    return made
+
+
+def test_slot_of_a_request_that_ended_in_the_forward_in_flight(scheduler: Any) -> None:
+    slots = torch.tensor([SLOT])
+    with scheduler.forward_stream_ctx:  # the forward in flight still has the request that had the slot before
+        scheduler.future_map.stash(slots, RelayPayload(bonus_tokens=torch.tensor([STRANGERS])))
+    page_pool._relay(scheduler, slots, torch.tensor([OURS]))
+    with scheduler.forward_stream_ctx:  # the next forward reads its inputs
+        assert scheduler.future_map.output_tokens_buf[SLOT] == OURS
