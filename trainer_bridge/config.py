@@ -139,6 +139,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Samples per optimiser step. Default: all samples of the round."""
     max_tokens_per_gpu: Count = 8192
     """Maximum tokens of a micro-batch, prompts included. A longer sample gets a micro-batch of its own."""
+    recompute_granularity: Literal["full"] | None = None
+    """`full`: keep only the inputs of each layer for the backward pass and compute the rest again, to save memory."""
     lr: Positive = 1e-6
     """Learning rate; constant after the warm-up."""
     lr_warmup_iters: Natural = 0
@@ -242,6 +244,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             dtype=self.train_dtype,
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             world_size=self.trainer_processes,
+            recompute_granularity=self.recompute_granularity,
             device=self.trainer_device,
             lr=self.lr,
             lr_warmup_iters=self.lr_warmup_iters,

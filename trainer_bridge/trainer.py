@@ -27,6 +27,8 @@ class TrainerSettings:
     tensor_model_parallel_size: int = 1
     world_size: int = 1
     """Number of ranks, a multiple of `tensor_model_parallel_size`."""
+    recompute_granularity: Literal["full"] | None = None
+    """`full`: layers keep only their inputs for the backward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if available."""
     lr: float = 1e-6

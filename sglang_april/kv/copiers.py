@@ -30,6 +30,9 @@ class Copier(Protocol):
     chunk_pages: int
     """Pages in one chunk."""
 
+    def enter_thread(self) -> None:
+        """Called once in the thread that copies, before the first copy."""
+
     def fence(self) -> Any:
         """Mark, on the scheduler thread, the work launched so far: a copy that gets this fence starts after it."""
 
@@ -55,6 +58,9 @@ class CpuCopier:
     def __init__(self, page_format: PageFormat, chunk_bytes: int = CHUNK_BYTES["cpu"]) -> None:
         self._format, self.page_tokens, self.page_words = page_format, page_format.page_tokens, page_format.page_words
         self.chunk_pages = max(1, chunk_bytes // (4 * self.page_words))
+
+    def enter_thread(self) -> None:
+        pass
 
     def fence(self) -> None:
         return None
@@ -89,6 +95,10 @@ class GpuCopier:
         self._staging = [torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._filled, self._drained = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
         page_format.warm_up()
+
+    def enter_thread(self) -> None:
+        # A thread begins on device 0: pinning memory there would give every rank a context on it, of about 500 MB.
+        torch.cuda.set_device(self._device)
 
     def fence(self) -> "torch.cuda.Event":
         event = torch.cuda.Event()

@@ -145,6 +145,7 @@ class PageStore:
     # --- executed by the worker thread
 
     def _work(self) -> None:
+        self._copier.enter_thread()
         for order, act in self._orders:
             failure = ""
             try:

@@ -5,6 +5,7 @@ one sequence at a time.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from trainer_bridge.batch import Sequences
 from trainer_bridge.megatron.shapes import Llama3Rope, ModelShape
@@ -58,8 +60,13 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, tensor_parallel: i
     )
 
 
-def build_model(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> GPTModel:
-    """The model on this tensor-parallel rank, with uninitialised weights."""
+def build_model(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, recompute: bool = False) -> GPTModel:
+    """The model on this tensor-parallel rank, with uninitialised weights.
+
+    Args:
+        recompute: layers keep only their inputs for the backward pass, by PyTorch's checkpoints. Megatron's restore
+            random states, which needs CUDA; without dropout, this model draws nothing.
+    """
     shape.check_tensor_parallel(parallel_state.get_tensor_model_parallel_world_size())
     config = transformer_config(shape, dtype, parallel_state.get_tensor_model_parallel_world_size(), on_cpu)
     model = GPTModel(
@@ -76,6 +83,8 @@ def build_model(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> GPTModel
     if shape.rope_scaling is not None:
         rope = model.rotary_pos_emb
         rope.inv_freq = scaled_frequencies(rope.inv_freq, shape.rope_scaling)
+    for layer in model.decoder.layers if recompute else ():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
 
 
@@ -124,10 +133,11 @@ class PackedAttention(MegatronModule):
         repeat = query.shape[1] // key.shape[1]
         outputs = []
         for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-            k, v = (x.transpose(0, 1).repeat_interleave(repeat, dim=0) for x in (k, v))
-            outputs.append(
-                functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
-            )
+            # [1, heads, tokens, head_dim]: for three dimensions, PyTorch has no fused attention.
+            q = q.transpose(0, 1)[None]
+            k, v = (x.transpose(0, 1).repeat_interleave(repeat, dim=0)[None] for x in (k, v))
+            output = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
 

@@ -64,7 +64,8 @@ class Policy:
         self.device = devices.select_device(settings.device, rank)
         init_process_groups(self.device, rank, settings, init_method)
         dtype = getattr(torch, settings.dtype)
-        self.model = models.build_model(self.shape, dtype, on_cpu=self.device.type == "cpu").to(self.device)
+        on_cpu, recompute = self.device.type == "cpu", settings.recompute_granularity == "full"
+        self.model = models.build_model(self.shape, dtype, on_cpu, recompute).to(self.device)
         weights.load_hf(self.model, self.shape, settings.hf_checkpoint)
         self.steps = 0
         with devices.allocating_on(self.device):
@@ -204,7 +205,8 @@ class Policy:
     def load(self, folder: Path) -> None:
         """Read what `save` wrote on this rank. Raises: ValueError: the checkpoint is of another model shape."""
         self.onload(*PARTS)
-        state = torch.load(self._state_file(folder), map_location=self.device, weights_only=False)
+        # On the CPU: a second copy of weights and optimiser state does not fit on a GPU.
+        state = torch.load(self._state_file(folder), map_location="cpu", weights_only=False)
         if state["shape"] != asdict(self.shape):
             raise ValueError(f"{folder} contains another model shape than {self.settings.hf_checkpoint}")
         self.model.load_state_dict(state["model"])

@@ -6,6 +6,7 @@ process can open (SGLang's scheduler crashes on them), and the alternative leave
 
 import base64
 import io
+import itertools
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,14 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch.multiprocessing  # noqa: F401  (registers reductions for CUDA tensors)
+import torch
+from torch.multiprocessing import reductions
 
 from trainer_bridge.push.push_target import PushTarget, call_all
 from trainer_bridge.push.transport import WeightBucket
+
+DEVICE_ARGUMENT = 6
+"""Where `torch.multiprocessing.reductions.rebuild_cuda_tensor` takes the index of the GPU."""
 
 
 class TensorTransport:
@@ -31,13 +36,18 @@ class TensorTransport:
 
     def send(self, bucket: WeightBucket) -> None:
         """Send the bucket's tensors to all engines; on CUDA the engines map its memory until all have loaded it."""
-        payload = serialize(list(bucket.views()))
+        views = list(bucket.views())
+        shares_memory = any(x.is_cuda for _, x in views)
+        ranks = sum(engine.info.tp_size for engine in self._engines)
+        # PyTorch counts the processes that map a tensor, one for each time that it is serialised.
+        payloads = iter([serialize(views) for _ in range(ranks)] if shares_memory else [serialize(views)] * ranks)
 
-        def call(engine: PushTarget) -> None:
-            body = {"serialized_named_tensors": [payload] * engine.info.tp_size, "flush_cache": False}
+        def call(engine: PushTarget, payloads: list[str]) -> None:
+            body = {"serialized_named_tensors": payloads, "flush_cache": False}
             engine.weight_call("/update_weights_from_tensor", body)
 
-        call_all(self._threads, [partial(call, engine) for engine in self._engines])
+        calls = [partial(call, e, list(itertools.islice(payloads, e.info.tp_size))) for e in self._engines]
+        call_all(self._threads, calls)
 
     def finish(self) -> None:
         """Do nothing: every bucket has been loaded."""
@@ -53,7 +63,19 @@ class TensorTransport:
 def serialize(tensors: list[tuple[str, Any]]) -> str:
     """A base64 pickle, as SGLang's `MultiprocessingSerializer.deserialize` reads it."""
     buffer = io.BytesIO()
-    pickler = ForkingPickler if any(x.is_cuda for _, x in tensors) else pickle.Pickler
+    pickler = _IpcPickler if any(x.is_cuda for _, x in tensors) else pickle.Pickler
     # Pickling a view includes its whole storage.
     pickler(buffer).dump([(name, x if x.is_cuda else x.clone()) for name, x in tensors])
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _IpcPickler(ForkingPickler):
+    """Names GPUs by their UUID, as SGLang's deserialiser accepts: an index means another GPU where other GPUs are
+    visible (`_device_from_maybe_uuid` in sglang/srt/utils/patch_torch.py)."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, args = reductions.reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(args[DEVICE_ARGUMENT]).uuid)
+        return rebuild, (*args[:DEVICE_ARGUMENT], uuid, *args[DEVICE_ARGUMENT + 1 :])

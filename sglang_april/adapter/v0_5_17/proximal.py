@@ -5,6 +5,7 @@ log-softmax of (logits + logit bias) / temperature. Samples with penalties, a gr
 because a prefill does not have the state of those at each old token.
 """
 
+import contextlib
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,20 +66,45 @@ def with_proximal(
 ) -> Any:
     """AROUND LogitsProcessor.forward. `hidden_states`: [tokens of the batch, hidden], rows one after the other."""
     rows = getattr(getattr(metadata, "sampling_info", None), "april", None)
-    rescored = rows.rescored if rows is not None and isinstance(metadata, ForwardBatch) else None
-    wanted = rows.proximal if rows is not None and isinstance(metadata, ForwardBatch) else None
-    if wanted is not None and metadata.forward_mode.is_extend():
-        plain = LogitsMetadata.from_forward_batch(metadata)
-        for sample, proximal, first, states, targets in _old_tokens(wanted, metadata, hidden_states):
-            values = [
-                _logprobs(processor, states[i : i + CHUNK_ROWS], targets[i : i + CHUNK_ROWS], lm_head, plain, sample)
-                for i in range(0, len(states), CHUNK_ROWS)
-            ]
-            proximal.parts.append((first, torch.cat(values)))
-    result = stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
-    if rescored is not None and metadata.forward_mode.is_extend() and result.input_token_logprobs is not None:
-        _apply_temperatures(result.input_token_logprobs, processor, hidden_states, lm_head, metadata, rescored)
+    extends = rows is not None and isinstance(metadata, ForwardBatch) and metadata.forward_mode.is_extend()
+    if rows is None or not extends or (rows.proximal is None and rows.rescored is None):
+        return stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
+    with _entry_barrier(processor):
+        if rows.proximal is not None:
+            _compute_proximal(rows.proximal, processor, hidden_states, lm_head, metadata)
+        result = stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
+        if rows.rescored is not None and result.input_token_logprobs is not None:
+            _apply_temperatures(result.input_token_logprobs, processor, hidden_states, lm_head, metadata, rows.rescored)
     return result
+
+
+@contextlib.contextmanager
+def _entry_barrier(processor: Any) -> Iterator[None]:
+    """Make TP ranks wait for each other before each gather of logits.
+
+    On NVSwitch the gathered logits lie in a buffer that the other ranks write to. SGLang skips the barrier, because
+    attention's all-reduces stand between the gathers of two forwards (`MultimemAllGatherer.skip_entry_sync`). Several
+    gathers in one forward need it: a fast rank's next one would overwrite what a slow rank is still reading.
+    """
+    gatherer = processor._logits_gatherer
+    skips, gatherer._skip_entry_sync = gatherer._skip_entry_sync, False
+    try:
+        yield
+    finally:
+        gatherer._skip_entry_sync = skips
+
+
+def _compute_proximal(
+    wanted: list[Sample | None], processor: Any, hidden_states: torch.Tensor, lm_head: Any, batch: ForwardBatch
+) -> None:
+    """Append the proximal logprobs of this prefill to the collectors of its samples."""
+    plain = LogitsMetadata.from_forward_batch(batch)
+    for sample, proximal, first, states, targets in _old_tokens(wanted, batch, hidden_states):
+        values = [
+            _logprobs(processor, states[i : i + CHUNK_ROWS], targets[i : i + CHUNK_ROWS], lm_head, plain, sample)
+            for i in range(0, len(states), CHUNK_ROWS)
+        ]
+        proximal.parts.append((first, torch.cat(values)))
 
 
 def _apply_temperatures(
