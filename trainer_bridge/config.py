@@ -14,7 +14,7 @@ import yaml
 from msgspec import Meta
 
 from trainer_bridge.loss_settings import LossSettings
-from trainer_bridge.trainer import TrainerSettings
+from trainer_bridge.trainer import TrainerSettings, TransportName
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -181,8 +181,9 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Time for a server to become ready, or for a lost external server to come back."""
     api_key: str | None = None
     """API key of the servers."""
-    push: Literal["distributed", "tensor", "disk"] = "distributed"
-    """How weights are transferred."""
+    push: Literal["auto", "distributed", "tensor", "disk"] = "auto"
+    """How weights are transferred. `auto`: `tensor` with `colocate`, because NCCL refuses ranks on one GPU; otherwise
+    `distributed`."""
 
     # Evaluation
     eval_interval: Count | None = None
@@ -235,6 +236,24 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def offloads(self) -> bool:
         """Whether the loop asks the trainer to offload; with `auto` the trainer decides by its device."""
         return self.colocate and self.offload_trainer is not False
+
+    @property
+    def transport(self) -> TransportName:
+        """How weights are transferred."""
+        if self.push != "auto":
+            return self.push
+        return "tensor" if self.colocate else "distributed"
+
+    @property
+    def trainer_gpus(self) -> range:
+        """The visible GPUs of trainer ranks, if they run on GPUs."""
+        return range(self.trainer_processes)
+
+    def engine_gpus(self, number: int, trainer_on_gpus: bool) -> range:
+        """The visible GPUs of a server that the run starts: those of a colocated trainer, or those behind it."""
+        behind = self.trainer_processes if trainer_on_gpus and not self.colocate else 0
+        first = behind + number * self.server_gpus
+        return range(first, first + self.server_gpus)
 
     @property
     def trainer(self) -> TrainerSettings:

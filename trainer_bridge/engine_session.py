@@ -110,7 +110,7 @@ class EngineSession:
         """Wait for the engines, connect the trainer to them, and check which of them have the run's carry."""
         self._engines.wait_until_ready()
         engines = self._engines.each
-        self._trainer.connect([engine.url for engine in engines], self._config.push, self._config.api_key)
+        self._trainer.connect([engine.url for engine in engines], self._config.transport, self._config.api_key)
         self._rollouts.engines_with_carry = {i for i, engine in enumerate(engines) if self._has_carry(engine.client)}
         self._synced_step = None
 

@@ -16,6 +16,7 @@ import httpx
 from sglang_april.client import AprilClient
 from trainer_bridge.config import Config
 from trainer_bridge.engine_pool import EnginePool
+from trainer_bridge.megatron.device import uses_gpus
 from trainer_bridge.push.push_target import call_all
 from trainer_bridge.server_process import (
     EngineGoneError,
@@ -151,8 +152,9 @@ class RolloutEngine:
             command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")
-        if self._number and not config.ray:  # Ray sets the visible GPUs of each actor
-            command.append(f"--base-gpu-id={self._number * config.server_gpus}")
+        first_gpu = config.engine_gpus(self._number, uses_gpus(config.trainer_device)).start
+        if first_gpu and not config.ray:  # Ray sets the visible GPUs of each actor
+            command.append(f"--base-gpu-id={first_gpu}")
         return command
 
 

@@ -64,6 +64,8 @@ def check(config: Config) -> None:
         raise ConfigError("overlong_buffer_len: must be smaller than rollout_max_response_len")
     if config.offload_trainer is True and not config.colocate:
         raise ConfigError("offload_trainer: frees memory for an engine on the same GPU; it needs colocate: true")
+    if config.colocate and config.push == "distributed" and config.trainer_device != "cpu":
+        raise ConfigError("push: distributed needs other GPUs for the engine; with colocate use auto, tensor or disk")
     _check_strict_on_policy(config)
     _check_ray(config)
     if max(len(config.servers), config.engines) > 1:

@@ -6,6 +6,7 @@ import pytest
 
 from trainer_bridge.args import load
 from trainer_bridge.cli import main
+from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.validate import check
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
@@ -37,3 +38,27 @@ def test_dry_run_names_what_a_machine_lacks(path: Path, capsys: pytest.CaptureFi
     assert main(["--config", str(path), "--dry-run", "--save", "/dev/null/run"]) == 2
     names = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
     assert names[:2] == ["hf_checkpoint", "prompt_data"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_trainer_and_engines_use_the_same_gpus(path: Path) -> None:
+    """Eight GPUs, each with one trainer rank and one engine rank; no NCCL group has two ranks on one GPU."""
+    config = load(path, {})
+    engines = [config.engine_gpus(number, trainer_on_gpus=True) for number in range(config.engines)]
+    assert [gpu for gpus in engines for gpu in gpus] == list(config.trainer_gpus) == list(range(8))
+    assert f"--tp-size={config.server_gpus}" in config.server_flags
+    assert config.transport == "tensor", "a group of trainer rank 0 and all engine ranks would have GPU 0 twice"
+
+
+def test_engines_stand_behind_a_trainer_on_gpus_of_its_own() -> None:
+    config = Config(hf_checkpoint="m", prompt_data="d", reward="r", trainer_processes=2, engines=2, server_gpus=2)
+    assert config.transport == "distributed"
+    group = [config.trainer_gpus[0], *(gpu for i in range(2) for gpu in config.engine_gpus(i, trainer_on_gpus=True))]
+    assert group == [0, 2, 3, 4, 5]
+    assert config.engine_gpus(1, trainer_on_gpus=False) == range(2, 4)
+
+
+def test_nccl_on_a_shared_gpu_is_refused() -> None:
+    config = Config(hf_checkpoint="m", prompt_data="d", reward="r", colocate=True, push="distributed")
+    with pytest.raises(ConfigError, match="push: distributed needs other GPUs"):
+        check(config)

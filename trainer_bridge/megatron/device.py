@@ -25,6 +25,11 @@ def select_device(wanted: str, rank: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def uses_gpus(wanted: str) -> bool:
+    """Whether a trainer with this `device` runs on GPUs here."""
+    return wanted != "cpu" and torch.cuda.is_available()
+
+
 def hide_gpus() -> None:
     """Make torch report no GPU in this process. Call before importing Megatron-core, which uses every GPU it sees."""
     torch.cuda.is_available, torch.cuda.device_count = _is_available, _device_count

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class DistributedTransport:
-    """The transport `distributed`, which is the default."""
+    """The transport `distributed`, the default where trainer and engines have GPUs of their own."""
 
     def __init__(self, engines: Sequence[PushTarget], device: torch.device, master_address: str | None = None) -> None:
         self._engines, self._backend = engines, "nccl" if device.type == "cuda" else "gloo"
