@@ -31,6 +31,9 @@ CPU_REPEATS = 7
 CPU_AT_LEAST_S = 0.02
 """Shortest duration of one measurement; shorter calls are repeated within it."""
 
+FAILED = "failed:"
+"""Begins the reason of a case that should run here."""
+
 Times = tuple[float, float, float]
 """Milliseconds of one call: 20th, 50th and 80th percentile."""
 
@@ -64,7 +67,7 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
 def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, Any]]:
     """One row per case, with its share of the peak."""
     testbed = KernelTestbed(config, tokens, device)
-    found = list(cases(testbed))
+    found = [_tried(case) for case in cases(testbed)]
     times = iter(timed([case.run for case in found if isinstance(case, Case)], device))
     rows: list[dict[str, Any]] = []
     for case in found:
@@ -78,9 +81,19 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
         rows.append({**row, "peak": case.peak})
     rates = {row["name"]: row["gb_per_s"] for row in rows if "gb_per_s" in row}
     for row in rows:
-        if row.get("peak"):
+        if row.get("peak") in rates:
             row["share_of_peak"] = row["gb_per_s"] / rates[row["peak"]]
     return rows
+
+
+def _tried(case: Case | Missing) -> Case | Missing:
+    """The case after a first call, which also compiles it; a case that fails costs its own row alone."""
+    if isinstance(case, Case):
+        try:
+            case.run()
+        except Exception as error:  # noqa: BLE001 - whatever a kernel or its compiler raises
+            return Missing(case.name, f"{FAILED} {type(error).__name__}: {error}"[:500])
+    return case
 
 
 def run_facts(config: KernelConfig, device: str) -> dict[str, Any]:
@@ -181,12 +194,15 @@ def main(arguments: list[str] | None = None) -> None:
     config = KernelConfig(options.layers, options.heads, options.dim, options.dtype, options.page_tokens)
     facts, rows = run_facts(config, device), []
     for tokens in options.tokens:
-        for row in measured(config, tokens, device):
+        measured_now = [{**facts, **row} for row in measured(config, tokens, device)]
+        record.append_rows(options.out, measured_now)
+        for row in measured_now:
             print(line(row), flush=True)
-            rows.append({**facts, **row})
-    record.append_rows(options.out, rows)
+        rows += measured_now
     if options.plot:
         plot(rows, options.plot, f"{facts['machine']['gpu'] or facts['machine']['cpu']}, pages of {config.page_tokens}")
+    if failed := [row["name"] for row in rows if row.get("skipped", "").startswith(FAILED)]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

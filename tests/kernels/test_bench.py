@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,34 @@ def test_rows_are_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {row["skipped"] for row in first if "skipped" in row} == {"left out of the test", "no GPU present"}
     assert (tmp_path / "kernels-copy.png").stat().st_size
     assert "No GPU is used" in capsys.readouterr().out
+
+
+def test_a_failing_case_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of each size are written when it has been measured; the command reports the failure at its end."""
+    stock = kernel_cases.cases
+    monkeypatch.setattr(kernels, "cases", lambda testbed: _broken(list(stock(testbed)), testbed.tokens))
+    out = tmp_path / "kernels.json"
+    size = ["--device", "cpu", "--layers", "1", "--heads", "2", "--dim", "16", "--tokens", "5", "40", "7"]
+    with pytest.raises(KeyboardInterrupt):
+        kernels.main([*size, "--out", str(out)])
+    rows = json.loads(out.read_text())
+    assert {row["tokens"] for row in rows} == {5, 40}
+    failed = [(row["name"], row["tokens"]) for row in rows if row.get("skipped") == "failed: RuntimeError: no kernel"]
+    assert failed == [("pack, random slots", 40)]
+    with pytest.raises(SystemExit, match="failed: pack, random slots"):
+        kernels.main([*size[:-1], "--out", str(out)])
+
+
+def _broken(found: list[Any], tokens: int) -> list[Any]:
+    """At 40 tokens one case fails; at 7, the command is interrupted."""
+
+    def fail() -> None:
+        if tokens == 7:
+            raise KeyboardInterrupt
+        raise RuntimeError("no kernel")
+
+    bad = tokens != 5
+    return [replace(case, run=fail) if bad and case.name == "pack, random slots" else case for case in found]
 
 
 def test_script_invocation_is_refused() -> None:
