@@ -7,6 +7,7 @@ all other blocks are checked: program, flags, files and extras exist.
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.live import until
 from tests.support.pages import ROOT, Block, block, blocks, check_command, commands
-from tests.support.server import free_port
+from tests.support.server import START_LIMIT_S, free_port
 
 QUICKSTART, README = "docs/quickstart.md", "README.md"
 STORY = {
@@ -69,8 +69,11 @@ def port(folder: Path) -> Iterator[int]:
         except httpx.HTTPError:
             return False
 
+    deadline = time.monotonic() + START_LIMIT_S
     try:
-        until(answers, "the server is ready")
+        while not answers():
+            assert time.monotonic() < deadline, (folder / "server.log").read_text()[-3000:]
+            time.sleep(0.5)
         yield number
     finally:
         process.terminate()
