@@ -51,7 +51,7 @@ def test_entry_points(group: str, name: str, value: str) -> None:
 
 THIRD_PARTY = {"httpx", "msgspec", "numba", "llvmlite", "numpy", "prometheus_client"}
 """What the base installation brings besides SGLang and what SGLang itself brings."""
-OF_SGLANG = {"sglang", "torch", "triton", "fastapi", "starlette", "uvicorn", "transformers", "zmq"}
+OF_SGLANG = {"sglang", "torch", "triton", "fastapi", "starlette", "uvicorn", "transformers", "zmq", "psutil"}
 
 
 @pytest.mark.parametrize("package", ["sglang_april", "kernels/april_kernels"])
