@@ -1,7 +1,6 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
 import dataclasses
-import socket
 import time
 import uuid
 from collections import defaultdict
@@ -24,23 +23,6 @@ REPEATABLE = ("/april/rollout", "/april/drop")
 REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
 """Routes whose effect is the same if a request arrives twice."""
 RETRY_INTERVAL_S = 0.5
-
-DEAD_AFTER_S = 60
-"""After so many seconds a connection breaks whose other machine has died, or cannot be reached."""
-KEEP_ALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # Linux's names (man 7 tcp). Elsewhere the system's own intervals hold.
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in (
-            ("TCP_KEEPIDLE", DEAD_AFTER_S // 2),
-            ("TCP_KEEPINTVL", DEAD_AFTER_S // 6),
-            ("TCP_KEEPCNT", 3),
-        )
-        if hasattr(socket, name)
-    ),
-]
-"""Socket options of a client's connections."""
 
 Exchange = Generator[httpx.Request, httpx.Response, T]
 """A call as a generator: it yields requests, is sent their responses, and returns the result."""

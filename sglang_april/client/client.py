@@ -19,7 +19,8 @@ from typing import Any, Concatenate, ParamSpec, Self
 
 import httpx
 
-from sglang_april.client.calls import KEEP_ALIVE, Calls, Exchange, StreamedRound, T, event, push_stays_open
+from sglang_april.client.calls import Calls, Exchange, StreamedRound, T, event, push_stays_open
+from sglang_april.client.keep_alive import with_keep_alive
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 P = ParamSpec("P")
@@ -58,7 +59,7 @@ class AprilClient:
         url: base URL of the server.
         api_key: sent as a bearer token.
         timeout: seconds that connecting may take. Answers have no limit: a round takes as long as it takes. A machine
-            that no longer answers TCP keep-alive probes counts as lost within `DEAD_AFTER_S`.
+            that no longer answers TCP keep-alive probes counts as lost after a minute (`keep_alive.py`).
         retry_s: for so many seconds, a call whose connection is lost is repeated, unless its effect could happen twice.
             With a journal, a round so survives a restart of the server. 0: every lost connection is an error.
         options: of `httpx.Client`.
@@ -68,7 +69,7 @@ class AprilClient:
         self, url: str, api_key: str | None = None, timeout: float = 10.0, retry_s: float = 0.0, **options: Any
     ) -> None:
         self._calls = Calls(url, api_key, retry_s)
-        options.setdefault("transport", httpx.HTTPTransport(socket_options=KEEP_ALIVE))
+        options = with_keep_alive(httpx.HTTPTransport, url, options)
         self._http = httpx.Client(timeout=httpx.Timeout(None, connect=timeout), **options)
 
     def __enter__(self) -> Self:
@@ -156,7 +157,7 @@ class AsyncAprilClient:
         self, url: str, api_key: str | None = None, timeout: float = 10.0, retry_s: float = 0.0, **options: Any
     ) -> None:
         self._calls = Calls(url, api_key, retry_s)
-        options.setdefault("transport", httpx.AsyncHTTPTransport(socket_options=KEEP_ALIVE))
+        options = with_keep_alive(httpx.AsyncHTTPTransport, url, options)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=timeout), **options)
 
     async def __aenter__(self) -> Self:

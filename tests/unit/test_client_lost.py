@@ -20,6 +20,7 @@ from sglang_april.client import (
     ServerLostError,
 )
 from sglang_april.client.calls import StreamedRound
+from sglang_april.client.keep_alive import SOCKET_OPTIONS, with_keep_alive
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.unit.eager_server import eager_server
 from tests.unit.scripted_engine import prompt
@@ -201,3 +202,20 @@ def test_a_machine_that_died_is_noticed() -> None:
 def suppressed(call: Callable[[], Any]) -> None:
     with contextlib.suppress(ServerLostError):
         call()
+
+
+def test_options_of_the_caller_and_proxies_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """httpx would ignore both if it were simply given a transport."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    url, given = "https://engine:30000", {"verify": False, "headers": {"a": "b"}}
+    options = with_keep_alive(dict, url, given)
+    assert options == {**given, "transport": {"socket_options": SOCKET_OPTIONS, "verify": False}}
+    assert with_keep_alive(dict, url, {"transport": "mine"}) == {"transport": "mine"}
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    assert with_keep_alive(dict, url, given) == given
+    assert "transport" in with_keep_alive(dict, "http://engine:30000", given)
+    assert "transport" in with_keep_alive(dict, url, {"trust_env": False})
+    monkeypatch.setenv("no_proxy", "engine")
+    assert "transport" in with_keep_alive(dict, url, given)

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from sglang_april.client import AprilClient
-from sglang_april.client.calls import KEEP_ALIVE
+from sglang_april.client.keep_alive import with_keep_alive
 from trainer_bridge.handshake import EngineInfo
 
 
@@ -22,10 +22,8 @@ class PushTarget:
         self.info, self.url = info, info.url
         self.april = AprilClient(info.url, api_key)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        transport = httpx.HTTPTransport(socket_options=KEEP_ALIVE)
-        self._http = httpx.Client(
-            base_url=info.url, headers=headers, timeout=httpx.Timeout(None, connect=10.0), transport=transport
-        )
+        options = with_keep_alive(httpx.HTTPTransport, info.url, {"base_url": info.url, "headers": headers})
+        self._http = httpx.Client(timeout=httpx.Timeout(None, connect=10.0), **options)
 
     def weight_call(self, path: str, body: dict[str, Any]) -> None:
         """Call one of SGLang's weight routes. Raises: WeightCallError: the reply does not report success."""
