@@ -1,44 +1,13 @@
 """Bodies: every field wrong in every way that matters is named, and nothing wrong passes."""
 
-import json
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from sglang_april.api.errors import RequestError
-from sglang_april.api.requests import RolloutBody, decode_rollout
-from sglang_april.config import AprilConfig
-from sglang_april.http.prepare import open_round, round_spec
-from sglang_april.http.validation import check_rollout
-from tests.unit.scripted_engine import ScriptedEngine
+from tests.unit.bodies import accept, one, params, refuse
 
 NAN, INF = float("nan"), float("inf")
-
-
-def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
-    """Decode, check and prepare, as the service does; the command to the scheduler."""
-    data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
-    rollout = decode_rollout(data, packed)
-    config, digest = AprilConfig(quota=8), check_rollout(rollout, packed)
-    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**facts))
-
-
-def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        accept(body, packed, **facts)
-    assert caught.value.status == 400
-    assert caught.value.reason
-    return caught.value
-
-
-def one(**fields: Any) -> dict[str, Any]:
-    return {"prompts": [{"id": "a", "input_ids": [1], **fields}]}
-
-
-def params(**fields: Any) -> dict[str, Any]:
-    return one(sampling_params=fields)
 
 
 TOP = [
@@ -137,48 +106,6 @@ def test_nan_and_infinity_are_refused_in_msgpack_and_in_json(name: str, value: f
     assert refuse(params(logit_bias={"1": value}), packed=True).field.startswith(
         "prompts[0].sampling_params.logit_bias"
     )
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"{",
-        b"",
-        b"nul",
-        b"{} {}",
-        b"\xff",
-        b'{"run": "\\ud800"}',
-        b'{"run": "\xff"}',
-        b"\xef\xbb\xbf{}",
-        b'{"quota": 01}',
-    ],
-)
-def test_invalid_json_is_refused_as_the_body(data: bytes) -> None:
-    if not data:
-        assert decode_rollout(data, False) == RolloutBody()
-        return
-    with pytest.raises(RequestError, match=r"^body: "):
-        decode_rollout(data, False)
-
-
-@pytest.mark.parametrize("data", [b"\xc1", b"\x81", b"\x81\xa3run\xa1\xff", b"\x81\xa3run\xa9a", b"\x80\x80"])
-def test_invalid_msgpack_is_refused_as_the_body(data: bytes) -> None:
-    with pytest.raises(RequestError, match=r"^body: "):
-        decode_rollout(data, True)
-
-
-def test_deep_nesting_is_refused() -> None:
-    with pytest.raises(RequestError, match="deep"):
-        decode_rollout(b'{"prompts":[{"id":"a","metadata":' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", False)
-    deep: Any = 1
-    for _ in range(70):
-        deep = [deep]
-    assert refuse(one(metadata=deep)).field == "prompts[0].metadata"
-
-
-@pytest.mark.parametrize("value", [b"raw", {1: 2}, {None: 1}, msgspec.msgpack.Ext(5, b"x"), [b""], {"a": {2: 3}}])
-def test_metadata_without_a_json_form_is_refused(value: Any) -> None:
-    assert refuse(one(metadata=value), packed=True).field == "prompts[0].metadata"
 
 
 def test_exactly_one_source_of_tokens() -> None:
@@ -314,24 +241,3 @@ def test_launch_flags_replace_absent_fields_but_not_null() -> None:
     assert accept({}).spec.max_staleness == 5
     assert accept({"max_staleness": None}).spec.max_staleness is None
     assert accept({"kv": "auto"}).spec.kv == "auto"
-
-
-def test_raw_ids_equal_a_list() -> None:
-    raw = np.array([1, 2], "<i4").tobytes()
-    assert accept(one(input_ids=raw), packed=True) == accept(one(input_ids=[1, 2]))
-    assert refuse(one(input_ids=raw[:5]), packed=True).field == "prompts[0].input_ids"
-    assert refuse(one(input_ids=b""), packed=True).field == "prompts[0].input_ids"
-    negative = np.array([3, -1], "<i4").tobytes()
-    assert refuse(one(input_ids=negative), packed=True).field == "prompts[0].input_ids[1]"
-
-
-def test_fingerprint_ignores_encoding_and_streaming() -> None:
-    def fingerprint(body: dict[str, Any], packed: bool = False) -> str:
-        data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
-        return check_rollout(decode_rollout(data, packed), packed)
-
-    raw = np.array([1], "<i4").tobytes()
-    assert fingerprint(one()) == fingerprint({**one(), "stream": True}) == fingerprint(one(input_ids=raw), packed=True)
-    assert fingerprint(one()) == fingerprint({**one(), "run": "default"})
-    for other in ({**one(), "quota": 1}, {**one(), "quota": None}, one(metadata=1), one(n=2), one(input_ids=[2])):
-        assert fingerprint(one()) != fingerprint(other)
