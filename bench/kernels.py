@@ -194,11 +194,11 @@ def main(arguments: list[str] | None = None) -> None:
     config = KernelConfig(options.layers, options.heads, options.dim, options.dtype, options.page_tokens)
     facts, rows = run_facts(config, device), []
     for tokens in options.tokens:
-        measured_now = [{**facts, **row} for row in measured(config, tokens, device)]
-        record.append_rows(options.out, measured_now)
-        for row in measured_now:
+        new_rows = [{**facts, **row} for row in measured(config, tokens, device)]
+        record.append_rows(options.out, new_rows)
+        for row in new_rows:
             print(line(row), flush=True)
-        rows += measured_now
+        rows += new_rows
     if options.plot:
         plot(rows, options.plot, f"{facts['machine']['gpu'] or facts['machine']['cpu']}, pages of {config.page_tokens}")
     if failed := [row["name"] for row in rows if row.get("skipped", "").startswith(FAILED)]:

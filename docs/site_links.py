@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the site has no pages for files outside of docs/, so a link to one becomes its name."""
+"""A hook of mkdocs: replaces links to files outside docs/, which have no page on the site, by their names."""
 
 import posixpath
 import re

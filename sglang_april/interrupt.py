@@ -29,8 +29,8 @@ def handle() -> None:
 
 
 @contextmanager
-def kept_from_children() -> Iterator[None]:
-    """Processes that this thread starts never get SIGINT. A terminal sends Ctrl-C to all processes of a command."""
+def sigint_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread and in the processes that it starts: a terminal sends Ctrl-C to all of them."""
     resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -19,7 +19,7 @@ GROUP_BASELINE: frozenset[Algorithm] = frozenset({"grpo", "dapo", "gspo"})
 _CLIP: dict[Algorithm, tuple[float, float]] = {
     "grpo": (0.2, 0.2),
     "dapo": (0.2, 0.28),
-    "gspo": (3e-4, 4e-4),  # section 5.1 of its paper
+    "gspo": (3e-4, 4e-4),  # the values of the GSPO paper (arXiv 2507.18071)
     "ppo": (0.2, 0.2),
     "reinforce": (float("inf"), float("inf")),
 }

@@ -131,7 +131,7 @@ class RewardWorker:
         context = multiprocessing.get_context("spawn")
         parent_end, child_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_end, self._path), daemon=True)
-        with interrupt.kept_from_children():
+        with interrupt.sigint_blocked():
             self._process.start()
         child_end.close()
         self._connection = parent_end

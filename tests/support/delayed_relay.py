@@ -12,7 +12,7 @@ from typing import Any
 
 
 class DelayingStream:
-    """Stands in for `Scheduler.forward_stream_ctx`."""
+    """Replaces `Scheduler.forward_stream_ctx`."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -126,7 +126,7 @@ class ProcessWorkers(RemoteWorkers):
         for rank in range(settings.world_size):
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, settings, rank, init_method), daemon=True)
-            with interrupt.kept_from_children():
+            with interrupt.sigint_blocked():
                 process.start()
             child_end.close()
             self._pipes.append(parent_end)

@@ -14,7 +14,7 @@ def handle(*_: Any, **__: Any) -> None:
 
 def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND `Engine._launch_*`, which start processes."""
-    with interrupt.kept_from_children():
+    with interrupt.sigint_blocked():
         return original(*args, **kwargs)
 
 

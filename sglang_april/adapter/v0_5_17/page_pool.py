@@ -134,9 +134,8 @@ def _fill_decode_tensors(s: Scheduler, batch: ScheduleBatch, lengths: list[int])
 def _relay(s: Scheduler, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """Make `tokens` the input of the next step of the request slots; both int64 [rows].
 
-    The forward in flight relays its own tokens when it ends, also for rows that have ended since. A slot that such a
-    row has freed may be one of `slots`, so in the overlap loop this has to happen behind that forward, in the order of
-    its stream.
+    In the overlap loop, the forward in flight relays its tokens when it ends, also for requests that have finished
+    since. Such a request may have freed one of `slots`, so this write is queued behind that forward on its stream.
     """
     payload = RelayPayload(bonus_tokens=tokens)
     if not s.enable_overlap:

@@ -82,9 +82,10 @@ def with_proximal(
 def _entry_barrier(processor: Any) -> Iterator[None]:
     """Make TP ranks wait for each other before each gather of logits.
 
-    On NVSwitch the gathered logits lie in a buffer that the other ranks write to. SGLang skips the barrier, because
-    attention's all-reduces stand between the gathers of two forwards (`MultimemAllGatherer.skip_entry_sync`). Several
-    gathers in one forward need it: a fast rank's next one would overwrite what a slow rank is still reading.
+    On NVSwitch the other ranks write their logits to this rank's buffer. SGLang skips the barrier
+    (`MultimemAllGatherer.skip_entry_sync`), because the all-reduces of a forward separate its gather from the next
+    forward's. Several gathers in one forward need the barrier: otherwise a fast rank overwrites logits that a slow rank
+    still reads.
     """
     gatherer = processor._logits_gatherer
     skips, gatherer._skip_entry_sync = gatherer._skip_entry_sync, False
