@@ -16,6 +16,8 @@ from april_kernels.kv_pages import blocks
 
 SLAB_BYTES = 256 << 20
 """Bytes allocated at a time."""
+PINNED_SLAB_BYTES = 32 << 20
+"""The same for pinned memory: the driver lets no other thread of the process launch work meanwhile."""
 
 
 class PageRange(NamedTuple):
@@ -40,7 +42,7 @@ class HostArena:
 
     def __init__(self, pages: int, page_words: int, *, pinned: bool) -> None:
         self.page_words, self.pinned = page_words, pinned
-        self._slab = max(1, SLAB_BYTES // (4 * page_words))
+        self._slab = max(1, (PINNED_SLAB_BYTES if pinned else SLAB_BYTES) // (4 * page_words))
         self._slabs: dict[int, torch.Tensor] = {}
         self._pages = pages
         self._free = [PageRange(i, min(self._slab, pages - i)) for i in range(0, pages, self._slab)]

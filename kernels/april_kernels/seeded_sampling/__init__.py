@@ -5,7 +5,7 @@ import torch
 from april_kernels.seeded_sampling import reference
 from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32
 
-__all__ = ["TOP_K_ALL", "keep_mask", "murmur_hash32", "seeded_sample"]
+__all__ = ["TOP_K_ALL", "keep_mask", "murmur_hash32", "seeded_sample", "warm_up"]
 
 
 def seeded_sample(
@@ -23,3 +23,11 @@ def seeded_sample(
 
         return cpu.seeded_sample(probs, seeds, positions, keep)
     return reference.seeded_sample(probs, seeds, positions, keep)
+
+
+def warm_up(columns: int, device: torch.device | str) -> None:
+    """Compile what draws from rows of `columns`, with and without a mask, ahead of the first round."""
+    probs = torch.full((2, columns), 1 / columns, device=device)
+    seeds = torch.zeros(2, dtype=torch.int64, device=device)
+    for keep in (None, torch.ones_like(probs, dtype=torch.bool)):
+        seeded_sample(probs, seeds, seeds, keep)

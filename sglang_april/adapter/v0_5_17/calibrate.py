@@ -4,6 +4,7 @@ All ranks measure at the same time, before the first step, while the pool is emp
 rank, and rank 0 broadcasts the result (`rank-determinism`). Prefills run as in SGLang's `benchmark/one_batch.py`.
 """
 
+import contextlib
 import logging
 import time
 from array import array
@@ -107,7 +108,10 @@ def _prefill(s: Scheduler, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
     try:
         batch.input_ids, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu.to(batch.device), None
         runner = s.tp_worker.model_runner
-        runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+        # On the stream of later forwards: memory that torch caches for activations belongs to the stream that used it.
+        with s.forward_stream_ctx if s.enable_overlap else contextlib.nullcontext():
+            s.forward_stream.wait_stream(torch.get_device_module(batch.device).current_stream())
+            runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
         torch.get_device_module(batch.device).synchronize()
     except BaseException:
         s.token_to_kv_pool_allocator.free(batch.out_cache_loc)

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from april_kernels import seeded_sampling
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
 from sglang_april.adapter.v0_5_17.attached import queue_attached
 from sglang_april.adapter.v0_5_17.build_store import build_store, key_of, select_page_format, tier_budgets
@@ -38,6 +39,7 @@ class SchedulerEngine(Capacity):
 
     def __init__(self, scheduler: Scheduler, config: AprilConfig) -> None:
         super().__init__(scheduler)
+        seeded_sampling.warm_up(scheduler.model_config.vocab_size, scheduler.device)
         self.pages = PagePool(scheduler)
         self.prompts = PromptPages(scheduler)
         self.version = 0
@@ -215,12 +217,12 @@ class SchedulerEngine(Capacity):
         assert pages is not None
         copy = pages.copy
         assert copy is not None
-        self.pages.after_forward()
-        if copy.tier == "disk":
-            self.store.copy_to_disk(order, copy.number, pages.slots, key_of(sample), sample.kv.version)
-        else:
-            prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix is not None else None
-            self.store.copy_to_host(order, copy.number, pages.slots, prefix)
+        with self.pages.after_forward():
+            if copy.tier == "disk":
+                self.store.copy_to_disk(order, copy.number, pages.slots, key_of(sample), sample.kv.version)
+            else:
+                prefix = (copy.prefix.number, copy.prefix.length) if copy.prefix is not None else None
+                self.store.copy_to_host(order, copy.number, pages.slots, prefix)
 
     def load(self, sample: Sample, order: int) -> bool:
         pages = sample.kv.pages
@@ -228,8 +230,8 @@ class SchedulerEngine(Capacity):
         assert pages.copy is not None
         if not self.pages.alloc_slots(pages):
             return False
-        self.pages.after_forward()
-        self.store.load(order, pages.copy.number, pages.slots)
+        with self.pages.after_forward():
+            self.store.load(order, pages.copy.number, pages.slots)
         return True
 
     def spill(self, sample: Sample, order: int) -> None:

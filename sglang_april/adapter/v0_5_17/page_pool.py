@@ -4,6 +4,9 @@ Invariant when a sample is detached after `settle`: `kv_committed_len == seqlen 
 last output token does not exist yet, the next decode step writes it.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
@@ -11,6 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_april.adapter.v0_5_17.host_to_device import columns_to_device
 from sglang_april.kv.kv_pages import Pages
 
 
@@ -67,10 +71,20 @@ class PagePool:
         pages.slots = slots[: pages.length].to(torch.int64)
         return True
 
-    def after_forward(self) -> None:
-        """Make this stream wait for the forward in flight, which may still write slots."""
-        if self._s.enable_overlap and self._s.device != "cpu":
-            self._s.schedule_stream.wait_stream(self._s.forward_stream)
+    @contextlib.contextmanager
+    def after_forward(self) -> Iterator[None]:
+        """Copies ordered in this context start after the forward in flight, which may still write their slots.
+
+        Their fence is recorded on the forward stream. The schedule stream does not wait, so that the next batch is
+        prepared while the forward runs.
+        """
+        s = self._s
+        if not s.enable_overlap or s.device == "cpu":
+            yield
+            return
+        with s.forward_stream_ctx:
+            s.forward_stream.wait_stream(s.schedule_stream)
+            yield
 
     def build_decode_batch(self, reqs: list[Req], pages: list[Pages], inexact: list[bool]) -> ScheduleBatch:
         """A decode batch of resumed requests on their stored pages.
@@ -84,7 +98,7 @@ class PagePool:
         # Without a tree (--disable-radix-cache) a request has no node.
         root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
         for req, page, old in zip(reqs, pages, inexact, strict=True):
-            self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots.to(torch.int32))
+            self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots)
             req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
             req.kv_committed_len = page.length
             req.cache_protected_len, req.last_node = page.protected, page.node or root
@@ -114,15 +128,12 @@ class PagePool:
 def _fill_decode_tensors(s: Scheduler, batch: ScheduleBatch, lengths: list[int]) -> None:
     """What `prepare_for_decode` expects of a batch whose last step has been processed."""
     rows = [r.req_pool_idx for r in batch.reqs]
-    device = batch.device
-    batch.req_pool_indices = torch.tensor(rows, dtype=torch.int64, device=device)
-    batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
-    batch.seq_lens = torch.tensor(lengths, dtype=torch.int64, device=device)
-    batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
-    batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    batch.seq_lens_sum = sum(lengths)
     last = [r.output_ids[-1] if r.output_ids else r.origin_input_ids[-1] for r in batch.reqs]
-    last_tokens = torch.tensor(last, dtype=torch.int64, device=device)
+    batch.req_pool_indices, batch.seq_lens, last_tokens = columns_to_device([rows, lengths, last], batch.device)
+    batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
+    batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+    batch.seq_lens_sum = sum(lengths)
     _relay(s, batch.req_pool_indices, last_tokens)
     batch.input_ids = None
     batch.multimodal_inputs = [r.multimodal_inputs for r in batch.reqs]

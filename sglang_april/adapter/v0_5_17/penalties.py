@@ -14,6 +14,8 @@ from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenal
 from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_april.adapter.v0_5_17.host_to_device import to_device
+
 
 def replay_penalties(batch: ScheduleBatch, info: SamplingBatchInfo, rows: list[int], *, prefill: bool) -> None:
     """Bring the fresh counters of `info` to the state that `rows` had when they were suspended."""
@@ -24,7 +26,7 @@ def replay_penalties(batch: ScheduleBatch, info: SamplingBatchInfo, rows: list[i
         tokens = _history(batch.reqs[row], prefill)
         if not len(tokens):
             continue
-        history = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
+        history = to_device(tokens, torch.int64, batch.device)
         for penalizer in orchestrator.penalizers.values():
             if penalizer.is_prepared():
                 _replay(penalizer, row, history)

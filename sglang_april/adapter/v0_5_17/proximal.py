@@ -18,6 +18,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_april.adapter.v0_5_17.host_to_device import to_device
 from sglang_april.scheduler.state import Proximal, Sample
 
 RESCORE = "april_rescore"
@@ -167,7 +168,7 @@ def _old_tokens(
                     sample.recompute.proximal,
                     begin + 1 - prompt,
                     states,
-                    torch.tensor(tokens, device=states.device),
+                    to_device(tokens, torch.int64, states.device),
                 )
         row_start += length
 

@@ -5,14 +5,16 @@ per-row seeds are kept apart: `RowSeeds` follows `SamplingBatchInfo` through fil
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from april_kernels.seeded_sampling import keep_mask, seeded_sample
+from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, seeded_sample
+from sglang_april.adapter.v0_5_17.host_to_device import to_device
 from sglang_april.adapter.v0_5_17.proximal import recomputed_rows, rescored_rows
 from sglang_april.scheduler.state import Sample
 
@@ -22,29 +24,42 @@ class RowSeeds:
     """Which rows of a batch have seeds of their own, these seeds, and the rows that need proximal logprobs."""
 
     seeded: list[bool]
-    seeds: torch.Tensor
-    """int64 [rows] on the device of the batch; 0 in rows of other requests."""
+    filtered: list[bool]
+    """Rows with a seed whose top-k, top-p or min-p leaves columns out."""
+    on_device: torch.Tensor
+    """int64 [2, rows] on the device of the batch: the seeds, 0 in rows of other requests; and `seeded` as 0 or 1."""
     proximal: list[Sample | None] | None = None
     """Rows of a prefill that need proximal logprobs (proximal.py); None after it."""
     rescored: list[float | None] | None = None
     """Rows of a prefill that belong to the audit, with the temperature of their sample; None after it."""
+    _filtered_rows: torch.Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> "RowSeeds":
         seeded = [r.april is not None and r.sampling_params.sampling_seed is not None for r in batch.reqs]
         seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, seeded, strict=True)]
-        return cls(
-            seeded,
-            torch.tensor(seeds, dtype=torch.int64, device=batch.device),
-            recomputed_rows(batch),
-            rescored_rows(batch),
-        )
+        filtered = [mine and _is_filtered(r.sampling_params) for r, mine in zip(batch.reqs, seeded, strict=True)]
+        on_device = to_device([seeds, seeded], torch.int64, batch.device)
+        return cls(seeded, filtered, on_device, recomputed_rows(batch), rescored_rows(batch))
 
     def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
-        return RowSeeds([self.seeded[i] for i in rows], self.seeds[rows_on_device])
+        on_device = self.on_device[:, rows_on_device]
+        return RowSeeds([self.seeded[i] for i in rows], [self.filtered[i] for i in rows], on_device)
 
     def joined(self, other: "RowSeeds") -> "RowSeeds":
-        return RowSeeds(self.seeded + other.seeded, torch.cat([self.seeds, other.seeds]))
+        on_device = torch.cat([self.on_device, other.on_device], dim=1)
+        return RowSeeds(self.seeded + other.seeded, self.filtered + other.filtered, on_device)
+
+    def filtered_rows(self) -> torch.Tensor:
+        """Indices of the filtered rows, int64, on the device; copied there once per composition of the batch."""
+        if self._filtered_rows is None:
+            rows = [i for i, filtered in enumerate(self.filtered) if filtered]
+            self._filtered_rows = to_device(rows, torch.int64, self.on_device.device)
+        return self._filtered_rows
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k != TOP_K_ALL or params.top_p != 1.0 or params.min_p > 0
 
 
 def draw(
@@ -59,16 +74,22 @@ def draw(
     rows: RowSeeds | None = getattr(info, "april", None)
     if rows is None or not any(rows.seeded):
         return stock(sampler, probs, info, positions, simple)
+    seeds, mine = rows.on_device
+    drawn = seeded_sample(probs, seeds, positions, _keep(probs, info, rows))
     if all(rows.seeded):
-        return _seeded_rows(probs, info, rows.seeds, positions, simple, slice(None)).to(torch.int32)
+        return drawn.to(torch.int32)
+    # All rows are drawn, because selecting rows would copy their probabilities.
     tokens = stock(sampler, probs, info, positions, simple)
-    mine = torch.tensor([i for i, seeded in enumerate(rows.seeded) if seeded], device=probs.device)
-    tokens[mine] = _seeded_rows(probs[mine], info, rows.seeds[mine], positions[mine], simple, mine).to(tokens.dtype)
-    return tokens
+    return torch.where(mine.bool(), drawn.to(tokens.dtype), tokens)
 
 
-def _seeded_rows(
-    probs: torch.Tensor, info: SamplingBatchInfo, seeds: torch.Tensor, positions: torch.Tensor, simple: bool, rows: Any
-) -> torch.Tensor:
-    keep = None if simple else keep_mask(probs, info.top_ks[rows], info.top_ps[rows], info.min_ps[rows])
-    return seeded_sample(probs, seeds, positions, keep)
+def _keep(probs: torch.Tensor, info: SamplingBatchInfo, rows: RowSeeds) -> torch.Tensor | None:
+    """Columns that may be drawn, bool [rows, vocab]; None for all. Only filtered rows are sorted."""
+    if not any(rows.filtered):
+        return None
+    if all(rows.filtered):
+        return keep_mask(probs, info.top_ks, info.top_ps, info.min_ps)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    some = rows.filtered_rows()
+    keep[some] = keep_mask(probs[some], info.top_ks[some], info.top_ps[some], info.min_ps[some])
+    return keep
