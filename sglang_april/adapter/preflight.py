@@ -19,8 +19,6 @@ from typing import Any
 from sglang_april.adapter import versions
 from sglang_april.adapter.versions import HookTable, Manifest, PreflightError
 
-REPOSITORY = Path(__file__).parents[2]
-
 Symbol = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -46,10 +44,8 @@ def check() -> None:
 def check_kernels_package() -> None:
     """Raise PreflightError if a folder hides Hugging Face's package `kernels`, which SGLang imports."""
     spec = importlib.util.find_spec("kernels")
-    if spec is None:
-        return
-    if spec.origin is None or Path(spec.origin).is_relative_to(REPOSITORY / "kernels"):
-        place = spec.origin or ", ".join(spec.submodule_search_locations or [])
+    if spec is not None and spec.origin is None:  # a folder without __init__.py, such as a checkout's
+        place = ", ".join(spec.submodule_search_locations or [])
         raise PreflightError(f"the folder {place} hides the package kernels that SGLang imports")
 
 

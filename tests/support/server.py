@@ -38,6 +38,13 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
+
+
 def _group(pid: int) -> int | None:
     try:
         return os.getpgid(pid)
@@ -144,7 +151,7 @@ class Server:
         """Processes of the server's group that still run, also after its end."""
         assert self.process is not None
         group = self.process.pid
-        return [p.pid for p in psutil.process_iter() if _group(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE]
+        return [p.pid for p in psutil.process_iter() if _group(p.pid) == group and _runs(p)]
 
     @property
     def alive(self) -> bool:

@@ -114,9 +114,17 @@ def test_after_hooks_never_receive_a_coroutine() -> None:
     assert not [path for path in after if symbols[path]["kind"] == "async def"]
 
 
-@pytest.mark.parametrize("origin", [None, str(preflight.REPOSITORY / "kernels" / "__init__.py")])
-def test_folder_that_hides_kernels_is_refused(origin: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.machinery.ModuleSpec("kernels", None, origin=origin, is_package=True)
+def test_folder_that_hides_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.machinery.ModuleSpec("kernels", None, is_package=True)
+    spec.submodule_search_locations = ["/checkout/kernels"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
-    with pytest.raises(preflight.PreflightError, match="hides the package kernels"):
+    with pytest.raises(preflight.PreflightError, match="the folder /checkout/kernels hides the package kernels"):
         preflight.check_kernels_package()
+
+
+def test_hugging_faces_kernels_is_accepted_beside_an_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both lie in one folder then, site-packages."""
+    beside = Path(preflight.__file__).parents[2] / "kernels" / "__init__.py"
+    spec = importlib.machinery.ModuleSpec("kernels", None, origin=str(beside), is_package=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    preflight.check_kernels_package()
