@@ -1,7 +1,15 @@
 """No step makes the host wait for a GPU, apart from the reviewed calls (tests/support/sync_detector.py)."""
 
+import pytest
+
 from tests.support.server import Server
 from tests.support.workload import prompt, stoppers
+
+
+@pytest.fixture(params=["normal", "overlap"])
+def each_loop(request: pytest.FixtureRequest) -> Server:
+    server: Server = request.getfixturevalue(request.param)
+    return server
 
 
 def test_steps_with_suspends_resumes_and_requests_of_others(each_loop: Server, run: str) -> None:
