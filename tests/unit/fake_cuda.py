@@ -32,6 +32,10 @@ class Stream:
     queue: deque[tuple[Record | None, Callable[[], Any]]] = field(default_factory=deque)
     """(the record to wait for first, what to do)."""
 
+    @property
+    def cuda_stream(self) -> int:
+        return id(self)
+
     def wait_event(self, event: Event) -> None:
         if event.last is not None and event not in self.gpu.unordered:
             self.queue.append((event.last, lambda: None))

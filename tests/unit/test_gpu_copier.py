@@ -137,3 +137,14 @@ def test_rows_survive_in_every_order(tokens: int, seed: int) -> None:
 def test_each_wait_is_needed(dropped: str) -> None:
     """Positive control: without one kind of wait, some order loses rows."""
     assert not all(round_trip(30, seed, dropped) for seed in range(100))
+
+
+def test_streams_of_forwards_are_not_used_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_cuda.FakeGpu(random.Random(0))
+    pool = [gpu.stream() for _ in range(4)]  # torch hands out its streams in turn
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: pool.insert(0, pool.pop()) or pool[0])
+    monkeypatch.setattr(torch.cuda, "Event", fake_cuda.Event)
+    streams: Any = [pool[3], pool[1]]
+    page_format: Any = Format(gpu)
+    copier = GpuCopier(page_format, streams=streams)
+    assert len({copier._kernels, copier._copies, *streams}) == 4
