@@ -1,8 +1,8 @@
 """Tables and plots from rows: an HTML page, and the tables of README.md and docs.
 
     python -m bench.report                    # out/bench/report.html from bench/results/*.json
-    python -m bench.report --readme           # fills the tables of both pages between their markers
-    python -m bench.report --readme --check   # fails if a page differs from the rows
+    python -m bench.report --readme           # fills the tables of README and docs, and draws README's picture
+    python -m bench.report --readme --check   # fails if a page or the picture differs from the rows
 
 A marker is ``<!-- bench:PRESET DISTRIBUTION -->`` for a table of five columns, or ``<!-- bench:PRESET DISTRIBUTION full
 -->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table comes from the newest run that measured
@@ -21,13 +21,14 @@ from typing import Any
 from bench import record
 from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
-from bench.plots import plot, plot_over_sampling
+from bench.plots import picture, plot, plot_over_sampling
 from bench.record import Row
-from bench.tables import ablations_of, aims, by_variant, details_of, headline_table, newest, table_of
+from bench.tables import HEADLINE, ablations_of, aims, by_variant, details_of, headline_table, newest, table_of
 from examples import interrupt
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
 PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md", record.ROOT / "docs" / "paced-rounds.md")
+PICTURE = record.ROOT / "docs" / "rollout.svg"
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+)( full)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -172,8 +173,11 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of rows (%(default)s)")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page (%(default)s)")
-    parser.add_argument("--readme", action="store_true", help="fill the tables of README.md and docs")
+    parser.add_argument(
+        "--readme", action="store_true", help="fill the tables of README.md and docs, draw README's picture"
+    )
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="with --readme: fill these pages instead")
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="with --readme: README's picture (%(default)s)")
     parser.add_argument("--check", action="store_true", help="with --readme: change nothing, fail on a difference")
     args = parser.parse_args(given)
     rows = all_rows(args.results)
@@ -182,7 +186,8 @@ def main(given: list[str] | None = None) -> int:
         args.out.write_text(page(rows))
         print(args.out)
         return 0
-    return max([_fill(path, rows, check=args.check) for path in args.pages])
+    drawn = _draw(args.picture, rows, check=args.check)
+    return max([drawn, *(_fill(path, rows, check=args.check) for path in args.pages)])
 
 
 def _fill(path: Path, rows: list[Row], *, check: bool) -> int:
@@ -194,6 +199,21 @@ def _fill(path: Path, rows: list[Row], *, check: bool) -> int:
         return int(old != new)
     path.write_text(new)
     return 0
+
+
+def _draw(path: Path, rows: list[Row], *, check: bool) -> int:
+    """README's picture, of the rows of its table. Its bytes depend on matplotlib, so what it shows is compared."""
+    table = by_variant(newest(rows, "cpu"), "lognormal")
+    if not table:
+        return 0
+    svg, about = picture(table, HEADLINE)
+    if not check:
+        path.write_text(svg)
+        return 0
+    differs = html.escape(about, quote=False) not in (path.read_text() if path.exists() else "")
+    if differs:
+        print(f"{path} differs from the rows: python -m bench.report --readme", file=sys.stderr)
+    return int(differs)
 
 
 if __name__ == "__main__":

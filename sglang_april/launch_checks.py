@@ -7,6 +7,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""What `--load-format auto` can read."""
+
 
 def reason_not_startable(argv: Sequence[str]) -> str | None:
     """Why a server with these arguments cannot start, as a sentence without its full stop, or None."""
@@ -14,6 +17,7 @@ def reason_not_startable(argv: Sequence[str]) -> str | None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--model-path", "--model")
+    parser.add_argument("--load-format", default="auto")
     parser.add_argument("-h", "--help", action="store_true")
     try:
         args, _ = parser.parse_known_args(argv)
@@ -21,7 +25,11 @@ def reason_not_startable(argv: Sequence[str]) -> str | None:
         return None
     if args.help:
         return None
-    return _port_in_use(args.host, args.port) or (args.model_path and damage_of(args.model_path)) or None
+    return _port_in_use(args.host, args.port) or _damage_of(args) or None
+
+
+def _damage_of(args: argparse.Namespace) -> str | None:
+    return damage_of(args.model_path, args.load_format) if args.model_path else None
 
 
 def _port_in_use(host: str, port: int) -> str | None:
@@ -38,8 +46,12 @@ def _port_in_use(host: str, port: int) -> str | None:
     return None
 
 
-def damage_of(model: str) -> str | None:
-    """Why the checkpoint in the folder `model` cannot be loaded, or None. A name of a model hub is not checked."""
+def damage_of(model: str, load_format: str = "auto") -> str | None:
+    """Why the checkpoint in the folder `model` cannot be loaded, or None. A name of a model hub is not checked.
+
+    Args:
+        load_format: SGLang's `--load-format`; weights are required only of `auto`, which reads WEIGHTS.
+    """
     folder = Path(model)
     if not folder.exists():
         looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
@@ -50,13 +62,16 @@ def damage_of(model: str) -> str | None:
     if not config.exists():
         return f"--model-path {model} has no config.json; it must be a Hugging Face folder"
     try:
-        json.loads(config.read_text())
+        if not isinstance(json.loads(config.read_text()), dict):
+            return f"--model-path {model} is damaged: its config.json is not a JSON object"
         index = folder / "model.safetensors.index.json"
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set[str]()
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"--model-path {model} is damaged: {type(error).__name__}: {error}"
     if missing := sorted(name for name in named if not (folder / name).exists()):
         return f"--model-path {model} is incomplete: {missing[0]} is missing ({len(missing)} of {len(named)} files)"
+    if load_format == "auto" and not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        return f"--model-path {model} has no weights: none of {', '.join(WEIGHTS)}"
     return next((reason for path in sorted(folder.glob("*.safetensors")) if (reason := _truncated(path))), None)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -36,6 +37,30 @@ from sglang_april.client import AprilError
 Row = dict[str, Any]
 FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError, aiohttp.ClientError)
 """What the server, the engine's routes and the trainer raise, each with a message that says why."""
+
+
+BUSY_PERCENT = 20.0
+"""Of all cores, used by other processes: more makes the rates lower, and different in the next run."""
+
+
+def busy_warning(percent: float) -> str:
+    """What to know about figures from a machine of which other processes use so much; empty if they use little."""
+    if percent <= BUSY_PERCENT:
+        return ""
+    return (
+        f"other processes used {percent:.0f} % of the cores at the start: rates are lower than on an idle machine; "
+        "the rounds' ratios suffer less, because their variants take turns"
+    )
+
+
+def next_steps(out: Path, *, trained: bool) -> str:
+    """What to try after the demo."""
+    report = f"  april-train report {out / 'training' / 'april'}    a page about the training run\n" if trained else ""
+    return (
+        f"next, in .venv (source .venv/bin/activate):\n{report}"
+        "  docs/quickstart.md    a server, a round, a push, and training with a reward of your own\n"
+        "  make bench            all kinds of rollouts against each other, for about ten minutes"
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -141,6 +166,8 @@ def main() -> int:
     settings = settings_from(args)
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
+    if busy := busy_warning(psutil.cpu_percent(interval=1.0)):
+        console.print(f"note: {busy}", style="yellow")
     started = time.monotonic()
     trains = settings.training.steps > 0 and not set(TRAINED).isdisjoint(settings.variants)
     rows: list[Row] = []
@@ -166,6 +193,8 @@ def main() -> int:
         write_summary(args.out / "summary.json", rows, settings, seconds)
         show_table(rows, settings, console)
         show_training(rows, settings, console)
+        if busy:
+            console.print(f"note: {busy}", style="yellow")
     if failure:
         console.print(failure, style="red", markup=False)
         return 1
@@ -173,7 +202,7 @@ def main() -> int:
     console.print(
         f"first groups after {seconds['first_round']:.0f} s, all after {seconds['all']:.0f} s "
         f"(server up: {seconds['server_up']:.0f} s)\nfigures: {args.out / 'summary.json'}\n"
-        f"pictures: {', '.join(map(str, pictures))}",
+        f"pictures: {', '.join(map(str, pictures))}\n{next_steps(args.out, trained=trains)}",
         soft_wrap=True,
     )
     return 0

@@ -1,6 +1,7 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
 import dataclasses
+import logging
 import time
 import uuid
 from collections import defaultdict
@@ -16,6 +17,7 @@ from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
+log = logging.getLogger("sglang_april")
 
 EventKey = tuple[str, int, tuple[int, ...]]
 """Group, incarnation and samples of an event: with `quota_unit: sample` a group has several."""
@@ -60,13 +62,19 @@ class Calls:
         """`POST /april/rollout`: open a round and wait for its reply. The fields are those of the request.
 
         Without a `round_id` the client makes one, so that a call that is repeated after a lost connection finds its
-        round.
+        round. While the server's journal cannot be written, its reason is logged and the call keeps waiting.
 
         Raises:
             AprilError: the server refused the round.
             ServerLostError: the connection was lost; the message has the `round_id`.
         """
-        return read_reply((yield from self._call("POST", "/april/rollout", with_round_id(body))))
+        body = with_round_id(body)
+        while True:
+            try:
+                return read_reply((yield from self._call("POST", "/april/rollout", body)))
+            except AprilError as error:
+                if not waits_for_journal(error):
+                    raise
 
     def get_round(self, round_id: str) -> Exchange[RolloutReply | None]:
         """`GET /april/rounds/{id}`: its reply, or None while it is open."""
@@ -159,6 +167,21 @@ class Calls:
         """The request of a streamed rollout."""
         return self._request("POST", "/april/rollout", {**with_round_id(body), "stream": True})
 
+    def is_open(self, response: httpx.Response) -> bool:
+        """Whether a streamed round is open. If not, it waits for the server's journal: send the request again.
+
+        Raises:
+            AprilError: the server refused the round.
+        """
+        if response.is_success:
+            return True
+        try:
+            self.content(response)
+        except AprilError as error:
+            if not waits_for_journal(error):
+                raise
+        return False
+
     def check_patched(self) -> Exchange[None]:
         """Before the first call: `GET /april/state` must answer (`explicit-activation`).
 
@@ -224,8 +247,16 @@ def with_round_id(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "round_id": body.get("round_id") or uuid.uuid4().hex}
 
 
-def event(line: str) -> RolloutGroup | RolloutSummary:
-    """One line of a stream.
+def waits_for_journal(error: AprilError) -> bool:
+    """Whether the round continues and its answer waits until the server's journal can be written; logs why."""
+    waits = (error.status, error.field) == (503, "journal")
+    if waits:
+        log.warning("still waiting: %s", error.reason)
+    return waits
+
+
+def event(line: str) -> RolloutGroup | RolloutSummary | None:
+    """One line of a stream; None for the reason why the round waits, which is logged.
 
     Raises:
         AprilError: it is the error event.
@@ -233,6 +264,9 @@ def event(line: str) -> RolloutGroup | RolloutSummary:
     fields = msgspec.json.decode(line)
     if fields["event"] == "error":
         raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
+    if fields["event"] == "waiting":
+        log.warning("still waiting: %s", fields["reason"])
+        return None
     return read_event(fields)
 
 

@@ -122,11 +122,12 @@ class AprilClient:
         return self._events(request, self._open_stream(request))
 
     def _open_stream(self, request: httpx.Request) -> httpx.Response:
-        response = self._send(request, stream=True)
-        if not response.is_success:
-            response.read()
-            self._calls.content(response)
-        return response
+        while True:
+            response = self._send(request, stream=True)
+            if not response.is_success:
+                response.read()
+            if self._calls.is_open(response):
+                return response
 
     def _events(self, request: httpx.Request, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
         streamed = StreamedRound()
@@ -134,7 +135,7 @@ class AprilClient:
             try:
                 with contextlib.closing(response):
                     for line in response.iter_lines():
-                        if streamed.is_new(received := event(line)):
+                        if (received := event(line)) and streamed.is_new(received):
                             yield received
                 return
             except httpx.TransportError as error:
@@ -208,9 +209,10 @@ class AsyncAprilClient:
             try:
                 if not response.is_success:
                     await response.aread()
-                    self._calls.content(response)
+                if not self._calls.is_open(response):
+                    continue
                 async for line in response.aiter_lines():
-                    if streamed.is_new(received := event(line)):
+                    if (received := event(line)) and streamed.is_new(received):
                         yield received
                 return
             except httpx.TransportError as error:

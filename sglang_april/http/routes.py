@@ -16,7 +16,7 @@ from sglang_april.http.completed_groups import wait_for_texts
 from sglang_april.http.observability import add_open_routes
 from sglang_april.http.reply import encode_group, size_of
 from sglang_april.http.rounds import RoundRecord
-from sglang_april.http.service import AprilService
+from sglang_april.http.service import JOURNAL_PATIENCE_S, AprilService
 from sglang_april.http.validation import check_judge, check_prompts, check_rollout, fingerprint
 
 logger = logging.getLogger("sglang_april")
@@ -85,8 +85,8 @@ async def rollout(april: AprilService, request: Request) -> Response:
     body, digest = await _off_loop(len(data), _read_rollout, data, packed)
     round_ = await april.open(body, digest)
     if body.stream:
-        return StreamingResponse(_events(round_), media_type="application/x-ndjson")
-    return await _reply(request, round_)
+        return StreamingResponse(_events(april, round_), media_type="application/x-ndjson")
+    return await _reply(april, request, round_)
 
 
 def _read_rollout(data: bytes, packed: bool) -> tuple[requests.RolloutBody, str]:
@@ -99,7 +99,7 @@ async def get_round(april: AprilService, request: Request) -> Response:
     round_ = april.rounds.find(_round_id(request))
     if not round_.reply.done():
         return _answer(request, {"round_id": round_.id, "run": round_.run, "state": round_.state}, 202)
-    return await _reply(request, round_)
+    return await _reply(april, request, round_)
 
 
 async def stop(april: AprilService, request: Request) -> Response:
@@ -183,16 +183,18 @@ async def no_route(_april: AprilService, request: Request) -> Response:
     raise RequestError(404, "path", f"there is no {request.method} {request.url.path}")
 
 
-async def _reply(request: Request, round_: RoundRecord) -> Response:
+async def _reply(april: AprilService, request: Request, round_: RoundRecord) -> Response:
     """Wait for the reply until the client disconnects, which does not end the round."""
     gone = asyncio.ensure_future(_disconnected(request))
+    waiting = asyncio.ensure_future(april.wait(round_, round_.reply))
     try:
-        await asyncio.wait((round_.reply, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            return Response(status_code=499)
+        reply = waiting.result()
     finally:
         gone.cancel()
-    if not round_.reply.done():
-        return Response(status_code=499)
-    reply = round_.reply.result()
+        waiting.cancel()
     packed = _wants_packed(request)
     encoded = await _off_loop(reply.nbytes, reply.encode, packed)
     return Response(encoded, media_type=MSGPACK if packed else JSON)
@@ -203,8 +205,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(round_: RoundRecord) -> AsyncIterator[bytes]:
-    """Newline-delimited JSON: groups as they finish, the summary last. A replay is identical."""
+async def _events(april: AprilService, round_: RoundRecord) -> AsyncIterator[bytes]:
+    """Newline-delimited JSON: groups as they finish, the summary last. A replay is identical, except for `waiting`."""
     sent = 0
     while True:
         changed = round_.changed
@@ -215,7 +217,11 @@ async def _events(round_: RoundRecord) -> AsyncIterator[bytes]:
             yield await _off_loop(size_of(part), encode_group, part, False, True) + b"\n"
         if round_.reply.done():
             break
-        await changed.wait()
+        try:
+            await asyncio.wait_for(changed.wait(), JOURNAL_PATIENCE_S)
+        except TimeoutError:
+            if reason := april.restored_state.fault:
+                yield msgspec.json.encode({"event": "waiting", "reason": reason}) + b"\n"
     try:
         summary = round_.reply.result().summary()
     except RequestError as refused:

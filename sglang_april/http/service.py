@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,10 @@ from sglang_april.http.weight_lock import WeightLock
 from sglang_april.metrics import Metrics
 
 logger = logging.getLogger("sglang_april")
+
+T = TypeVar("T")
+JOURNAL_PATIENCE_S = 10.0
+"""A client whose answer waits for the journal is told why after this time at the latest."""
 
 
 class AprilService:
@@ -62,7 +66,7 @@ class AprilService:
         self.check_size(len(data))
         body = requests.decode_rollout(data, True)
         round_ = await self.open(body, check_rollout(body, packed=True))
-        reply = await asyncio.shield(round_.reply)
+        reply = await self.wait(round_, round_.reply)
         return msgspec.msgpack.decode(reply.encode(packed=True))
 
     def check_size(self, size: int) -> None:
@@ -86,8 +90,20 @@ class AprilService:
         round_, new = self.rounds.admit(RoundRecord(spec))
         if new:
             self._background.start(self._open(round_, body))
-        await asyncio.shield(round_.opened)
+        await self.wait(round_, round_.opened)
         return round_
+
+    async def wait(self, round_: RoundRecord, answer: "asyncio.Future[T]") -> T:
+        """Wait for `opened` or `reply` of a round, which a cancelled call does not end.
+
+        Raises:
+            RequestError: 503 while the journal cannot be written. The round continues: the same request finds it.
+        """
+        while not (await asyncio.wait((answer,), timeout=JOURNAL_PATIENCE_S))[0]:
+            if reason := self.restored_state.fault:
+                reason = f"{reason}; round {round_.id} waits for it: repeat the request with this round_id"
+                raise RequestError(503, JOURNAL, reason)
+        return answer.result()
 
     async def stop(self, round_id: str, deliver: list[str] | None) -> dict[str, Any]:
         """End a round now, with what has finished; idempotent."""

@@ -166,7 +166,7 @@ def results(tmp_path: Path) -> Path:
 
 def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
     text = tmp_path / "README.md"
-    command = ["--results", str(results), "--readme", "--pages", str(text)]
+    command = ["--results", str(results), "--readme", "--picture", str(tmp_path / "p.svg"), "--pages", str(text)]
     text.write_text(
         "before\n<!-- bench:cpu lognormal -->\nold\n<!-- /bench -->\n"
         "<!-- bench:cpu lognormal full -->\nold\n<!-- /bench -->\nafter\n"
@@ -183,10 +183,29 @@ def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
     assert main([*command, "--check"]) == 1
 
 
+def test_picture_shows_the_rows_of_the_table(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, drawn = tmp_path / "README.md", tmp_path / "p.svg"
+    page.write_text("nothing measured\n")
+    command = ["--results", str(results), "--readme", "--picture", str(drawn), "--pages", str(page)]
+    assert main([*command, "--check"]) == 1
+    assert f"{drawn} differs from the rows" in capsys.readouterr().err
+    assert main(command) == 0
+    first = drawn.read_bytes()
+    assert main([*command, "--check"]) == 0
+    assert main(command) == 0
+    assert drawn.read_bytes() == first
+    rows = json.loads((results / "rollout.json").read_text())
+    (results / "rollout.json").write_text(json.dumps([row | {"delivered_tokens_per_s": 7.0} for row in rows]))
+    assert main([*command, "--check"]) == 1
+
+
 def test_a_readme_without_markers_passes(results: Path, tmp_path: Path) -> None:
     text = tmp_path / "README.md"
     text.write_text("nothing measured\n")
-    assert main(["--results", str(results), "--readme", "--pages", str(text), "--check"]) == 0
+    command = ["--results", str(results), "--readme", "--picture", str(tmp_path / "p.svg"), "--pages", str(text)]
+    assert main(command) == 0
+    assert main([*command, "--check"]) == 0
+    assert text.read_text() == "nothing measured\n"
 
 
 def test_the_page_has_every_table(results: Path, tmp_path: Path) -> None:

@@ -140,3 +140,17 @@ def test_a_failed_part_says_why_and_keeps_what_was_measured(
     assert rows[0]["reward_after"] is None
     monkeypatch.setattr("sys.argv", ["demo", "--server", "http://there", "--out", str(tmp_path), "--steps", "0"])
     assert demo.main() == 0, "without steps nothing is trained"
+
+
+def test_busy_machine_is_named() -> None:
+    assert demo.busy_warning(5.0) == ""
+    assert "other processes used 73 % of the cores" in demo.busy_warning(73.2)
+
+
+def test_next_steps_exist(tmp_path: Path) -> None:
+    root = Path(demo.__file__).parents[2]
+    said = demo.next_steps(tmp_path, trained=True)
+    assert f"april-train report {tmp_path / 'training' / 'april'}" in said
+    assert "april-train" not in demo.next_steps(tmp_path, trained=False)
+    assert (root / "docs" / "quickstart.md").exists()
+    assert "bench:" in (root / "Makefile").read_text()

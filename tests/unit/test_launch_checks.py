@@ -47,6 +47,20 @@ def test_damaged_config_is_refused(model: Path) -> None:
     assert "is damaged: JSONDecodeError" in str(damage_of(str(model)))
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"text"'])
+def test_config_that_is_no_object_is_refused(model: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    assert damage_of(str(model)) == f"--model-path {model} is damaged: its config.json is not a JSON object"
+
+
+def test_folder_without_weights_is_refused(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert f"--model-path {model} has no weights" in str(damage_of(str(model)))
+    assert f"--model-path {model} has no weights" in str(reason_not_startable(["--model", str(model), "--port", "0"]))
+    dummy = ["--model", str(model), "--load-format", "dummy", "--port", "0"]
+    assert reason_not_startable(dummy) is None
+
+
 @pytest.mark.parametrize("keep", [4, 100, 0.5, -1])
 def test_truncated_weights_are_refused(model: Path, keep: float) -> None:
     weights = model / "model.safetensors"
