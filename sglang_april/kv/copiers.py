@@ -6,7 +6,7 @@ CPU the kernels of `april_kernels.kv_pages` write to the pages directly. Checksu
 pages on a GPU, inside the packing kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,9 +47,11 @@ class Copier(Protocol):
         """
 
 
-def copier_for(page_format: PageFormat) -> Copier:
-    """The copier for the device of the pool."""
-    return CpuCopier(page_format) if page_format.table.device.type == "cpu" else GpuCopier(page_format)
+def copier_for(page_format: PageFormat, streams: Sequence["torch.cuda.Stream"] = ()) -> Copier:
+    """The copier for the device of the pool, with streams other than these."""
+    if page_format.table.device.type == "cpu":
+        return CpuCopier(page_format)
+    return GpuCopier(page_format, streams=streams)
 
 
 class CpuCopier:
@@ -86,11 +88,17 @@ class CpuCopier:
 class GpuCopier:
     """Copies through two staging buffers, with one stream for kernels and one for transfers, ordered by events."""
 
-    def __init__(self, page_format: PageFormat, chunk_bytes: int = CHUNK_BYTES["cuda"]) -> None:
+    def __init__(
+        self,
+        page_format: PageFormat,
+        chunk_bytes: int = CHUNK_BYTES["cuda"],
+        streams: Sequence["torch.cuda.Stream"] = (),
+    ) -> None:
         self._format, self.page_tokens, self.page_words = page_format, page_format.page_tokens, page_format.page_words
         self._device = page_format.table.device
         self.chunk_pages = max(1, chunk_bytes // (4 * self.page_words))
-        self._kernels, self._copies = (torch.cuda.Stream(self._device) for _ in range(2))
+        self._kernels = _other_stream(self._device, streams)
+        self._copies = _other_stream(self._device, [*streams, self._kernels])
         shape = (self.chunk_pages, self.page_words)
         self._staging = [torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._filled, self._drained = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
@@ -142,6 +150,13 @@ class GpuCopier:
 
     def _buffer(self, i: int, pages: int) -> "tuple[torch.Tensor, torch.cuda.Event, torch.cuda.Event]":
         return self._staging[i % 2][:pages], self._filled[i % 2], self._drained[i % 2]
+
+
+def _other_stream(device: torch.device, streams: Sequence["torch.cuda.Stream"]) -> "torch.cuda.Stream":
+    """A stream that is none of these: torch hands out the same 32 in turn, and copies would wait for forwards."""
+    taken = {stream.cuda_stream for stream in streams}
+    drawn = (torch.cuda.Stream(device) for _ in range(64))
+    return next(stream for stream in drawn if stream.cuda_stream not in taken)
 
 
 def _chunks(copier: Copier, slots: torch.Tensor, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

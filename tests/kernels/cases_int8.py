@@ -6,7 +6,7 @@ import torch
 from april_kernels.kv_pages import PlaneTable, int8, int8_layout, int8_reference, int8_triton, triton_impl
 from april_kernels.kv_pages import checksum as page_checksum
 from april_kernels.kv_pages.int8_layout import Int8Layout
-from tests.kernels.pools import choose_slots
+from tests.kernels.pools import choose_slots, huge
 
 SHAPES = {
     "bf16 8x128": (torch.bfloat16, ((8, 128), (8, 128))),
@@ -105,3 +105,35 @@ def test_kernel_warps() -> None:
     assert int8_triton.tile_shape(128, 128, 64) == (32, 128, 4)
     assert int8_triton.tile_shape(1, 576, 64) == (1, 1024, 1)
     assert triton_impl.tile_shape(10, 64).warps == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pool_and_pages_beyond_2_31_bytes(dtype: torch.dtype, device: str) -> None:
+    """The last slots and the last page lie beyond 2**31 elements of a plane, and 2**31 words."""
+    heads, dim, page_tokens = 2, 512, 2
+    slots_in_all = 2**31 // (heads * dim) + 16
+    plane = huge(slots_in_all * heads * dim, device).view(dtype)[: slots_in_all * heads * dim]
+    layout = Int8Layout(PlaneTable.of([plane.view(slots_in_all, heads, dim)]))
+    slots = torch.tensor([slots_in_all - 1, 3, -1, -1, 5, slots_in_all - 2], device=device)
+    rows = layout.table.buffers[0]
+    rows[slots[slots >= 0]] = torch.linspace(-2, 2, 4 * heads * dim, device=device).view(4, heads, dim).to(dtype)
+    stride = 2**31 // 2 + 4096
+    pages = huge(3 * stride, device).view(3, stride)[:, : layout.page_words(page_tokens)]
+    int8_triton.quantize(layout, slots, page_tokens, pages)
+    expected = int8_reference_pages(layout, slots, page_tokens)
+    codes, scales = int8_layout.sections(layout, pages, page_tokens)
+    expected_codes, expected_scales = int8_layout.sections(layout, expected, page_tokens)
+    assert torch.equal(scales, expected_scales)
+    assert int((codes.to(torch.int16) - expected_codes.to(torch.int16)).abs().max()) <= 1
+    before = rows[slots[slots >= 0]].float()
+    rows[slots[slots >= 0]] = 0
+    int8_triton.dequantize(layout, slots, page_tokens, pages)
+    torch.testing.assert_close(rows[slots[slots >= 0]].float(), before, rtol=0, atol=2 / 127)
+
+
+def int8_reference_pages(layout: Int8Layout, slots: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    pages = torch.zeros(
+        len(slots) // page_tokens, layout.page_words(page_tokens), dtype=torch.int32, device=slots.device
+    )
+    int8_reference.quantize(layout, slots, page_tokens, pages)
+    return pages

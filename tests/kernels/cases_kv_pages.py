@@ -1,12 +1,10 @@
 """The page kernels against the torch reference, byte for byte. Started by test_kernels.py."""
 
-import mmap
-
 import pytest
 import torch
 
 from april_kernels.kv_pages import PlaneTable, page_count, reference, triton_impl
-from tests.kernels.pools import POISON, Shape, bytes_of, choose_slots, poisoned_allocations, pool, same
+from tests.kernels.pools import POISON, Shape, bytes_of, choose_slots, huge, poisoned_allocations, pool, same
 
 BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
 
@@ -116,16 +114,6 @@ def test_gpu_warm_up_does_not_change_pool(device: str) -> None:
     before = bytes_of(table)
     triton_impl.warm_up(table, 16)
     assert same(before, bytes_of(table))
-
-
-def huge(words: int, device: str) -> torch.Tensor:
-    """int32 [words], zeros. On a CPU a sparse map, of which only the pages that are touched take memory."""
-    if device != "cpu":
-        if torch.cuda.mem_get_info()[0] < 3 * 4 * words:
-            pytest.skip("too little GPU memory")
-        return torch.zeros(words, dtype=torch.int32, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return torch.frombuffer(mmap.mmap(-1, 4 * words, flags=flags), dtype=torch.int32)
 
 
 ROW = 1024

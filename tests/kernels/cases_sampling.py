@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from april_kernels.seeded_sampling import reference, triton_impl
+from tests.kernels.pools import huge
 
 
 @triton.jit
@@ -79,3 +80,20 @@ def test_bad_shapes_are_refused(device: str) -> None:
         triton_impl.seeded_sample(probs.T, seeds, positions)
     with pytest.raises(ValueError, match="keep must be"):
         triton_impl.seeded_sample(probs, seeds, positions, torch.ones(4, 9, dtype=torch.bool, device=device))
+
+
+def test_rows_beyond_2_31_elements(device: str) -> None:
+    """Rows so far apart that the last one begins beyond 2**31 elements, in the probabilities and in the mask."""
+    probs, seeds, positions = rows_of(3, 2000, device)
+    stride = 2**30 + 4096
+    far = huge(3 * stride, device).view(torch.float32).view(3, stride)[:, :2000]
+    far.copy_(probs)
+    full = torch.ones(3, device=device)
+    keep = reference.keep_mask(probs, torch.full((3,), 20, device=device), full, 0 * full)
+    far_keep = huge(3 * stride // 4, device).view(torch.bool).view(3, stride)[:, :2000]
+    far_keep.copy_(keep)
+    assert torch.equal(
+        triton_impl.seeded_sample(far, seeds, positions), reference.seeded_sample(probs, seeds, positions)
+    )
+    draws = triton_impl.seeded_sample(far, seeds, positions, far_keep)
+    assert torch.equal(draws, reference.seeded_sample(probs, seeds, positions, keep))

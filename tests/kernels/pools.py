@@ -1,5 +1,6 @@
 """Pools and slots for the kernels' tests; all memory is poisoned before use."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -67,3 +68,13 @@ def poisoned_allocations() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
         yield
+
+
+def huge(words: int, device: str) -> torch.Tensor:
+    """int32 [words], zeros. On a CPU a sparse map, of which only the pages that are touched take memory."""
+    if device != "cpu":
+        if torch.cuda.mem_get_info()[0] < 3 * 4 * words:
+            pytest.skip("too little GPU memory")
+        return torch.zeros(words, dtype=torch.int32, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, 4 * words, flags=flags), dtype=torch.int32)

@@ -118,6 +118,10 @@ CASES = {
     "int8 pack": Case(*_int8(8, 128, tl.bfloat16, pack=True), narrow=_SCALE_STORE),
     "int8 pack, MLA": Case(*_int8(1, 576, tl.bfloat16, pack=True), narrow=_SCALE_STORE),
     "int8 unpack": Case(*_int8(8, 128, tl.bfloat16, pack=False), narrow=_SCALE_LOAD),
+    "int8 unpack, MLA": Case(*_int8(1, 576, tl.bfloat16, pack=False), narrow=_SCALE_LOAD),
+    "int8 pack, fp16": Case(*_int8(4, 64, tl.float16, pack=True), narrow=_SCALE_STORE),
+    "int8 unpack, fp16 heads of 96": Case(*_int8(2, 96, tl.float16, pack=False), narrow=_SCALE_LOAD),
+    "int8 pack, fp32": Case(*_int8(8, 128, tl.float32, pack=True), narrow=_SCALE_STORE),
     "sampling": Case(*_sample(keep=False), _LOAD, _BEST_COLUMN),
     # The mask has a byte per column: four columns of a thread are 32 bits where a warp has 64 lanes.
     "sampling with mask": Case(*_sample(keep=True), _LOAD, _BEST_COLUMN | {("load", 32)}),

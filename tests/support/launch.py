@@ -2,10 +2,10 @@
 
 SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
 there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
-per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); forced rates for `kv: auto`;
-overwriting of pages that a flush freed; blocked grammar compilation; faults of one rank (faults.py); and guards that
-can be removed while the server runs (`Server.remove_guard`), to prove that their tests can fail. Each switch is a file
-in the server's folder (tests/support/server.py).
+per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); detection of host stalls
+(sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation;
+faults of one rank (faults.py); and guards that can be removed while the server runs (`Server.remove_guard`), to prove
+that their tests can fail. Each switch is a file in the server's folder (tests/support/server.py).
 """
 
 import json
@@ -24,6 +24,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E40
 from bench.traced_server import note_copies  # noqa: E402
 from sglang_april.api import messages  # noqa: E402
 from sglang_april.launch_server import main  # noqa: E402
+from tests.support.sync_detector import SyncDetector  # noqa: E402
 
 FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
 
@@ -107,6 +108,17 @@ def removable(name: str, without: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def detect_stalls(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """While the switch `stalls` is on: one line per call that would make the host wait for a GPU (sync_detector.py)."""
+    if not switch("stalls"):
+        return stock(*args, **kwargs)
+    with SyncDetector() as detector:
+        result = stock(*args, **kwargs)
+    with (FOLDER / "stalls.txt").open("a") as out:
+        out.writelines(f"{kind} {call}\n" for kind in ("found", "reviewed") for call in getattr(detector, kind))
+    return result
+
+
 def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
     """An AROUND hook: `faulty(armed, stock, *args)` stands in on rank 1 while the fault `name` is on."""
     from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
@@ -145,6 +157,8 @@ def install() -> None:
         "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", note_sleep, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_overlap", delay, HookType.AFTER)
+    for part in ("get_next_batch_to_run", "run_batch", "process_batch_result"):
+        HookRegistry.register(f"sglang.srt.managers.scheduler.Scheduler.{part}", detect_stalls, HookType.AROUND)
     note_copies(FOLDER)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", overwrite_free_pages, HookType.AFTER)
     HookRegistry.register(

@@ -230,6 +230,14 @@ class Server:
             yield
 
     @contextlib.contextmanager
+    def stalls_detected(self) -> Iterator[Path]:
+        """Calls in a step that would make the host wait for a GPU are written to this file (sync_detector.py)."""
+        out = self.folder / "stalls.txt"
+        out.write_text("")
+        with self._switched("stalls", "on"):
+            yield out
+
+    @contextlib.contextmanager
     def grammars_held(self) -> Iterator[None]:
         """No regex is compiled."""
         with self._switched("grammars", "held"):

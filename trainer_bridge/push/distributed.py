@@ -120,15 +120,16 @@ class DistributedTransport:
 
     def _broadcast(self, bucket: WeightBucket, calls: Sequence[Future[None]]) -> None:
         """Broadcast the bucket; returns early if an engine refuses its call, because it never joins the broadcast."""
-        work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+        # NCCL sets up its communicator in the first broadcast, which blocks until all engines take part.
+        started = _run_in_daemon(partial(_start_broadcast, bucket.flat, self._group, _current_stream(bucket.flat)))
         deadline = time.monotonic() + TIMEOUT.total_seconds()
-        while not work.is_completed():
+        while not (started.done() and started.result().is_completed()):
             if any(map(_has_failed, calls)):
                 return
             if time.monotonic() > deadline:
                 raise WeightCallError(f"an engine did not receive a bucket within {TIMEOUT}")
             time.sleep(POLL_S)
-        work.wait()
+        started.result().wait()
 
     def finish(self) -> None:
         """Do nothing: the group is kept for the next push."""
@@ -178,10 +179,25 @@ def join_group(backend: str, store: dist.Store, size: int, name: str) -> Any:
     return group
 
 
+def _start_broadcast(flat: torch.Tensor, group: Any, stream: Any) -> Any:
+    """The work of a broadcast, queued behind what `stream` has been given."""
+    with torch.cuda.stream(stream):  # also the device of this thread; without effect where it is None
+        return dist.broadcast(flat, src=0, group=group, async_op=True)
+
+
+def _current_stream(tensor: torch.Tensor) -> Any:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
 def _destroy_group(reference: list[Any]) -> None:
     """Destroy a group. Dropping its last reference waits for a broadcast that may never end, so that must happen here:
     in the caller it would block the push, and the other engines, until `TIMEOUT`.
+
+    NCCL's group is aborted first: destroying it waits for a pending broadcast, too.
     """
+    with contextlib.suppress(RuntimeError, ValueError):
+        if dist.get_backend(reference[0]) == "nccl":
+            reference[0].abort()
     with contextlib.suppress(RuntimeError, ValueError):
         dist.destroy_process_group(reference[0])
     reference.clear()

@@ -61,7 +61,7 @@ def build_store(
     Raises:
         SystemExit: the disk tier's directory cannot be used.
     """
-    copier = copier_for(page_format)
+    copier = copier_for(page_format, [s.forward_stream, s.copy_stream])
     disk = None
     try:
         if config.disk_dir is not None:
