@@ -152,7 +152,7 @@ class Calls:
             left = began + self._retry_s - time.monotonic()
             if left > 0:
                 return min(RETRY_INTERVAL_S, left)
-        raise self.lost(request, error) from error
+        raise self.lost(request, error) from None  # its message has the cause; httpx adds sixty lines to a traceback
 
     def lost(self, request: httpx.Request, error: httpx.TransportError) -> ServerLostError:
         """The error of a request whose connection was lost."""
