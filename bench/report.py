@@ -177,7 +177,7 @@ def main(given: list[str] | None = None) -> int:
         "--readme", action="store_true", help="fill the tables of README.md and docs, draw README's picture"
     )
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="with --readme: fill these pages instead")
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="with --readme: README's picture (%(default)s)")
+    parser.add_argument("--picture", type=Path, help=f"with --readme: README's picture ({PICTURE}; none with --pages)")
     parser.add_argument("--check", action="store_true", help="with --readme: change nothing, fail on a difference")
     args = parser.parse_args(given)
     rows = all_rows(args.results)
@@ -186,7 +186,8 @@ def main(given: list[str] | None = None) -> int:
         args.out.write_text(page(rows))
         print(args.out)
         return 0
-    drawn = _draw(args.picture, rows, check=args.check)
+    picture_path = args.picture or (PICTURE if args.pages is PAGES else None)
+    drawn = _draw(picture_path, rows, check=args.check) if picture_path else 0
     return max([drawn, *(_fill(path, rows, check=args.check) for path in args.pages)])
 
 

@@ -166,7 +166,7 @@ def results(tmp_path: Path) -> Path:
 
 def test_readme_is_filled_and_checked(results: Path, tmp_path: Path) -> None:
     text = tmp_path / "README.md"
-    command = ["--results", str(results), "--readme", "--picture", str(tmp_path / "p.svg"), "--pages", str(text)]
+    command = ["--results", str(results), "--readme", "--pages", str(text)]
     text.write_text(
         "before\n<!-- bench:cpu lognormal -->\nold\n<!-- /bench -->\n"
         "<!-- bench:cpu lognormal full -->\nold\n<!-- /bench -->\nafter\n"
@@ -202,7 +202,7 @@ def test_picture_shows_the_rows_of_the_table(results: Path, tmp_path: Path, caps
 def test_a_readme_without_markers_passes(results: Path, tmp_path: Path) -> None:
     text = tmp_path / "README.md"
     text.write_text("nothing measured\n")
-    command = ["--results", str(results), "--readme", "--picture", str(tmp_path / "p.svg"), "--pages", str(text)]
+    command = ["--results", str(results), "--readme", "--pages", str(text)]
     assert main(command) == 0
     assert main([*command, "--check"]) == 0
     assert text.read_text() == "nothing measured\n"
