@@ -111,7 +111,7 @@ class GetState(msgspec.Struct, tag=True):
     check: bool = False
     """Verify every stored page on every rank. The answer is that outcome alone, sent when it is known."""
     brief: bool = False
-    """Only the policy version, `closed` and how many samples run."""
+    """Only the policy version, `closed`, how many samples run, and the tags of released memory."""
 
 
 class GetPartials(msgspec.Struct, tag=True):

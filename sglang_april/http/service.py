@@ -211,6 +211,11 @@ class AprilService:
         }
         return {**answer.data, "audit": self.audit.state(), "http": http}
 
+    async def released_memory(self) -> list[str]:
+        """SGLang's tags of memory that the scheduler has released."""
+        answer = await self.rpc.call(messages.GetState(self.rpc.number(), brief=True))
+        return list(answer.data["released"])
+
     async def partials(self, run: str | None) -> dict[str, Any]:
         """The suspended samples of a run, or of all."""
         return (await self.rpc.call(messages.GetPartials(self.rpc.number(), run))).data

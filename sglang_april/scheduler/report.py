@@ -106,9 +106,14 @@ def state(c: Context) -> dict[str, Any]:
 
 
 def brief(c: Context) -> dict[str, Any]:
-    """What the audit asks before and after each sample; cheap."""
+    """What the audit asks before and after each sample, and a release of memory; cheap."""
     running = sum(run.running for run in c.ledger.runs.values())
-    return {"policy_version": c.clock.version, "closed": c.closed(), "running": running}
+    return {
+        "policy_version": c.clock.version,
+        "closed": c.closed(),
+        "running": running,
+        "released": c.engine.memory_released(),
+    }
 
 
 def kv_cost(c: Context) -> dict[str, Any] | None:

@@ -143,6 +143,23 @@ def test_release_during_a_round_is_refused(live: LiveServer, run: str) -> None:
     finish(live, reply, (v, "fresh"))
 
 
+def test_release_beside_a_paused_request_whose_client_has_gone(live: LiveServer) -> None:
+    """400 while the scheduler has it; stock SGLang's scheduler would fail its idle assertion."""
+    http, tags = live.server.http, {"tags": ["kv_cache"]}
+    body = {"input_ids": [7, 8], "stream": True, "sampling_params": {"max_new_tokens": 600, "ignore_eos": True}}
+    with live.server.slowed():
+        with http.stream("POST", "/generate", json=body) as response:
+            next(response.iter_lines())
+            pause(live, "in_place")
+        answers = [http.post("/release_memory_occupation", json=tags) for _ in range(5)]
+        assert {answer.status_code for answer in answers} == {400}
+        assert "in flight" in answers[-1].text
+        assert live.server.state()["closed"] == ""
+        unpause(live)
+    until(lambda: http.post("/release_memory_occupation", json=tags).status_code == 200, "memory is released")
+    live.server.post("/resume_memory_occupation", tags)
+
+
 @pytest.mark.parametrize("mode", PAUSES)
 def test_release_under_a_pause(live: LiveServer, run: str, mode: str) -> None:
     """Pages move out before the pool is unmapped; releasing or resuming twice gives a 400."""

@@ -42,6 +42,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.managers.io_struct.sock_send",
     "sglang.srt.managers.io_struct.AbortReq",
     "sglang.srt.managers.io_struct.FlushCacheReqOutput",
+    "sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqOutput",
     "sglang.srt.managers.io_struct.TokenizedGenerateReqInput",
     "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput",
     "sglang.srt.managers.io_struct.UpdateWeightsFromDistributedReqOutput",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput, ReleaseMemoryOccupationReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.v0_5_17.attached import abort_attached
@@ -116,9 +116,15 @@ def thaw(_result: Any, s: Scheduler, _recv_req: Any) -> None:
 
 
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second."""
+    """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second.
+
+    Beside requests of SGLang's own it would fail an assertion, which ends the server. Then nothing is released, and the
+    HTTP process sees that in the scheduler's state.
+    """
     controller: Controller = manager.scheduler.april
     controller.interrupt()
+    if not manager.is_fully_idle():
+        return ReleaseMemoryOccupationReqOutput()
     if not recv_req.tags or "kv_cache" in recv_req.tags:
         controller.evacuate()
     return orig(manager, recv_req)

@@ -1,5 +1,6 @@
 """Handlers of the hooks in the HTTP process (`hook_table.py`)."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from sglang_april.adapter.v0_5_17.request import RESERVED_RID
 from sglang_april.adapter.v0_5_17.shutdown import Shutdown
 
 Original = Callable[..., Awaitable[Any]]
+
+RELEASE_ATTEMPTS, RELEASE_RETRY_S = 10, 0.1
 
 
 def attach_service(_result: Any, manager: Any) -> None:
@@ -104,9 +107,20 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     async with manager.april.audit.held():
         await _refuse_while_busy(manager)
         async with manager.model_update_lock.writer_lock:
-            result = await original(manager, obj, request)
+            result = await _release(original, manager, obj, request)
     manager.april.released |= _tags(obj)
     return result
+
+
+async def _release(original: Original, manager: Any, obj: Any, request: Any) -> Any:
+    """Release memory, and see that it was released: an aborted request, or one whose client has gone, is no longer
+    known here, and leaves the scheduler some steps later."""
+    for _ in range(RELEASE_ATTEMPTS):
+        result = await original(manager, obj, request)
+        if _tags(obj) <= set(await manager.april.released_memory()):
+            return result
+        await asyncio.sleep(RELEASE_RETRY_S)
+    raise ValueError("memory cannot be released: an aborted request of SGLang's own is in flight")
 
 
 async def resume_if_released(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
