@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from sglang_april.client import AprilClient
+from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RolloutGroup
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
-from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.rewards import Rewards, RewardSample, Score
 
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from sglang_april.client import AprilClient
+from sglang_april.client.engine_pool import EnginePool
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
-from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, TrainingPrompt
 from trainer_bridge.rollout_collector import RolloutCollector, ScoredRollout

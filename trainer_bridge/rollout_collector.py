@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_april.client import AprilClient, AprilError, ServerLostError
+from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
-from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, RewardSample, Score, TrainingPrompt
 from trainer_bridge.samples import ScoredGroup

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from sglang_april.client import AprilClient
+from sglang_april.client.engine_pool import EnginePool
 from trainer_bridge.config import Config
-from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.megatron.device import uses_gpus
 from trainer_bridge.push.push_target import call_all
 from trainer_bridge.server_process import (

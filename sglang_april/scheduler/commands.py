@@ -66,7 +66,7 @@ class Commands:
             if cmd.brief:
                 return report.brief(self._c)
             return {**report.state(self._c), "store": self._tiers.report()}
-        return {"partials": report.partials(self._c, cmd.run), "unstarted": report.unstarted(self._c, cmd.run)}
+        return {"partials": report.partials(self._c, cmd.run), **report.groups(self._c, cmd.run)}
 
     def _note_reply(self, cmd: messages.Acknowledge | messages.DeleteReply) -> None:
         recorder = self._c.recorder

@@ -140,12 +140,10 @@ def partials(c: Context, run: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def unstarted(c: Context, run: str | None) -> list[dict[str, Any]]:
-    """Groups without an admitted sample: a caller can drop them without losing a token."""
+def groups(c: Context, run: str | None) -> dict[str, list[dict[str, Any]]]:
+    """Undelivered groups of a run, or of all; a caller can drop those that are `unstarted` without losing a token."""
     runs = [r for r in c.ledger.runs.values() if not r.attached and run in (None, r.name)]
-    return [
-        {"run": r.name, "id": g.id, "incarnation": g.incarnation}
-        for r in runs
-        for g in r.groups.values()
-        if not g.begun
+    rows = [
+        (g.begun, {"run": r.name, "id": g.id, "incarnation": g.incarnation}) for r in runs for g in r.groups.values()
     ]
+    return {"groups": [row for _, row in rows], "unstarted": [row for begun, row in rows if not begun]}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from sglang_april.client import AprilError
+from sglang_april.client.engine_pool import EnginePool, merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.fake_engine_pool import FakeEngine
 from tests.support.live import until
-from trainer_bridge.engine_pool import EnginePool, merge_stats
 
 
 def engine_pool(count: int = 2) -> tuple[EnginePool, list[FakeEngine]]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from sglang_april.client.engine_pool import EnginePool
 from tests.bridge.fake_engine_pool import FakeEngine
 from tests.bridge.test_rollout import FakeRewards
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData
-from trainer_bridge.engine_pool import EnginePool
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rollout import RolloutDriver
 from trainer_bridge.rollout_collector import ScoredRollout

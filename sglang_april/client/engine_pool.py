@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_april.client import AprilClient, AprilError
+from sglang_april.client.calls import AprilError
+from sglang_april.client.client import AprilClient
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 Event = RolloutGroup | RolloutSummary | BaseException
@@ -51,9 +52,9 @@ class EnginePool:
                 client.ack(round_id)
 
     def partials(self, run: str) -> dict[str, Any]:
-        """The partials and unstarted groups of a run, of all engines."""
+        """`GET /april/partials` of a run, of all engines."""
         replies = [client.partials(run) for client in self.clients]
-        return {name: [row for reply in replies for row in reply[name]] for name in ("partials", "unstarted")}
+        return {name: [row for reply in replies for row in reply[name]] for name in replies[0]}
 
     def drop(self, run: str, ids: Sequence[str] | None = None) -> None:
         """Delete a run, or these unstarted groups of it, on every engine."""

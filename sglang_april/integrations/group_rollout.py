@@ -1,0 +1,229 @@
+"""One rollout of slime's kind as one round: groups are rewarded and filtered while the others still generate.
+
+The engines count accepted groups, stop in the step that meets `rollout_batch_size`, and keep what is unfinished. So the
+data source is asked for `over_sampling_batch_size` less what the engines carry, and nothing is aborted or sent again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+
+from sglang_april.client.calls import AprilError
+from sglang_april.client.client import AprilClient
+from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.types import RolloutGroup, RolloutSummary
+from sglang_april.integrations.framework import Framework, Sample
+
+log = logging.getLogger("sglang_april")
+
+Group = list[Sample]
+
+
+def refusal(args: Namespace) -> str:
+    """Why a round cannot do what these arguments ask for; empty if it can."""
+    if args.rollout_top_p != 1.0:
+        return "--rollout-top-p must be 1: the engine does not return the tokens of the nucleus, which training replays"
+    if getattr(args, "custom_generate_function_path", None):
+        return "--custom-generate-function-path sends requests of its own: attach them to a run instead"
+    if getattr(args, "use_rollout_routing_replay", False):
+        return "--use-rollout-routing-replay is not supported: the engine does not return routed experts"
+    return ""
+
+
+class Rollouts:
+    """The rollouts of a process."""
+
+    def __init__(self, framework: Framework) -> None:
+        self._framework = framework
+        self._urls: list[str] = []
+        self._pool = EnginePool([])
+        self._tokenizer: Any = None
+
+    def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
+        if evaluation:
+            return self._framework.evaluate(args, rollout_id, data_source)
+        if reason := refusal(args):
+            raise ValueError(f"sglang_april: {reason}")
+        self._tokenizer = self._tokenizer or self._framework.tokenizer(args)
+        self._connect(args)
+        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, data_source.get_samples)
+        output: Any = self._framework.run(rollout.run())
+        if args.rollout_sample_filter_path is not None:
+            self._framework.load_function(args.rollout_sample_filter_path)(args, output.samples)
+        if args.rollout_all_samples_process_path is not None:
+            process = self._framework.load_function(args.rollout_all_samples_process_path)
+            process(args, rollout.all_groups, data_source)
+        return output
+
+    def _connect(self, args: Namespace) -> None:
+        """Connect to the engines behind the router, which does not forward rounds."""
+        router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        answer = httpx.get(f"{router}/workers", timeout=60).raise_for_status()
+        urls = sorted(worker["url"] for worker in answer.json()["workers"])
+        if urls != self._urls:
+            self._urls, self._pool = urls, EnginePool([AprilClient(url, retry_s=60) for url in urls])
+
+
+class _Rollout:
+    """One call: from prompts to exactly `rollout_batch_size` groups."""
+
+    def __init__(
+        self,
+        framework: Framework,
+        pool: EnginePool,
+        tokenizer: Any,
+        args: Namespace,
+        rollout_id: int,
+        get_samples: Callable[[int], list[Group]],
+    ) -> None:
+        self._framework, self._pool, self._tokenizer = framework, pool, tokenizer
+        self._args, self._rollout_id, self._get_samples = args, rollout_id, get_samples
+        self._run = os.environ.get("SGLANG_APRIL_RUN", framework.package)
+        self._round_id = f"{self._run}-{rollout_id}-{uuid.uuid4().hex[:8]}"
+        self._metrics = framework.filters.MetricGatherer()
+        self._scored: dict[tuple[str, int], Group] = {}
+        self._known: set[str] = set()
+        """Ids of the groups at the engines."""
+        self._remaining = 0
+        """Groups that may still be accepted, or have been."""
+        self._version = 0
+
+    @property
+    def all_groups(self) -> list[Group]:
+        """Every group that was rewarded, also dropped ones."""
+        return _sorted(list(self._scored.values()))
+
+    async def run(self) -> Any:
+        """Run the round; an exception of a reward or of an engine ends it at the engines, where its groups stay."""
+        body = await asyncio.to_thread(self._open)
+        try:
+            async with asyncio.TaskGroup() as scoring:
+                tasks = []
+                async for event in self._events(body):
+                    if isinstance(event, RolloutSummary):
+                        summary = event
+                        break
+                    tasks.append(scoring.create_task(self._judge(event)))
+                for task in tasks:  # of groups beyond the quota: the next round streams them again
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            await asyncio.to_thread(self._stop)
+            raise errors.exceptions[0] from None
+        except BaseException:
+            await asyncio.to_thread(self._stop)
+            raise
+        return await asyncio.to_thread(self._output, summary)
+
+    # --- begin
+
+    def _open(self) -> dict[str, Any]:
+        """The body of the round. Rounds that an earlier process left open end, and their groups are carried."""
+        for client in self._pool.clients:
+            state = client.state()
+            self._version = max(self._version, state["policy_version"])
+            for row in state["rounds"]:
+                if row["run"] == self._run:
+                    client.stop(row["round_id"], deliver=[])
+        self._known = {row["id"] for row in self._pool.partials(self._run)["groups"]}
+        self._remaining = len(self._known)
+        prompts = self._take(self._args.over_sampling_batch_size - self._remaining)
+        return {
+            "run": self._run,
+            "round_id": self._round_id,
+            "prompts": prompts,
+            "quota": self._args.rollout_batch_size,
+            "count": "accepted",
+            "sampling_params": self._framework.sampling_params(self._args),
+        }
+
+    def _take(self, groups: int) -> list[dict[str, Any]]:
+        """So many prompts of the data source. After a restart it repeats some that the engines have: skip them."""
+        prompts: list[dict[str, Any]] = []
+        while len(prompts) < groups and (drawn := self._get_samples(groups - len(prompts))):
+            new = [group for group in drawn if str(group[0].group_index) not in self._known]
+            prompts += [self._framework.to_prompt(group, self._tokenizer, self._rollout_id) for group in new]
+            self._known |= {prompt["id"] for prompt in prompts}
+        self._remaining += len(prompts)
+        return prompts
+
+    # --- while it runs
+
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[RolloutGroup | RolloutSummary]:
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def follow() -> None:
+            def put(event: object) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(events.put_nowait, event)
+
+            try:
+                for event in self._pool.stream(**body):
+                    put(event)
+            except BaseException as error:  # noqa: BLE001 - raised where the events are read
+                put(error)
+
+        threading.Thread(target=follow, name="april rollout", daemon=True).start()
+        while True:
+            event = await events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+    async def _judge(self, group: RolloutGroup) -> None:
+        """Reward and filter a finished group, tell its engine, and replace it if it is dropped."""
+        samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
+        samples = await self._framework.reward(self._args, samples)
+        self._scored[group.id, group.incarnation] = samples
+        reason = self._framework.drop_reason(self._args, samples, self._remaining)
+        if reason is None:
+            await asyncio.to_thread(self._pool.judge, self._round_id, accept=[group.id])
+            return
+        self._metrics.on_dynamic_filter_drop(reason=reason)
+        self._remaining -= 1
+        if self._remaining < self._args.rollout_batch_size:
+            prompts = self._take(self._args.over_sampling_batch_size)
+            await asyncio.to_thread(self._pool.extend, self._round_id, prompts=prompts)
+        await asyncio.to_thread(self._pool.judge, self._round_id, reject=[group.id])
+
+    def _stop(self) -> None:
+        for client in self._pool.clients:
+            with contextlib.suppress(AprilError):
+                client.stop(self._round_id, deliver=[])
+
+    # --- end
+
+    def _output(self, summary: RolloutSummary) -> Any:
+        delivered = [group for group in summary.groups if group.accepted]  # rejected ones are delivered as well
+        groups = _sorted([self._scored[group.id, group.incarnation] for group in delivered])
+        if len(groups) != self._args.rollout_batch_size:
+            raise RuntimeError(f"{len(groups)} groups were accepted, {self._args.rollout_batch_size} are needed")
+        if not self._args.partial_rollout:
+            self._pool.drop(self._run)
+        tokens = sum(sample.response_length for group in groups for sample in group)
+        stale = sum(
+            span.end - span.start
+            for group in delivered
+            for sample in group.samples
+            for span in sample.spans
+            if span.version < summary.policy_version
+        )
+        metrics = {
+            **self._metrics.collect(),
+            "rollout/april/carried_groups": summary.carried["groups"],
+            "rollout/april/carried_tokens": summary.carried["tokens"],
+            "rollout/april/off_policy_share": stale / max(tokens, 1),
+            "rollout/april/reprefilled_tokens": summary.stats.get("reprefilled_tokens", 0),
+        }
+        return self._framework.TrainOutput(samples=groups, metrics=metrics)
+
+
+def _sorted(groups: list[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group[0].index)
