@@ -46,6 +46,8 @@ class Rollouts:
         self._urls: list[str] = []
         self._pool = EnginePool([])
         self._tokenizer: Any = None
+        self._inherited: set[str] | None = None
+        """Ids of groups that the engines had at the first rollout of this process."""
 
     def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
         if evaluation:
@@ -55,7 +57,9 @@ class Rollouts:
         self._tokenizer = self._tokenizer or self._framework.tokenizer(args)
         self._connect(args)
         rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, data_source.get_samples)
-        output: Any = self._framework.run(rollout.run())
+        if self._inherited is None:
+            self._inherited = rollout.held()
+        output: Any = self._framework.run(rollout.run(self._inherited))
         if args.rollout_sample_filter_path is not None:
             self._framework.load_function(args.rollout_sample_filter_path)(args, output.samples)
         if args.rollout_all_samples_process_path is not None:
@@ -91,7 +95,7 @@ class _Rollout:
         self._metrics = framework.filters.MetricGatherer()
         self._scored: dict[tuple[str, int], Group] = {}
         self._known: set[str] = set()
-        """Ids of the groups at the engines."""
+        """Ids of groups that the engines have, or were asked for before a restart."""
         self._remaining = 0
         """Groups that may still be accepted, or have been."""
         self._version = 0
@@ -101,9 +105,17 @@ class _Rollout:
         """Every group that was rewarded, also dropped ones."""
         return _sorted(list(self._scored.values()))
 
-    async def run(self) -> Any:
-        """Run the round; an exception of a reward or of an engine ends it at the engines, where its groups stay."""
-        body = await asyncio.to_thread(self._open)
+    def held(self) -> set[str]:
+        """Ids of the undelivered groups at the engines."""
+        return {row["id"] for row in self._pool.partials(self._run)["groups"]}
+
+    async def run(self, inherited: set[str]) -> Any:
+        """Run the round; an exception of a reward or of an engine ends it at the engines, where its groups stay.
+
+        Args:
+            inherited: ids that the data source repeats after a restart, and that are not asked for twice.
+        """
+        body = await asyncio.to_thread(self._open, inherited)
         try:
             async with asyncio.TaskGroup() as scoring:
                 tasks = []
@@ -124,7 +136,7 @@ class _Rollout:
 
     # --- begin
 
-    def _open(self) -> dict[str, Any]:
+    def _open(self, inherited: set[str]) -> dict[str, Any]:
         """The body of the round. Rounds that an earlier process left open end, and their groups are carried."""
         for client in self._pool.clients:
             state = client.state()
@@ -132,8 +144,8 @@ class _Rollout:
             for row in state["rounds"]:
                 if row["run"] == self._run:
                     client.stop(row["round_id"], deliver=[])
-        self._known = {row["id"] for row in self._pool.partials(self._run)["groups"]}
-        self._remaining = len(self._known)
+        held = self.held()
+        self._known, self._remaining = held | inherited, len(held)
         prompts = self._take(self._args.over_sampling_batch_size - self._remaining)
         return {
             "run": self._run,
