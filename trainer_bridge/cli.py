@@ -43,6 +43,8 @@ def _train(config: Config) -> int:
     try:
         return _run(config, loops)
     except Interrupted as interrupted:
+        for loop in loops:
+            loop.interrupt()
         for child in multiprocessing.active_children():  # trainer ranks and reward processes
             child.kill()
         for loop in loops:

@@ -94,7 +94,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     # Sampling
     rollout_max_response_len: Count = 1024
-    """Maximum length of a response, over all rounds that it takes."""
+    """Maximum length of a response, over all rounds that it takes. With `agent`: of each turn."""
     rollout_temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by it too."""
     rollout_top_p: Fraction = 1.0
@@ -121,6 +121,15 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Processes that compute rewards."""
     reward_timeout: Positive = 30.0
     """Timeout of one call. After two failed attempts the sample is masked."""
+
+    # Agents
+    agent: str | None = None
+    """`module:function` or `file.py:function`: async (task, client) -> reward, run for each sample in place of a single
+    response. `client` is an `openai.AsyncOpenAI`; `reward` and `group_reward` are not used."""
+    agent_workers: Count = 2
+    """Processes that run agents, many at the same time in the event loop of each."""
+    agent_timeout: Positive = 600.0
+    """Limit of one trajectory. Time between rounds does not count."""
 
     # Loss
     loss: LossSettings = LossSettings()
@@ -292,3 +301,24 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         if self.rollout_stop_token_ids:
             params["stop_token_ids"] = self.rollout_stop_token_ids
         return params | self.sampling_params
+
+    def agent_sampling(self, *, evaluation: bool = False) -> dict[str, Any]:
+        """Sampling parameters for `client.chat.completions.create` in an agent.
+
+        Neutral values are explicit, because SGLang's OpenAI routes take what a request leaves out from the model's
+        `generation_config.json`, which may change the distribution behind the logprobs.
+        """
+        extra: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        params: dict[str, Any] = {"seed": self.rollout_seed, "extra_body": extra}
+        if evaluation:
+            params |= {"temperature": self.eval_temperature, "top_p": self.eval_top_p}
+            params["max_tokens"] = self.eval_max_response_len or self.rollout_max_response_len
+        else:
+            params |= {"temperature": self.rollout_temperature, "top_p": self.rollout_top_p}
+            params["max_tokens"] = self.rollout_max_response_len
+            extra |= {"top_k": self.rollout_top_k, **self.sampling_params}
+        if self.rollout_stop:
+            params["stop"] = self.rollout_stop
+        if self.rollout_stop_token_ids:
+            extra["stop_token_ids"] = self.rollout_stop_token_ids
+        return params

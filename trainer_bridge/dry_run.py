@@ -1,5 +1,7 @@
 """`april-train --dry-run`: checks the model, data, reward and folders of a configuration, without an engine."""
 
+import importlib.util
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +22,10 @@ def dry_run(config: Config) -> list[str]:
     parts: dict[str, Callable[[Config], str]] = {"hf_checkpoint": _model, "prompt_data": _data}
     if config.eval_prompt_data is not None:
         parts["eval_prompt_data"] = _eval_data
-    parts["group_reward" if config.group_reward is not None else "reward"] = _reward
+    if config.agent is not None:
+        parts["agent"] = _agent
+    else:
+        parts["group_reward" if config.group_reward is not None else "reward"] = _reward
     parts["save"] = _folder
     lines, problems = [], []
     for name, part in parts.items():
@@ -31,7 +36,8 @@ def dry_run(config: Config) -> list[str]:
     if problems:
         raise ConfigError("\n".join(problems))
     samples = config.rollout_batch_size * (config.n_samples_per_prompt if config.quota_unit == "group" else 1)
-    return [*lines, f"a round delivers {samples} samples, {config.global_batch_size or samples} per optimiser step"]
+    kind = "samples" if config.agent is None else "trajectories"
+    return [*lines, f"a round delivers {samples} {kind}, {config.global_batch_size or samples} per optimiser step"]
 
 
 def _model(config: Config) -> str:
@@ -56,7 +62,19 @@ def _first_prompt(path: str, config: Config) -> str:
 
 
 def _reward(config: Config) -> str:
-    path = config.group_reward or config.reward
+    return _function(config.group_reward or config.reward)
+
+
+def _agent(config: Config) -> str:
+    path = _function(str(config.agent))
+    if not inspect.iscoroutinefunction(load_function(path)):
+        raise ConfigError(f"{path} is not an async function")
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError("the package openai is not installed; pip install 'sglang-april[trainer]' installs it")
+    return path
+
+
+def _function(path: str) -> str:
     if ":" not in path:
         raise ConfigError(f"must be module:function or file.py:function, not {path!r}")
     try:

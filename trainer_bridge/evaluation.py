@@ -55,10 +55,16 @@ def evaluate(
             samples = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]
             scores.append(rewards.submit(samples, prompts[event.id]))
             lengths += [len(sample.output_ids) for sample in event.samples]
-    return _metrics([future.result() for future in scores], lengths)
+    return evaluation_metrics([future.result() for future in scores], lengths)
 
 
-def _metrics(scores: list[list[Score]], lengths: list[int]) -> dict[str, float]:
+def evaluation_metrics(scores: list[list[Score]], lengths: list[int]) -> dict[str, float]:
+    """The metrics of one evaluation.
+
+    Args:
+        scores: one list for each prompt, with a score for each of its samples.
+        lengths: tokens that the model drew, one for each sample.
+    """
     rewards = [[score.reward for score in group if score.reward is not None] for group in scores]
     means = np.array([np.mean(group) for group in rewards if group])
     return {

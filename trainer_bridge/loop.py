@@ -12,21 +12,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sglang_april.client import AprilError
+from trainer_bridge.agent_rollout import AgentRollouts
 from trainer_bridge.checkpoints import Checkpoints, LoopState
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData, read_rows
 from trainer_bridge.engine_session import EngineSession
-from trainer_bridge.evaluation import evaluate, evaluation_round_id
+from trainer_bridge.evaluation import evaluation_round_id
 from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.metrics import TrainedStep, step_metrics
 from trainer_bridge.progress import RunProgress
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import RewardError, Rewards
-from trainer_bridge.rollout import RolloutDriver
+from trainer_bridge.rollout import RolloutDriver, Rollouts
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.rollout_engine import RolloutEngines
-from trainer_bridge.samples import TrainingSample, fill_proximal, pack_micro_batches, split_updates, training_samples
+from trainer_bridge.samples import (
+    TrainingSample,
+    fill_proximal,
+    pack_micro_batches,
+    sequences_by_response,
+    split_updates,
+    training_samples,
+)
 from trainer_bridge.trainer import PARTS, Part, Trainer
 from trainer_bridge.validate import RunError, check, check_model, check_on_policy, modified_sampling
 
@@ -54,12 +62,12 @@ class TrainingLoop:
         self._eval_data: PromptData | None = None
         if config.eval_interval is not None and config.eval_prompt_data is not None:
             self._eval_data = PromptData(read_rows(config.eval_prompt_data), config, shuffle=False)
-        self.rewards = _start_rewards(config)
+        rewards = None if config.agent else _start_rewards(config)
         self._cluster = _connect_cluster(config)
         self.engines = RolloutEngines(config, folder, self._cluster, self.progress.note)
-        self.trainer = trainer or make_trainer(config.trainer, self._cluster)
         self.pool = PromptPool(self._data, len(config.servers) or config.engines)
-        self.rollouts = RolloutDriver(self.engines.client, self.run_name, self.pool, self.rewards, config, self.store)
+        self.rollouts = self._rollouts(rewards)
+        self.trainer = trainer or make_trainer(config.trainer, self._cluster)
         self.session = EngineSession(self.engines, self.trainer, self.rollouts, self.store, self.run_name, config)
         self.state = LoopState()
         self._unacknowledged: list[str] = []
@@ -68,12 +76,25 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Stop trainer, reward processes and servers of the run. The run can be resumed from its checkpoints."""
-        self.rewards.close()
+        self.rollouts.close()
         self.trainer.close()
         self.engines.close()
         self.progress.close()
         if self._cluster is not None:
             self._cluster.close()
+
+    def interrupt(self) -> None:
+        """Stop at once what would keep this process from ending; `close` need not follow."""
+        self.rollouts.interrupt()
+
+    def _rollouts(self, rewards: Rewards | None) -> Rollouts:
+        config, client = self.config, self.engines.client
+        if rewards is not None:
+            return RolloutDriver(client, self.run_name, self.pool, rewards, config, self.store)
+        (engine,) = self.engines.each
+        return AgentRollouts(
+            engine.client, engine.url, self.run_name, self.pool, config, self.store, self.progress.warn
+        )
 
     def run(self) -> LoopState:
         """Run all remaining steps and the end of the run."""
@@ -103,7 +124,7 @@ class TrainingLoop:
         self.state.position = self._data.position
         self.state.pending = list(self.pool.prompts)
         self.state.pending_engines = [self.pool.engine_of[prompt_id] for prompt_id in self.state.pending]
-        self.state.samples += len(samples)
+        self.state.samples += len(sequences_by_response(samples))
         self._push()
         self.state.seconds += time.monotonic() - started
         row = step_metrics(self.state, version, rounds, samples, trained)
@@ -235,9 +256,7 @@ class TrainingLoop:
             return
         if step % interval and step != self.config.num_rollout:
             return
-        metrics = self._with_engines(
-            lambda: evaluate(self.engines.client, self.run_name, step, data, self.rewards, self.config)
-        )
+        metrics = self._with_engines(lambda: self.rollouts.evaluate(step, data))
         self.progress.evaluated(self.state, metrics)
         self._unacknowledged.append(evaluation_round_id(self.run_name, step))
         if self._saves_after_step():
@@ -245,15 +264,10 @@ class TrainingLoop:
 
     def _end(self) -> None:
         """Finish and train on all partials in one more step (`on_end: drain`), or drop them."""
-        client, run = self.engines.client, self.run_name
         if self.config.on_end == "drop":
-            self._with_engines(lambda: client.drop(run))
+            self._with_engines(self.rollouts.drop)
             return
-        unstarted = [group["id"] for group in self._with_engines(lambda: client.partials(run))["unstarted"]]
-        if unstarted:
-            self._with_engines(lambda: client.drop(run, unstarted))
-        for prompt_id in unstarted:
-            self.pool.remove(prompt_id)
+        self._with_engines(self.rollouts.drop_unstarted)
         if len(self.pool):
             self._step(None)
 

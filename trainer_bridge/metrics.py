@@ -11,7 +11,7 @@ import numpy as np
 from trainer_bridge.batch import KEPT
 from trainer_bridge.checkpoints import LoopState
 from trainer_bridge.rollout_collector import ScoredRollout
-from trainer_bridge.samples import PackedMicroBatch, TrainingSample
+from trainer_bridge.samples import PackedMicroBatch, TrainingSample, sequences_by_response
 from trainer_bridge.trainer import StepReport
 
 DECILES = 10
@@ -34,8 +34,11 @@ def step_metrics(
     trained: Sequence[TrainedStep],
 ) -> dict[str, Any]:
     """All metrics of a step except its durations, as JSON values. `version`: the trainer's policy version."""
-    lengths = np.array([len(sample.output_ids) for sample in samples])
-    rewards = np.array([sample.reward for sample in samples if sample.reward is not None])
+    responses = [[samples[i] for i in response] for response in sequences_by_response(samples)]
+    firsts = [response[0] for response in responses]
+    lengths = np.array([sum(part.drawn for part in response) for response in responses], dtype=np.int64)
+    turns = [sum(part.turns for part in response) for response in responses]
+    rewards = np.array([sample.reward for sample in firsts if sample.reward is not None])
     reports = [step.report for step in trained]
     tokens = int(lengths.sum())
     generate_s = sum(rollout.generate_s for rollout in rounds)
@@ -48,9 +51,9 @@ def step_metrics(
         "samples_so_far": state.samples,
         "seconds_so_far": state.seconds,
         "groups": sum(len(rollout.groups) for rollout in rounds),
-        "samples": len(samples),
-        "masked": sum(sample.masked for sample in samples),
-        "truncated": sum(sample.finish == "length" for sample in samples),
+        "samples": len(responses),
+        "masked": sum(sample.masked for sample in firsts),
+        "truncated": sum(sample.finish == "length" for sample in firsts),
         **{name: sum(getattr(r, name) for r in rounds) for name in ("rejected", "unscored", "replaced")},
         "problems": [problem for rollout in rounds for problem in rollout.problems][:3],
         "reward": float(rewards.mean()) if rewards.size else None,
@@ -59,7 +62,8 @@ def step_metrics(
         "generate_s": generate_s,
         "delivered_tokens_per_s": tokens / engine_s if engine_s else 0.0,
         "lengths": lengths.tolist(),
-        "delivered": [[sample.prompt_id, sample.index] for sample in samples],
+        "turns": turns,
+        "delivered": [[sample.prompt_id, sample.index] for sample in firsts],
         **_staleness_metrics(samples, version),
         **_engine_metrics(rounds),
         "deciles": _length_deciles(trained, version),
@@ -82,9 +86,9 @@ def _staleness_metrics(samples: Sequence[TrainingSample], version: int) -> dict[
     hybrid = tokens = over_three = 0
     drift: list[np.ndarray] = []
     for sample in samples:
-        age = sample.age(version)
+        age = sample.age(version)[sample.loss_mask]
         by_age.update(age.tolist())
-        is_hybrid = (age == 0) & (sample.kv == KEPT)
+        is_hybrid = sample.loss_mask & (sample.version == version) & (sample.kv == KEPT)
         hybrid += int(is_hybrid.sum())
         if len(sample.proximal):
             drift.append(np.abs(sample.proximal[is_hybrid] - sample.behaviour[is_hybrid]))
@@ -129,8 +133,8 @@ def _length_deciles(trained: Sequence[TrainedStep], version: int) -> list[dict[s
                 used = max(int(stats.tokens[position]), 1)
                 rows.append(
                     (
-                        len(sample.output_ids),
-                        float(sample.age(version).mean()),
+                        sample.drawn,
+                        float(sample.age(version)[sample.loss_mask].mean()),
                         int(stats.clipped[position]) / used,
                         int(stats.masked[position]) / used,
                         float(stats.pull[position]),

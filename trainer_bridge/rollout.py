@@ -1,18 +1,48 @@
 """The rounds of a run: fills the prompt pool, sends the rollout request, and collects the scored groups."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_april.client import AprilClient
 from sglang_april.client.engine_pool import EnginePool
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
+from trainer_bridge.data import PromptData
+from trainer_bridge.evaluation import evaluate
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, TrainingPrompt
 from trainer_bridge.rollout_collector import RolloutCollector, ScoredRollout
 
 
+class Rollouts(Protocol):
+    """Runs the rounds and evaluations of one run: single responses (`RolloutDriver`) or agents (`AgentRollouts`)."""
+
+    engines_with_carry: set[int]
+    """Engines that have what the run's prompts have generated. A new engine without a journal has not."""
+
+    def round(self, round_id: str, quota: int | None, *, fill: bool = True) -> ScoredRollout:
+        """Run a round to its end. `fill`: first draw prompts until the pool is full. On failure the pool is unchanged.
+
+        A repeated call with the same `round_id` returns the same samples and generates nothing (`idempotent-round`).
+        """
+
+    def evaluate(self, step: int, data: PromptData) -> dict[str, float]:
+        """Mean reward over all held-out prompts, and lengths (`evaluation.py`)."""
+
+    def drop(self) -> None:
+        """Delete all that the engines have of the run."""
+
+    def drop_unstarted(self) -> None:
+        """Delete the prompts of which nothing is generated, so that a round without a quota finishes the others."""
+
+    def interrupt(self) -> None:
+        """Stop at once what would keep this process from ending."""
+
+    def close(self) -> None:
+        """Stop the processes."""
+
+
 class RolloutDriver:
-    """Runs the rounds of one run."""
+    """Runs the rounds of one run whose samples are single responses; they are `Rollouts`."""
 
     def __init__(
         self,
@@ -26,15 +56,34 @@ class RolloutDriver:
         self.client, self.pool, self.rewards = client, pool, rewards
         self._run, self._config, self._store = run, config, store
         self.engines_with_carry: set[int] = set()
-        """Engines that have their prompts of the pool. A new engine without a journal has not."""
 
     def round(self, round_id: str, quota: int | None, *, fill: bool = True) -> ScoredRollout:
-        """Run a round to its end. `fill`: first draw prompts until the pool is full. On failure the pool is unchanged.
-
-        A repeated call with the same `round_id` returns the same samples and generates nothing (`idempotent-round`).
-        """
+        """As `Rollouts.round`."""
         with self.pool.rollback_on_error():
             return self._round(round_id, quota, fill)
+
+    def evaluate(self, step: int, data: PromptData) -> dict[str, float]:
+        """As `Rollouts.evaluate`."""
+        return evaluate(self.client, self._run, step, data, self.rewards, self._config)
+
+    def drop(self) -> None:
+        """As `Rollouts.drop`."""
+        self.client.drop(self._run)
+
+    def drop_unstarted(self) -> None:
+        """As `Rollouts.drop_unstarted`."""
+        unstarted = [group["id"] for group in self.client.partials(self._run)["unstarted"]]
+        if unstarted:
+            self.client.drop(self._run, unstarted)
+        for prompt_id in unstarted:
+            self.pool.remove(prompt_id)
+
+    def interrupt(self) -> None:
+        """As `Rollouts.interrupt`: there is nothing to stop."""
+
+    def close(self) -> None:
+        """As `Rollouts.close`."""
+        self.rewards.close()
 
     def _round(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
         pool, all_engines = self.pool, set(range(self.pool.engines))

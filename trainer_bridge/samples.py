@@ -7,6 +7,7 @@ reward is masked: it is counted (`TrainingSample.masked`), but not in the loss.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,19 +33,38 @@ class ScoredGroup:
         """Number of samples with a reward."""
         return sum(score.reward is not None for score in self.scores)
 
+    def training_samples(self, config: Config) -> "list[TrainingSample]":
+        """All samples with their advantages."""
+        rewards = np.array([_shaped_reward(s, score, config) for s, score in _pairs(self)])
+        return [
+            _training_sample(self.group, sample, score, float(advantage))
+            for (sample, score), advantage in zip(_pairs(self), reward_advantages(rewards, config), strict=True)
+        ]
+
+
+class DeliveredGroup(Protocol):
+    """A group of samples or of trajectories that a round has delivered."""
+
+    def training_samples(self, config: Config) -> "list[TrainingSample]":
+        """All sequences with their advantages."""
+
 
 @dataclass(slots=True, eq=False)
 class TrainingSample:
-    """A sample as the trainer uses it. Arrays have one element per output token, T of them."""
+    """A sequence as the trainer uses it: a sample, or a branch of a trajectory. Arrays have one element per output
+    token, T of them. In a trajectory these are all tokens from the first one in the loss to the last one."""
 
     prompt_id: str
     index: int
+    """Of the sample or the trajectory in its group. The branches of a trajectory have the same one."""
     prompt_ids: np.ndarray
     """int32 [prompt_len]."""
     output_ids: np.ndarray
     """int32 [T], including the stop or EOS token."""
+    loss_mask: np.ndarray
+    """bool [T]: the model drew the token, and no earlier branch has it. The loss leaves out all others."""
     behaviour: np.ndarray
-    """float32 [T]: logprob under which each token was drawn."""
+    """float32 [T]: logprob under which each token was drawn; NaN where the model drew none."""
     version: np.ndarray
     """int64 [T]: the policy version that drew it."""
     kv: np.ndarray
@@ -56,6 +76,8 @@ class TrainingSample:
     """The value of the reward function; None: masked."""
     advantage: float
     finish: str
+    turns: int = 1
+    """Legs of the trajectory that this sequence has and no earlier branch has."""
     proximal: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """float32 [T]: logprobs under the proximal policy; set before the step if the loss reads them (`fill_proximal`)."""
 
@@ -67,23 +89,26 @@ class TrainingSample:
         """Whether the sample is excluded from the loss."""
         return self.reward is None
 
+    @property
+    def drawn(self) -> int:
+        """Number of tokens in the loss mask."""
+        return int(np.count_nonzero(self.loss_mask))
+
     def age(self, version: int) -> np.ndarray:
         """int64 [T]: how many versions older than the trainer's each token is."""
         return version - self.version
 
 
-def training_samples(groups: Sequence[ScoredGroup], config: Config) -> list[TrainingSample]:
+def training_samples(groups: Iterable[DeliveredGroup], config: Config) -> list[TrainingSample]:
     """All samples of all groups, in delivery order, with advantages."""
-    samples = []
-    for scored in groups:
-        rewards = np.array([_shaped_reward(s, score, config) for s, score in _pairs(scored)])
-        if config.loss.algorithm in ("ppo", "reinforce"):
-            advantages = np.nan_to_num(rewards)
-        else:
-            advantages = group_advantages(rewards, normalise=config.normalize_advantages)
-        for (sample, score), advantage in zip(_pairs(scored), advantages, strict=True):
-            samples.append(_training_sample(scored.group, sample, score, float(advantage)))
-    return samples
+    return [sample for group in groups for sample in group.training_samples(config)]
+
+
+def reward_advantages(rewards: np.ndarray, config: Config) -> np.ndarray:
+    """float64 [n]: the advantages of a group of n samples; `rewards` are NaN where there is none."""
+    if config.loss.algorithm in ("ppo", "reinforce"):
+        return np.nan_to_num(rewards)
+    return group_advantages(rewards, normalise=config.normalize_advantages)
 
 
 def _pairs(scored: ScoredGroup) -> Iterable[tuple[RolloutSample, Score]]:
@@ -113,6 +138,7 @@ def _training_sample(group: RolloutGroup, sample: RolloutSample, score: Score, a
         index=sample.index,
         prompt_ids=group.prompt_ids,
         output_ids=sample.output_ids,
+        loss_mask=np.ones(count, bool),
         behaviour=sample.logprobs,
         version=version,
         kv=kv,
@@ -122,6 +148,14 @@ def _training_sample(group: RolloutGroup, sample: RolloutSample, score: Score, a
         advantage=advantage,
         finish=str(sample.finish_reason.get("type")),
     )
+
+
+def sequences_by_response(samples: Sequence[TrainingSample]) -> list[list[int]]:
+    """The indices of the sequences of each sample or trajectory, in the order of its first one."""
+    members: dict[tuple[str, int], list[int]] = {}
+    for i, sample in enumerate(samples):
+        members.setdefault((sample.prompt_id, sample.index), []).append(i)
+    return list(members.values())
 
 
 def fill_proximal(samples: Sequence[TrainingSample], version: int, config: Config, trainer: Trainer) -> None:
@@ -181,7 +215,7 @@ def pack_micro_batches(samples: Sequence[TrainingSample], version: int, config: 
     There is no padding (`megatron/model.py`), so the lengths in a micro-batch sum to at most `max_tokens_per_gpu`. A
     longer sample gets a micro-batch of its own. Every sample is in exactly one micro-batch.
     """
-    weights = token_weights([np.ones(len(sample.output_ids), bool) for sample in samples], config.loss.mean_over)
+    weights = _token_weights(samples, config)
     longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
     packs: list[list[int]] = []
     total = 0
@@ -201,6 +235,18 @@ def pack_micro_batches(samples: Sequence[TrainingSample], version: int, config: 
         )
         for members in packs
     ]
+
+
+def _token_weights(samples: Sequence[TrainingSample], config: Config) -> list[np.ndarray]:
+    """The weights of each sample's tokens, float32 [T]. The branches of a trajectory count as one response."""
+    responses = sequences_by_response(samples)
+    masks = [np.concatenate([samples[i].loss_mask for i in response]) for response in responses]
+    weights = [np.zeros(0, np.float32)] * len(samples)
+    for response, joined in zip(responses, token_weights(masks, config.loss.mean_over), strict=True):
+        ends = np.cumsum([len(samples[i].loss_mask) for i in response])[:-1]
+        for i, part in zip(response, np.split(joined, ends), strict=True):
+            weights[i] = part
+    return weights
 
 
 def _micro_batch(

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
 
@@ -68,6 +70,7 @@ def check(config: Config) -> None:
         raise ConfigError("push: distributed needs other GPUs for the engine; with colocate use auto, tensor or disk")
     _check_strict_on_policy(config)
     _check_ray(config)
+    _check_agent(config)
     if max(len(config.servers), config.engines) > 1:
         _check_engines(config)
 
@@ -87,6 +90,26 @@ def _check_engines(config: Config) -> None:
         raise ConfigError(
             "over_sampling_batch_size: must be rollout_batch_size with several engines and a staleness bound of 0: "
             "each engine starts all prompts that it gets, and none may be carried over"
+        )
+
+
+def _check_agent(config: Config) -> None:
+    """Raises: ConfigError: a setting is not supported with an agent function."""
+    if config.agent is None:
+        return
+    for name in ("reward", "group_reward"):
+        if getattr(config, name) != next(f.default for f in msgspec.structs.fields(Config) if f.name == name):
+            raise ConfigError(f"{name}: an agent function returns the reward itself")
+    if config.quota_mode != "first":
+        raise ConfigError("quota_mode: must be first with an agent; rounds of trajectories have no cohorts")
+    if config.overlong_buffer_len:
+        raise ConfigError("overlong_buffer_len: has no meaning for a trajectory; an agent function sets its own reward")
+    if max(len(config.servers), config.engines) > 1:
+        raise ConfigError("agent: needs one engine; a quota of trajectories over several engines is not supported")
+    if config.staleness_bound == 0 and config.pool_size > config.rollout_batch_size:
+        raise ConfigError(
+            "over_sampling_batch_size: must be rollout_batch_size with an agent and a staleness bound of 0: all agents "
+            "of the pool start, and none may be carried over"
         )
 
 

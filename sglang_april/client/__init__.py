@@ -2,7 +2,7 @@
 
 from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError, ServerLostError
 from sglang_april.client.client import AprilClient, AsyncAprilClient
-from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary
+from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, Trajectory
 
 __all__ = [
     "AprilClient",
@@ -14,4 +14,5 @@ __all__ = [
     "RolloutReply",
     "RolloutSummary",
     "ServerLostError",
+    "Trajectory",
 ]

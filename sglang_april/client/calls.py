@@ -8,12 +8,21 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from sglang_april import PROTOCOL, __version__
-from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
+from sglang_april.client.types import (
+    RolloutGroup,
+    RolloutReply,
+    RolloutSummary,
+    Trajectory,
+    read_event,
+    read_reply,
+    read_trajectory,
+)
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
@@ -21,8 +30,8 @@ log = logging.getLogger("sglang_april")
 
 EventKey = tuple[str, int, tuple[int, ...]]
 """Group, incarnation and samples of an event: with `quota_unit: sample` a group has several."""
-REPEATABLE = ("/april/rollout", "/april/drop")
-REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
+REPEATABLE = ("/april/rollout", "/april/drop", "/april/trajectories/done")
+REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack", "/done")
 """Routes whose effect is the same if a request arrives twice."""
 RETRY_INTERVAL_S = 0.5
 
@@ -111,6 +120,21 @@ class Calls:
     def ack(self, round_id: str) -> Exchange[dict[str, Any]]:
         """Acknowledge a reply: the server need not keep it any longer."""
         return (yield from self._call("POST", f"/april/rounds/{round_id}/ack", {}))
+
+    def done(
+        self, run: str, trajectories: Mapping[str, Mapping[str, Any]] | None = None, reject: Iterable[str] = ()
+    ) -> Exchange[dict[str, Any]]:
+        """End trajectories of a run, with their `reward` and `metadata`, and delete those of `reject`.
+
+        A call that is repeated changes nothing.
+        """
+        body = {"run": run, "trajectories": dict(trajectories or {}), "reject": list(reject)}
+        return (yield from self._call("POST", "/april/trajectories/done", body))
+
+    def trajectory(self, trajectory_id: str, run: str) -> Exchange[Trajectory]:
+        """The record of a trajectory that has not been delivered, with the legs that have ended."""
+        path = f"/april/trajectories/{quote(trajectory_id, safe='')}"
+        return read_trajectory((yield from self._call("GET", path, run=run)))
 
     def push_begin(self, version: int | None = None) -> Exchange[dict[str, Any]]:
         """Announce that the weights of one policy will arrive."""

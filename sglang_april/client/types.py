@@ -49,6 +49,61 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryLeg:
+    """One request of a trajectory, and its answer."""
+
+    leg: int
+    rid: str
+    parent: int | None
+    """The leg whose sequence, prompt and output, begins with the first `shared` tokens of this leg's prompt."""
+    shared: int
+    prompt_ids: Ints
+    """[prompt_len − shared]: the prompt after those tokens."""
+    output_ids: Ints
+    """[output_len], including the stop or EOS token."""
+    logprobs: Floats
+    """[output_len], natural logarithms of the probabilities of the drawn tokens."""
+    spans: list[Span]
+    finish_reason: dict[str, Any]
+    reused: int
+    """Tokens of the prompt whose KV was there."""
+    prefilled: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryBranch:
+    """The sequence of a leg that no other leg continues."""
+
+    legs: list[int]
+    shared: int
+    """So many of the first ids are those of an earlier branch as well."""
+    ids: Ints
+    """[N], of all legs."""
+    drawn: list[tuple[int, int]]
+    """Ranges of `ids` that the model drew, in ascending order. All other ids came from outside."""
+    logprobs: Floats
+    """[N], NaN outside of `drawn`."""
+    spans: list[Span]
+    """In positions of `ids`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """The token-exact record of a trajectory (docs/trajectories.md)."""
+
+    id: str
+    run: str
+    group: str
+    reward: float | None
+    metadata: Any
+    legs: list[TrajectoryLeg]
+    branches: list[TrajectoryBranch]
+    state: str = "done"
+    staleness: int | None = None
+    """The policy version minus that of the oldest token; None in a reply of a round."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RolloutReply:
     """What a round delivered, what it carried over to the next one, and its statistics."""
 
@@ -56,9 +111,13 @@ class RolloutReply:
     run: str
     policy_version: int
     end_reason: EndReason
-    finished: list[RolloutGroup]
     carried: dict[str, Any]
     stats: dict[str, Any]
+    finished: list[RolloutGroup] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """Of a round of trajectories, in place of `finished`."""
+    rejected: list[str] = field(default_factory=list)
+    """Of a round of trajectories: those rejected since the last reply."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +139,40 @@ class RolloutSummary:
 
 def read_reply(fields: dict[str, Any]) -> RolloutReply:
     """A reply from its decoded body, JSON or msgpack."""
-    return RolloutReply(**{**fields, "finished": [read_group(group) for group in fields["finished"]]})
+    delivered: dict[str, Any] = {
+        "finished": [read_group(group) for group in fields.get("finished", ())],
+        "trajectories": [read_trajectory(record) for record in fields.get("trajectories", ())],
+    }
+    return RolloutReply(**{**fields, **delivered})
+
+
+def read_trajectory(fields: dict[str, Any]) -> Trajectory:
+    """The record of a trajectory from its decoded form."""
+    legs = [
+        TrajectoryLeg(
+            **{
+                **leg,
+                "prompt_ids": _array(leg["prompt_ids"], "<i4"),
+                "output_ids": _array(leg["output_ids"], "<i4"),
+                "logprobs": _array(leg["logprobs"], "<f4"),
+                "spans": [Span(**span) for span in leg["spans"]],
+            }
+        )
+        for leg in fields["legs"]
+    ]
+    branches = [
+        TrajectoryBranch(
+            **{
+                **branch,
+                "ids": _array(branch["ids"], "<i4"),
+                "drawn": [(start, end) for start, end in branch["drawn"]],
+                "logprobs": _array(branch["logprobs"], "<f4"),
+                "spans": [Span(**span) for span in branch["spans"]],
+            }
+        )
+        for branch in fields["branches"]
+    ]
+    return Trajectory(**{**fields, "legs": legs, "branches": branches})
 
 
 def read_group(fields: dict[str, Any]) -> RolloutGroup:

@@ -125,7 +125,7 @@ def test_configuration_round_trips_through_yaml(tmp_path: Path) -> None:
 def test_yaml_and_help_list_loss_settings_between_the_other_fields() -> None:
     names = list(yaml.safe_load(config(advantage_estimator="dapo").as_yaml()))
     assert names == [field.name for field in config_reference.references()]
-    assert names[names.index("reward_timeout") + 1] == "advantage_estimator"
+    assert names[names.index("agent_timeout") + 1] == "advantage_estimator"
     assert names[names.index("seq_mask_high") + 1] == "kl_loss_coef"
 
 

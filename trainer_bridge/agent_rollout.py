@@ -1,0 +1,351 @@
+"""The rounds of a run whose samples are trajectories of an agent function (`agent: module:function`).
+
+The main thread opens a round and waits for its reply. Meanwhile agents send their requests to the engine, and one
+thread takes their results (`agent_trajectories.py`). When the quota is met the engine suspends the requests of all
+others; their agents only wait longer, and continue in the next round.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_april.client import AprilClient, AprilError, RolloutReply
+from sglang_april.client.types import RolloutSummary, Trajectory
+from trainer_bridge.agent_runner import AgentError, AgentRunner
+from trainer_bridge.agent_trajectories import AgentTrajectories
+from trainer_bridge.agents import Finished
+from trainer_bridge.checkpoints import Checkpoints
+from trainer_bridge.config import Config, ConfigError
+from trainer_bridge.data import PromptData
+from trainer_bridge.evaluation import evaluation_metrics, evaluation_round_id
+from trainer_bridge.prompt_pool import PromptPool
+from trainer_bridge.rewards import Score, TrainingPrompt
+from trainer_bridge.rollout_collector import ScoredRollout
+from trainer_bridge.trajectory_samples import TrajectoryGroup
+
+OPEN_POLL_S = 0.02
+"""Interval of the question whether a round is open."""
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """A round while it is open. Later errors wait in `events` for the next one."""
+
+    id: str
+    trains: bool = False
+    """Groups that are given up or rejected are replaced by other prompts."""
+    stops: bool = False
+    """It has no quota, and is stopped when all agents have finished."""
+    events: "queue.SimpleQueue[RolloutReply | BaseException]" = field(default_factory=queue.SimpleQueue)
+    """The reply, or the error that ends it."""
+    extensions: list[str] = field(default_factory=list)
+    """Prompts that replaced others."""
+    rejected: int = 0
+    """Groups whose rewards are all equal, with `dynamic_sampling`."""
+    given_up: int = 0
+    """Groups whose agents failed."""
+    problems: list[str] = field(default_factory=list)
+
+
+class AgentRollouts:
+    """Runs the rounds and evaluations of one run with an agent function."""
+
+    def __init__(
+        self,
+        client: AprilClient,
+        url: str,
+        run: str,
+        pool: PromptPool,
+        config: Config,
+        store: Checkpoints,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Start the worker processes. Raises: ConfigError: the agent function cannot be imported."""
+        assert config.agent is not None
+        self.client, self.pool = client, pool
+        self._run, self._config, self._store, self._warn = run, config, store, warn
+        self.engines_with_carry: set[int] = set()
+        """{0} if the engine has this run's trajectories, else empty."""
+        self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent results")
+        """The thread that handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
+        self._round = _Round("")
+        """The open round, or one that receives errors in between."""
+        self._carried: list[dict[str, Any]] = []
+        """Trajectories that the last round has left at the engine."""
+        self._training: AgentTrajectories | None = None
+        """None until the first round, and after the engine was lost."""
+        self._evaluation: AgentTrajectories | None = None
+        self._gone: list[str] = []
+        """Prompts whose groups were rejected between two rounds."""
+        try:
+            self._runner = AgentRunner(
+                config.agent, config.agent_workers, config.agent_timeout, url, config.api_key, self._take
+            )
+        except AgentError as error:
+            raise ConfigError(f"agent: {error}") from error
+
+    # Called by the training loop
+
+    def round(self, round_id: str, quota: int | None, *, fill: bool = True) -> ScoredRollout:
+        """As `RolloutDriver.round`. Without a quota the round ends when all agents have finished."""
+        with self.pool.rollback_on_error():
+            try:
+                return self._train(round_id, quota, fill)
+            except Exception:
+                self._abandon()
+                raise
+
+    def evaluate(self, step: int, data: PromptData) -> dict[str, float]:
+        """As `evaluation.evaluate`: each agent of each held-out prompt once, in a round of the run `<run>/eval`."""
+        config, run, round_id = self._config, f"{self._run}/eval", evaluation_round_id(self._run, step)
+        data.position = 0
+        prompts = data.take(len(data))
+        reply = self._answer(round_id)
+        if reply is None:
+            self.client.drop(run)
+            trajectories = self._evaluation = self._trajectories(
+                run, config.n_samples_per_eval_prompt, config.agent_sampling(evaluation=True), whole_groups=False
+            )
+            body = {"run": run, "round_id": round_id, "quota_unit": "trajectory", "quota": None, "keep_until_ack": True}
+            try:
+                reply = self._open_and_wait(_Round(round_id, stops=True), body, trajectories, prompts)
+            except Exception:
+                self._abandon()
+                raise
+            self._evaluation = None
+        rewards: dict[str, list[Score]] = {prompt.id: [] for prompt in prompts}
+        for trajectory in reply.trajectories:
+            rewards[trajectory.metadata["prompt"]].append(Score(trajectory.reward))
+        for scores in rewards.values():
+            scores += [Score(None, "failed")] * (config.n_samples_per_eval_prompt - len(scores))
+        return evaluation_metrics(list(rewards.values()), [_drawn(trajectory) for trajectory in reply.trajectories])
+
+    def drop(self) -> None:
+        """Delete all that the engine has of this run."""
+        self._abandon()
+        self.client.drop(self._run)
+
+    def drop_unstarted(self) -> None:
+        """As `Rollouts.drop_unstarted`: those of which the model has drawn no token."""
+        begun = {_prompt_of(row["id"]) for row in self._carried if row["tokens"]}
+        unstarted = [prompt_id for prompt_id in self.pool.prompts if prompt_id not in begun]
+        training = self._training
+        if training is not None:
+            self._in_results(lambda: training.reject([prompt for prompt in unstarted if prompt in training.prompts]))
+        for prompt_id in unstarted:
+            self.pool.remove(prompt_id)
+
+    def interrupt(self) -> None:
+        """Kill the agents at once. The engine ends their requests."""
+        self._runner.close()
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._runner.close()
+        self._results.shutdown(cancel_futures=True)
+
+    # A round
+
+    def _train(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
+        config, pool = self._config, self.pool
+        self._raise_error_between_rounds()
+        for prompt_id in self._gone:
+            pool.remove(prompt_id)
+        self._gone = []
+        pool.draw(max(0, config.pool_size - len(pool)) if fill else 0)
+        current = _Round(round_id, trains=quota is not None, stops=quota is None)
+        started, reply = time.monotonic(), None
+        if self._training is None:
+            current.extensions += [prompt.id for prompt in pool.draw(len(self._store.extended(round_id)))]
+            reply = self._answer(round_id)
+        if reply is None:
+            if self._training is None:
+                self.client.drop(self._run)  # what an earlier process has left; its agents are gone
+                self._training = self._trajectories(
+                    self._run, config.n_samples_per_prompt, config.agent_sampling(), config.quota_unit == "group"
+                )
+            new = [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id not in self._training.prompts]
+            reply = self._open_and_wait(current, self._request(round_id, quota), self._training, new)
+        rollout = self._assemble(reply, current)
+        rollout.generate_s = time.monotonic() - started
+        self.engines_with_carry = {0}
+        return rollout
+
+    def _open_and_wait(
+        self, current: _Round, body: dict[str, Any], trajectories: AgentTrajectories, new: Sequence[TrainingPrompt]
+    ) -> RolloutReply:
+        """Open a round, start the agents of new prompts, and wait for the reply."""
+        threading.Thread(target=self._request_round, args=(body, current.events), daemon=True, name="round").start()
+        self._wait_until_open(current)
+
+        def begin() -> None:
+            self._round = current
+            for prompt in new:
+                trajectories.start(prompt)
+            self._stop_if_finished()
+
+        with self._runner.clock(trajectories.run):
+            self._in_results(begin)
+            reply = current.events.get()
+        self._in_results(lambda: setattr(self, "_round", _Round("")))  # nothing changes the pool from here on
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def _request_round(self, body: dict[str, Any], events: "queue.SimpleQueue[RolloutReply | BaseException]") -> None:
+        try:
+            events.put(self.client.rollout(**body))
+        except BaseException as error:  # noqa: BLE001 - raised where the events are read
+            events.put(error)
+
+    def _wait_until_open(self, current: _Round) -> None:
+        """Wait until the engine has the round, so that no agent begins before it, or it has failed."""
+        while current.events.empty():
+            if any(row["round_id"] == current.id for row in self.client.state()["rounds"]):
+                return
+            time.sleep(OPEN_POLL_S)
+
+    def _request(self, round_id: str, quota: int | None) -> dict[str, Any]:
+        """The request. It depends on checkpoint and configuration only, so that a repeated one is identical."""
+        config = self._config
+        groups = {"quota_unit": "group", "trajectories": True, "n": config.n_samples_per_prompt}
+        return {
+            "run": self._run,
+            "round_id": round_id,
+            "quota": quota,
+            **(groups if config.quota_unit == "group" else {"quota_unit": "trajectory"}),
+            "kv": config.kv,
+            "max_staleness": config.staleness_bound,
+            "after_quota": config.after_quota,
+            "concurrency": config.rollout_concurrency,
+            "keep_until_ack": True,
+        }
+
+    def _answer(self, round_id: str) -> RolloutReply | None:
+        """The reply of a round that the engine has already answered, to an earlier process."""
+        try:
+            return self.client.get_round(round_id)
+        except AprilError as error:
+            if error.status not in (404, 410):
+                raise
+            return None
+
+    def _assemble(self, reply: RolloutReply, current: _Round) -> ScoredRollout:
+        groups: dict[str, TrajectoryGroup] = {}
+        for trajectory in reply.trajectories:
+            prompt_id = trajectory.metadata["prompt"]
+            groups.setdefault(prompt_id, TrajectoryGroup(prompt_id, [])).trajectories.append(trajectory)
+            if self._training is None or self._training.delivered(prompt_id, trajectory.metadata["index"]):
+                self.pool.remove(prompt_id)
+        self._carried = reply.carried["trajectories"]
+        carried = {
+            "groups": len({row["group"] for row in self._carried}),
+            "samples": len(self._carried),
+            "tokens": sum(row["tokens"] for row in self._carried),
+        }
+        summary = RolloutSummary(
+            reply.round_id, reply.run, reply.policy_version, reply.end_reason, [], carried, reply.stats
+        )
+        return ScoredRollout(
+            summary,
+            list(groups.values()),
+            rejected=current.rejected,
+            unscored=current.given_up,
+            replaced=len(current.extensions),
+            problems=current.problems,
+        )
+
+    # Results of agents, on their thread
+
+    def _trajectories(self, run: str, n: int, sampling: Mapping[str, Any], whole_groups: bool) -> AgentTrajectories:
+        return AgentTrajectories(
+            self.client,
+            self._runner,
+            run,
+            n,
+            sampling,
+            whole_groups=whole_groups,
+            accept=self._accepts,
+            replace=self._replace,
+            warn=self._failed,
+        )
+
+    def _take(self, finished: Finished) -> None:
+        """Called by the runner, on any thread."""
+        with suppress(RuntimeError):  # after `close`
+            self._results.submit(self._handle, finished)
+
+    def _handle(self, finished: Finished) -> None:
+        try:
+            for trajectories in (self._training, self._evaluation):
+                if trajectories is not None and trajectories.finished(finished):
+                    break
+            self._stop_if_finished()
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            self._round.events.put(error)
+
+    def _stop_if_finished(self) -> None:
+        trajectories = self._training if self._evaluation is None else self._evaluation
+        if self._round.stops and trajectories is not None and trajectories.all_finished:
+            self._round.stops = False
+            self.client.stop(self._round.id)
+
+    def _accepts(self, rewards: list[float]) -> bool:
+        return not self._config.dynamic_sampling or max(rewards) > min(rewards)
+
+    def _failed(self, problem: str) -> None:
+        self._round.problems.append(problem)
+        self._warn(problem)
+
+    def _replace(self, prompt: TrainingPrompt, reason: str) -> None:
+        """Replace a group that was rejected, if a round is open; else the next one draws what is missing."""
+        current, training = self._round, self._training
+        assert training is not None
+        current.given_up += bool(reason)
+        current.rejected += not reason
+        if not current.id:
+            self._gone.append(prompt.id)
+            return
+        self.pool.remove(prompt.id)
+        if current.trains:
+            (new,) = self.pool.draw(1)
+            current.extensions.append(new.id)
+            self._store.note_extended(current.id, current.extensions)
+            training.start(new)
+
+    def _in_results(self, call: Callable[[], None]) -> None:
+        """Make a call on the thread of the results, and wait for it."""
+        self._results.submit(call).result()
+
+    def _raise_error_between_rounds(self) -> None:
+        if not self._round.events.empty():
+            error = self._round.events.get()
+            assert isinstance(error, BaseException)
+            self._round = _Round("")
+            raise error
+
+    def _abandon(self) -> None:
+        """Cancel all agents, and forget them."""
+
+        def forget() -> None:
+            for trajectories in (self._training, self._evaluation):
+                if trajectories is not None:
+                    trajectories.cancel()
+            self._training = self._evaluation = None
+            self._round = _Round("")
+
+        self._in_results(forget)
+
+
+def _prompt_of(name: str) -> str:
+    """The prompt id in the name of a trajectory (`AgentTrajectories`)."""
+    return name.partition(".")[0]
+
+
+def _drawn(trajectory: Trajectory) -> int:
+    return sum(len(leg.output_ids) for leg in trajectory.legs)
