@@ -77,6 +77,7 @@ class MadeUpScheduler:
         command = messages.decode_message(payload)
         if isinstance(command, messages.OpenRound):
             self.opened = command
+        assert not isinstance(command, messages.Observation)
         self._emit(messages.Answer(command.seq, data={"policy_version": SPANS}))
 
     def finish(self) -> None:
