@@ -122,14 +122,15 @@ async def _serve(connection: Connection, function: Callable[..., Awaitable[Any]]
 def _client(url: str, api_key: str | None) -> Any:
     """An `openai.AsyncOpenAI` without limits on time and connections.
 
-    It repeats nothing: a request that was sent twice would be two legs of its trajectory.
+    It repeats nothing: a request that was sent twice would be two legs of its trajectory. So no connection is used
+    twice either: the server closes idle ones, and a request on one that is just being closed is lost.
     """
     import httpx
     import openai
 
     from sglang_april.client.keep_alive import with_keep_alive
 
-    options = {"limits": httpx.Limits(max_connections=None, max_keepalive_connections=None)}
+    options = {"limits": httpx.Limits(max_connections=None, max_keepalive_connections=0)}
     transport = with_keep_alive(httpx.AsyncHTTPTransport, url, options)
     http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S), **transport)
     return openai.AsyncOpenAI(
@@ -152,4 +153,5 @@ def _described(error: BaseException) -> str:
         frames.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
         trace = trace.tb_next
     place = frames[1] if len(frames) > 1 else "the agent function"  # frame 0 is `run` above
-    return f"{error!r} at {place}"
+    cause = f", caused by {error.__cause__!r}" if error.__cause__ is not None else ""
+    return f"{error!r}{cause} at {place}"

@@ -79,7 +79,7 @@ class RunProgress:
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._console.print(f"[yellow]  {escape(text)}")
+        self._console.print(f"[yellow]  {escape(text)}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Flush the TensorBoard events."""
@@ -92,8 +92,10 @@ def step_line(row: dict[str, Any]) -> str:
     reward = "  none" if row["reward"] is None else f"{row['reward']:6.3f}"
     seconds = " ".join(f"{phase} {duration:.1f}" for phase, duration in row["seconds"].items() if duration >= 0.05)
     name = "drain" if row.get("drain") else "step"
+    turns = max(row["turns"], default=1)
+    agent = f"turns {sum(row['turns']) / len(row['turns']):.1f}/{turns}  " if turns > 1 else ""
     return (
-        f"{name} {row['step']:4d}  reward {reward}  length {lengths[len(lengths) // 2]}/{lengths[-1]}  "
+        f"{name} {row['step']:4d}  reward {reward}  {agent}length {lengths[len(lengths) // 2]}/{lengths[-1]}  "
         f"{row['delivered_tokens_per_s']:7,.0f} tok/s  stale {row['off_policy_share']:4.0%} (≤ {row['staleness']})  "
         f"batch {row['mean_running']:.0f}  s: {seconds}"
     )
