@@ -39,7 +39,7 @@ def test_matching_engine_is_accepted() -> None:
     ("reported", "reason"),
     [
         (state({}), "without sglang-april's hooks"),
-        (state({"april": "9.9", "protocol": PROTOCOL + 1, "sglang": "0.5.17"}), "has protocol 2, the trainer 1"),
+        (state({"april": "9.9", "protocol": PROTOCOL + 1, "sglang": "0.5.17"}), "has protocol 3, the trainer 2"),
         (state(architecture="LlamaForCausalLM"), "architecture LlamaForCausalLM, the trainer's model has Qwen3"),
         (state(hidden_size=256), "hidden_size 256, the trainer's model has 128"),
         (state(num_key_value_heads=4), "num_key_value_heads 4"),

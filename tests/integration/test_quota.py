@@ -127,11 +127,15 @@ def test_stopped_samples_keep_their_tokens(overlap: Server, run: str) -> None:
     assert_near(by_key(groups), wanted, stock_noise(overlap), seeded=True)
 
 
-def test_finished_groups_are_streamed_when_they_finish(server: Server, run: str) -> None:
-    """The stream has one event per whole group, in finish order, then the summary."""
-    prompts = [prompt("late", 9, n=2), prompt("early", 3, n=2), prompt("never", 30)]
-    *groups, summary = stream(server, run=run, prompts=prompts, quota=2)
-    assert [(g["event"], g["id"]) for g in groups] == [("group", "early"), ("group", "late")]
+@pytest.mark.parametrize("previews", [False, True])
+def test_streamed_groups_say_whether_they_are_delivered(server: Server, run: str, previews: bool) -> None:
+    """Previews come in finish order, also of groups beyond the quota; without previews there are none of these."""
+    prompts = [prompt("late", 9, n=2), prompt("early", 3, n=2), *(prompt(f"surplus{i}", 9) for i in range(2))]
+    *groups, summary = stream(server, run=run, prompts=[*prompts, prompt("never", 30)], quota=2, previews=previews)
+    shown = [(g["event"], g["id"], g["delivered"]) for g in groups]
+    expected = [("group", "early", not previews), ("group", "late", not previews)]
+    surplus = [("group", f"surplus{i}", False) for i in range(2)]
+    assert shown == [*expected, *(surplus if previews else [])]
     assert (summary["event"], summary["end_reason"]) == ("round", "quota")
     assert [(d["id"], d["indices"]) for d in summary["delivered"]] == [("early", [0, 1]), ("late", [0, 1])]
-    assert len(server.drain(run)) == 1
+    assert len(server.drain(run)) == 3
