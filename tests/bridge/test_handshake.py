@@ -28,11 +28,15 @@ MODEL = {
 
 def state(hooks: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     known = {"april": "9.9", "protocol": PROTOCOL, "sglang": "0.5.17", "hooks": ["…"]}
-    return {"policy_version": 3, "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}}}
+    return {
+        "policy_version": 3,
+        "gpus": ["a", "b"],
+        "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}},
+    }
 
 
 def test_matching_engine_is_accepted() -> None:
-    assert check_engine("http://e", state(), SHAPE) == EngineInfo("http://e", 2, 3, "0.5.17")
+    assert check_engine("http://e", state(), SHAPE) == EngineInfo("http://e", 2, 3, "0.5.17", ("a", "b"))
 
 
 @pytest.mark.parametrize(
