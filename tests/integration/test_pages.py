@@ -85,7 +85,7 @@ def test_quickstart(port: int, folder: Path) -> None:
     reply = output(block(QUICKSTART, 4).replace("30000", str(port)), folder)
     assert '"end_reason":"quota"' in reply
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)
-    assert "(0, 'fresh')" in spans
+    assert "(0, 'fresh'), (1, 'kept')" in spans, "the carried group"
     output(block(QUICKSTART, 6), folder)
     said = output(block(QUICKSTART, 7), folder)
     assert list((folder / "out/quickstart/run").rglob("*.safetensors")), said[-2000:]
