@@ -130,4 +130,5 @@ class RolloutDriver:
             "concurrency": config.rollout_concurrency,
             "proximal": config.loss.proximal == "engine",
             "keep_until_ack": True,
+            "previews": True,
         }
