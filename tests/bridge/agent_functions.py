@@ -44,3 +44,23 @@ async def behaves(task: Any, client: Any) -> Any:
 
 def not_async(task: Any, client: Any) -> float:
     return 1.0
+
+
+async def some_turns(task: Any, client: Any) -> float:
+    """One to three turns; the reward is the parity of the tokens that the model drew."""
+    messages = [{"role": "user", "content": " ".join(map(str, task.content))}]
+    drawn = 0
+    for turn in range(1 + task.index % 3):
+        reply = await client.chat.completions.create(model="default", messages=messages, **task.sampling)
+        drawn += reply.usage.completion_tokens
+        text = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn} 1 2"}]
+    return float(drawn % 2)
+
+
+async def fails_once(task: Any, client: Any) -> float:
+    """The first attempt of a trajectory of index 1 fails after a turn."""
+    reward = await some_turns(task, client)
+    if task.index == 1 and client.default_headers["x-april-trajectory"].endswith("0"):
+        raise KeyError("no such tool")
+    return reward
