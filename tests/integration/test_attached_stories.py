@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -178,9 +179,15 @@ class Story:
         ids = [f"{self.run}-{next(self.numbers)}" for _ in range(2)]
         self.asked += ids
         prompts = [prompt(name, 10 + 20 * i, **PARAMS) for i, name in enumerate(ids)]
-        self.rounds.append(
-            self.live.in_background(self.live.server.rollout, run=self.run, prompts=prompts, quota=quota)
-        )
+        self.rounds.append(self.live.in_background(self._roll_out, prompts, quota))
+
+    def _roll_out(self, prompts: list[dict[str, Any]], quota: int) -> dict[str, Any]:
+        """As a trainer: repeated while the server is closed, because a push has begun before the round arrived."""
+        body = {"run": self.run, "prompts": prompts, "quota": quota}
+        while (answer := self.live.server.http.post("/april/rollout", json=body)).status_code == 503:
+            time.sleep(0.02)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
 
     def wait(self, steps: int) -> None:
         """Until so many tokens have been drawn, if anything runs."""
