@@ -1,7 +1,7 @@
 """Drawn stories of attached requests, pauses, pushes, aborts, disconnects, flushes and rounds (`attached-request`).
 
 Every request that no one aborts is answered once, with exact tokens and logprobs; an aborted one has a part of them.
-`APRIL_STORIES=200` plays 200 stories on each loop.
+`APRIL_STORIES=100` plays 200 stories, 100 on each loop.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.live import LiveServer, until
 from tests.support.workload import prompt
 
-STORIES = int(os.environ.get("APRIL_STORIES", "6"))
+STORIES = int(os.environ.get("APRIL_STORIES", "10"))
 PARAMS: dict[str, Any] = {"temperature": 0.8}
 HEADERS = {"x-april-run": "stories"}
 LIMIT_S = 300.0
