@@ -87,8 +87,8 @@ class RoundRegistry:
         return list(self._open_of_run.values())
 
     def open_ids(self) -> list[str]:
-        """Ids of the rounds that the scheduler has accepted and not ended."""
-        return [round_.id for round_ in self.open if round_.state == "open"]
+        """Ids of the rounds that the scheduler has accepted and not ended, and that weight calls wait for."""
+        return [round_.id for round_ in self.open if round_.state == "open" and not round_.spec.trajectories]
 
     @property
     def kept(self) -> int:

@@ -75,7 +75,8 @@ class SampleOutput:
 class StreamedOutput(SampleOutput):
     """`Req.april_output` of an attached request: SGLang streams its lists, so they stay as they are."""
 
-    def collect(self, req: Any) -> None: ...
+    def collect(self, req: Any) -> None:
+        self._logprobs = array("f", req.logprob.output_token_logprobs_val or ())
 
     def pack(self, req: Any) -> None: ...
 
