@@ -154,7 +154,9 @@ async def end_trajectories_of_run(april: AprilService, request: Request) -> Resp
 
 async def get_trajectory(april: AprilService, request: Request) -> Response:
     """The record of an undelivered trajectory."""
-    run = _query(request, "run").get("run", "default")
+    run = _query(request, "run").get("run", "")
+    if not 1 <= len(run) <= 256:
+        raise bad("run", "is required, and has 1 to 256 characters")
     record = await april.trajectory(run, request.path_params["trajectory"], _wants_packed(request))
     return _answer(request, record)
 
