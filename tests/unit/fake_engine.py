@@ -185,7 +185,7 @@ class FakeEngine(FakeLoop):
         if attached.refusal(run, *(*names, None, None)[:2]):
             attached.refused(rid)
             return None
-        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), *names)
+        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), b"", *names)
         sample.group.params = msgspec.msgpack.encode(-length)
         request = sample.request = Request(rid, len(rid), len(ids), length, ends_early=False, sample=sample)
         self.queue(request)
@@ -217,6 +217,9 @@ class FakeEngine(FakeLoop):
         )
         self.forget(sample)
         return result
+
+    def answered(self, sample: Sample) -> messages.FinishedSample | None:
+        return None
 
     def record(self, sample: Sample, start: int) -> Chunk:
         tokens = sample.request.output[start:]
