@@ -26,6 +26,7 @@ class Pushes:
 
     def end(self, version: int | None) -> dict[str, Any]:
         self._c.clock.end(version)
+        self._suspender.suspend_all()  # attached requests that have arrived since the last step, under the old version
         self._version_moved()
         return {"policy_version": self._c.clock.version}
 
