@@ -199,7 +199,10 @@ def test_one_request_spans_two_steps_where_verls_own_takes_two(
             assert len(output.token_ids) == len(output.log_probs) == 60
             assert output.stop_reason == "length"
             fields = output.extra_fields
-            assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (*steps, steps[1])
+            assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (
+                *steps,
+                steps[1],
+            )
         assert set(mine.extra_fields) >= {"num_cached_tokens"}
         assert live.server.state()["policy_version"] == first + 2
 
@@ -256,9 +259,7 @@ def test_a_version_that_no_push_has_made_is_an_error(live: LiveServer, ours: Att
         run(lambda: generate(ours, 4))
 
 
-def test_a_failed_push_keeps_requests_waiting(
-    live: LiveServer, ours: AttachedClient, adapter: ServerAdapter
-) -> None:
+def test_a_failed_push_keeps_requests_waiting(live: LiveServer, ours: AttachedClient, adapter: ServerAdapter) -> None:
     def broken() -> Iterator[Any]:
         yield from list(load_file(live.model(1) / "model.safetensors").items())[:3]
         raise OSError("the trainer failed")
@@ -334,7 +335,9 @@ def test_tool_agent_loop_over_a_push(
     adapter: ServerAdapter,
 ) -> None:  # fmt: skip
     """Three turns, each a tool call; a push suspends the first one."""
-    examples = Path(os.environ["APRIL_TEST_PACKAGES"]) / "package_tests/experimental/agent_loop/function_tool_examples.py"
+    examples = (
+        Path(os.environ["APRIL_TEST_PACKAGES"]) / "package_tests/experimental/agent_loop/function_tool_examples.py"
+    )
     tools = load_all_tools(None, str(examples))
 
     async def scenario() -> None:
@@ -362,7 +365,9 @@ def test_tool_agent_loop_over_a_push(
     run(scenario)
 
 
-def test_a_cancelled_agent_loop_ends_its_request(live: LiveServer, ours: AttachedClient, adapter: ServerAdapter) -> None:
+def test_a_cancelled_agent_loop_ends_its_request(
+    live: LiveServer, ours: AttachedClient, adapter: ServerAdapter
+) -> None:
     async def scenario() -> None:
         await push(adapter, live, 0, 1)
         with live.server.slowed(0.05):

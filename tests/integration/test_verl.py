@@ -1,4 +1,4 @@
-"""verl 0.9.1 (its wheel, unpacked) on a live server: agent loops, partial rollouts, pushes by its own weight adapter."""
+"""verl 0.9.1 (its wheel, unpacked) on a live server: agent loops, partial rollouts, pushes by its weight adapter."""
 
 import pytest
 

@@ -32,7 +32,11 @@ def run_cases(file: str, packages: Path, live: LiveServer, *, env: dict[str, str
 
     A process of its own, because such packages change what is imported: loggers, start methods, other versions.
     """
-    server = {"port": live.server.port, "folder": str(live.server.folder), "models": [str(live.model(s)) for s in (0, 1)]}
+    server = {
+        "port": live.server.port,
+        "folder": str(live.server.folder),
+        "models": [str(live.model(s)) for s in (0, 1)],
+    }
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", packages))),

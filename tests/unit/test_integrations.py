@@ -55,7 +55,10 @@ def test_entry_point_of_verl_replaces_its_weight_adapter_only_when_activated() -
         f"import {verl_plugin()} as plugin\n"
         "print(base._ROLLOUT_REGISTRY['sglang', 'async'])"
     )
-    for settings, expected in (("", "theirs"), ('{"quota": 8}', "sglang_april.integrations.verl.weights.ServerAdapter")):
+    for settings, expected in (
+        ("", "theirs"),
+        ('{"quota": 8}', "sglang_april.integrations.verl.weights.ServerAdapter"),
+    ):
         environment = {"PYTHONPATH": str(ROOT), "SGLANG_APRIL": settings}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected

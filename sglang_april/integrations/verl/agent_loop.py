@@ -115,15 +115,21 @@ class AttachedClient(LLMServerClient):
         return content
 
 
-class Attached:
-    """Before a manager of verl in the order of its bases: hands its workers an `AttachedClient`."""
+def attached_client(config: Any, client: LLMServerClient) -> AttachedClient:
+    """The client for a manager's workers.
+
+    Raises:
+        RuntimeError: the weight adapter is not registered.
+        ValueError: a setting of verl that attached requests cannot honour.
+    """
+    check_registered()
+    if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
+        raise ValueError("sglang_april: actor_rollout_ref.rollout.enable_rollout_routing_replay is not supported")
+    return AttachedClient(client)
+
+
+class AgentLoopManager(agent_loop.AgentLoopManager):
+    """For verl's trainers before V1; `agent_loop_tq` has that of V1."""
 
     def __init__(self, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> None:
-        check_registered()
-        if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
-            raise ValueError("sglang_april: actor_rollout_ref.rollout.enable_rollout_routing_replay is not supported")
-        super().__init__(config, AttachedClient(llm_client), *args, **kwargs)
-
-
-class AgentLoopManager(Attached, agent_loop.AgentLoopManager):
-    """For verl's trainers before V1; `agent_loop_tq` has that of V1."""
+        super().__init__(config, attached_client(config, llm_client), *args, **kwargs)
