@@ -163,7 +163,8 @@ class _Rollout:
 
     def _take(self, groups: int) -> list[dict[str, Any]]:
         """So many prompts of the data source. After a restart it repeats some that the engines have: skip them."""
-        prompts, self._unsent[:] = self._unsent[:groups], self._unsent[groups:]
+        unsent, groups = [prompt for prompt in self._unsent if prompt["id"] not in self._known], max(groups, 0)
+        prompts, self._unsent[:] = unsent[:groups], unsent[groups:]
         while len(prompts) < groups and (drawn := self._get_samples(groups - len(prompts))):
             new = [group for group in drawn if str(group[0].group_index) not in self._known]
             prompts += [self._framework.to_prompt(group, self._tokenizer, self._rollout_id) for group in new]
