@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ def unpacked(requirements: list[str], folder: Path) -> Path:
     """A folder with these packages, and none that they depend on. Without a registry the test is skipped."""
     path = folder / hashlib.sha256(json.dumps(requirements).encode()).hexdigest()[:16]
     if not (path / "complete").exists():
+        shutil.rmtree(path, ignore_errors=True)  # of an attempt that was interrupted
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(path)]
         done = subprocess.run([*install, *requirements], capture_output=True, text=True)
         if done.returncode:
