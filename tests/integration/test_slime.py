@@ -242,6 +242,7 @@ def test_time_per_rollout_beside_slimes_own(
         pytest.skip("miles's own rollout needs sglang-router")
     own = importlib.import_module("slime.rollout.sglang_rollout")
     importlib.import_module("slime.utils.http_utils").init_http_client(args)
+    own.GenerateState.clear_instances()  # an earlier test's router has gone
     args.rollout_stop_token_ids, args.rollout_max_response_len = list(range(6, 20)), 400  # one token in 36 ends
     ways = {"slime's own": own.generate_rollout, "here": Rollouts(framework).generate_rollout}
     sources = {name: source(framework, args) for name in ways}
