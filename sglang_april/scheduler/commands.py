@@ -7,7 +7,7 @@ from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.pushes import Pushes
+from sglang_april.scheduler.pushes import Interrupter
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.state import Run, State
@@ -19,7 +19,7 @@ MAX_QUOTA = 2**31 - 1
 
 class Commands:
     def __init__(
-        self, context: Context, suspender: Suspender, round_end: RoundEnd, pushes: Pushes, tiers: Tiers
+        self, context: Context, suspender: Suspender, round_end: RoundEnd, pushes: Interrupter, tiers: Tiers
     ) -> None:
         self._c = context
         self._suspender = suspender
