@@ -87,8 +87,12 @@ class RoundRegistry:
         return list(self._open_of_run.values())
 
     def open_ids(self) -> list[str]:
-        """Ids of the rounds that the scheduler has accepted and not ended."""
-        return [round_.id for round_ in self.open if round_.state == "open"]
+        """Ids of the rounds that the scheduler has accepted and not ended, and that weight calls wait for."""
+        return [round_.id for round_ in self.open if round_.state == "open" and not round_.spec.trajectories]
+
+    def holding_ids(self) -> list[str]:
+        """Ids of the rounds beside which no memory is released: not those of trajectories, whose legs are suspended."""
+        return [round_.id for round_ in self.open if not round_.spec.trajectories]
 
     @property
     def kept(self) -> int:

@@ -17,7 +17,7 @@ from sglang_april.http.observability import add_open_routes
 from sglang_april.http.reply import encode_event, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import JOURNAL_PATIENCE_S, AprilService
-from sglang_april.http.validation import check_judge, check_prompts, check_rollout, fingerprint
+from sglang_april.http.validation import check_end, check_judge, check_prompts, check_rollout, fingerprint
 
 logger = logging.getLogger("sglang_april")
 
@@ -43,6 +43,9 @@ def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
         ("POST", "/april/rounds/{round_id}/ack", acknowledge),
         ("POST", "/april/rounds/{round_id}/judge", judge),
         ("POST", "/april/rounds/{round_id}/extend", extend),
+        ("POST", "/april/rounds/{round_id}/done", end_trajectories),
+        ("POST", "/april/trajectories/done", end_trajectories_of_run),
+        ("GET", "/april/trajectories/{trajectory:path}", get_trajectory),
         ("GET", "/april/state", state),
         ("GET", "/april/partials", partials),
     ):
@@ -134,6 +137,30 @@ def _read_extend(data: bytes, packed: bool) -> tuple[requests.ExtendBody, str]:
     body = requests.decode_extend(data, packed)
     check_prompts(body.prompts, packed)
     return body, fingerprint(body)
+
+
+async def end_trajectories(april: AprilService, request: Request) -> Response:
+    """Trajectories of a round's run are done, or rejected."""
+    body = requests.decode_end(await _body(request), _is_packed(request))
+    check_end(body)
+    run = april.rounds.find(_round_id(request)).run
+    return _answer(request, await april.end_trajectories(run, body))
+
+
+async def end_trajectories_of_run(april: AprilService, request: Request) -> Response:
+    """The same for a run that is named."""
+    body = requests.decode_end_of_run(await _body(request), _is_packed(request))
+    check_end(body)
+    return _answer(request, await april.end_trajectories(body.run, body))
+
+
+async def get_trajectory(april: AprilService, request: Request) -> Response:
+    """The record of an undelivered trajectory."""
+    run = _query(request, "run").get("run", "")
+    if not 1 <= len(run) <= 256:
+        raise bad("run", "is required, and has 1 to 256 characters")
+    record = await april.trajectory(run, request.path_params["trajectory"], _wants_packed(request))
+    return _answer(request, record)
 
 
 async def push_begin(april: AprilService, request: Request) -> Response:

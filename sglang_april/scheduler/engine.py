@@ -105,6 +105,9 @@ class Engine(Protocol):
     def detach(self, samples: Sequence[Sample]) -> None:
         """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
 
+    def answer_aborted(self, sample: Sample) -> None:
+        """Answer an attached request that is in no queue and no batch: aborted, with the tokens that it has."""
+
     def forget(self, sample: Sample) -> None:
         """Release everything that a deleted sample holds outside of queues and batches."""
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from april_kernels import seeded_sampling
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
-from sglang_april.adapter.v0_5_17.attached import queue_attached
+from sglang_april.adapter.v0_5_17.attached import answer_aborted, queue_attached
 from sglang_april.adapter.v0_5_17.build_store import build_store, key_of, select_page_format, tier_budgets
 from sglang_april.adapter.v0_5_17.capacity import Capacity
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput
@@ -185,6 +185,9 @@ class SchedulerEngine(Capacity):
         if s._pending_chunked_abort_req is req:
             s._pending_chunked_abort_req = None
         self.pages.reset_request(req)
+
+    def answer_aborted(self, sample: Sample) -> None:
+        answer_aborted(self._s, sample.request)
 
     def forget(self, sample: Sample) -> None:
         self.release(sample)
