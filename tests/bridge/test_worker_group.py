@@ -4,11 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.tiny_model import make
 from tests.bridge.reference import micro_batches
@@ -69,6 +72,41 @@ def test_two_ranks_train_like_one(
     if group.settings.tensor_model_parallel_size == 1:
         kill_one_rank(group)
         resume_from_checkpoint(model, tmp_path, one_process)
+
+
+def test_data_parallel_ranks_share_the_optimiser_and_resume(model: Path, tmp_path: Path) -> None:
+    """In bfloat16: each rank saves float32 weights and states of its half, and new processes repeat a step."""
+    given = replace(settings(model, world_size=2), dtype="bfloat16")
+
+    def exported(trainer: Any, name: str) -> dict[str, torch.Tensor]:
+        trainer.export(tmp_path / name)
+        (path,) = (tmp_path / name).glob("*.safetensors")
+        return load_file(path)
+
+    trainer = make_trainer(given)
+    try:
+        trainer.step(micro_batches(COUNTS[0]), LOSS)
+        trainer.save(tmp_path / "saved")
+        between = exported(trainer, "between")
+        report = trainer.step(micro_batches(COUNTS[1]), LOSS)
+        expected = exported(trainer, "expected")
+    finally:
+        trainer.close()
+    parameters = sum(weight.numel() for weight in between.values())
+    for rank in range(2):
+        saved = torch.load(tmp_path / "saved" / f"rank-{rank}-of-2.pt", weights_only=False)["optimizer"]
+        held = sum(weight.numel() for inner in saved for weight in inner["weights"])
+        assert held == pytest.approx(parameters / 2, rel=0.02)
+    trainer = make_trainer(given)
+    try:
+        trainer.load(tmp_path / "saved")
+        again = trainer.step(micro_batches(COUNTS[1]), LOSS)
+        assert (again.loss, again.grad_norm) == (report.loss, report.grad_norm)
+        got = exported(trainer, "got")
+    finally:
+        trainer.close()
+    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+    assert not all(torch.equal(between[name], weight) for name, weight in expected.items())
 
 
 def kill_one_rank(group: WorkerGroup) -> None:
