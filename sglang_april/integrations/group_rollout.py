@@ -132,6 +132,9 @@ class _Rollout:
         except BaseException:
             await asyncio.to_thread(self._stop)
             raise
+        for group in summary.groups:
+            if group.accepted and (group.id, group.incarnation) not in self._scored:
+                await self._score(group)  # accepted before a restart: there was no preview to reward
         return await asyncio.to_thread(self._output, summary)
 
     # --- begin
@@ -191,9 +194,7 @@ class _Rollout:
 
     async def _judge(self, group: RolloutGroup) -> None:
         """Reward and filter a finished group, tell its engine, and replace it if it is dropped."""
-        samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
-        samples = await self._framework.reward(self._args, samples)
-        self._scored[group.id, group.incarnation] = samples
+        samples = await self._score(group)
         reason = self._framework.drop_reason(self._args, samples, self._remaining)
         if reason is None:
             await asyncio.to_thread(self._pool.judge, self._round_id, accept=[group.id])
@@ -204,6 +205,12 @@ class _Rollout:
             prompts = self._take(self._args.over_sampling_batch_size)
             await asyncio.to_thread(self._pool.extend, self._round_id, prompts=prompts)
         await asyncio.to_thread(self._pool.judge, self._round_id, reject=[group.id])
+
+    async def _score(self, group: RolloutGroup) -> Group:
+        samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
+        samples = await self._framework.reward(self._args, samples)
+        self._scored[group.id, group.incarnation] = samples
+        return samples
 
     def _stop(self) -> None:
         for client in self._pool.clients:

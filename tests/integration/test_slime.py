@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from sglang_april.client import AprilClient
+from sglang_april.client.engine_pool import EnginePool
 from sglang_april.integrations.framework import Framework
-from sglang_april.integrations.group_rollout import Rollouts
+from sglang_april.integrations.group_rollout import Rollouts, _Rollout
 from tests.support.live import LiveServer
 from tests.support.router import Router
 
@@ -160,6 +162,22 @@ def test_restarted_manager_continues_with_what_the_engine_has(
     assert len(again) == len(set(again)) == 12
     assert {int(name) for name in held} <= set(again)
     assert not set(delivered) & {int(name) for name in held}
+
+
+def test_groups_accepted_before_a_restart_are_delivered_with_rewards(
+    framework: Framework, args: Namespace, normal: LiveServer
+) -> None:
+    """The engine keeps a verdict whose rollout was cut off, and shows no preview of such a group again."""
+    with AprilClient(normal.server.url) as client:
+        pool, data = EnginePool([client]), source(framework, args)
+        cut = _Rollout(framework, pool, framework.tokenizer(args), args, 0, data.get_samples)
+        body = cut._open(set())
+        events = client.stream(**body)
+        accepted = [next(events).id for _ in range(2)]
+        client.judge(body["round_id"], accept=accepted)
+    output = Rollouts(framework).generate_rollout(args, 0, source(framework, args), False)
+    assert {str(group[0].group_index) for group in output.samples} >= set(accepted)
+    assert all(sample.reward is not None for group in output.samples for sample in group)
 
 
 def test_without_partial_rollout_nothing_is_carried(framework: Framework, args: Namespace, normal: LiveServer) -> None:
