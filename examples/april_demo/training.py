@@ -1,7 +1,8 @@
 """Training on the demo's server: waiting for all, then with the batch quota; Megatron runs on the CPU.
 
 Both runs start from the same weights, learn from the same prompts in the same order with the same seeds, and take the
-same number of samples per step. What differs is `partial_rollout` and the pool of prompts that lies in the engine.
+same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs do
+not take turns, because the server has the weights of one of them.
 """
 
 from __future__ import annotations

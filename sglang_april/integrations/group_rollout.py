@@ -137,6 +137,9 @@ class _Rollout:
         except BaseException:
             await asyncio.to_thread(self._stop)
             raise
+        for group in summary.groups:
+            if group.accepted and (group.id, group.incarnation) not in self._scored:
+                await self._score(group)  # accepted before a restart: there was no preview to reward
         return await asyncio.to_thread(self._output, summary)
 
     # --- begin
@@ -176,9 +179,7 @@ class _Rollout:
 
     async def _judge(self, group: RolloutGroup) -> None:
         """Reward and filter a finished group, tell its engine, and replace it if it is dropped."""
-        samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
-        samples = await self._framework.reward(self._args, samples)
-        self._scored[group.id, group.incarnation] = samples
+        samples = await self._score(group)
         reason = self._framework.drop_reason(self._args, samples, self._remaining)
         try:
             if reason is None:
@@ -199,6 +200,12 @@ class _Rollout:
         except AprilError:
             self._unsent += prompts
             raise
+
+    async def _score(self, group: RolloutGroup) -> Group:
+        samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
+        samples = await self._framework.reward(self._args, samples)
+        self._scored[group.id, group.incarnation] = samples
+        return samples
 
     def _stop(self) -> None:
         for client in self._pool.clients:

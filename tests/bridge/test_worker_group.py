@@ -26,6 +26,7 @@ from tests.bridge.two_steps import (
     train_two_steps,
     weights,
 )
+from trainer_bridge.megatron.convert import convert
 from trainer_bridge.megatron.worker_group import WorkerGroup, make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 
@@ -75,7 +76,8 @@ def test_two_ranks_train_like_one(
 
 
 def test_data_parallel_ranks_share_the_optimiser_and_resume(model: Path, tmp_path: Path) -> None:
-    """In bfloat16: each rank saves float32 weights and states of its half, and new processes repeat a step."""
+    """In bfloat16, offloaded between the steps: each rank saves float32 weights and states of its half, new processes
+    that do not offload repeat a step, and the checkpoint can be converted."""
     given = replace(settings(model, world_size=2), dtype="bfloat16")
 
     def exported(trainer: Any, name: str) -> dict[str, torch.Tensor]:
@@ -83,11 +85,13 @@ def test_data_parallel_ranks_share_the_optimiser_and_resume(model: Path, tmp_pat
         (path,) = (tmp_path / name).glob("*.safetensors")
         return load_file(path)
 
-    trainer = make_trainer(given)
+    trainer = make_trainer(replace(given, offload=True))
     try:
         trainer.step(micro_batches(COUNTS[0]), LOSS)
-        trainer.save(tmp_path / "saved")
+        trainer.offload("optimizer")
         between = exported(trainer, "between")
+        trainer.offload("weights")
+        trainer.save(tmp_path / "saved")
         report = trainer.step(micro_batches(COUNTS[1]), LOSS)
         expected = exported(trainer, "expected")
     finally:
@@ -97,7 +101,10 @@ def test_data_parallel_ranks_share_the_optimiser_and_resume(model: Path, tmp_pat
         saved = torch.load(tmp_path / "saved" / f"rank-{rank}-of-2.pt", weights_only=False)["optimizer"]
         held = sum(weight.numel() for inner in saved for weight in inner["weights"])
         assert held == pytest.approx(parameters / 2, rel=0.02)
-    trainer = make_trainer(given)
+    convert(tmp_path / "saved", model, tmp_path / "converted")
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    assert all(torch.equal(converted[name], weight) for name, weight in between.items())
+    trainer = make_trainer(replace(given, offload=False))
     try:
         trainer.load(tmp_path / "saved")
         again = trainer.step(micro_batches(COUNTS[1]), LOSS)

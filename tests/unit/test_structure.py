@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang_april", "trainer_bridge", "bench", "examples", "kernels/april_kernels")
 SHARED_NAMES = {
+    "AgentLoopManager": "what verl loads, for each of its two kinds of trainer",
     "ConfigError": "a refused configuration, of the plugin and of the trainer",
     "Preset": "what a benchmark's --preset selects",
     "ServerError": "a server of a benchmark or of the demo that does not start",
