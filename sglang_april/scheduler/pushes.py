@@ -8,7 +8,7 @@ from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.suspend import Suspender
 
 
-class Pushes:
+class Interrupter:
     def __init__(self, context: Context, suspender: Suspender, round_end: RoundEnd) -> None:
         self._c = context
         self._suspender = suspender
