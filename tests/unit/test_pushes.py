@@ -226,14 +226,3 @@ def test_retract_renews_or_discards_proximal_logprobs(harness: Build, wanted: bo
     (renewed,) = [x for x in collected if x is None or x.version == 3]
     assert (renewed is not None) == wanted
     assert renewed is None or renewed.parts == []
-
-
-def test_a_request_that_arrives_with_the_end_of_a_push_is_drawn_under_the_new_version(harness: Build) -> None:
-    """Both messages reach the scheduler before one step (`span-provenance`)."""
-    w = harness()
-    assert w.push_begin() == 200
-    sample = w.engine.attach_request("agents", "rid", [1, 2, 3], 9)
-    assert sample is not None
-    assert w.push_end() == 200
-    w.step(3)
-    assert [(s.version, s.kv) for s in sample.spans] == [(1, "fresh")]
