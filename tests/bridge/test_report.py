@@ -21,6 +21,7 @@ def row(step: int, **fields: Any) -> dict[str, Any]:
         "seconds_so_far": 2.5 * step,
         "reward": 0.1 * step,
         "lengths": [4, 8, 30],
+        "turns": [1, 1, 1],
         "delivered_tokens": 42,
         "delivered_tokens_per_s": 21.0,
         "generate_s": 2.0,
@@ -87,7 +88,15 @@ def test_report_has_every_plot_and_warning(
 
 
 def test_report_of_an_empty_step(progress: RunProgress, tmp_path: Path) -> None:
-    empty = {"reward": None, "lengths": [], "deciles": [], "timeline": [], "tokens_by_age": {}, "generate_s": 0.0}
+    empty = {
+        "reward": None,
+        "lengths": [],
+        "turns": [],
+        "deciles": [],
+        "timeline": [],
+        "tokens_by_age": {},
+        "generate_s": 0.0,
+    }
     progress.step(row(1, **empty))
     assert main(["report", str(tmp_path)]) == 0
 

@@ -27,7 +27,7 @@ def config(normal: LiveServer, models: Model, tmp_path: Path) -> Callable[..., A
 def test_agents_train_over_rounds_and_their_drain(
     normal: LiveServer, config: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Every trajectory is trained on once, also those carried over pushes, and trainer and engine agree on all tokens."""
+    """Each trajectory is trained on once, also over pushes, and trainer and engine agree on all tokens."""
     held = str(write_prompts(tmp_path / "held.jsonl", 3, 1))
     _, loop, rows = train(config(num_rollout=3, eval_interval=3, eval_prompt_data=held))
     assert [row["drain"] for row in rows[:3]] == [False, False, False]
