@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.client import AprilClient, AprilError, RolloutReply
-from sglang_april.client.types import RolloutSummary, Trajectory
+from sglang_april.client.types import RecordedTrajectory, RolloutSummary
 from trainer_bridge.agent_runner import AgentError, AgentRunner
 from trainer_bridge.agent_trajectories import AgentTrajectories
-from trainer_bridge.agents import Finished
+from trainer_bridge.agents import AgentFinished
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData
@@ -131,7 +131,7 @@ class AgentRollouts:
         self.client.drop(self._run)
 
     def drop_unstarted(self) -> None:
-        """As `Rollouts.drop_unstarted`: those of which the model has drawn no token."""
+        """As `RolloutSource.drop_unstarted`: those of which the model has drawn no token."""
         begun = {_prompt_of(row["id"]) for row in self._carried if row["tokens"]}
         unstarted = [prompt_id for prompt_id in self.pool.prompts if prompt_id not in begun]
         training = self._training
@@ -275,12 +275,12 @@ class AgentRollouts:
             warn=self._failed,
         )
 
-    def _take(self, finished: Finished) -> None:
+    def _take(self, finished: AgentFinished) -> None:
         """Called by the runner, on any thread."""
         with suppress(RuntimeError):  # after `close`
             self._results.submit(self._handle, finished)
 
-    def _handle(self, finished: Finished) -> None:
+    def _handle(self, finished: AgentFinished) -> None:
         try:
             for trajectories in (self._training, self._evaluation):
                 if trajectories is not None and trajectories.finished(finished):
@@ -347,5 +347,5 @@ def _prompt_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _drawn(trajectory: Trajectory) -> int:
+def _drawn(trajectory: RecordedTrajectory) -> int:
     return sum(len(leg.output_ids) for leg in trajectory.legs)

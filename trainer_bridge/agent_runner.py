@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from trainer_bridge.agents import Cancel, Finished, Ready, Start, serve
+from trainer_bridge.agents import AgentFinished, Cancel, Ready, StartAgent, serve
 
 START_TIMEOUT_S = 300.0
 """For a worker to import the agent function."""
@@ -29,7 +29,7 @@ class AgentError(Exception):
 class _Worker:
     """A worker process, and the threads that receive from it and send to it: a hung agent blocks no caller."""
 
-    def __init__(self, arguments: tuple[str, str, str | None], received: Callable[[Finished], None]) -> None:
+    def __init__(self, arguments: tuple[str, str, str | None], received: Callable[[AgentFinished], None]) -> None:
         """Start the process and wait for the import. Raises: AgentError: it fails."""
         from sglang_april import interrupt
 
@@ -43,7 +43,7 @@ class _Worker:
             self.kill()
             raise AgentError(problem)
         self._received = received
-        self._messages: queue.SimpleQueue[Start | Cancel | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[StartAgent | Cancel | None] = queue.SimpleQueue()
         self._lock, self._dead = threading.Lock(), False
         self._running: set[str] = set()
         """Trajectories that have been started and have not finished."""
@@ -56,7 +56,7 @@ class _Worker:
         """Number of trajectories in the worker."""
         return len(self._running)
 
-    def start(self, start: Start) -> bool:
+    def start(self, start: StartAgent) -> bool:
         """Start a trajectory; False if the process has died."""
         with self._lock:
             if not self._dead:
@@ -103,7 +103,7 @@ class _Worker:
         self._messages.put(None)
         self.kill()
         for trajectory_id in self._running:
-            self._received(Finished(trajectory_id, None, "the agent process died"))
+            self._received(AgentFinished(trajectory_id, None, "the agent process died"))
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class AgentRunner:
         timeout: float,
         url: str,
         api_key: str | None,
-        finished: Callable[[Finished], None],
+        finished: Callable[[AgentFinished], None],
     ) -> None:
         """Start the workers.
 
@@ -154,7 +154,7 @@ class AgentRunner:
             raise
         threading.Thread(target=self._watch, name="agent timeouts", daemon=True).start()
 
-    def start(self, run: str, start: Start) -> None:
+    def start(self, run: str, start: StartAgent) -> None:
         """Start a trajectory of a run, in the worker with the fewest. Raises: AgentError: as the constructor."""
         while True:
             number = min(range(len(self._workers)), key=lambda number: len(self._workers[number]))
@@ -195,7 +195,7 @@ class AgentRunner:
         for worker in self._workers:
             worker.kill()
 
-    def _receive(self, finished: Finished) -> None:
+    def _receive(self, finished: AgentFinished) -> None:
         with self._lock:
             expected = self._running.pop(finished.id, None)
         if expected is not None:
@@ -209,7 +209,7 @@ class AgentRunner:
             late = self._late(now - before)
             before = now
             for trajectory_id in self.cancel(late):
-                self._finished(Finished(trajectory_id, None, f"not finished after {self._timeout:g} s"))
+                self._finished(AgentFinished(trajectory_id, None, f"not finished after {self._timeout:g} s"))
             for worker in self._workers:
                 if worker.hangs:
                     worker.kill()

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_april.client import AprilClient, AprilError, ServerLostError
 from trainer_bridge.agent_runner import AgentRunner
-from trainer_bridge.agents import AgentTask, Finished, Start
+from trainer_bridge.agents import AgentFinished, AgentTask, StartAgent
 from trainer_bridge.rewards import TrainingPrompt
 from trainer_bridge.validate import RunError
 
@@ -88,7 +88,7 @@ class AgentTrajectories:
         for index in range(self._n):
             self._start(group, index)
 
-    def finished(self, finished: Finished) -> bool:
+    def finished(self, finished: AgentFinished) -> bool:
         """Take the end of an agent; False if it is none of these."""
         group, index = self._group_of.pop(finished.id, (None, 0))
         if group is None:
@@ -144,7 +144,7 @@ class AgentTrajectories:
             headers["x-april-group"] = self._group_name(group)
         group.running[index] = name
         self._group_of[name] = group, index
-        self._runner.start(self.run, Start(name, task, headers))
+        self._runner.start(self.run, StartAgent(name, task, headers))
 
     def _names(self, group: _Group) -> list[str]:
         return [*group.running.values(), *(name for name, _ in group.finished.values())]

@@ -39,7 +39,7 @@ class AgentTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartAgent:
     """Starts the agent of a trajectory."""
 
     id: str
@@ -51,13 +51,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Cancels the agent of a trajectory; `Finished` confirms it."""
+    """Cancels the agent of a trajectory; `AgentFinished` confirms it."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class AgentFinished:
     """The end of an agent: its reward, or why it has none."""
 
     id: str
@@ -90,14 +90,14 @@ async def _serve(connection: Connection, function: Callable[..., Awaitable[Any]]
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(_client(url, key))
 
-        async def run(start: Start) -> None:
+        async def run(start: StartAgent) -> None:
             own = client.with_options(default_headers=start.headers)
             try:
-                finished = Finished(start.id, _finite(await function(start.task, own)))
+                finished = AgentFinished(start.id, _finite(await function(start.task, own)))
             except asyncio.CancelledError:
-                finished = Finished(start.id, None, "cancelled")
+                finished = AgentFinished(start.id, None, "cancelled")
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-                finished = Finished(start.id, None, _described(error))
+                finished = AgentFinished(start.id, None, _described(error))
             running.pop(start.id, None)
             connection.send(finished)
 
@@ -108,7 +108,7 @@ async def _serve(connection: Connection, function: Callable[..., Awaitable[Any]]
                 loop.remove_reader(connection.fileno())
                 closed.set()
                 return
-            if isinstance(message, Start):
+            if isinstance(message, StartAgent):
                 running[message.id] = loop.create_task(run(message), name=message.id)
             elif (task := running.get(message.id)) is not None:
                 task.cancel()

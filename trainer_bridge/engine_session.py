@@ -15,7 +15,7 @@ from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.handshake import EngineUnreachableError
 from trainer_bridge.push.pusher import PushFailed
-from trainer_bridge.rollout import Rollouts
+from trainer_bridge.rollout import RolloutSource
 from trainer_bridge.rollout_engine import RolloutEngines
 from trainer_bridge.server_process import EngineGoneError, EngineLostError
 from trainer_bridge.trainer import PARTS, Trainer
@@ -33,7 +33,7 @@ class EngineSession:
         self,
         engines: RolloutEngines,
         trainer: Trainer,
-        rollouts: Rollouts,
+        rollouts: RolloutSource,
         store: Checkpoints,
         run: str,
         config: Config,

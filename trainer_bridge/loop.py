@@ -24,7 +24,7 @@ from trainer_bridge.metrics import TrainedStep, step_metrics
 from trainer_bridge.progress import RunProgress
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import RewardError, Rewards
-from trainer_bridge.rollout import RolloutDriver, Rollouts
+from trainer_bridge.rollout import RolloutDriver, RolloutSource
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.rollout_engine import RolloutEngines
 from trainer_bridge.samples import (
@@ -87,7 +87,7 @@ class TrainingLoop:
         """Stop at once what would keep this process from ending; `close` need not follow."""
         self.rollouts.interrupt()
 
-    def _rollouts(self, rewards: Rewards | None) -> Rollouts:
+    def _rollouts(self, rewards: Rewards | None) -> RolloutSource:
         config, client = self.config, self.engines.client
         if rewards is not None:
             return RolloutDriver(client, self.run_name, self.pool, rewards, config, self.store)

@@ -13,7 +13,7 @@ from trainer_bridge.rewards import Rewards, TrainingPrompt
 from trainer_bridge.rollout_collector import RolloutCollector, ScoredRollout
 
 
-class Rollouts(Protocol):
+class RolloutSource(Protocol):
     """Runs the rounds and evaluations of one run: single responses (`RolloutDriver`) or agents (`AgentRollouts`)."""
 
     engines_with_carry: set[int]
@@ -42,7 +42,7 @@ class Rollouts(Protocol):
 
 
 class RolloutDriver:
-    """Runs the rounds of one run whose samples are single responses; they are `Rollouts`."""
+    """Runs the rounds of one run whose samples are single responses; a `RolloutSource`."""
 
     def __init__(
         self,
@@ -58,20 +58,20 @@ class RolloutDriver:
         self.engines_with_carry: set[int] = set()
 
     def round(self, round_id: str, quota: int | None, *, fill: bool = True) -> ScoredRollout:
-        """As `Rollouts.round`."""
+        """As `RolloutSource.round`."""
         with self.pool.rollback_on_error():
             return self._round(round_id, quota, fill)
 
     def evaluate(self, step: int, data: PromptData) -> dict[str, float]:
-        """As `Rollouts.evaluate`."""
+        """As `RolloutSource.evaluate`."""
         return evaluate(self.client, self._run, step, data, self.rewards, self._config)
 
     def drop(self) -> None:
-        """As `Rollouts.drop`."""
+        """As `RolloutSource.drop`."""
         self.client.drop(self._run)
 
     def drop_unstarted(self) -> None:
-        """As `Rollouts.drop_unstarted`."""
+        """As `RolloutSource.drop_unstarted`."""
         unstarted = [group["id"] for group in self.client.partials(self._run)["unstarted"]]
         if unstarted:
             self.client.drop(self._run, unstarted)
@@ -79,10 +79,10 @@ class RolloutDriver:
             self.pool.remove(prompt_id)
 
     def interrupt(self) -> None:
-        """As `Rollouts.interrupt`: there is nothing to stop."""
+        """As `RolloutSource.interrupt`: there is nothing to stop."""
 
     def close(self) -> None:
-        """As `Rollouts.close`."""
+        """As `RolloutSource.close`."""
         self.rewards.close()
 
     def _round(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:

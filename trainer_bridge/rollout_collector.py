@@ -19,7 +19,7 @@ from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, RewardSample, Score, TrainingPrompt
-from trainer_bridge.samples import DeliveredGroup, ScoredGroup
+from trainer_bridge.samples import ScoredGroup, TrainableGroup
 
 MIN_SCORED = 2
 """Scored samples that a group baseline needs."""
@@ -35,7 +35,7 @@ class ScoredRollout:
     """The result of a round."""
 
     summary: RolloutSummary
-    groups: list[DeliveredGroup] = field(default_factory=list)
+    groups: list[TrainableGroup] = field(default_factory=list)
     """Groups to train on, in delivery order."""
     rejected: int = 0
     """Delivered groups with a negative verdict; not trained on."""

@@ -42,7 +42,7 @@ class ScoredGroup:
         ]
 
 
-class DeliveredGroup(Protocol):
+class TrainableGroup(Protocol):
     """A group of samples or of trajectories that a round has delivered."""
 
     def training_samples(self, config: Config) -> "list[TrainingSample]":
@@ -99,7 +99,7 @@ class TrainingSample:
         return version - self.version
 
 
-def training_samples(groups: Iterable[DeliveredGroup], config: Config) -> list[TrainingSample]:
+def training_samples(groups: Iterable[TrainableGroup], config: Config) -> list[TrainingSample]:
     """All samples of all groups, in delivery order, with advantages."""
     return [sample for group in groups for sample in group.training_samples(config)]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_april.client.types import Trajectory, TrajectoryBranch
+from sglang_april.client.types import RecordedTrajectory, TrajectoryBranch
 from trainer_bridge.batch import PROVENANCE
 from trainer_bridge.config import Config
 from trainer_bridge.samples import TrainingSample, reward_advantages
@@ -20,7 +20,7 @@ class TrajectoryGroup:
     """Trajectories of one prompt that a round has delivered together."""
 
     prompt_id: str
-    trajectories: list[Trajectory]
+    trajectories: list[RecordedTrajectory]
     """Each has the index in its group in `metadata` (`agent_trajectories.py`)."""
 
     def training_samples(self, config: Config) -> list[TrainingSample]:
@@ -34,7 +34,7 @@ class TrajectoryGroup:
         ]
 
 
-def _sequences(prompt_id: str, trajectory: Trajectory, advantage: float) -> Iterator[TrainingSample]:
+def _sequences(prompt_id: str, trajectory: RecordedTrajectory, advantage: float) -> Iterator[TrainingSample]:
     """One sample per branch in which the model drew a token that no earlier branch has."""
     seen: set[int] = set()
     for branch in trajectory.branches:

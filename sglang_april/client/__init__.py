@@ -2,7 +2,7 @@
 
 from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError, ServerLostError
 from sglang_april.client.client import AprilClient, AsyncAprilClient
-from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, Trajectory
+from sglang_april.client.types import RecordedTrajectory, RolloutGroup, RolloutReply, RolloutSummary
 
 __all__ = [
     "AprilClient",
@@ -10,9 +10,9 @@ __all__ = [
     "AsyncAprilClient",
     "NotPatchedError",
     "PushLeftOpenError",
+    "RecordedTrajectory",
     "RolloutGroup",
     "RolloutReply",
     "RolloutSummary",
     "ServerLostError",
-    "Trajectory",
 ]

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from sglang_april import PROTOCOL, __version__
-from sglang_april.client.types import RolloutReply, Trajectory, read_reply, read_trajectory
+from sglang_april.client.types import RecordedTrajectory, RolloutReply, read_reply, read_trajectory
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Calls:
         body = {"run": run, "trajectories": dict(trajectories or {}), "reject": list(reject)}
         return (yield from self._call("POST", "/april/trajectories/done", body))
 
-    def trajectory(self, trajectory_id: str, run: str) -> Exchange[Trajectory]:
+    def trajectory(self, trajectory_id: str, run: str) -> Exchange[RecordedTrajectory]:
         """The record of a trajectory that has not been delivered, with the legs that have ended."""
         path = f"/april/trajectories/{quote(trajectory_id, safe='')}"
         return read_trajectory((yield from self._call("GET", path, run=run)))

@@ -90,7 +90,7 @@ class TrajectoryBranch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class RecordedTrajectory:
     """The token-exact record of a trajectory (docs/trajectories.md)."""
 
     id: str
@@ -116,7 +116,7 @@ class RolloutReply:
     carried: dict[str, Any]
     stats: dict[str, Any]
     finished: list[RolloutGroup] = field(default_factory=list)
-    trajectories: list[Trajectory] = field(default_factory=list)
+    trajectories: list[RecordedTrajectory] = field(default_factory=list)
     """Of a round of trajectories, in place of `finished`."""
     rejected: list[str] = field(default_factory=list)
     """Of a round of trajectories: those rejected since the last reply."""
@@ -147,7 +147,7 @@ def read_reply(fields: dict[str, Any]) -> RolloutReply:
     return RolloutReply(**{**fields, **delivered})
 
 
-def read_trajectory(fields: dict[str, Any]) -> Trajectory:
+def read_trajectory(fields: dict[str, Any]) -> RecordedTrajectory:
     """The record of a trajectory from its decoded form."""
     legs = [
         TrajectoryLeg(
@@ -173,7 +173,7 @@ def read_trajectory(fields: dict[str, Any]) -> Trajectory:
         )
         for branch in fields["branches"]
     ]
-    return Trajectory(**{**fields, "legs": legs, "branches": branches})
+    return RecordedTrajectory(**{**fields, "legs": legs, "branches": branches})
 
 
 def read_group(fields: dict[str, Any]) -> RolloutGroup:

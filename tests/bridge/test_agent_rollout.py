@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_april.client import AprilError, RolloutReply, ServerLostError, Trajectory
+from sglang_april.client import AprilError, RecordedTrajectory, RolloutReply, ServerLostError
 from trainer_bridge import agent_rollout
 from trainer_bridge.agent_rollout import AgentRollouts
-from trainer_bridge.agents import Finished, Start
+from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
@@ -20,7 +20,7 @@ from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.validate import RunError
 
-Outcome = Callable[[Start], float | str | None]
+Outcome = Callable[[StartAgent], float | str | None]
 """The reward of a trajectory, why it has none, or None: it does not end."""
 
 
@@ -31,17 +31,17 @@ class FakeRunner:
 
     def __init__(self, *arguments: Any) -> None:
         self.finished = arguments[-1]
-        self.started: list[Start] = []
+        self.started: list[StartAgent] = []
         self.cancelled: list[str] = []
 
-    def start(self, run: str, start: Start) -> None:
+    def start(self, run: str, start: StartAgent) -> None:
         assert start.headers["x-april-run"] == run
         self.started.append(start)
         outcome = type(self).outcome(start)
         if isinstance(outcome, str):
-            self.finished(Finished(start.id, None, outcome))
+            self.finished(AgentFinished(start.id, None, outcome))
         elif outcome is not None:
-            self.finished(Finished(start.id, outcome))
+            self.finished(AgentFinished(start.id, outcome))
 
     def cancel(self, ids: Any) -> list[str]:
         self.cancelled += (names := list(ids))
@@ -81,7 +81,9 @@ class FakeEngine:
             units = self._units(body)
             taken = [name for unit in units[: body["quota"] or len(units)] for name in unit]
             records = [
-                Trajectory(name, body["run"], "", self.done_[name]["reward"], self.done_[name]["metadata"], [], [])
+                RecordedTrajectory(
+                    name, body["run"], "", self.done_[name]["reward"], self.done_[name]["metadata"], [], []
+                )
                 for name in taken
             ]
             for name in taken:
@@ -207,7 +209,7 @@ def test_the_seed_of_a_trajectory_is_the_same_in_every_attempt_and_run(make: Cal
 def test_a_failed_trajectory_is_rejected_logged_and_repeated(make: Callable[..., Any], engine: FakeEngine) -> None:
     failed: list[str] = []
 
-    def outcome(start: Start) -> float | str:
+    def outcome(start: StartAgent) -> float | str:
         if start.task.id == "e0-0.1" and not failed:
             failed.append(start.id)
             return "KeyError('no such tool')"
@@ -249,7 +251,7 @@ def test_an_agent_that_always_fails_ends_the_run(make: Callable[..., Any]) -> No
 
 
 def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], engine: FakeEngine) -> None:
-    def outcome(start: Start) -> float:
+    def outcome(start: StartAgent) -> float:
         if start.task.id == "e0-0.0" and start.id.endswith("0"):
             engine.unknown.add(start.id)
         return 1.0
@@ -291,7 +293,7 @@ def test_after_the_engine_was_lost_all_agents_of_the_pool_start_anew(
 def test_a_round_that_was_answered_before_a_restart_starts_no_agent(
     make: Callable[..., Any], engine: FakeEngine
 ) -> None:
-    record = Trajectory("x", "r", "g", 1.0, {"prompt": "e0-1", "index": 0}, [], [])
+    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-1", "index": 0}, [], [])
     engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
     rollouts = make(lambda start: 1.0)
     assert delivered(rollouts.round("r.1", 2)) == [("e0-1", [1.0])]

@@ -9,23 +9,23 @@ import pytest
 
 from trainer_bridge import agent_runner
 from trainer_bridge.agent_runner import AgentError, AgentRunner
-from trainer_bridge.agents import AgentTask, Finished, Start
+from trainer_bridge.agents import AgentFinished, AgentTask, StartAgent
 
 FUNCTIONS = Path(__file__).with_name("agent_functions.py")
 LIMIT_S = 240.0
-Results = "queue.Queue[Finished]"
+Results = "queue.Queue[AgentFinished]"
 
 
-def start(name: str, content: Any, index: int = 0) -> Start:
-    return Start(name, AgentTask(name, index, content, None, None, {}), {"x-april-trajectory": name})
+def start(name: str, content: Any, index: int = 0) -> StartAgent:
+    return StartAgent(name, AgentTask(name, index, content, None, None, {}), {"x-april-trajectory": name})
 
 
 @pytest.fixture
-def run() -> Iterator[Callable[..., tuple[AgentRunner, "queue.Queue[Finished]"]]]:
+def run() -> Iterator[Callable[..., tuple[AgentRunner, "queue.Queue[AgentFinished]"]]]:
     runners: list[AgentRunner] = []
 
     def make(name: str = "behaves", timeout: float = 120.0, workers: int = 1) -> Any:
-        results: queue.Queue[Finished] = queue.Queue()
+        results: queue.Queue[AgentFinished] = queue.Queue()
         runners.append(AgentRunner(f"{FUNCTIONS}:{name}", workers, timeout, "http://127.0.0.1:9", None, results.put))
         return runners[-1], results
 
@@ -34,7 +34,7 @@ def run() -> Iterator[Callable[..., tuple[AgentRunner, "queue.Queue[Finished]"]]
         runner.close()
 
 
-def finished(results: "queue.Queue[Finished]", count: int) -> dict[str, Finished]:
+def finished(results: "queue.Queue[AgentFinished]", count: int) -> dict[str, AgentFinished]:
     ends = [results.get(timeout=LIMIT_S) for _ in range(count)]
     assert results.empty()
     return {end.id: end for end in ends}

@@ -46,6 +46,8 @@ class WaitingLoop:
         folder = Path(config.save)
         RolloutEngine._command = lambda self: [sys.executable, "-c", "import time; time.sleep(600)"]
         self.engines = RolloutEngines(config, folder, note=lambda _: None)
+    def interrupt(self):
+        pass
     def run(self):
         self.engines.wait_until_ready()
 

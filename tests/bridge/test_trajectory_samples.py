@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_april.client.types import Trajectory, read_trajectory
+from sglang_april.client.types import RecordedTrajectory, read_trajectory
 from trainer_bridge.batch import PROVENANCE
 from trainer_bridge.config import Config
 from trainer_bridge.samples import pack_micro_batches, training_samples
@@ -37,7 +37,7 @@ def branch(ids: list[int], drawn: list[tuple[int, int]], spans: list[tuple[int, 
     }
 
 
-def trajectory(branches: list[Any], legs: int, reward: float | None = 1.0, index: int = 0) -> Trajectory:
+def trajectory(branches: list[Any], legs: int, reward: float | None = 1.0, index: int = 0) -> RecordedTrajectory:
     fields = {"id": f"e0-0.{index}.x", "run": "r", "group": "g", "reward": reward, "metadata": {"index": index}}
     return read_trajectory(fields | {"legs": [leg(i) for i in range(legs)], "branches": branches})
 
