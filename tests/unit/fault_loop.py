@@ -35,6 +35,10 @@ CLASSES: dict[str, tuple[type, type]] = {
 UNUSED = {
     "recorder.close": "only tests call it",
     "engine.rebuild_request": "the engine in memory has requests for all samples once it is restored",
+    "engine.answer_aborted": "the crash loop has no attached requests",
+    "engine.answered": "the crash loop has no attached requests",
+    "recorder.asked_again": "the crash loop has no attached requests",
+    "recorder.attached_ended": "the crash loop has no attached requests",
 }
 TURNS = 60
 """Of an epoch whose fault does not come."""
