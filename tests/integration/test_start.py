@@ -303,7 +303,8 @@ def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None
     assert_all_hooks(report)
     assert meta["completion_tokens"] == 4
     spans = [{"start": 0, "end": 4, "version": 0, "kv": "fresh"}]
-    assert meta["april"] == {"run": "r", "trajectory": "t", "spans": spans, "policy_version": 0, "staleness": 0}
+    named = {"run": "r", "trajectory": "t", "group": None}
+    assert meta["april"] == {**named, "spans": spans, "policy_version": 0, "staleness": 0}
 
 
 def assert_refused(outcome: dict[str, Any], sentence: str) -> None:

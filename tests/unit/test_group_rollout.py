@@ -50,7 +50,7 @@ class Pool:
 def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
     """The engine keeps the verdict of a rollout that was cut off, and shows no preview of the group again."""
     args = Namespace(over_sampling_batch_size=1, rollout_batch_size=1, partial_rollout=True)
-    made: Any = (Framework(), Pool(), None, args, 0, lambda _groups: [])
+    made: Any = (Framework(), Pool(), None, args, 0, lambda _groups: [], [])
     output = asyncio.run(_Rollout(*made).run(set()))
     assert [[sample.index for sample in samples] for samples in output.samples] == [[7]]
     assert output.samples[0][0].reward == 1.0

@@ -83,7 +83,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_of_sglang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         server = FakeServer(monkeypatch, at_once, 600.0)
-        server.manager.rid_to_state["r"] = None
+        server.manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(sampling_params={}))
         server.shutdown.signalled()
         await asyncio.sleep(0.1)
         assert server.schedulers
@@ -105,7 +105,7 @@ def test_ctrl_c_stores_does_not_wait_for_requests_of_sglang_and_ends_with_its_st
             stored.append(april)
 
         server = FakeServer(monkeypatch, store, 600.0)
-        server.manager.rid_to_state["r"] = None
+        server.manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(sampling_params={}))
         server.shutdown.interrupted()
         await server.ended.wait()
         assert stored
