@@ -38,6 +38,8 @@ class Context:
     """By run name, the rules under which attached requests run; nothing ends such a round."""
     trajectories: dict[str, TrajectoryRun] = field(default_factory=dict)
     """By the name that their callers give the run."""
+    park_cap_tokens: int = 2**62
+    """Tokens of KV that ended legs may keep for the next ones."""
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests."""
     tuned: messages.Tuned | None = None

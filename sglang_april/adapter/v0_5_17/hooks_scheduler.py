@@ -121,8 +121,7 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBa
     if Process.step_times is not None:
         Process.step_times.boundary(context)
     if CHECK:
-        suspended = (x for run in context.ledger.runs.values() for x in run.suspended)
-        check_accounting(s, [x.kv.pages for x in suspended if x.kv.pages is not None])
+        check_accounting(s, [x.kv.pages for x in context.ledger.with_kv() if x.kv.pages is not None])
     context.flushing = s.flush_wrapper._pending is not None
     s.april.before_step()
     plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
@@ -196,8 +195,8 @@ def add_held_tokens(result: int, _observer: Any) -> int:
     controller, engine = Process.controller, Process.engine
     if controller is None or engine is None:
         return result
-    runs = controller.context.ledger.runs.values()
-    return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
+    pages = (x.kv.pages for x in controller.context.ledger.with_kv())
+    return result + sum(engine.held_tokens(p) for p in pages if p is not None)
 
 
 def close_journal(_: None, s: Scheduler, _recv_req: Any) -> None:

@@ -6,6 +6,7 @@ last output token does not exist yet, the next decode step writes it.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
@@ -30,6 +31,17 @@ class PagePool:
     def round_up(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
 
+    def whole_pages(self, tokens: int) -> int:
+        """Tokens of `tokens` that fill pages: a prefill begins with a page."""
+        return tokens // self.page_size * self.page_size
+
+    def hand_over(self, pages: Pages) -> None:
+        """A request has been given the pages as its prefix, which its prefill has locked as well."""
+        if pages.node is not None:
+            self._s.tree_cache.dec_lock_ref(pages.node)
+        if (used := self.whole_pages(pages.length)) < pages.length:
+            self._allocator.free(pages.slots[used:])
+
     def detach(self, req: Req) -> Pages:
         """Pages of a running request; its request slot is freed, its prefix stays locked in the tree."""
         length = req.kv_committed_len
@@ -39,6 +51,28 @@ class PagePool:
         self._rows.free(req)
         req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
         return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+
+    def park(self, req: Req) -> Pages:
+        """Pages of a request that has finished, without the KV of its last token; the radix tree gets them as well."""
+        ids = req.origin_input_ids + req.output_ids_through_stop
+        length, allocated = min(req.kv_committed_len, len(ids) - 1), req.kv.kv_allocated_len
+        if not req.skip_radix_cache_insert:
+            req.full_untruncated_fill_ids = ids
+            req.set_extend_range(0, length)
+            self._s.tree_cache.cache_unfinished_req(req)
+        row = self._rows.req_to_token[req.req_pool_idx]
+        if self.round_up(length) < allocated:
+            self._allocator.free(row[self.round_up(length) : allocated])
+        slots = row[:length].to(torch.int64, copy=True)
+        pages = Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+        self._rows.free(req)
+        req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
+        return pages
+
+    @property
+    def root(self) -> Any:
+        """The node that requests without a prefix in the radix tree lock; None without a tree."""
+        return None if self._s.tree_cache.is_chunk_cache() else self._s.tree_cache.root_node
 
     def reset_request(self, req: Req) -> None:
         """Release the KV of a request in a batch and make it ready to be prefilled again."""
@@ -95,13 +129,11 @@ class PagePool:
         """
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
-        # Without a tree (--disable-radix-cache) a request has no node.
-        root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
         for req, page, old in zip(reqs, pages, inexact, strict=True):
             self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots)
             req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
             req.kv_committed_len = page.length
-            req.cache_protected_len, req.last_node = page.protected, page.node or root
+            req.cache_protected_len, req.last_node = page.protected, page.node or self.root
             req.prefix_indices = page.slots[: page.protected]
             req.extra_key = page.extra_key
             req.skip_radix_cache_insert = old
