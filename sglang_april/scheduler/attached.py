@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from sglang_april.api import messages
+from sglang_april.api.messages import FinishedSample
+from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
+from sglang_april.scheduler.attached_journal import tokens_of
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, SampleKv, State
@@ -38,12 +41,19 @@ class Attached:
         self._c.recorder.send(messages.AttachedEnded(rid, [], self._c.clock.version))
 
     def begin(
-        self, run: str, rid: str, input_ids: bytes, trajectory: str | None = None, group: str | None = None
+        self,
+        run: str,
+        rid: str,
+        input_ids: bytes,
+        params: bytes = b"",
+        trajectory: str | None = None,
+        group: str | None = None,
     ) -> Sample:
         """A request arrives that SGLang is about to queue.
 
         Args:
             input_ids: int32 [prompt_len].
+            params: everything else that its output depends on; empty if it is not to be journalled.
         """
         c = self._c
         leg, rounds = None, False
@@ -53,7 +63,11 @@ class Attached:
             known = c.trajectory_run(run)
             leg = known.begin_leg(trajectory, group, rid, np.frombuffer(input_ids, "<i4"))
             owner, rounds = known.legs, known.rounds_opened > 0
-        sample = c.ledger.add_attached(owner, rid, input_ids, leg, _claim(leg))
+        saved = self._saved(owner.name.removeprefix(ATTACHED), rid, input_ids, params)
+        parked = _claim(leg) if saved is None else None
+        sample = c.ledger.add_attached(owner, rid, input_ids, params, saved, leg, parked)
+        if saved is not None:
+            _restore(sample, tokens_of(saved), saved.samples[0].finished)
         if leg is not None:
             leg.trajectory.pending[sample] = leg
             self._forget(leg.trajectory.run)
@@ -63,13 +77,23 @@ class Attached:
         c.ledger.admit(sample)
         if sample.kv.pages is None:
             sample.kv.version, sample.kv.quantized = c.clock.version, False
-        sample.open_span(c.clock.version, "fresh")
+        sample.open_span(c.clock.version, "recomputed" if sample.length else "fresh")
+        sample.recompute.in_progress = sample.length > 0
         return sample
 
     def created(self, sample: Sample) -> None:
         """SGLang has queued the request: a leg waits for its admission instead."""
         if sample.group.leg is not None:
             self._suspender.suspend([sample])
+
+    def _saved(self, run: str, rid: str, input_ids: bytes, params: bytes) -> SnapshotGroup | None:
+        """The same request in the journal, of a server that was killed."""
+        saved = self._c.saved_attached.pop((run, rid), None)
+        if saved is None:
+            return None
+        same = (saved.prompt.input_ids, saved.params) == (input_ids, params)
+        self._c.recorder.asked_again(saved.gid, same=same)
+        return saved if same else None
 
     def end(self, sample: Sample, reason: dict[str, Any] | None = None) -> None:
         """SGLang has answered the request, finished or aborted, or is about to: tell the HTTP process how it was drawn.
@@ -83,6 +107,7 @@ class Attached:
         if sample.group.id not in run.groups:
             return
         c.trace("end attached", [sample])
+        c.recorder.attached_ended(sample)
         leg = sample.group.leg
         if leg is not None and self._parks(sample, leg.trajectory):
             self._end_leg(sample, leg, reason)
@@ -208,6 +233,13 @@ def _claim(leg: Leg | None) -> Sample | None:
         return None
     parked, leg.extends.parked = leg.extends.parked, None
     return parked
+
+
+def _restore(sample: Sample, tokens: Chunk, answered: FinishedSample | None) -> None:
+    marks = sample.journal
+    marks.snapshot, marks.admission, marks.answered = tokens, True, answered
+    sample.length = marks.tokens = tokens.length
+    sample.spans = list(tokens.spans)
 
 
 def _spec(run: str, kv: messages.KvPolicy) -> messages.RoundSpec:

@@ -118,6 +118,9 @@ class Engine(Protocol):
         When a leg of a trajectory finishes, `kv.pages` keeps its KV.
         """
 
+    def answered(self, sample: Sample) -> FinishedSample | None:
+        """The result of an attached request that has ended; None if it was aborted. It stays as it is."""
+
     def record(self, sample: Sample, start: int) -> Chunk:
         """Output tokens [start, length) of an unfinished sample with their logprobs, for the journal (rank 0)."""
 

@@ -73,16 +73,25 @@ class Ledger:
         return groups
 
     def add_attached(
-        self, run: Run, rid: str, input_ids: bytes, leg: Leg | None = None, parked: Sample | None = None
+        self,
+        run: Run,
+        rid: str,
+        input_ids: bytes,
+        params: bytes = b"",
+        saved: SnapshotGroup | None = None,
+        leg: Leg | None = None,
+        parked: Sample | None = None,
     ) -> Sample:
         """Add a request of SGLang's own routes as a group of one (`attached.py`).
 
         Args:
+            params: what else the request asks for, or empty if it is not journalled.
+            saved: the same request in the journal, whose place it takes.
             parked: the sample that holds the KV of the leg's first tokens, which becomes the leg's sample.
         """
         self.runs[run.name] = run
-        prompt = Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
-        group = Group(run, prompt, b"", 0, self._groups_seen, leg=leg)
+        prompt = saved.prompt if saved else Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
+        group = Group(run, prompt, params, 0, saved.gid if saved else self._groups_seen, leg=leg)
         self._groups_seen += 1
         sample = group.samples[0] = Sample(group, 0, seed=0) if parked is None else _next_leg(parked, group)
         group.counts[State.QUEUED] = 1

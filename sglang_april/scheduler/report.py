@@ -115,7 +115,7 @@ def _attached(c: Context) -> dict[str, dict[str, int]]:
     pending: dict[str, Counter[str]] = {}
     for run in c.ledger.runs.values():
         if run.attached and run.groups:
-            name = run.name.removeprefix(ATTACHED).removeprefix(LEGS)
+            name = run.name.removeprefix(LEGS).removeprefix(ATTACHED)
             pending.setdefault(name, Counter()).update(sizes(run))
     return {name: dict(total) for name, total in pending.items()}
 

@@ -11,16 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_april.api.messages import KvPolicy, Prompt, Provenance, Span
+from sglang_april.api.messages import FinishedSample, KvPolicy, Prompt, Provenance, Span
+from sglang_april.api.types import ATTACHED as ATTACHED
 from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
 
 if TYPE_CHECKING:
     from sglang_april.scheduler.trajectories import Leg
-
-ATTACHED = "\0attached "
-"""Begins the names of the runs of attached requests; a rollout request cannot name one."""
 
 
 class State(enum.Enum):
@@ -67,8 +65,8 @@ class SampleKv:
     """The KV of a sample; `Tiers` changes it while the sample is suspended."""
 
     pages: Pages | None = None
-    """KV pages of a suspended sample; None if only its tokens are left, and while it runs. Of a leg of a trajectory that
-    has no token, the KV of its first tokens, from an earlier leg."""
+    """KV pages of a suspended sample; None if only its tokens are left, and while it runs. Of a leg without tokens, the
+    KV of its prompt's first tokens, from an earlier leg."""
     prefix: Prefix | None = None
     """The stored prefix that its first tokens equal; kept while it runs on the KV that was loaded from there."""
     version: int = 0
@@ -103,6 +101,8 @@ class JournalMarks:
     """Whether its first admission is recorded."""
     first_token: bool = False
     """Whether it is recorded that the sample has tokens."""
+    answered: FinishedSample | None = None
+    """An attached request that an earlier server had answered."""
 
 
 @dataclass(eq=False, slots=True)

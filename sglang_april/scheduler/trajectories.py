@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from sglang_april.api.errors import RequestError
-from sglang_april.scheduler.state import Run, Sample, State
+from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
 
-LEGS = "\0legs "
-"""Begins the names of the runs of legs; a rollout request cannot name one."""
+LEGS = ATTACHED + "\0"
+"""Begins the names of the runs of legs, which are attached requests; no caller can name one."""
 MAX_ENDED = 2**16
 """Ended trajectories of a run that are remembered, so that a repeated message changes nothing."""
 MAX_WITHOUT_ROUNDS = 2**10
@@ -101,7 +101,7 @@ class Trajectory:
         return leg
 
     def end_leg(self, leg: Leg, output: Ids) -> list[Sequence]:
-        """The leg has drawn `output`; it may be continued. Returns the sequences that no leg is compared with any more."""
+        """The leg has drawn `output`; it may be continued. Returns the sequences that no leg can continue any more."""
         ids = np.concatenate([leg.prompt, output])
         gone = [leg.extends] if leg.extends is not None and leg.extends in self.sequences else []
         self.sequences = [s for s in self.sequences if s not in gone]

@@ -158,6 +158,9 @@ class FakeEngine(FakeLoop):
             self.running.append(request)
         assert len(self.running) <= self.slots
 
+    def hand_over(self, sample: Sample) -> None:
+        sample.kv.pages = None
+
     def detach(self, samples: Sequence[Sample]) -> None:
         mine = {s.request: s for s in samples if s.request is not None}
         assert self.in_flight is None or not any(r.request in mine for r in self.in_flight), "a step is in flight"
@@ -185,7 +188,7 @@ class FakeEngine(FakeLoop):
         if attached.refusal(run, *(*names, None, None)[:2]):
             attached.refused(rid)
             return None
-        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), *names)
+        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), b"", *names)
         sample.group.params = msgspec.msgpack.encode(-length)
         request = sample.request = Request(rid, len(rid), len(ids), length, ends_early=False, sample=sample)
         self.queue(request)
@@ -218,6 +221,9 @@ class FakeEngine(FakeLoop):
         self.forget(sample)
         return result
 
+    def answered(self, sample: Sample) -> messages.FinishedSample | None:
+        return None
+
     def record(self, sample: Sample, start: int) -> Chunk:
         tokens = sample.request.output[start:]
         assert start + len(tokens) == sample.length
@@ -237,7 +243,8 @@ class FakeEngine(FakeLoop):
         return True
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        self.copies.put(order, sample.kv.pages, sample_key(sample), sample.kv.version, sample.request.history)
+        history = sample.request.history if sample.request is not None else []
+        self.copies.put(order, sample.kv.pages, sample_key(sample), sample.kv.version, history)
 
     def load(self, sample: Sample, order: int) -> bool:
         pages = sample.kv.pages

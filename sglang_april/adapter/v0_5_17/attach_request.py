@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
+
 RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
 MAX_NAME = 256
 
@@ -63,11 +65,12 @@ def attachment_of(custom_params: Any) -> Attachment | None:
     return Attachment(custom_params[RUN], custom_params.get(TRAJECTORY), custom_params.get(GROUP))
 
 
-def attach(obj: Any, headers: Mapping[str, str], default: str | None) -> Attachment | None:
+def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap: bool = False) -> Attachment | None:
     """Decide whether a request is attached, and write that into its parameters, which reach the scheduler.
 
     Args:
         default: the run of `--april-attach`.
+        overlap: whether the scheduler runs its overlap loop.
 
     Raises:
         ValueError: the request asks to be attached, and for something that would not survive a suspend.
@@ -81,7 +84,8 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None) -> Attachm
     run = headers.get(RUN) or named.get(RUN)
     trajectory = headers.get(TRAJECTORY) or named.get(TRAJECTORY)
     group = headers.get(GROUP) or named.get(GROUP)
-    problem = _problem(obj) or (_leg_problem(obj, first) if trajectory is not None else "")
+    problem = _problem(obj) or (_penalty(given) if overlap else "")
+    problem = problem or (_leg_problem(obj, first) if trajectory is not None else "")
     if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
         return None
     if problem:
@@ -125,4 +129,12 @@ def _problem(obj: GenerateReqInput) -> str:
         value = getattr(obj, name)
         if name not in SUPPORTED and value and value != default:
             return f"{name}: is not supported in a request that belongs to a run ({RUN})"
+    return ""
+
+
+def _penalty(given: Any) -> str:
+    for one in given if isinstance(given, list) else [given]:
+        for name, neutral in PENALTIES.items():
+            if isinstance(one, dict) and one.get(name) not in (None, neutral):
+                return f"{name}: {PENALTIES_LAG}"
     return ""
