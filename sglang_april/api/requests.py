@@ -103,6 +103,8 @@ class RolloutBody(Body):
     keep_until_ack: bool = False
     tier: Literal["auto", "device", "host", "disk", "none"] = "auto"
     stream: bool = False
+    previews: bool = False
+    """In a stream, also groups as they finish, before the round delivers or carries them; on with `count: accepted`."""
 
 
 class StopBody(Body):

@@ -126,12 +126,21 @@ class Reply:
             self.stats.setdefault("quota_to_reply_s", max(0.0, time.time() - self.stats["t_quota_met"]))
 
 
-def encode_group(part: GroupSlice, packed: bool, event: bool = False) -> bytes:
-    """One group as a value of `finished`, or as an event of a stream."""
+def encode_group(part: GroupSlice, packed: bool) -> bytes:
+    """One group as a value of `finished`."""
+    return _encode_group(part, packed, {})
+
+
+def encode_event(part: GroupSlice, delivered: bool) -> bytes:
+    """One group as a line of a stream: delivered by the round, or a preview."""
+    return _encode_group(part, False, {"event": "group", "delivered": delivered}) + b"\n"
+
+
+def _encode_group(part: GroupSlice, packed: bool, head: dict[str, Any]) -> bytes:
     encoder = _msgpack if packed else _json
     prompt = part.prompt
-    fields: dict[str, Any] = {"event": "group"} if event else {}
-    fields |= {
+    fields = {
+        **head,
         "id": prompt.id,
         "incarnation": part.incarnation,
         "metadata": _metadata(prompt.metadata, packed),

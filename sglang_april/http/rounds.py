@@ -28,7 +28,7 @@ class RoundRecord:
     extensions: dict[str, tuple[str, "asyncio.Future[dict[str, Any]]"]] = field(default_factory=dict)
     """By `idempotency_key`, the fingerprint and the answer of an `extend`."""
     events: list[GroupSlice] = field(default_factory=list)
-    """The events of a stream of this round, in order; kept so that a replay is identical."""
+    """What has finished while the round was open, in order: the previews of its stream, kept for a replay."""
     state: Literal["opening", "open", "ended"] = "opening"
     acknowledged: bool = False
     opened: "asyncio.Future[None]" = field(default_factory=lambda: _future())

@@ -14,7 +14,7 @@ from sglang_april.api.errors import RequestError, bad, fault
 from sglang_april.api.requests import check_round_id
 from sglang_april.http.completed_groups import wait_for_texts
 from sglang_april.http.observability import add_open_routes
-from sglang_april.http.reply import encode_group, size_of
+from sglang_april.http.reply import encode_event, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import JOURNAL_PATIENCE_S, AprilService
 from sglang_april.http.validation import check_end, check_judge, check_prompts, check_rollout, fingerprint
@@ -88,7 +88,9 @@ async def rollout(april: AprilService, request: Request) -> Response:
     body, digest = await _off_loop(len(data), _read_rollout, data, packed)
     round_ = await april.open(body, digest)
     if body.stream:
-        return StreamingResponse(_events(april, round_), media_type="application/x-ndjson")
+        return StreamingResponse(
+            _events(april, round_, body.previews or round_.spec.judged), media_type="application/x-ndjson"
+        )
     return await _reply(april, request, round_)
 
 
@@ -232,16 +234,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(april: AprilService, round_: RoundRecord) -> AsyncIterator[bytes]:
-    """Newline-delimited JSON: groups as they finish, the summary last. A replay is identical, except for `waiting`."""
-    sent = 0
+async def _events(april: AprilService, round_: RoundRecord, previews: bool) -> AsyncIterator[bytes]:
+    """Newline-delimited JSON: previews as groups finish, then what the round delivers beyond them, then the summary.
+
+    A replay is identical, except for `waiting` and, after a restart, the previews of a round that had ended.
+    """
+    shown = 0
     while True:
         changed = round_.changed
-        while sent < len(round_.events):
-            part = round_.events[sent]
-            sent += 1
+        while previews and shown < len(round_.events):
+            part = round_.events[shown]
+            shown += 1
             await wait_for_texts([part])
-            yield await _off_loop(size_of(part), encode_group, part, False, True) + b"\n"
+            yield await _off_loop(size_of(part), encode_event, part, False)
         if round_.reply.done():
             break
         try:
@@ -250,10 +255,15 @@ async def _events(april: AprilService, round_: RoundRecord) -> AsyncIterator[byt
             if reason := april.restored_state.fault:
                 yield msgspec.json.encode({"event": "waiting", "reason": reason}) + b"\n"
     try:
-        summary = round_.reply.result().summary()
+        reply = round_.reply.result()
     except RequestError as refused:
-        summary = {"event": "error", **refused.body()}
-    yield msgspec.json.encode(summary) + b"\n"
+        yield msgspec.json.encode({"event": "error", **refused.body()}) + b"\n"
+        return
+    previewed = {key for part in round_.events[:shown] for key in part.keys}
+    for part in reply.parts:
+        if (rest := part.without(previewed)).done:
+            yield await _off_loop(size_of(rest), encode_event, rest, True)
+    yield msgspec.json.encode(reply.summary()) + b"\n"
 
 
 async def _off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:

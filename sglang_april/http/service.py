@@ -282,9 +282,6 @@ class AprilService:
             self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
             self._background.start(self.weight_lock.release(round_.id))
             return
-        streamed = {key for part in round_.events for key in part.keys}
-        round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
-        round_.notify()
         self._background.start(self._reply(round_, message, parts, records))
 
     # --- background tasks

@@ -19,7 +19,7 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
     """Check a request, convert its `input_ids` to bytes, and return the request's fingerprint.
 
     The fingerprint distinguishes a repeated request from a different one with the same `round_id`. The form of the
-    reply (`stream`, JSON or msgpack) is not part of it.
+    reply (`stream`, `previews`, JSON or msgpack) is not part of it.
 
     Raises:
         RequestError: 400 with the field.
@@ -30,7 +30,7 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
         _check_sampling(body.sampling_params, "sampling_params")
     check_prompts(body.prompts, packed)
     _check_trajectories(body)
-    return fingerprint(msgspec.structs.replace(body, stream=False))
+    return fingerprint(msgspec.structs.replace(body, stream=False, previews=False))
 
 
 def _check_trajectories(body: RolloutBody) -> None:

@@ -23,6 +23,8 @@ class Engine(Protocol):
     """The same in the host and the disk tier."""
     kv_pages: str
     """Format of stored pages: `full`, or `int8` (lossy)."""
+    gpus: list[str]
+    """UUIDs of the GPUs of all ranks; empty on a CPU."""
     version: int
     """Policy version in the cache key of every new request."""
 

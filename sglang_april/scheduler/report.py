@@ -80,6 +80,7 @@ def state(c: Context) -> dict[str, Any]:
         "frozen": c.frozen,
         "step": c.step,
         "overlap": c.engine.overlap,
+        "gpus": c.engine.gpus,
         "rounds": [
             {
                 "round_id": r.spec.round_id,

@@ -39,6 +39,7 @@ class FakeEngine(FakeLoop):
     page_size = 1
     bytes_per_token = stored_bytes_per_token = 10
     kv_pages = "full"
+    gpus: list[str] = []  # noqa: RUF012
 
     def __init__(
         self,

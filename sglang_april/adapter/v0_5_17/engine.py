@@ -51,7 +51,8 @@ class SchedulerEngine(Capacity):
         self.kv_pages = page_format.name
         self.stored_bytes_per_token = 4 * page_format.page_words // page_format.page_tokens * ranks
         local_ranks = ranks // scheduler.server_args.nnodes
-        self.budgets = agree(scheduler, config, page_format, tier_budgets(config, page_format, ranks, local_ranks))
+        budgets = tier_budgets(config, page_format, ranks, local_ranks)
+        self.budgets, self.gpus = agree(scheduler, config, page_format, budgets)
         self.broadcast = Rank0Broadcast(scheduler)
         self.store = build_store(scheduler, config, page_format, self.budgets, self.broadcast)
         self._creating: Sample | None = None
