@@ -60,6 +60,8 @@ class AprilConfig:
     max_body_mb: int = 64
     concurrency: int | Literal["auto"] | None = None
     attach: str | None = None
+    park_gb: float | None = None
+    """None: no limit but those of the tiers."""
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
@@ -171,6 +173,12 @@ FLAGS: tuple[Flag, ...] = (
         name,
         "RUN",
         "run of the requests to SGLang's own routes that name none (default: such requests belong to no run)",
+    ),
+    Flag(
+        "park_gb",
+        gigabytes,
+        "GB",
+        "KV that ended legs of trajectories keep for the next ones, on all tiers together (default: no such limit)",
     ),
     Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(

@@ -93,7 +93,7 @@ class Context:
     def trajectory_run(self, name: str) -> TrajectoryRun:
         """The trajectories of a run; it may have none yet."""
         if name not in self.trajectories:
-            self.trajectories[name] = TrajectoryRun(name, Run(LEGS + name, attached=True))
+            self.trajectories[name] = TrajectoryRun(name, Run(LEGS + name, kv=self.attached_kv, attached=True))
         return self.trajectories[name]
 
     def may_have_work(self) -> bool:

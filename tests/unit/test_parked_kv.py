@@ -1,5 +1,6 @@
 """KV that stays with a trajectory between two legs: what the next leg prefills, and what memory is left."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -152,42 +153,7 @@ EVENTS = st.lists(
 def test_any_story_answers_every_request_once(events: list[Any], overlap: bool, kv: str, pool: int) -> None:
     """Replicas decide alike, no slot is lost or shared, every request ends once, and no KV has a hole."""
     w = LegHarness(overlap=overlap, slots=3, pool=pool, host_cap=50, copy_delay=2)
-    sent = 0
-    for what, which, size in events:
-        name = f"t{which}"
-        ended = [leg for leg in w.of(messages.LegEnded) if leg.trajectory == name]
-        match what:
-            case "leg" | "edit":
-                history = w.sequence(ended[-1].rid) if ended else PROMPT
-                if what == "edit":
-                    history = history[: max(1, len(history) - size)]
-                if len(history) + size + 4 < pool // 2:
-                    sent += w.leg("run", f"r{len(w.rids)}", [*history, size], size, name)
-            case "push":
-                w.push()
-            case "begin":
-                w.command(messages.PushBegin)
-            case "end":
-                w.command(messages.PushEnd)
-            case "flush":
-                w.do(FakeEngine.flush)
-            case "freeze" | "thaw":
-                w.command(messages.Freeze if what == "freeze" else messages.Thaw)
-            case "done":
-                w.done("run", name)
-            case "reject":
-                w.done("run", reject=(name,))
-            case "abort":
-                pending = [p.group.id.partition(":")[2] for p in _pending(w)]
-                if pending:
-                    w.abort(pending[which % len(pending)])
-            case "open":
-                w.open("run", size, kv=kv)
-            case "stop":
-                if any(r.spec.run == "run" for r in w.context.rounds.values()):
-                    w.stop("run")
-            case _:
-                w.step(size if what == "steps" else 1)
+    sent = sum(_event(w, *event, kv) for event in events)
     w.command(messages.Thaw)
     if w.context.clock.closed:
         w.command(messages.PushEnd)
@@ -207,3 +173,39 @@ def test_any_story_answers_every_request_once(events: list[Any], overlap: bool, 
 def _pending(w: LegHarness) -> list[Any]:
     known = w.context.trajectories.get("run")
     return [s for t in known.active.values() for s in t.pending] if known is not None else []
+
+
+def _event(w: LegHarness, what: str, which: int, size: int, kv: str) -> bool:
+    """Returns whether a request was sent that is not refused."""
+    name = f"t{which}"
+    if what in ("leg", "edit"):
+        return _next_turn(w, name, size, edited=what == "edit")
+    pending = [p.group.id.partition(":")[2] for p in _pending(w)]
+    open_round = any(r.spec.run == "run" for r in w.context.rounds.values())
+    acts: dict[str, Callable[[], object]] = {
+        "push": w.push,
+        "begin": lambda: w.command(messages.PushBegin),
+        "end": lambda: w.command(messages.PushEnd),
+        "flush": lambda: w.do(FakeEngine.flush),
+        "freeze": lambda: w.command(messages.Freeze),
+        "thaw": lambda: w.command(messages.Thaw),
+        "done": lambda: w.done("run", name),
+        "reject": lambda: w.done("run", reject=(name,)),
+        "abort": lambda: pending and w.abort(pending[which % len(pending)]),
+        "open": lambda: w.open("run", size, kv=kv),
+        "stop": lambda: open_round and w.stop("run"),
+        "step": w.step,
+        "steps": lambda: w.step(size),
+    }
+    acts[what]()
+    return False
+
+
+def _next_turn(w: LegHarness, name: str, size: int, *, edited: bool) -> bool:
+    ended = [leg for leg in w.of(messages.LegEnded) if leg.trajectory == name]
+    history = w.sequence(ended[-1].rid) if ended else PROMPT
+    if edited:
+        history = history[: max(1, len(history) - size)]
+    if len(history) + size + 4 >= w.engine.pool // 2:
+        return False
+    return w.leg("run", f"r{len(w.rids)}", [*history, size], size, name)

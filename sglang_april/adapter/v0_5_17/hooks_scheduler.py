@@ -26,7 +26,7 @@ from sglang_april.adapter.v0_5_17.restore_request import advance_grammar
 from sglang_april.adapter.v0_5_17.sample_output import COLLECT_EVERY
 from sglang_april.adapter.v0_5_17.step_times import StepTimes
 from sglang_april.api import messages
-from sglang_april.config import load
+from sglang_april.config import BYTES_PER_GB, load
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
@@ -68,6 +68,8 @@ def attach(_: None, s: Scheduler) -> None:
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens)
     context.carry_cap_tokens = config.carry_tokens
     context.attached_kv = config.kv
+    if config.park_gb is not None:
+        context.park_cap_tokens = int(config.park_gb * BYTES_PER_GB) // engine.bytes_per_token
     if s.ps.tp_size > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
