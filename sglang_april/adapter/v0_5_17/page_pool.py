@@ -12,7 +12,9 @@ import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_april.adapter.v0_5_17.host_to_device import columns_to_device
@@ -56,18 +58,31 @@ class PagePool:
         """Pages of a request that has finished, without the KV of its last token; the radix tree gets them as well."""
         ids = req.origin_input_ids + req.output_ids_through_stop
         length, allocated = min(req.kv_committed_len, len(ids) - 1), req.kv.kv_allocated_len
-        if not req.skip_radix_cache_insert:
-            req.full_untruncated_fill_ids = ids
-            req.set_extend_range(0, length)
-            self._s.tree_cache.cache_unfinished_req(req)
-        row = self._rows.req_to_token[req.req_pool_idx]
-        if self.round_up(length) < allocated:
-            self._allocator.free(row[self.round_up(length) : allocated])
-        slots = row[:length].to(torch.int64, copy=True)
+        # Copies: SGLang frees in groups, and a freed view of this row would change with it.
+        slots = self._rows.req_to_token[req.req_pool_idx, :allocated].to(torch.int64, copy=True)
+        self._allocator.free(slots[self.round_up(length) :])
+        slots = slots[:length]
+        if not req.skip_radix_cache_insert and not self._s.tree_cache.is_chunk_cache():
+            slots = self._insert(req, RadixKey(ids[:length], req.extra_key), slots)
         pages = Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
         self._rows.free(req)
         req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
         return pages
+
+    def _insert(self, req: Req, key: RadixKey, slots: torch.Tensor) -> torch.Tensor:
+        """Give whole pages to the radix tree, and lock them there; returns the slots, in which the tree's own replace
+        those that it had already (`RadixCache.cache_unfinished_req`)."""
+        tree = self._s.tree_cache
+        if tree.disable_finished_insert:
+            return slots
+        key = key.page_aligned(self.page_size)
+        known = tree.insert(InsertParams(key=key, value=slots[: len(key)].clone(), priority=req.priority or 0))
+        self._allocator.free(slots[req.cache_protected_len : known.prefix_len])
+        found = tree.match_prefix(MatchPrefixParams(key=key))
+        tree.dec_lock_ref(req.last_node)
+        tree.inc_lock_ref(found.last_device_node)
+        req.cache_protected_len, req.last_node = len(found.device_indices), found.last_device_node
+        return torch.cat([found.device_indices.to(torch.int64), slots[len(found.device_indices) :]])
 
     @property
     def root(self) -> Any:
