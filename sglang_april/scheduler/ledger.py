@@ -311,7 +311,7 @@ class Ledger:
             for group in run.groups.values():
                 for state, count in group.counts.items():
                     totals[state] += count
-        return {state.value: count for state, count in totals.items()}
+        return {state.value: count for state, count in totals.items() if state is not State.PARKED}
 
 
 def _next_leg(sample: Sample, group: Group) -> Sample:

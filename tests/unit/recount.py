@@ -39,7 +39,7 @@ def recount(engine: FakeEngine, ledger: Ledger) -> None:
     totals = [0] * len(STATES)
     for run in ledger.runs.values():
         totals = [a + b for a, b in zip(totals, _recount_run(run), strict=True)]
-    assert list(ledger.census().values()) == totals
+    assert list(ledger.census().values()) == totals[:-1]
     rows = [r.request for r in engine.last or () if r.request is not engine.chunked and r.request.slots is not None]
     chunked = [engine.chunked] if engine.chunked is not None else []
     in_batches = [*engine.running, *rows, *chunked]
