@@ -4,7 +4,6 @@ SGLang's plugin loader logs errors and serves without the plugin. Here a missing
 """
 
 import functools
-import importlib.metadata
 import os
 import pkgutil
 from collections.abc import Callable
@@ -66,13 +65,13 @@ def verify() -> None:
 
 
 def hook_report() -> dict[str, Any]:
-    """Versions, process id and verified hooks of this process; empty if no hooks were applied."""
+    """Versions (of SGLang: the reviewed source), process id and verified hooks; empty if no hooks were applied."""
     if not _verified:
         return {}
     installed = {
         "april": sglang_april.__version__,
         "protocol": sglang_april.PROTOCOL,
-        "sglang": importlib.metadata.version("sglang"),
+        "sglang": versions.installed()["sglang"],
     }
     return {**installed, "pid": os.getpid(), "hooks": list(_verified)}
 

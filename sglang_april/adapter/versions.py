@@ -1,8 +1,11 @@
-"""Which SGLang releases are supported, and the adapter package that serves the installed one.
+"""Which SGLang sources are supported, and the adapter package that serves the installed one.
 
-Each supported release has a reviewed manifest, `fingerprints/<version>.json`, which names its adapter package. A
-release that changes nothing the adapter relies on needs only a manifest. One that does needs a package of its own, with
-the handlers and two modules:
+A version string does not say what is installed: images carry patched releases, or report a version of their own. Each
+reviewed source therefore has a manifest, `fingerprints/<release>.json`, with the SHA-256 of every file that the adapter
+relies on and a digest of every symbol that it hooks or calls. The installed SGLang is the one whose files a manifest
+lists or, where files differ elsewhere, the one whose symbols do not. A manifest names its adapter package. A release
+that changes nothing the adapter relies on needs only a manifest. One that does needs a package of its own, with the
+handlers and two modules:
 
     hook_table  HOOKS: tuple[Hook, ...]            every function that is hooked
                 DEPENDS_ON: tuple[str, ...]        dotted paths of what is called without being hooked
@@ -12,22 +15,25 @@ the handlers and two modules:
 This module is the only place that selects a package.
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from sglang_april.adapter import source_tree
 from sglang_april.adapter.hook import Hook
 
 FINGERPRINTS = Path(__file__).parent / "fingerprints"
 
 Manifest = dict[str, Any]
-"""`sglang`: version; `adapter`: package; `source`: URL of the reviewed tree; `files`: path → SHA-256;
-`symbols`: dotted path → file, line, kind, signature and digest of the body."""
+"""`sglang`: name of the reviewed source, a release or a patched one; `adapter`: package; `source`: URL of the reviewed
+tree; `files`: path → SHA-256; `symbols`: dotted path → file, line, kind, signature and digest of the body."""
 
 
 class PreflightError(RuntimeError):
@@ -49,13 +55,16 @@ class Start(Protocol):
     def applying_hooks(self) -> AbstractContextManager[None]: ...
 
 
-def sglang_version() -> str:
-    """The installed SGLang release, from its metadata: importing SGLang would be slow."""
-    return importlib.metadata.version("sglang")
+def version_string() -> str:
+    """What the installed SGLang calls itself. It selects nothing."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "without a version"
 
 
 def sglang_root() -> Path:
-    """The folder that contains the package `sglang`.
+    """The folder that contains the installed package `sglang`; importing it would be slow.
 
     Raises:
         PreflightError: SGLang is not installed.
@@ -66,27 +75,75 @@ def sglang_root() -> Path:
     return Path(spec.submodule_search_locations[0]).parent
 
 
-def supported_versions() -> list[str]:
-    """Releases with a reviewed manifest."""
-    return sorted(file.stem for file in FINGERPRINTS.glob("*.json"))
+def manifests() -> dict[str, Manifest]:
+    """All manifests by the name of their source."""
+    return _read(FINGERPRINTS)
 
 
-def reviewed_manifest(version: str) -> Manifest:
-    """The manifest of a release.
+def installed() -> Manifest:
+    """The manifest of the installed SGLang.
 
     Raises:
-        PreflightError: the release is not supported; the message lists those that are.
+        PreflightError: its source was not reviewed; the message names what differs from the nearest reviewed one.
     """
-    file = FINGERPRINTS / f"{version}.json"
-    if not file.is_file():
-        raise PreflightError(f"SGLang {version} is not supported, only {', '.join(supported_versions())}")
-    manifest: Manifest = json.loads(file.read_text())
-    return manifest
+    return select(sglang_root(), FINGERPRINTS)
+
+
+@cache
+def select(root: Path, folder: Path) -> Manifest:
+    """The manifest in `folder` that describes the SGLang source at `root`.
+
+    Raises:
+        PreflightError: no manifest does.
+    """
+    known = _read(folder)
+    for manifest in known.values():
+        if not differing_files(manifest, root):
+            return manifest
+    found = {name: differences(manifest, root) for name, manifest in known.items()}
+    same = next((name for name, differs in found.items() if not differs), None)
+    if same is not None:
+        return known[same]
+    claimed = version_string()
+    nearest = claimed if claimed in found else min(found, key=lambda name: len(found[name]))
+    first, more = found[nearest][0], len(found[nearest]) - 1
+    rest = f" (and {more} more)" if more else ""
+    raise PreflightError(
+        f"this SGLang {claimed} is not supported, only the reviewed sources of {', '.join(known)}: "
+        f"compared with {nearest}, {first}{rest}"
+    )
+
+
+def source_digest() -> str:
+    """Digest of the files of the installed SGLang that the adapter relies on."""
+    root, digest = sglang_root(), hashlib.blake2b(digest_size=8)
+    for file in installed()["files"]:
+        digest.update(f"{file} {source_tree.digest_of_file(root / file)}\n".encode())
+    return digest.hexdigest()
+
+
+def differing_files(manifest: Manifest, root: Path) -> list[str]:
+    """Files that differ from the reviewed ones. Equal files need no parsing, so this takes milliseconds."""
+    return [file for file, digest in manifest["files"].items() if source_tree.digest_of_file(root / file) != digest]
+
+
+def differences(manifest: Manifest, root: Path) -> list[str]:
+    """What differs from a reviewed source: one clause for each symbol in a file that is not the reviewed one."""
+    files = differing_files(manifest, root)
+    found = []
+    for path, reviewed in manifest["symbols"].items():
+        if reviewed["file"] not in files:
+            continue
+        current = source_tree.describe(path, root)
+        changed = [aspect for aspect in source_tree.ASPECTS if current and current[aspect] != reviewed[aspect]]
+        if current is None or changed:
+            found.append(f"the {changed[0]} of {path} has changed" if changed else f"{path} does not exist")
+    return found
 
 
 def adapter_package() -> str:
     """Dotted name of the adapter package for the installed SGLang."""
-    return str(reviewed_manifest(sglang_version())["adapter"])
+    return str(installed()["adapter"])
 
 
 def hook_table() -> HookTable:
@@ -108,3 +165,9 @@ def upstream_link(manifest: Manifest, path: str) -> str:
     """URL of the reviewed source line of a symbol."""
     symbol = manifest["symbols"][path]
     return f"{manifest['source']}{symbol['file']}#L{symbol['line']}"
+
+
+@cache
+def _read(folder: Path) -> dict[str, Manifest]:
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return {manifest["sglang"]: manifest for manifest in found}

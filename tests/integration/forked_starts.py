@@ -98,6 +98,18 @@ def without_hook_target(start: dict[str, Any]) -> None:
     as_module(start)
 
 
+def unreviewed_source(start: dict[str, Any]) -> None:
+    """The only manifest is one in which a hooked function has another body than in the installed SGLang."""
+    from sglang_april.adapter import versions
+
+    manifest = {**json.loads(json.dumps(versions.installed())), "sglang": "0.0.1"}
+    symbol = manifest["symbols"]["sglang.srt.server_args.ServerArgs.check_server_args"]
+    symbol["body"] = manifest["files"][symbol["file"]] = "0123"
+    versions.FINGERPRINTS = Path(tempfile.mkdtemp())
+    (versions.FINGERPRINTS / "0.0.1.json").write_text(json.dumps(manifest))
+    as_module(start)
+
+
 def without_activation(_: dict[str, Any]) -> None:
     """An installed plugin that is not activated registers nothing."""
     from sglang.srt.plugins import load_plugins
@@ -114,6 +126,7 @@ ENTRIES = {
     "engine": as_engine,
     "prebuilt": with_arguments_built_before_plugins,
     "without_target": without_hook_target,
+    "unreviewed_source": unreviewed_source,
     "inactive": without_activation,
 }
 

@@ -84,7 +84,7 @@ REFUSED_WAYS = {
     "bad_environment": "SGLANG_APRIL must be a JSON object",
     "hidden_by_platform": "SGLANG_PLATFORM=other makes SGLang pass over",
     "hidden_by_plugins": "SGLANG_PLUGINS=other leaves out the plugin april",
-    "unsupported_version": "SGLang 9.9.9 is not supported, only 0.5.17",
+    "unreviewed_source": "this SGLang 9.9.9 is not supported, only the reviewed sources of 0.0.1: compared with",
     "without_target": "the hook target sglang.srt.managers.scheduler.Scheduler.get_init_info does not exist",
     "sliding_window": "A model with hybrid sliding-window attention is not supported",
     "recurrent": "A model with recurrent (Mamba-like) layers is not supported",
@@ -138,7 +138,8 @@ def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str,
         {"name": "bad_environment", "entry": "engine", "arguments": {}, "env": {"SGLANG_APRIL": "yes"}},
         {**module, "name": "hidden_by_platform", "module": APRIL_LAUNCHER, "env": {"SGLANG_PLATFORM": "other"}},
         {**module, "name": "hidden_by_plugins", "module": APRIL_LAUNCHER, "env": {"SGLANG_PLUGINS": "other"}},
-        {**module, "name": "unsupported_version", "sys_path": [str(folder)]},
+        {**module, "name": "unreviewed_source", "sys_path": [str(folder)], "entry": "unreviewed_source"},
+        {**module, "name": "other_version_string", "sys_path": [str(folder)], "argv": ["--help", *QUOTA]},
         {**module, "name": "without_target", "entry": "without_target"},
         {**module, "name": "sliding_window", "argv": [*QUOTA, "--model-path", swa]},
         {**module, "name": "recurrent", "argv": [*QUOTA, "--model-path", recurrent, *for_recurrent]},
@@ -172,7 +173,7 @@ def test_sglang_refuses_april_flags_without_the_plugin(outcomes: dict[str, dict[
     assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_theirs"]["stderr"]
 
 
-@pytest.mark.parametrize("name", ["help", "our_help"])
+@pytest.mark.parametrize("name", ["help", "our_help", "other_version_string"])
 def test_help_lists_april_flags(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["code"] == 0
     assert all(flag in outcomes[name]["stderr"] for flag in ("--april-quota ", "--april-kv ", "--tp-size "))
@@ -195,8 +196,9 @@ def test_changed_hook_target_ends_the_start(model: str, tmp_path: Path) -> None:
         command, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    sentence = "the body of sglang.srt.server_args.ServerArgs.check_server_args is not the one reviewed"
-    assert f"sglang-april: {sentence} for SGLang 0.5.17" in done.stderr
+    reviewed = versions.installed()["sglang"]
+    sentence = "the body of sglang.srt.server_args.ServerArgs.check_server_args has changed"
+    assert f"compared with {reviewed}, {sentence}\n" in done.stderr
 
 
 IN_CODE = """
@@ -286,7 +288,7 @@ def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
 
 def assert_all_hooks(report: dict[str, Any]) -> None:
     assert report["hooks"] == [f"{path} [{row.kind}]" for row in hook_table.HOOKS for path in row.paths]
-    assert report["sglang"] == "0.5.17"
+    assert report["sglang"] == versions.installed()["sglang"]
 
 
 def environment(**extra: str) -> dict[str, str]:

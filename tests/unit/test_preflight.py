@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_april.adapter import preflight, versions
+from sglang_april.adapter import preflight, review, source_tree, versions
 from sglang_april.adapter.v0_5_17 import hook_table
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
@@ -20,7 +20,7 @@ FILE = "sglang/srt/server_args.py"
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the reviewed files of the installed SGLang for a test to modify."""
-    for file in versions.reviewed_manifest(versions.sglang_version())["files"]:
+    for file in versions.installed()["files"]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(versions.sglang_root() / file, tmp_path / file)
     monkeypatch.setattr(versions, "sglang_root", lambda: tmp_path)
@@ -38,8 +38,8 @@ def test_installed_sglang_passes() -> None:
 
 
 def test_every_hook_and_dependency_is_in_the_manifest() -> None:
-    manifest = versions.reviewed_manifest("0.5.17")
-    assert set(preflight.symbols_in_use(hook_table)) == set(manifest["symbols"])
+    for manifest in versions.manifests().values():
+        assert set(preflight.symbols_in_use(hook_table)) == set(manifest["symbols"])
 
 
 def test_comments_and_docstrings_are_ignored(copy: Path) -> None:
@@ -50,19 +50,19 @@ def test_comments_and_docstrings_are_ignored(copy: Path) -> None:
 
 def test_changed_body_is_reported(copy: Path) -> None:
     edit(copy, "        # Check parallel size constraints\n", "        self.tp_size += 0\n")
-    with pytest.raises(preflight.PreflightError, match=f"the body of {TARGET} is not the one reviewed"):
+    with pytest.raises(preflight.PreflightError, match=f"the body of {TARGET} has changed"):
         preflight.check()
 
 
 def test_changed_signature_is_reported(copy: Path) -> None:
     edit(copy, "    def check_server_args(self):", "    def check_server_args(self, strict=False):")
-    with pytest.raises(preflight.PreflightError, match=f"the signature of {TARGET} is not the one reviewed"):
+    with pytest.raises(preflight.PreflightError, match=f"the signature of {TARGET} has changed"):
         preflight.check()
 
 
 def test_function_that_became_async_is_reported(copy: Path) -> None:
     edit(copy, "    def check_server_args(self):", "    async def check_server_args(self):")
-    with pytest.raises(preflight.PreflightError, match=f"the kind of {TARGET} is not the one reviewed"):
+    with pytest.raises(preflight.PreflightError, match=f"the kind of {TARGET} has changed"):
         preflight.check()
 
 
@@ -78,9 +78,11 @@ def test_missing_file_is_reported(copy: Path) -> None:
         preflight.check()
 
 
-def test_unsupported_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "sglang_version", lambda: "9.9.9")
-    with pytest.raises(preflight.PreflightError, match=r"SGLang 9\.9\.9 is not supported, only 0\.5\.17"):
+def test_unsupported_source_is_reported_with_what_it_calls_itself(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version_string", lambda: "9.9.9")
+    edit(copy, "    def check_server_args(self):", "    def validate(self):")
+    named = ", ".join(versions.manifests())
+    with pytest.raises(preflight.PreflightError, match=rf"this SGLang 9\.9\.9 is not supported, only .* {named}: "):
         preflight.check()
 
 
@@ -94,7 +96,7 @@ def test_fields_of_a_dataclass_are_compared() -> None:
     def fields(source: str) -> dict[str, Any]:
         node = ast.parse(source).body[0]
         assert isinstance(node, ast.ClassDef)
-        return preflight.fingerprint(node)
+        return source_tree.fingerprint(node)
 
     one = fields("class C:\n    a: int\n    b: int = 0\n    def f(self): return 1")
     assert one == fields("class C:\n    a: int\n    b: int = 0\n    def f(self): return 2")
@@ -102,14 +104,15 @@ def test_fields_of_a_dataclass_are_compared() -> None:
 
 
 def test_written_manifest_equals_the_reviewed_one() -> None:
-    written = preflight.build_manifest(
-        "0.5.17", versions.adapter_package(), versions.sglang_root(), preflight.symbols_in_use(hook_table)
+    reviewed = versions.installed()
+    written = review.build_manifest(
+        reviewed["sglang"], versions.adapter_package(), versions.sglang_root(), preflight.symbols_in_use(hook_table)
     )
-    assert json.loads(json.dumps(written)) == versions.reviewed_manifest("0.5.17")
+    assert json.loads(json.dumps(written)) == reviewed
 
 
 def test_after_hooks_never_receive_a_coroutine() -> None:
-    symbols = versions.reviewed_manifest("0.5.17")["symbols"]
+    symbols = versions.installed()["symbols"]
     after = [path for row in hook_table.HOOKS if row.kind == "after" for path in row.paths]
     assert not [path for path in after if symbols[path]["kind"] == "async def"]
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_april.adapter import versions
 from sglang_april.adapter.v0_5_17 import rank_agreement
 from sglang_april.adapter.v0_5_17.build_store import TierBudgets
 from sglang_april.config import FLAGS, AprilConfig
@@ -87,9 +88,14 @@ def test_versions_and_sources_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
     found = rank_agreement.find_difference([mine, mine, rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)])
     assert "the sources of sglang-april (their digest), but rank 2 has '0123' and rank 0 has '" in found
     monkeypatch.undo()
-    monkeypatch.setattr(rank_agreement.importlib.metadata, "version", lambda name: "0.5.16")
+    other = {**versions.installed(), "sglang": "0.5.16"}
+    monkeypatch.setattr(versions, "installed", lambda: other)
     found = rank_agreement.find_difference([mine, rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)])
-    assert "the version of sglang, but rank 1 has '0.5.16'" in found
+    assert "the reviewed source of sglang, but rank 1 has '0.5.16'" in found
+    monkeypatch.undo()
+    monkeypatch.setattr(versions, "source_digest", lambda: "0123")
+    found = rank_agreement.find_difference([mine, rank_agreement._compared(scheduler(), AprilConfig(), FORMAT)])
+    assert "the files of sglang that sglang-april relies on (their digest), but rank 1 has '0123'" in found
 
 
 def test_every_flag_is_compared_or_may_differ_between_machines() -> None:

@@ -99,15 +99,15 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_argument_of_this_release_was_reviewed_once() -> None:
+    """The lists also have names that only other releases have."""
     reviewed = [name for rule in ARGUMENTS for name in rule.names]
-    assert sorted(reviewed) == sorted(FIELDS)
+    assert set(FIELDS) <= set(reviewed)
+    assert len(set(reviewed)) == len(reviewed)
 
 
 def test_every_variable_of_this_release_was_reviewed() -> None:
     names = [name for name, field in vars(Envs).items() if isinstance(field, EnvField)]
     assert [name for name in names if rule_for(name, ENVIRONMENT) is None] == []
-    listed = [name for rule in ENVIRONMENT for name in rule.names if "*" not in name]
-    assert set(listed) <= set(names)
 
 
 def test_an_argument_that_a_new_release_adds_refuses_the_start_by_name() -> None:

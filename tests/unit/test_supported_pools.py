@@ -160,8 +160,8 @@ def test_every_pool_class_of_sglang_was_reviewed() -> None:
                     found[cls.__name__] = cls
     supported = {cls.__name__ for cls in MHA_POOLS + MLA_POOLS}
     assert not supported & set(REFUSED_POOLS)
-    assert set(found) - supported == set(REFUSED_POOLS)
-    for name in REFUSED_POOLS:
+    assert set(found) - supported <= set(REFUSED_POOLS)
+    for name in set(found) - supported:
         with pytest.raises(SystemExit, match=f"The KV pool {name} is not supported"):
             plane_table(found[name].__new__(found[name]))
 

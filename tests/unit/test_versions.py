@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_april.adapter import hooking, preflight, versions
+from sglang_april.adapter import hooking, preflight, review, versions
 from tests.unit.fake_adapter import engine, hook_table
 
 PACKAGE = "tests.unit.fake_adapter"
@@ -18,11 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """SGLang 9.9.9 is "installed": the repository stands for its source tree, `fake_adapter/engine.py` for its code."""
+    """SGLang 9.9.9 is "installed": the repository stands for its source tree, `fake_adapter/engine.py` for its code.
+
+    Its version string says something else: only the source selects.
+    """
     monkeypatch.setattr(versions, "FINGERPRINTS", tmp_path)
-    monkeypatch.setattr(versions, "sglang_version", lambda: "9.9.9")
+    monkeypatch.setattr(versions, "version_string", lambda: "0.0.0.dev1")
     monkeypatch.setattr(versions, "sglang_root", lambda: ROOT)
-    manifest = preflight.build_manifest("9.9.9", PACKAGE, ROOT, preflight.symbols_in_use(hook_table))
+    manifest = review.build_manifest("9.9.9", PACKAGE, ROOT, preflight.symbols_in_use(hook_table))
     (tmp_path / "9.9.9.json").write_text(json.dumps(manifest))
     return "9.9.9"
 
@@ -44,14 +47,14 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_manifest_selects_the_adapter_package(release: str) -> None:
-    assert versions.supported_versions() == [release]
+    assert list(versions.manifests()) == [release]
     assert versions.adapter_package() == PACKAGE
     assert versions.hook_table().HOOKS is hook_table.HOOKS
     preflight.check()
 
 
 def test_links_point_to_the_release(release: str) -> None:
-    link = versions.upstream_link(versions.reviewed_manifest(release), hook_table.HOOKS[0].paths[0])
+    link = versions.upstream_link(versions.installed(), hook_table.HOOKS[0].paths[0])
     assert link.startswith(
         "https://github.com/sgl-project/sglang/blob/v9.9.9/python/tests/unit/fake_adapter/engine.py#L"
     )

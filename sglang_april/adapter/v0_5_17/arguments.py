@@ -1,4 +1,5 @@
-"""The review of every argument of SGLang 0.5.17 (the fields of ServerArgs): which values are supported, and why."""
+"""The review of every argument of SGLang 0.5.16 to 0.5.18 (the fields of ServerArgs): which values are supported, and
+why. A release need not have all of them."""
 
 from typing import Any
 
@@ -107,10 +108,12 @@ ARGUMENTS: tuple[Rule, ...] = (
     refuse("speculative_algorithm", DRAFTS),
     refuse_if("decoupled_spec_role", lambda value, _: value == "null", "any role", DRAFTS),
     refuse("dllm_algorithm", "a diffusion model does not draw one token after another"),
+    refuse("startup_weight_load_mode", "the start measures forwards, for which the weights must be there"),
     refuse("use_ray", "the hooks have not been tested in schedulers that Ray starts"),
     refuse("rl_on_policy_target", "it changes what a logprob means; behaviour logprobs must be of the drawing policy"),
     refuse(
-        """enable_int8_mamba_checkpoint enable_linear_replayssm enable_linear_replayssm_spec""",
+        """enable_int8_mamba_checkpoint enable_linear_replayssm enable_linear_replayssm_spec
+        enable_gdn_replayssm_spec""",
         EXTRA_STATE,
     ),
     accept(
@@ -141,7 +144,10 @@ ARGUMENTS: tuple[Rule, ...] = (
         speculative_adaptive speculative_adaptive_config spec_trace_dir speculative_ngram_min_bfs_breadth
         speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth
         speculative_ngram_capacity speculative_ngram_external_corpus_path
-        speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens""",
+        speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
+        speculative_draft_kv_cache_dtype _speculative_draft_quantization_explicitly_set
+        disaggregation_decode_retraction_backup enable_tp_lm_head_all_to_all http2_max_concurrent_streams
+        mlx_enable_sampling""",
         "it concerns only a feature that is itself refused",
     ),
     accept(
@@ -150,7 +156,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         uses_mamba_radix_cache mamba_track_interval int8_mamba_ckpt_size linear_attn_backend
         linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
         linear_replayssm_cache_len dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend
-        dsa_topk_backend enable_deepseek_v4_fp4_indexer""",
+        dsa_topk_backend enable_deepseek_v4_fp4_indexer c128_page_size""",
         "it concerns only models that are themselves refused",
     ),
     accept(
@@ -200,7 +206,9 @@ ARGUMENTS: tuple[Rule, ...] = (
         lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold enable_multimodal
         mm_attention_backend enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder
         mm_process_config mm_processor_worker_num mm_io_worker_num limit_mm_data_per_request
-        enable_mm_global_cache disable_fast_image_processor mm_feature_transport keep_mm_feature_on_device""",
+        enable_mm_global_cache disable_fast_image_processor mm_feature_transport keep_mm_feature_on_device
+        language_model_only allowed_media_domains media_url_max_file_size_mb mm_preprocess_cache_size_mb
+        trust_mm_content_hashes image_processor_backend mm_global_cache_backend""",
         "it affects only requests that ask for it, and rollouts that ask for it get 400",
     ),
     accept(
@@ -219,7 +227,8 @@ ARGUMENTS: tuple[Rule, ...] = (
         enable_request_time_stats_logging kv_events_config enable_forward_pass_metrics
         forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules
         otlp_traces_endpoint export_metrics_to_file export_metrics_to_file_dir stat_loggers
-        debug_tensor_dump_output_folder debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
+        expert_balancedness_report_mode debug_tensor_dump_output_folder
+        debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
         msprobe_dump_config""",
         "it only observes",
     ),

@@ -1,4 +1,5 @@
-"""The review of SGLang 0.5.17's environment variables (`sglang.srt.environ`): which values are supported, and why."""
+"""The review of the environment variables of SGLang 0.5.16 to 0.5.18 (`sglang.srt.environ`): which values are
+supported, and why. A release need not have all of them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -38,6 +39,12 @@ ENVIRONMENT: tuple[Rule, ...] = (
     refuse("SGLANG_SCHEDULER_DECREASE_PREFILL_IDLE", "it delays prefills by rules of data-parallel attention"),
     refuse("SGLANG_TEST_SCRIPTED_RUNTIME", "a scripted scheduler does not run rounds"),
     refuse("SGLANG_CHECK_KV_PAGE_INVARIANTS", "its check has not been tested with the pages of partials"),
+    refuse("SGLANG_PREFILL_TILE_BUDGET", "its limit on prefills has not been tested with rollout samples"),
+    refuse("SGLANG_ENABLE_DELAY_SAMPLE", "late sampling of every batch has not been tested with seeded rows"),
+    refuse(
+        "SGLANG_ENABLE_PREFILL_WAR_READ_DONE",
+        "buffers that a prefill still reads have not been tested with the copies of pages",
+    ),
     refuse("SGLANG_ENABLE_COLOCATED_BATCH_GEN", "its batches have not been tested with rollout samples"),
     refuse_if(
         TIMEOUTS,
@@ -60,7 +67,7 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_TEST_SCRIPTED_RUNTIME_* SGLANG_RAY_BUNDLE_INDICES SGLANG_BACKUP_PORT_BASE SGLANG_DSV4_*
         SGLANG_EXPERIMENTAL_ONLINE_C128_MTP SGLANG_ENABLE_DSA_* SGLANG_ENABLE_CP_V2
         SGLANG_ENABLE_DP_GATHER_FP8 SGLANG_TOPK_TRANSFORM_512_TORCH SGLANG_FP8_PAGED_MQA_LOGITS_TORCH
-        SGLANG_SM120_FLASHMLA_BACKEND SGLANG_MINIMAX_*""",
+        SGLANG_SM120_FLASHMLA_BACKEND SGLANG_MINIMAX_* SGLANG_PREFILL_TILE_BUDGET_MODE""",
         "it concerns only a feature or model that is itself refused",
     ),
     accept(
@@ -80,7 +87,8 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_ENABLE_METRICS_* SGLANG_EXPERT_* SGLANG_EPLB_* SGLANG_ENABLE_EPLB_BALANCEDNESS_METRIC
         SGLANG_INVARIANT_CHECK SGLANG_ENABLE_ASYNC_ASSERT SGLANG_ENABLE_STRICT_MEM_CHECK_*
         SGLANG_LOAD_SNAPSHOT_USE_ZMQ SGLANG_*TP_MEMORY_INBALANCE_CHECK SGLANG_STRICT_CONFIG_MUTATION
-        SGLANG_ROLE_NAMESPACES*""",
+        SGLANG_ROLE_NAMESPACES* SGLANG_GRAPH_BATCH_CAPTURE SGLANG_TRACE_ASYNC* SGLANG_JIT_CACHE_DEBUG
+        SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY""",
         "it only observes or checks",
     ),
     accept(
@@ -96,7 +104,8 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN SGLANG_PORT SGLANG_TCP_STORE_PORT
         SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE SGLANG_USE_MESSAGE_QUEUE_BROADCASTER
         SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS SGLANG_IS_FIRST_RANK_ON_NODE SGLANG_SET_CPU_AFFINITY
-        SGLANG_AUTO_NUMA_BIND SGLANG_CRASH_ON_NUMA_BIND_FAILURE SGLANG_PLATFORM SGLANG_PLUGINS SGLANG_ZBAL_*""",
+        SGLANG_AUTO_NUMA_BIND SGLANG_CRASH_ON_NUMA_BIND_FAILURE SGLANG_PLATFORM SGLANG_PLUGINS SGLANG_ZBAL_*
+        SGLANG_JIT_CACHE_DIR SGLANG_JIT_CACHE_KEEP SGLANG_RUST_BUILD_MODE""",
         "it concerns the model's files, the process and its devices",
     ),
     accept(
@@ -126,7 +135,9 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_ENABLE_NVFP4_* SGLANG_GEMMA_* SGLANG_NVFP4_* SGLANG_FP4_* SGLANG_INT4_WEIGHT SGLANG_FP8_*
         SGLANG_SHARED_EXPERT_TP1 SGLANG_K3_* SGLANG_M3_* SGLANG_CUSTOM_ALL_REDUCE_*
         SGLANG_ENABLE_CUSTOM_ALL_REDUCE_* SGLANG_ENABLE_PCG_* SGLANG_MUSA_* IS_H200
-        DEEP_NORMAL_MODE_USE_INT8_QUANT FLASHINFER_* USE_TRITON_W8A8_FP8_KERNEL""",
+        DEEP_NORMAL_MODE_USE_INT8_QUANT FLASHINFER_* USE_TRITON_W8A8_FP8_KERNEL
+        SGLANG_ENABLE_FP8_GEMM_CONFIG_TUNE SGLANG_MLA_DECODE_TUNE SGLANG_ENABLE_FAST_INPUT_LOGPROBS
+        SGLANG_DETERMINISTIC_NCCL_NCHANNELS""",
         "it chooses kernels, graphs and collectives of a forward",
     ),
 )

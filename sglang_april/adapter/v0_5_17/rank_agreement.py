@@ -6,7 +6,6 @@ depend on it would sooner or later wait in another collective than the others.
 
 import functools
 import hashlib
-import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 import april_kernels
 import sglang_april
+from sglang_april.adapter import versions
 from sglang_april.adapter.v0_5_17.build_store import TierBudgets
 from sglang_april.config import FLAGS, AprilConfig
 from sglang_april.kv.page_format import PageFormat
@@ -146,7 +146,8 @@ def _compared(s: Scheduler, config: AprilConfig, page_format: PageFormat) -> dic
     flags |= {flag.option: "a path" if getattr(config, flag.field) else None for flag in FLAGS if flag.field in PATHS}
     arguments = {_option(name): getattr(s.server_args, name) for name in ARGUMENTS}
     found: dict[str, Any] = {
-        "the version of sglang": importlib.metadata.version("sglang"),
+        "the reviewed source of sglang": versions.installed()["sglang"],
+        "the files of sglang that sglang-april relies on (their digest)": versions.source_digest(),
         "the version of torch": torch.__version__,
         "the version of Python": ".".join(map(str, sys.version_info[:2])),
         "the sources of sglang-april (their digest)": sources_digest(),

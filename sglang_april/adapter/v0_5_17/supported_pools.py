@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.adapter.refusals import Refusal, stop_if
+from sglang_april.adapter.v0_5_17.reviewed_pools import REFUSED_POOLS
 from sglang_april.cpu.allocator import SweepAllocator, TorchPagedAllocator
 from sglang_april.cpu.pool import HugePagesPool
 
@@ -31,29 +32,6 @@ ALLOCATORS: tuple[type, ...] = (
     TorchPagedAllocator,
 )
 PREFIX_CACHES: tuple[type, ...] = (RadixCache, ChunkCache)
-
-REFUSED_POOLS: dict[str, str] = {
-    "DSATokenToKVPool": "it keeps index keys and their scales beside the latent KV",
-    "DeepSeekV4IndexerPool": "it is one of several pools of a model",
-    "DeepSeekV4SingleKVPool": "it is one of several pools of a model",
-    "DeepSeekV4TokenToKVPool": "it keeps compressed KV and compressor state beside a sliding window",
-    "HiSparseC4DevicePool": "its KV is spread over the device and the host",
-    "HiSparseDSATokenToKVPool": "its KV is spread over the device and the host",
-    "HybridLinearKVPool": "it keeps recurrent state per request beside the KV",
-    "LayerSplitDSATokenToKVPool": "it spreads the layers over ranks",
-    "MHATokenToKOnlyPool": "it is one of several pools of a model",
-    "MHATokenToKVPoolFP4": "it keeps scales beside the KV",
-    "MHATokenToKVPoolMXFP8": "it keeps scales beside the KV",
-    "MLATokenToKVPoolFP4": "it keeps scales beside the latent KV",
-    "MiniMaxSparseKVPool": "it keeps index keys beside the KV",
-    "NoOpMHATokenToKVPool": "it keeps no KV",
-    "PageMajorMHATokenToKVPool": "the page store reads layer-major pools only",
-    "SWAKVPool": "it has a second pool for the sliding window",
-    "UnifiedMHATokenToKVPool": "it shares one buffer with other pools",
-    "UnifiedMLATokenToKVPool": "it shares one buffer with other pools",
-    "UnifiedSWAKVPool": "it has a second pool for the sliding window",
-}
-"""Reviewed and refused, by class name: why. Any class that is not listed is refused as unreviewed."""
 
 _ADDRESSES = frozenset({"k_data_ptrs", "v_data_ptrs", "data_ptrs", "data_strides"})
 """Attributes of a pool that hold addresses and strides of its buffers, not KV."""

@@ -1,0 +1,59 @@
+"""What an SGLang source tree can be configured with, and which KV pools it has, read from its text.
+
+A field or variable that SGLang makes at run time is not seen here. The start refuses it all the same, by name, if it is
+set: arguments, variables and pools are allowed by list.
+"""
+
+import ast
+from pathlib import Path
+
+from sglang_april.adapter import source_tree
+
+ARGUMENTS = "sglang.srt.server_args.ServerArgs"
+VARIABLES = "sglang.srt.environ.Envs"
+POOLS = "sglang/srt/mem_cache"
+POOL = "KVCache"
+
+
+def arguments(root: Path) -> dict[str, str]:
+    """The fields of ServerArgs with the source of their defaults; empty for one without."""
+    fields = [item for item in _body(ARGUMENTS, root) if isinstance(item, ast.AnnAssign)]
+    return {
+        item.target.id: ast.unparse(item.value) if item.value else ""
+        for item in fields
+        if isinstance(item.target, ast.Name) and not ast.unparse(item.annotation).startswith("ClassVar")
+    }
+
+
+def variables(root: Path) -> dict[str, str]:
+    """The environment variables that SGLang declares, with the source of their type and default."""
+    found = {}
+    for item in _body(VARIABLES, root):
+        if isinstance(item, ast.Assign) and isinstance(item.value, ast.Call) and isinstance(item.targets[0], ast.Name):
+            found[item.targets[0].id] = ast.unparse(item.value)
+    return found
+
+
+def pools(root: Path) -> set[str]:
+    """Names of the KV pools: all classes of `mem_cache` below KVCache that are not abstract themselves."""
+    classes: dict[str, ast.ClassDef] = {}
+    for file in sorted((root / POOLS).glob("*.py")):
+        classes |= {node.name: node for node in source_tree.parse(file).body if isinstance(node, ast.ClassDef)}
+    return {name for name, node in classes.items() if _is_pool(name, classes) and not _is_abstract(node)}
+
+
+def _is_pool(name: str, classes: dict[str, ast.ClassDef]) -> bool:
+    bases = [ast.unparse(base).rpartition(".")[2] for base in classes[name].bases] if name in classes else []
+    return any(base == POOL or _is_pool(base, classes) for base in bases)
+
+
+def _is_abstract(node: ast.ClassDef) -> bool:
+    names = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    marks = [ast.unparse(mark) for method in methods for mark in method.decorator_list]
+    return "ABC" in names or any(mark.endswith("abstractmethod") for mark in marks)
+
+
+def _body(path: str, root: Path) -> list[ast.stmt]:
+    found = source_tree.find(path, root)
+    return found[1].body if found is not None else []
