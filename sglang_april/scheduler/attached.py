@@ -17,7 +17,7 @@ from sglang_april.api import messages
 from sglang_april.api.messages import FinishedSample
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
-from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.context import NO_CAP, Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, SampleKv, State
 from sglang_april.scheduler.suspend import Suspender
@@ -134,6 +134,8 @@ class Attached:
 
     def _limit_parked(self) -> None:
         """Release the KV that was parked first, beyond `--april-park-gb`."""
+        if self._c.park_cap_tokens >= NO_CAP:
+            return
         parked = [s for run in self._c.ledger.runs.values() for s in run.parked if s.state is State.PARKED]
         tokens = sum(s.kv.pages.length for s in parked if s.kv.pages is not None)
         for sample in sorted(parked, key=lambda s: s.finish_step):

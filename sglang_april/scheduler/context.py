@@ -16,6 +16,8 @@ from sglang_april.scheduler.state import Run, Sample
 from sglang_april.scheduler.trajectories import LEGS, TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
+NO_CAP = 2**62
+
 
 @dataclass(eq=False)
 class Context:
@@ -39,7 +41,7 @@ class Context:
     """By run name, the rules under which attached requests run; nothing ends such a round."""
     trajectories: dict[str, TrajectoryRun] = field(default_factory=dict)
     """By the name that their callers give the run."""
-    park_cap_tokens: int = 2**62
+    park_cap_tokens: int = NO_CAP
     """Tokens of KV that ended legs may keep for the next ones."""
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
     """After a restart, by run and `rid`: attached requests in the journal that have not been asked again."""

@@ -141,7 +141,8 @@ class Ledger:
         run = self.runs[name] = self.runs.pop(name)
         ids = list(itertools.islice(run.incarnations, max(0, len(run.incarnations) - MAX_IDS)))
         run.first_incarnation = max([run.first_incarnation, *map(run.incarnations.pop, ids)])
-        idle = [r.name for r in self.runs.values() if not r.groups and r is not run and r.name not in busy]
+        others = (r for r in self.runs.values() if r is not run and r.name not in busy)
+        idle = [r.name for r in others if not r.groups and not r.parked]
         runs = idle[: max(0, len(self.runs) - MAX_RUNS)]
         for other in runs:
             del self.runs[other]
