@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +43,9 @@ ENDLESS = CONTEXT - 16
 """Length of a response that outlasts any measurement."""
 
 
-def serve(url: str, model: Path, prompts: int, at_once: int, seed: int) -> float:
+def serve(
+    url: str, model: Path, prompts: int, at_once: int, seed: int, headers: Mapping[str, str] | None = None
+) -> float:
     """Output tokens/s of one run of SGLang's client with random ids and fixed lengths, new prompts for each seed.
 
     It runs in a fork of a process that has imported it, which takes longer than the measurement.
@@ -58,6 +60,8 @@ def serve(url: str, model: Path, prompts: int, at_once: int, seed: int) -> float
             "--tokenize-prompt", "--disable-stream", "--disable-tqdm", "--output-file", str(out),
         ]
         # fmt: on
+        if headers:
+            options += ["--header", *(f"{name}={value}" for name, value in headers.items())]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([CLIENT])
         client = context.Process(target=_client, args=(options, Path(folder) / "client.log"))

@@ -62,13 +62,13 @@ class EngineClient:
     ) -> None:
         await self._http.close()
 
-    async def post(self, route: str, body: dict[str, Any]) -> Any:
+    async def post(self, route: str, body: dict[str, Any], more_headers: dict[str, str] | None = None) -> Any:
         """POST JSON and return the decoded response.
 
         Raises:
             EngineError: the status is not 200.
         """
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **(more_headers or {})}
         async with self._http.post(route, data=msgspec.json.encode(body), headers=headers) as answer:
             content = await answer.read()
             if answer.status != 200:

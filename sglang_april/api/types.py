@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
+ATTACHED = "\0attached "
+"""Begins the names of the runs of attached requests; a rollout request cannot name one."""
+
 Unit = Literal["group", "sample"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]

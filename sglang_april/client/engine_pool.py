@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_april.client.calls import AprilError
+from sglang_april.client.calls import AprilError, push_stays_open
 from sglang_april.client.client import AprilClient
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
@@ -63,6 +63,21 @@ class EnginePool:
                 client.drop(run)
             elif at_engine := [row["id"] for row in client.partials(run)["unstarted"] if row["id"] in set(ids)]:
                 client.drop(run, at_engine)
+
+    @contextlib.contextmanager
+    def push(self, version: int | None = None) -> Iterator[None]:
+        """One push to all engines around SGLang's weight calls, after which they have one version: `version`, or one
+        more than the highest. An engine that was restarted, and is at a lower version, has it too.
+
+        If the body fails, the push stays open at every engine: the weights are mixed.
+        """
+        target = 1 + max(client.state()["policy_version"] for client in self.clients) if version is None else version
+        for client in self.clients:
+            client.push_begin(target)
+        with push_stays_open():
+            yield
+        for client in self.clients:
+            client.push_end(target)
 
     def _find(self, round_id: str) -> "SharedRound":
         if round_id not in self._open:
@@ -214,7 +229,11 @@ class SharedRound:
     def _merge(self, summaries: list[RolloutSummary]) -> RolloutSummary:
         versions = {summary.policy_version for summary in summaries}
         if len(versions) > 1:
-            raise AprilError(409, "policy_version", f"the engines ended the round at versions {sorted(versions)}")
+            raise AprilError(
+                409,
+                "policy_version",
+                f"the engines ended the round at versions {sorted(versions)}; push to all of them",
+            )
         order = list(self._engine_of)
         delivered = [group for summary in summaries for group in summary.delivered]
         groups = [group for summary in summaries for group in summary.groups]

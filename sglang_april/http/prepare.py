@@ -19,6 +19,7 @@ MAX_TOP_LOGPROBS = 60_000_000
 GREEDY = 1e-6
 """SGLang draws greedily below this temperature, from logits that it does not divide."""
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+PENALTIES_LAG = "penalties need --disable-overlap-schedule: in the overlap loop they lag by a token"
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,7 @@ class RequestBuilder:
         if server.overlap:
             for name, neutral in PENALTIES.items():
                 if merged.get(name) not in (None, neutral):
-                    raise bad(
-                        name, "penalties need --disable-overlap-schedule: in the overlap loop they lag by a token"
-                    )
+                    raise bad(name, PENALTIES_LAG)
         grammars = [name for name in GRAMMARS if merged.get(name)]
         if len(grammars) > 1:
             raise bad(grammars[1], f"only one grammar may be set, and {grammars[0]} is")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang_april.api.messages import FinishedSample, KeptReply, Prompt, Restored, RoundEnded, RoundSpec, Span
+from sglang_april.api.types import ATTACHED
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -74,6 +75,8 @@ class JournalSnapshot(msgspec.Struct):
     next_gid: int = 0
     groups: list[SnapshotGroup] = []
     """In arrival order."""
+    attached: list[SnapshotGroup] = []
+    """Attached requests with tokens, unfinished or finished, in arrival order (`attached_journal.py`)."""
     rounds: list[SnapshotRound] = []
     replies: list[KeptReply] = []
     gone: list[str] = []
@@ -140,7 +143,7 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
             group = SnapshotGroup(gid, run, incarnation, prompt, params, samples)
             if accepted is not None and group.whole:  # damage may have made it unfinished again
                 group.accepted = bool(accepted)
-            saved.groups.append(group)
+            (saved.attached if run.startswith(ATTACHED) else saved.groups).append(group)
     _read_rounds(db, saved)
     saved.version = _version(saved, meta.get("version"))
     return saved

@@ -75,6 +75,19 @@ def extended(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten
     return op
 
 
+def attached(run: str, group: NewGroup) -> Op:
+    """An attached request has tokens to be kept. It arrived before groups that may have been written already."""
+    gid, incarnation, prompt, params = group
+    row = (gid, run, prompt.id, incarnation, 1, seal(prompt, gid, run, incarnation), seal(params, gid))
+
+    def op(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO groups VALUES(?,?,?,?,?,?,?,NULL,0)", row)
+        newest = "INSERT INTO meta VALUES('next_gid', ?) ON CONFLICT DO UPDATE SET value=max(value, excluded.value)"
+        db.execute(newest, (gid + 1,))
+
+    return op
+
+
 def judged(verdicts: Iterable[tuple[bool, int]]) -> Op:
     """Verdicts of the caller: (accepted, gid) of each group."""
     rows = list(verdicts)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from sglang_april.api import messages
 from sglang_april.kv.kv_pages import CopyTier
+from sglang_april.recovery.journal_snapshot import SnapshotGroup
 from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Ledger
@@ -35,6 +36,8 @@ class Context:
     """By run name, rounds that have ended and whose run generates until its next one (`after_quota: continue`)."""
     attached: dict[str, Round] = field(default_factory=dict)
     """By run name, the rules under which attached requests run; nothing ends such a round."""
+    saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
+    """After a restart, by run and `rid`: attached requests in the journal that have not been asked again."""
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests."""
     tuned: messages.Tuned | None = None

@@ -91,9 +91,14 @@ class Controller:
         """After `interrupt`, before the KV pool is cleared or unmapped (`evacuate-before-clear`)."""
         self.suspender.evacuate()
 
-    def weight_call_ended(self, ok: bool, message: str, *, whole: bool, refused: bool = False) -> None:
-        """One of SGLang's weight calls has been applied, has failed on some rank, or was refused unchanged."""
-        self._pushes.weight_call_ended(ok, message, whole=whole, refused=refused)
+    def weight_call_ended(
+        self, ok: bool, message: str, *, whole: bool, refused: bool = False, named: int | None = None
+    ) -> None:
+        """One of SGLang's weight calls has been applied, has failed on some rank, or was refused unchanged.
+
+        `named`: the policy version that it names, if it names one.
+        """
+        self._pushes.weight_call_ended(ok, message, whole=whole, refused=refused, named=named)
         self.context.recorder.commit()
 
     def freeze(self) -> None:

@@ -109,6 +109,9 @@ class Engine(Protocol):
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
         """The result of a sample that has ended; `reason` if the engine's request has none."""
 
+    def answered(self, sample: Sample) -> FinishedSample | None:
+        """The result of an attached request that has ended; None if it was aborted. It stays as it is."""
+
     def record(self, sample: Sample, start: int) -> Chunk:
         """Output tokens [start, length) of an unfinished sample with their logprobs, for the journal (rank 0)."""
 

@@ -62,11 +62,18 @@ class Ledger:
             groups.append(group)
         return groups
 
-    def add_attached(self, run_name: str, rid: str, input_ids: bytes) -> Sample:
-        """Add a request of SGLang's own routes as a group of one (`attached.py`)."""
+    def add_attached(
+        self, run_name: str, rid: str, input_ids: bytes, params: bytes = b"", saved: SnapshotGroup | None = None
+    ) -> Sample:
+        """Add a request of SGLang's own routes as a group of one (`attached.py`).
+
+        Args:
+            params: what else the request asks for, or empty if it is not journalled.
+            saved: the same request in the journal, whose place it takes.
+        """
         run = self.runs.setdefault(run_name, Run(run_name, attached=True))
-        prompt = Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
-        group = Group(run, prompt, b"", 0, self._groups_seen)
+        prompt = saved.prompt if saved else Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
+        group = Group(run, prompt, params, 0, saved.gid if saved else self._groups_seen)
         self._groups_seen += 1
         sample = group.samples[0] = Sample(group, 0, seed=0)
         group.counts[State.QUEUED] = 1

@@ -29,10 +29,12 @@ class Pushes:
         self._version_moved()
         return {"policy_version": self._c.clock.version}
 
-    def weight_call_ended(self, ok: bool, message: str, *, whole: bool, refused: bool) -> None:
+    def weight_call_ended(self, ok: bool, message: str, *, whole: bool, refused: bool, named: int | None) -> None:
         """One of SGLang's weight calls has been applied, has failed on some rank, or was refused unchanged."""
         c = self._c
-        if c.clock.weight_call(ok, message, c.engine.forward_count(), whole=whole, refused=refused):
+        if c.clock.weight_call(
+            ok, message, c.engine.forward_count(), whole=whole, refused=refused, named=named, paused=c.frozen
+        ):
             self._version_moved()
 
     def _version_moved(self) -> None:

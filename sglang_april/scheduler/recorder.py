@@ -12,7 +12,9 @@ import msgspec
 from sglang_april.api.messages import Answer, Event, Finished, FinishedSample, JournalFault, RoundEnded, RoundSpec
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import Journal
+from sglang_april.recovery.journal_snapshot import SnapshotGroup
 from sglang_april.recovery.outbox import Outbox
+from sglang_april.scheduler.attached_journal import KeptRequests
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Forgotten
 from sglang_april.scheduler.state import Group, Sample
@@ -51,6 +53,12 @@ class Unrecorded:
 
     def finished(self, sample: Sample, result: FinishedSample) -> None: ...
 
+    def attached_ended(self, sample: Sample) -> None:
+        """SGLang answers an attached request, whose engine's request still has everything."""
+
+    def asked_again(self, gid: int, *, same: bool) -> None:
+        """An attached request that the journal has is asked again, or another one by its `rid`."""
+
     def announced(self, event: Finished) -> None:
         """Finished samples; with a journal they are sent once they are written, so that a crash replaces no token that
         a stream has shown."""
@@ -80,8 +88,12 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    def __init__(self, engine: Engine, journal: Journal, interval: int = 256) -> None:
+    def __init__(
+        self, engine: Engine, journal: Journal, interval: int = 256, attached: Iterable[SnapshotGroup] = ()
+    ) -> None:
+        """`attached`: the attached requests that the journal has."""
         super().__init__(engine)
+        self._kept = KeptRequests(attached)
         self._journal = journal
         self.interval = interval
         self._outbox = Outbox(engine.send)
@@ -135,20 +147,28 @@ class Recorder(Unrecorded):
 
     def _begun(self, sample: Sample) -> None:
         """It has its first tokens: now the round is known in which its group first ran (`quota_mode: cohort`)."""
-        if not sample.journal.first_token:
+        if not sample.journal.first_token and not sample.attached:
             sample.journal.first_token = True
             group = sample.group
             self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
 
     def drawn(self, sample: Sample) -> None:
         start = sample.journal.tokens
-        if sample.length > start and not sample.attached:
+        if sample.length > start and self._has_group(sample):
             chunk = self._engine.record(sample, start)
             if chunk.proximal is not None:
                 sample.journal.proximal_version = chunk.proximal[0]
             self._records.append(schema.tokens(sample.group.order, sample.index, start, chunk))
             sample.journal.tokens = sample.length
             self._begun(sample)
+
+    def _has_group(self, sample: Sample) -> bool:
+        """Whether the journal has the sample's group: that of an attached request is written with its first tokens."""
+        group, marks = sample.group, sample.journal
+        if sample.attached and group.params and not marks.admission:
+            self._records.append(schema.attached(group.run.name, _new(group)))
+            marks.admission = True
+        return marks.admission or not sample.attached
 
     def finished(self, sample: Sample, result: FinishedSample) -> None:
         tokens = len(result.output_ids) // 4
@@ -159,6 +179,21 @@ class Recorder(Unrecorded):
         )
         self._records.append(schema.finished(sample.group.order, start, sample.finish_step, tail))
         self._begun(sample)
+
+    def attached_ended(self, sample: Sample) -> None:
+        """Its answer is kept for a caller that has not received it when the server is killed."""
+        gid, result = sample.group.order, self._engine.answered(sample)
+        if result is not None and self._has_group(sample):
+            if sample.journal.answered is None:
+                self.finished(sample, result)
+            self._records += [schema.dropped([old]) for old in self._kept.add(gid, sample.length)]
+        elif sample.journal.admission:
+            self._records.append(schema.dropped([gid]))
+
+    def asked_again(self, gid: int, *, same: bool) -> None:
+        self._kept.remove(gid)
+        if not same:
+            self._records.append(schema.dropped([gid]))
 
     def acknowledged(self, round_id: str) -> None:
         self._records.append(schema.acknowledged(round_id))

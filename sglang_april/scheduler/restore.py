@@ -10,6 +10,7 @@ from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotRound
 from sglang_april.recovery.kv_recovery import Outcome
 from sglang_april.scheduler import report
+from sglang_april.scheduler.attached_journal import saved_requests
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Sample, State
@@ -40,6 +41,7 @@ def restore(c: Context, saved: JournalSnapshot) -> None:
     c.step = max((s.step for g in saved.groups for s in g.samples), default=0)
     for known in saved.rounds:
         _reopen(c, known)
+    c.saved_attached = saved_requests(saved)
 
 
 def _reopen(c: Context, known: SnapshotRound) -> None:

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april.api.messages import KvPolicy, Prompt, Provenance, Span
+from sglang_april.api.messages import FinishedSample, KvPolicy, Prompt, Provenance, Span
+from sglang_april.api.types import ATTACHED as ATTACHED
 from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
-
-ATTACHED = "\0attached "
-"""Begins the names of the runs of attached requests; a rollout request cannot name one."""
 
 
 class State(enum.Enum):
@@ -96,6 +94,8 @@ class JournalMarks:
     """Whether its first admission is recorded."""
     first_token: bool = False
     """Whether it is recorded that the sample has tokens."""
+    answered: FinishedSample | None = None
+    """An attached request that an earlier server had answered."""
 
 
 @dataclass(eq=False, slots=True)

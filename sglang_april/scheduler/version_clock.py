@@ -56,33 +56,61 @@ class VersionClock:
         self.open, self._target = False, None
         return self.version
 
-    def weight_call(self, ok: bool, message: str, forward_count: int, *, whole: bool, refused: bool = False) -> bool:
-        """One of SGLang's weight calls has ended; returns whether the version moved.
+    def refusal(self, named: int | None) -> str:
+        """Why a weight call that names this version is refused before it changes anything, or an empty string."""
+        if named is None:
+            return ""
+        if self.open and self._target not in (None, named):
+            return f"weight_version is {named}, and the open push is of version {self._target}"
+        if named < self.version + bool(not self.unnamed and (self.open or self.failed)):
+            return f"weight_version is {named}, and the policy version is {self.version}; it never falls"
+        return ""
+
+    def weight_call(
+        self,
+        ok: bool,
+        message: str,
+        forward_count: int,
+        *,
+        whole: bool,
+        refused: bool = False,
+        named: int | None = None,
+        paused: bool = False,
+    ) -> bool:
+        """One of SGLang's weight calls has ended; returns whether the version moved, or was named after a restart.
 
         Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
-        forward belong to the same push. A bucket outside begin/end heals no earlier failure and names no version after
-        a restart, because the last bucket of a push cannot be recognised.
+        forward belong to the same push. If the calls name it, it moves to what they name, at the first one. A bucket
+        outside begin/end heals no earlier failure, because the last bucket of a push cannot be recognised. For the same
+        reason it names no version after a restart, unless under a pause, whose end is the end of the push.
 
         Args:
             whole: the call carries the complete policy (from disk), so it can do both.
             refused: the call has changed no weight. It fails only a push of which other calls may have arrived.
+            named: the policy version that the call names; `refusal` accepts it.
+            paused: generation is paused.
         """
-        if refused and not self.open and self._moved_at != forward_count:
+        if refused and not self.open and (self._moved_at != forward_count or self.refusal(named)):
             return False
         if not ok:
             self.failed = message or "a weight call failed"
             return False
         if self.open:
+            self._target = self._target if named is None else named
             return False
-        if self.failed:
-            if not whole:
-                return False
-            self.failed = ""
-        elif self._moved_at == forward_count or (self.unnamed and not whole):
+        if self.failed and not whole:
             return False
-        self._moved_at = forward_count
-        self.version += 1
-        return True
+        if self.unnamed and not (whole or (paused and named is not None)):
+            return False
+        if named is not None:
+            moved = named > self.version or self.unnamed
+        else:
+            moved = bool(self.failed) or self._moved_at != forward_count
+        self.failed = ""
+        if moved:
+            self._moved_at = forward_count
+            self.version = self.version + 1 if named is None else named
+        return moved
 
     def _check(self, version: int | None) -> None:
         if version is not None and version < self.version + (not self.unnamed):

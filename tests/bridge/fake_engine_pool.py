@@ -35,6 +35,7 @@ class FakeEngine:
         self.may_finish = 10**6
         self.dies_after: int | None = None
         self.changed = threading.Condition()
+        self.version = 0
 
     # The interface of a client
 
@@ -59,7 +60,13 @@ class FakeEngine:
                 for name, engine_round in self.rounds.items()
                 if engine_round.ended is None
             ]
-            return {"rounds": rows}
+            return {"rounds": rows, "policy_version": self.version}
+
+    def push_begin(self, version: int) -> None:
+        assert version > self.version, "409: a push must name a greater version"
+
+    def push_end(self, version: int) -> None:
+        self.version = version
 
     def get_round(self, round_id: str) -> Any:
         if round_id not in self.rounds:
@@ -141,7 +148,7 @@ class FakeEngine:
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}
         carried = {"groups": len(self.waiting) + len(self.finished)}
         engine_round.ended = RolloutSummary(
-            engine_round.body["round_id"], engine_round.body["run"], 1, reason, rows, carried, stats
+            engine_round.body["round_id"], engine_round.body["run"], self.version, reason, rows, carried, stats
         )
         self.changed.notify_all()
 

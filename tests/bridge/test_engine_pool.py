@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_april.client import AprilError
+from sglang_april.client import AprilError, PushLeftOpenError
 from sglang_april.client.engine_pool import EnginePool, merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.fake_engine_pool import FakeEngine
@@ -177,3 +177,22 @@ def test_statistics_are_merged() -> None:
 
 
 # --- with the rollout driver
+
+
+def test_a_push_gives_all_engines_one_version() -> None:
+    """Also one that was restarted and is at version 0: otherwise every round would end with a 409."""
+    pool, engines = engine_pool()
+    engines[0].version = 7
+    with pytest.raises(AprilError, match=r"versions \[0, 7\]; push to all of them"):
+        run_round(pool, request("r.1", "a1 b1", 2))
+    with pool.push():
+        pass
+    assert [engine.version for engine in engines] == [8, 8]
+    assert run_round(pool, request("r.2", "a2 b2", 2)).policy_version == 8
+
+
+def test_a_failed_push_stays_open_at_every_engine() -> None:
+    pool, engines = engine_pool()
+    with pytest.raises(PushLeftOpenError), pool.push(3):
+        raise ValueError("a weight call failed")
+    assert [engine.version for engine in engines] == [0, 0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import kernel_cases, overhead, resume, stop_latency, suspend
+from bench import agents, kernel_cases, overhead, resume, stop_latency, suspend
 from bench.record import Row
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS
@@ -94,3 +94,36 @@ def test_round_stays_open_during_stock_requests(server: Server) -> None:
         with beside(server.url, 2000):
             server.post("/generate", {"input_ids": [9, 9], "sampling_params": {"max_new_tokens": 4}})
     assert not server.state()["rounds"]
+
+
+def test_agents_of_every_variant_finish_over_pushes(server: Server, models: Callable[[str, int], Path]) -> None:
+    checkpoints = models("qwen3", 0), models("qwen3", 1)
+    server.loaded = checkpoints[1]
+    preset = agents.PRESETS["smoke"]
+
+    async def scene() -> list[Row]:
+        async with EngineClient(server.url, patched=True) as engine:
+            return await agents.measure_turns(engine, engine, preset, checkpoints, {})
+
+    with server.slowed(0.02):
+        rows = asyncio.run(scene())
+    assert [row["variant"] for row in rows] == list(agents.VARIANTS)
+    for row in rows:
+        assert row["pushes"] >= 1, row["variant"]
+        assert row["trajectories_per_s"] > 0
+        assert row["reprefilled_tokens"] >= 0, row["variant"]
+    attached, resent, in_place = rows
+    assert (attached["resent_requests"], in_place["resent_requests"]) == (0, 0)
+    assert resent["resent_requests"] > 0
+    assert not server.state()["attached"]
+
+
+def test_serving_pairs(server: Server, models: Callable[[str, int], Path]) -> None:
+    rows = agents.measure_pairs(server.url, server.url, models("qwen3", 0), prompts=4, at_once=2, repetition=0)
+    assert [row["case"] for row in rows] == [
+        "stock beside unattached",
+        "unattached",
+        "stock beside attached",
+        "attached",
+    ]
+    assert all(row["output_tokens_per_s"] > 0 for row in rows)

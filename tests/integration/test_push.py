@@ -70,6 +70,28 @@ def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: 
     finish(live, run, (v, "fresh"), (v + 2, "kept"))
 
 
+@pytest.mark.parametrize("mode", [None, "in_place"])
+def test_weight_version_names_the_policy_version(live: LiveServer, run: str, mode: str | None) -> None:
+    """As slime pushes: every call has the number of the push, and the same number again is the same push."""
+    v, server = live.version, live.server
+    carry(live, run)
+    if mode:
+        server.post("/pause_generation", {"mode": mode})
+    for bucket in buckets_of(live.model(1), TEN):
+        assert send(server, bucket, weight_version=str(v + 5))["success"]
+        assert live.version == v + 5
+        if not mode:
+            server.post("/generate", {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 1}})
+    if mode:
+        server.post("/continue_generation", {})
+    assert server.http.get("/model_info").json()["weight_version"] == str(v + 5)
+    old = send(server, buckets_of(live.model(0), TEN)[0], status=400, weight_version=str(v + 4))
+    assert f"the policy version is {v + 5}" in old["message"]
+    assert (live.version, server.state()["closed"]) == (v + 5, "")
+    live.policies[v + 5] = live.model(1)
+    finish(live, run, (v, "fresh"), (v + 5, "kept"))
+
+
 def closed_by(live: LiveServer, run: str, reason: str) -> None:
     """Assert that admission is closed: the state and new rounds give the reason, and nothing steps."""
     assert reason in live.server.state()["closed"]

@@ -254,13 +254,15 @@ def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: s
 
 
 def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None:
+    """And its requests can belong to a run (`attached-request`)."""
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys, sglang\n"
         "if __name__ == '__main__':\n"
         "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.6, max_total_tokens=4096)\n"
-        "    answer = engine.generate('1 2 3', {'max_new_tokens': 4})\n"
-        "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']['completion_tokens']]))\n"
+        "    params = {'max_new_tokens': 4, 'custom_params': {'x-april-run': 'r', 'x-april-trajectory': 't'}}\n"
+        "    answer = engine.generate('1 2 3', params)\n"
+        "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']]))\n"
         "    engine.shutdown()\n"
     )
     command = [sys.executable, str(script), model]
@@ -268,9 +270,11 @@ def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None
         command, env=environment(**IN_ENVIRONMENT), capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    report, tokens = json.loads(done.stdout.splitlines()[-1])
+    report, meta = json.loads(done.stdout.splitlines()[-1])
     assert_all_hooks(report)
-    assert tokens == 4
+    assert meta["completion_tokens"] == 4
+    spans = [{"start": 0, "end": 4, "version": 0, "kv": "fresh"}]
+    assert meta["april"] == {"run": "r", "trajectory": "t", "spans": spans, "policy_version": 0, "staleness": 0}
 
 
 def assert_refused(outcome: dict[str, Any], sentence: str) -> None:

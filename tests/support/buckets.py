@@ -26,9 +26,11 @@ def misshapen(bucket: Bucket) -> Bucket:
     return [(name, torch.cat([weight, weight[:1]])), *rest]
 
 
-def send(server: Server, bucket: Bucket | bytes, *, flush: bool = False, status: int = 200) -> dict[str, Any]:
-    """One weight call to a server of one rank; bytes are sent as they are."""
+def send(
+    server: Server, bucket: Bucket | bytes, *, flush: bool = False, status: int = 200, **fields: Any
+) -> dict[str, Any]:
+    """One weight call to a server of one rank; bytes are sent as they are. `fields` are further ones of its body."""
     packed = bucket if isinstance(bucket, bytes) else pickle.dumps(bucket)
     server.loaded = Path("buckets")
-    body = {"serialized_named_tensors": [base64.b64encode(packed).decode()], "flush_cache": flush}
+    body = {"serialized_named_tensors": [base64.b64encode(packed).decode()], "flush_cache": flush, **fields}
     return dict(server.post("/update_weights_from_tensor", body, status=status))

@@ -197,6 +197,9 @@ class FakeEngine(FakeLoop):
         self.forget(sample)
         return result
 
+    def answered(self, sample: Sample) -> messages.FinishedSample | None:
+        return None
+
     def record(self, sample: Sample, start: int) -> Chunk:
         tokens = sample.request.output[start:]
         assert start + len(tokens) == sample.length

@@ -1,6 +1,8 @@
 """Which requests of SGLang's own routes belong to a run, and how their answers find their description."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ pytest.importorskip("sglang")
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import ServerStatus
 
+from sglang_april.adapter.v0_5_17 import hooks_attached
 from sglang_april.adapter.v0_5_17.attach_request import RUN, TRAJECTORY, attach, attached_run, is_attached
 from sglang_april.api.messages import AttachedEnded, Span
 from sglang_april.http import attached
@@ -96,3 +100,59 @@ def test_descriptions_that_nothing_takes_are_bounded_and_an_answer_does_not_wait
         assert await requests.description("c")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_penalties_are_refused_in_the_overlap_loop(batch: bool) -> None:
+    params: Any = {"frequency_penalty": 0.5}
+    given = [{"presence_penalty": 0.0}, params] if batch else params
+    with pytest.raises(ValueError, match="frequency_penalty: penalties need --disable-overlap-schedule"):
+        attach(request(sampling_params=given), {RUN: "r"}, None, overlap=True)
+    assert attach(request(sampling_params=given), {RUN: "r"}, None) == ("r", None)
+    assert attach(request(sampling_params=given), {}, "default", overlap=True) is None
+    assert attach(request(sampling_params={"repetition_penalty": 1.0}), {}, "default", overlap=True)
+
+
+def test_the_warm_up_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own request, over HTTP before it is up; an engine without HTTP is never up."""
+    defaults: list[str | None] = []
+    monkeypatch.setattr(hooks_attached, "attach", lambda _obj, _headers, default, **_: defaults.append(default))
+    manager: Any = SimpleNamespace(
+        april=SimpleNamespace(config=SimpleNamespace(attach="default")),
+        server_args=SimpleNamespace(disable_overlap_schedule=True),
+        server_status=ServerStatus.Starting,
+    )
+    over_http: Any = SimpleNamespace(headers={})
+    for asked in (over_http, None):
+        hooks_attached.generate(lambda *_: "answers", manager, request(), asked)
+    manager.server_status = ServerStatus.Up
+    hooks_attached.generate(lambda *_: "answers", manager, request(), over_http)
+    assert defaults == [None, "default", "default"]
+
+
+def chunks_of(chunks: list[str], described: dict[int, Any], after: int, n: int = 1) -> list[str]:
+    """What a client of a stream gets whose choices have all ended behind `after` chunks."""
+    obj: Any = SimpleNamespace(is_single=n == 1, batch_size=1, parallel_sample_num=n, april_described={})
+
+    async def stock(_serving: Any, _obj: Any) -> AsyncIterator[str]:
+        for i, chunk in enumerate(chunks):
+            if i == after:
+                obj.april_described.update(described)
+            yield chunk
+
+    async def read() -> list[str]:
+        return [chunk async for chunk in hooks_attached.describe_stream(stock, None, obj)]
+
+    return asyncio.run(read())
+
+
+def test_the_last_chunk_of_a_stream_is_described() -> None:
+    last, error = 'data: {"choices": [{"text": "é"}]}\n\n', 'data: {"error": "e"}\n\n'
+    described = 'data: {"choices": [{"text": "é"}], "metadata": {"april": [{"run": "r"}]}}\n\n'
+    info, done = {0: {"run": "r"}}, hooks_attached.DONE
+    assert chunks_of(["a", "b", last, done], info, 1) == ["a", "b", described, done]
+    assert chunks_of([last, done], info, 0) == [described, done]
+    assert chunks_of(["a", error, done], info, 1) == ["a", error, done]
+    assert chunks_of(["a", last], info, 1) == ["a", last], "a stream that breaks off"
+    assert chunks_of(["a", last, done], {}, 0) == ["a", last, done]
+    assert chunks_of(["a", last, done], info, 0, n=2) == ["a", last, done], "a choice has not ended"

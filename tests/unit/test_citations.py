@@ -27,7 +27,8 @@ VARIANTS = {
     "pause-retract",
     "stale-reuse",
 }
-OTHER_NAMES = {"april-convert", "april-train", "cpu-long", "math-verify", "short-rounds"}
+HEADERS = {"x-april-group", "x-april-run", "x-april-trajectory"}
+OTHER_NAMES = {"april-convert", "april-train", "cpu-long", "math-verify", "short-rounds"} | HEADERS
 """Commands, presets and packages."""
 GENERATED = ("out/", "bench/results/", "dist/")
 PACKAGES = ("sglang_april/", "sglang_april/adapter/", "trainer_bridge/", "kernels/april_kernels/")

@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightFromDi
 
 from sglang_april.adapter.v0_5_17 import hooks_control, hooks_http
 from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.weight_call_rank import report_outcome
 
 
@@ -58,7 +59,9 @@ def test_weight_call_with_flush_is_refused_while_requests_are_in_flight(flush: b
     """SGLang would load the weights, then fail an assertion because the flush needs an idle engine."""
     ended: list[tuple[bool, str, bool]] = []
     controller = SimpleNamespace(
-        interrupt=lambda: None, weight_call_ended=lambda ok, why, whole, refused: ended.append((ok, why, refused))
+        interrupt=lambda: None,
+        weight_call_ended=lambda ok, why, whole, refused, named: ended.append((ok, why, refused)),
+        context=SimpleNamespace(clock=VersionClock()),
     )
     manager = SimpleNamespace(scheduler=SimpleNamespace(april=controller), is_fully_idle=lambda: idle)
     loaded = SimpleNamespace(success=True, message="loaded")
@@ -68,6 +71,11 @@ def test_weight_call_with_flush_is_refused_while_requests_are_in_flight(flush: b
     assert [(ok, known) for ok, _, known in ended] == [(not refused, refused)]
     if refused:
         assert "other requests are in flight" in output.message
+
+
+@pytest.mark.parametrize(("label", "version"), [("12", 12), ("0", 0), ("default", None), ("-1", None), (None, None)])
+def test_a_whole_number_as_weight_version_names_the_policy_version(label: str | None, version: int | None) -> None:
+    assert hooks_control.named_version(label) == version
 
 
 @pytest.mark.parametrize("locked", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
+from sglang_april.adapter.v0_5_17.sample_output import SampleOutput, StreamedOutput
 
 TOKENS, TOP = 5_000, 3
 
@@ -82,9 +82,32 @@ def test_output_is_the_same_after_any_number_of_suspensions() -> None:
     assert stopped.april_output.top_logprobs(7, 60) == through.april_output.top_logprobs(7, 60)
     assert np.allclose(stopped.april_output.top_logprobs(0, 60), pairs, rtol=1e-6)
     again = SampleOutput(TOP)
-    again.restore(stopped.april_output.logprobs(0, 60), stopped.april_output.top_logprobs(0, 60))
+    again.restore(stopped, stopped.april_output.logprobs(0, 60), stopped.april_output.top_logprobs(0, 60))
     assert again.logprobs(3, 60) == stopped.april_output.logprobs(3, 60)
     assert again.top_logprobs(0, 60) == stopped.april_output.top_logprobs(0, 60)
+
+
+def test_output_of_an_attached_request_stays_in_the_lists_that_sglang_streams() -> None:
+    """A record copies it, and a restart puts it back."""
+    req = request(TOP)
+    req.april_output = StreamedOutput(TOP)
+    for _ in range(3):
+        draw(req, 20)
+        req.april_output.collect(req)
+        req.april_output.pack(req)
+    lists = req.logprob
+    assert (len(req.output_ids), len(lists.output_token_logprobs_val)) == (60, 60)
+    again = request(TOP)
+    again.output_ids, again.return_logprob, again.april_output = req.output_ids, True, StreamedOutput(TOP)
+    logprobs, top = req.april_output.logprobs(0, 60), req.april_output.top_logprobs(0, 60)
+    again.april_output.restore(again, logprobs, top)
+    assert np.allclose(again.logprob.output_token_logprobs_val, lists.output_token_logprobs_val)
+    assert again.logprob.output_token_logprobs_idx == list(req.output_ids)
+    assert again.logprob.output_top_logprobs_idx == lists.output_top_logprobs_idx
+    assert np.allclose(again.logprob.output_top_logprobs_val, lists.output_top_logprobs_val)
+    draw(again, 5)
+    again.april_output.collect(again)
+    assert len(again.april_output.logprobs(0, 65)) == 4 * 65
 
 
 def request_values(tokens: int) -> list[float]:

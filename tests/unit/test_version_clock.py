@@ -1,5 +1,7 @@
 """`VersionClock`: one version per push."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +10,11 @@ from sglang_april.api.errors import RequestError
 from sglang_april.scheduler.version_clock import VersionClock
 
 
-def call(clock: VersionClock, forwards: int = 0, *, ok: bool = True, whole: bool = False) -> bool:
-    return clock.weight_call(ok, "" if ok else "bad tensor", forwards, whole=whole)
+def call(clock: VersionClock, forwards: int = 0, *, ok: bool = True, whole: bool = False, **options: Any) -> bool:
+    """A weight call as the adapter makes it: a refused one does not reach SGLang."""
+    refusal = clock.refusal(options.get("named"))
+    message = refusal or ("" if ok else "bad tensor")
+    return clock.weight_call(ok and not refusal, message, forwards, whole=whole, refused=bool(refusal), **options)
 
 
 def refused(status: int, act: "object", *args: int | None) -> str:
@@ -198,3 +203,65 @@ def test_the_version_rises_once_per_push_and_never_falls(
             assert clock.version - before in (0, 1)
         if name in ("begin", "forward"):
             assert clock.version == before
+
+
+def test_calls_that_name_a_version_move_to_it_once() -> None:
+    """slime sends the number of its push in every bucket; stock requests may run between two of them."""
+    clock = VersionClock()
+    assert call(clock, 5, named=7)
+    assert not call(clock, 5, named=7)
+    assert not call(clock, 5), "a call without a name belongs to the same push until a forward"
+    assert not call(clock, 6, named=7)
+    assert (clock.version, clock.closed) == (7, "")
+    assert call(clock, 9, named=8)
+    assert call(clock, 10)
+    assert clock.version == 9
+
+
+def test_an_older_name_is_refused_and_changes_nothing() -> None:
+    clock = VersionClock(7)
+    assert "weight_version is 6" in clock.refusal(6)
+    assert not call(clock, 5, named=6, whole=True)
+    assert call(clock, 5, named=8)
+    assert not call(clock, 5, named=6), "nor directly behind an accepted call"
+    assert (clock.version, clock.closed) == (8, "")
+
+
+def test_names_within_begin_and_end() -> None:
+    clock = VersionClock(3)
+    clock.begin(None)
+    assert not call(clock, 5, named=9)
+    assert clock.version == 3
+    assert clock.end(None) == 9
+    clock.begin(12)
+    assert "version 12" in clock.refusal(13)
+    assert not call(clock, 5, named=13)
+    assert "weight_version is 13" in refused(409, clock.end, None)
+
+
+def test_a_named_update_heals_mixed_weights_only_with_a_greater_version() -> None:
+    """Stock requests may have left KV of the mixed weights under the version at which a bucket failed."""
+    clock = VersionClock(3)
+    assert call(clock, 5, named=4)
+    assert not call(clock, 5, ok=False, named=4)
+    assert not call(clock, 6, named=4, whole=True)
+    assert not call(clock, 6, named=5), "the last bucket of a push cannot be recognised"
+    assert "half pushed" in clock.closed
+    assert call(clock, 6, named=5, whole=True)
+    assert (clock.version, clock.closed) == (5, "")
+
+
+@pytest.mark.parametrize(
+    ("whole", "paused", "heals"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_a_named_call_names_the_version_after_a_restart(whole: bool, paused: bool, heals: bool) -> None:
+    clock = VersionClock(7, unnamed=True)
+    assert not call(clock, 5, named=6, whole=whole, paused=paused), "not below the journal's"
+    assert call(clock, 5, named=7, whole=whole, paused=paused) is heals
+    assert clock.version == 7
+
+
+def test_a_bucket_without_a_name_names_no_version_under_a_pause() -> None:
+    clock = VersionClock(7, unnamed=True)
+    assert not call(clock, 5, paused=True)
+    assert clock.closed

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
+
 RUN, TRAJECTORY = "x-april-run", "x-april-trajectory"
 MAX_NAME = 256
 
@@ -60,11 +62,12 @@ def attached_run(custom_params: Any) -> str | None:
     return custom_params.get(RUN) if isinstance(custom_params, dict) else None
 
 
-def attach(obj: Any, headers: Mapping[str, str], default: str | None) -> Attachment | None:
+def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap: bool = False) -> Attachment | None:
     """Decide whether a request is attached, and write that into its parameters, which reach the scheduler.
 
     Args:
         default: the run of `--april-attach`.
+        overlap: whether the scheduler runs its overlap loop.
 
     Raises:
         ValueError: the request asks to be attached, and for something that would not survive a suspend.
@@ -77,7 +80,7 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None) -> Attachm
     named = custom if isinstance(custom, dict) else {}
     run = headers.get(RUN) or named.get(RUN)
     trajectory = headers.get(TRAJECTORY) or named.get(TRAJECTORY)
-    problem = _problem(obj)
+    problem = _problem(obj) or (_penalty(given) if overlap else "")
     if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
         return None
     if problem:
@@ -111,4 +114,12 @@ def _problem(obj: GenerateReqInput) -> str:
         value = getattr(obj, name)
         if name not in SUPPORTED and value and value != default:
             return f"{name}: is not supported in a request that belongs to a run ({RUN})"
+    return ""
+
+
+def _penalty(given: Any) -> str:
+    for one in given if isinstance(given, list) else [given]:
+        for name, neutral in PENALTIES.items():
+            if isinstance(one, dict) and one.get(name) not in (None, neutral):
+                return f"{name}: {PENALTIES_LAG}"
     return ""

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import numpy as np
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.v0_5_17.attach_request import attached_run
+from sglang_april.scheduler.state import Sample
 
 
 def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGenerateReqInput) -> Any:
@@ -21,8 +23,45 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     run = attached_run(recv_req.sampling_params.custom_params)
     if run is None:
         return orig(s, recv_req)
-    sample = s.april.attached.begin(run, recv_req.rid, np.asarray(recv_req.input_ids, dtype="<i4").tobytes())
-    return s.april.context.engine.create(sample, lambda: orig(s, recv_req))
+    ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
+    sample = s.april.attached.begin(run, recv_req.rid, ids, _params(recv_req))
+    s.april.context.engine.create(sample, lambda: orig(s, recv_req))
+    if sample.journal.answered is not None and sample.request is not None:
+        _answer_again(s, sample)
+    return None
+
+
+def _params(recv_req: TokenizedGenerateReqInput) -> bytes:
+    """What a restarted server compares to see that a request is asked again.
+
+    Empty where it could not be answered from the journal, which has no logprobs of the prompt.
+    """
+    if recv_req.return_logprob and recv_req.logprob_start_len >= 0:
+        return b""
+    asked = (recv_req.sampling_params, recv_req.return_logprob, recv_req.top_logprobs_num)
+    return msgspec.msgpack.encode(asked, order="deterministic")
+
+
+class SavedReason(BaseFinishReason):
+    """Why an earlier server has finished a request."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+
+    def to_json(self) -> dict[str, Any]:
+        """As the earlier server has sent it."""
+        return self._saved
+
+
+def _answer_again(s: Scheduler, sample: Sample) -> None:
+    """Answer a request that an earlier server has answered, with the tokens that it has."""
+    s.april.suspender.suspend_now([sample])
+    req, answer = sample.request, sample.journal.answered
+    if req is None or answer is None:  # SGLang has refused it
+        return
+    req.finished_reason = SavedReason(answer.finish_reason)
+    s.output_streamer.stream_output([req], req.return_logprob)
+    s.april.attached.end(sample)
 
 
 def queue_attached(s: Scheduler, req: Req) -> None:
@@ -31,6 +70,12 @@ def queue_attached(s: Scheduler, req: Req) -> None:
         req.grammar = None
     if req.grammar is not None or not s.grammar_manager.process_req_with_grammar(req):
         s._add_request_to_queue(req)
+
+
+def was_accepted(req: Req) -> bool:
+    """Whether the request is queued again: the limit of SGLang's queue is for attached requests that arrive."""
+    sample = req.april
+    return sample is not None and sample.attached and (sample.admitted_round >= 0 or sample.length > 0)
 
 
 def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:

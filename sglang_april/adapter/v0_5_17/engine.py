@@ -70,7 +70,8 @@ class SchedulerEngine(Capacity):
         self._creating = None
         if sample is not None:
             sample.request = req
-            req.april_output = StreamedOutput() if sample.attached else SampleOutput(req.logprob.top_logprobs_num)
+            output = StreamedOutput if sample.attached else SampleOutput
+            req.april_output = output(req.logprob.top_logprobs_num)
             if sample.journal.snapshot is not None:
                 restore_tokens(req, sample, sample.journal.snapshot)
 
@@ -192,6 +193,11 @@ class SchedulerEngine(Capacity):
         result = result_of(sample, sample.request, reason)
         self.forget(sample)
         return result
+
+    def answered(self, sample: Sample) -> FinishedSample | None:
+        reason = sample.request.finished_reason if sample.request is not None else None
+        aborted = reason is None or reason.to_json()["type"] == "abort"
+        return None if aborted else result_of(sample, sample.request, None)
 
     def record(self, sample: Sample, start: int) -> Chunk:
         return chunk_of(sample, start)

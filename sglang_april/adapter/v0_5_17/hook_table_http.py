@@ -56,6 +56,16 @@ HTTP_HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "around",
+        "hooks_attached:describe_stream",
+        (
+            _OPENAI + "serving_chat.OpenAIServingChat._generate_chat_stream",
+            _OPENAI + "serving_completions.OpenAIServingCompletion._generate_completion_stream",
+        ),
+        "the last chunk of a stream for an attached request has spans",
+        "upstream returns meta_info in OpenAI's responses",
+    ),
+    Hook(
+        "around",
         "hooks_http:freeze_before_pause",
         (_TOKENIZER + "pause_generation",),
         "a pause freezes open rounds; SGLang would abort them, or wait for their lock forever",

@@ -1,15 +1,19 @@
 """Requests of SGLang's own routes that belong to a run: in the HTTP process (`attached-request`)."""
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_april.adapter.v0_5_17.attach_request import Attachment, attach, is_attached
 
 _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
 _attached: ContextVar[bool] = ContextVar("attached", default=False)
+DATA, DONE = "data: ", "data: [DONE]\n\n"
+"""Chunks of OpenAI's streams begin with the first, and the last one is the second."""
 
 
 class PassableLock(RWLock):
@@ -40,12 +44,18 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
         ValueError: the request cannot be attached. SGLang's routes answer 400.
     """
     headers = getattr(request, "headers", None) or {}
-    attachment = attach(obj, headers, manager.april.config.attach)
+    warms_up = request is not None and manager.server_status is ServerStatus.Starting
+    default = None if warms_up else manager.april.config.attach
+    attachment = attach(obj, headers, default, overlap=not manager.server_args.disable_overlap_schedule)
     answers = original(manager, obj, request)
-    return answers if attachment is None else _answers(answers, manager, attachment)
+    if attachment is None:
+        return answers
+    obj.april_described = {}
+    return _answers(answers, manager, attachment, obj.april_described)
 
 
-async def _answers(answers: Any, manager: Any, attachment: Attachment) -> AsyncIterator[Any]:
+async def _answers(answers: Any, manager: Any, attachment: Attachment, described: dict[int, Any]) -> AsyncIterator[Any]:
+    """The answers of SGLang. The last one of each choice has its description, which `described` gets by choice."""
     manager.auto_create_handle_loop()  # a task that begins below would inherit `_attached` for good
     try:
         while True:
@@ -56,10 +66,10 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment) -> AsyncI
                 return
             finally:
                 _attached.reset(token)
-            for one in answer if isinstance(answer, list) else [answer]:
+            for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 if one["meta_info"].get("finish_reason"):
                     info = await manager.april.attached.description(one["meta_info"]["id"])
-                    one["meta_info"]["april"] = {**attachment._asdict(), **info}
+                    one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
             yield answer
     finally:
         await answers.aclose()
@@ -89,3 +99,41 @@ def describe_response(result: Any, _serving: Any, _request: Any, ret: list[dict[
     if found and getattr(result, "metadata", None) is not None:
         result.metadata["april"] = found
     return result
+
+
+async def describe_stream(
+    original: Callable[..., Any], serving: Any, adapted_request: Any, *args: Any
+) -> AsyncIterator[str]:
+    """AROUND `_generate_chat_stream` and `_generate_completion_stream`: the last chunk has spans in `metadata`.
+
+    A chunk waits for the next one only when every choice has ended.
+    """
+    chunks, held = original(serving, adapted_request, *args), ""
+    try:
+        async for chunk in chunks:
+            if chunk == DONE:
+                held = _described(held, adapted_request)
+            if held:
+                yield held
+                held = ""
+            if chunk != DONE and _all_ended(adapted_request):
+                held = chunk
+            else:
+                yield chunk
+        if held:
+            yield held
+    finally:
+        await chunks.aclose()
+
+
+def _all_ended(obj: Any) -> bool:
+    described = getattr(obj, "april_described", None) or {}
+    return bool(described) and len(described) == (1 if obj.is_single else obj.batch_size * obj.parallel_sample_num)
+
+
+def _described(chunk: str, obj: Any) -> str:
+    content = json.loads(chunk.removeprefix(DATA)) if chunk else {}
+    if "choices" not in content:  # an error
+        return chunk
+    content["metadata"] = {"april": [info for _, info in sorted(obj.april_described.items())]}
+    return f"{DATA}{json.dumps(content, ensure_ascii=False)}\n\n"

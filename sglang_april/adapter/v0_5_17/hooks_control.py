@@ -1,6 +1,7 @@
 """Scheduler hooks around interruptions: aborts, pushes, flushes, pauses, releases (`suspend-before-interrupt`)."""
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,14 +45,21 @@ def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: suspend samples first."""
     controller: Controller = manager.scheduler.april
     controller.interrupt()
-    refused = recv_req.flush_cache and not manager.is_fully_idle()  # SGLang would fail an assertion
-    if refused:
-        out = _refused_update(recv_req, "flush_cache needs an idle engine, and other requests are in flight")
-    else:
-        out = orig(manager, recv_req)
+    named = named_version(recv_req.weight_version)
+    refusal = controller.context.clock.refusal(named)
+    if not refusal and recv_req.flush_cache and not manager.is_fully_idle():  # SGLang would fail an assertion
+        refusal = "flush_cache needs an idle engine, and other requests are in flight"
+    out = _refused_update(recv_req, refusal) if refusal else orig(manager, recv_req)
     kind = type(recv_req).__name__
-    controller.weight_call_ended(out.success, f"{kind}: {out.message}", whole="FromDisk" in kind, refused=refused)
+    controller.weight_call_ended(
+        out.success, f"{kind}: {out.message}", whole="FromDisk" in kind, refused=bool(refusal), named=named
+    )
     return out
+
+
+def named_version(label: str | None) -> int | None:
+    """The policy version that SGLang's `weight_version` names: slime sends the number of its push in every call."""
+    return int(label) if label is not None and re.fullmatch("[0-9]{1,15}", label) else None
 
 
 def _refused_update(recv_req: Any, message: str) -> Any:

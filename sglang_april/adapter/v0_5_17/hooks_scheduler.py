@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter import fail_stop
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
+from sglang_april.adapter.v0_5_17.attached import was_accepted
 from sglang_april.adapter.v0_5_17.calibrate import measure
 from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
 from sglang_april.adapter.v0_5_17.envelope import AprilReq
@@ -212,7 +213,13 @@ def renew_cache_key(orig: Callable[..., Any], s: Scheduler, req: Req, is_retract
     """AROUND Scheduler._add_request_to_queue: a request without KV gets the current version in its key."""
     if Process.controller is not None and Process.engine is not None:
         _on_queued(Process.controller, Process.engine, req, is_retracted)
-    return orig(s, req, is_retracted)
+    if not was_accepted(req):
+        return orig(s, req, is_retracted)
+    limit, s.max_queued_requests = s.max_queued_requests, None
+    try:
+        return orig(s, req, is_retracted)
+    finally:
+        s.max_queued_requests = limit
 
 
 def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_retracted: bool) -> None:

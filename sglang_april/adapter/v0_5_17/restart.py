@@ -58,7 +58,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
     if journal is not None:
         controller.context.engine.send(restored_event(saved, unnamed=unnamed))
         engine = controller.context.engine
-        recorder = controller.context.recorder = Recorder(engine, journal, config.journal_interval)
+        recorder = controller.context.recorder = Recorder(engine, journal, config.journal_interval, saved.attached)
         recorder.version(version)
         recorder.epoch(saved.next_epoch)
         recorder.commit()

@@ -49,7 +49,7 @@ def restore_tokens(req: Req, sample: Sample, chunk: Chunk) -> None:
     """Add the tokens of earlier legs to a new request."""
     ids = np.frombuffer(chunk.output_ids, "<i4")
     req.output_ids = array("q", ids.astype(np.int64).tobytes())
-    req.april_output.restore(chunk.logprobs, chunk.top_logprobs)
+    req.april_output.restore(req, chunk.logprobs, chunk.top_logprobs)
     if chunk.proximal is not None:
         version, parts = chunk.proximal
         values = [(first, torch.from_numpy(np.frombuffer(raw, "<f4").copy())) for first, raw in parts]

@@ -53,7 +53,7 @@ class SampleOutput:
         if self._ids is not None:
             req.output_ids, self._ids = array("q", _as(self._ids, "<i8")), None
 
-    def restore(self, logprobs: bytes, top: list[list[tuple[float, int]]] | None) -> None:
+    def restore(self, _req: Any, logprobs: bytes, top: list[list[tuple[float, int]]] | None) -> None:
         """After a restart: float32 [tokens], and the pairs (logprob, token id) of each token."""
         self._logprobs = array("f", logprobs)
         for row in top or ():
@@ -75,9 +75,30 @@ class SampleOutput:
 class StreamedOutput(SampleOutput):
     """`Req.april_output` of an attached request: SGLang streams its lists, so they stay as they are."""
 
-    def collect(self, req: Any) -> None: ...
+    __slots__ = ()
+
+    def collect(self, req: Any) -> None:
+        """Copy what SGLang has appended."""
+        lists = req.logprob
+        self._logprobs.extend((lists.output_token_logprobs_val or [])[len(self._logprobs) :])
+        if self._width and lists.output_top_logprobs_val:
+            known = len(self._top_ids) // self._width
+            for values, ids in zip(
+                lists.output_top_logprobs_val[known:], lists.output_top_logprobs_idx[known:], strict=True
+            ):
+                self._top_logprobs.extend(values)
+                self._top_ids.extend(ids)
 
     def pack(self, req: Any) -> None: ...
+
+    def restore(self, req: Any, logprobs: bytes, top: list[list[tuple[float, int]]] | None) -> None:
+        """Also into the lists that SGLang streams, if the request asks for logprobs."""
+        super().restore(req, logprobs, top)
+        if req.return_logprob:
+            req.logprob.output_token_logprobs_val = self._logprobs.tolist()
+            req.logprob.output_token_logprobs_idx = list(req.output_ids)
+            req.logprob.output_top_logprobs_val = [[value for value, _ in row] for row in top or ()]
+            req.logprob.output_top_logprobs_idx = [[token for _, token in row] for row in top or ()]
 
 
 def _as(ids: "array[int]", kind: str) -> bytes:

@@ -19,6 +19,7 @@ from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
 from sglang_april import interrupt
+from sglang_april.adapter.v0_5_17.attach_request import is_attached
 from sglang_april.http.shutdown import shut_down
 
 POLL_S = 0.05
@@ -80,8 +81,9 @@ class Shutdown:
 
     async def _store(self) -> None:
         await shut_down(self._manager.april)
-        while self._manager.rid_to_state and not self._interrupted:  # SGLang's own requests
-            await asyncio.sleep(POLL_S)
+        states = self._manager.rid_to_state
+        while any(not is_attached(state.obj) for state in states.values()) and not self._interrupted:
+            await asyncio.sleep(POLL_S)  # attached requests are suspended: their callers ask again
 
     def _too_late(self) -> None:
         log.error("april: the shutdown takes too long and is cut short")

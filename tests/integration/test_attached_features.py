@@ -1,0 +1,223 @@
+"""What clients ask for in attached requests: OpenAI's client, streams, features, little memory (`attached-request`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.integration.test_attached import HEADERS, PARAMS, assert_suspended, body, generate
+from tests.integration.test_interruptions import PAUSES, pause, unpause
+from tests.support.live import LiveServer, until
+from tests.support.oracle import LOGPROB_LIMIT
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "top logprobs": {"top_logprobs_num": 3},
+    "stop string": {"sampling_params": {"stop": ["1", "a", "7"], "min_new_tokens": 20}},
+    "grammar": {"sampling_params": {"regex": "([a-z]{4} ){6}end"}},
+    "bias": {"sampling_params": {"logit_bias": {"70": 4.0, "71": 4.0}}},
+    "greedy": {"sampling_params": {"temperature": 0}},
+    "no logprobs": {"return_logprob": False},
+    "prompt logprobs": {"logprob_start_len": 0, "input_ids": list(range(5, 15))},
+}
+PENALTIES: dict[str, dict[str, Any]] = {
+    name: {"sampling_params": {name: value}}
+    for name, value in (("frequency_penalty", 1.5), ("presence_penalty", 1.5), ("repetition_penalty", 1.8))
+}
+
+
+def interruptions(live: LiveServer) -> list[Callable[[], Any]]:
+    """Pauses of all modes, and three kinds of pushes. All push the weights that the server has."""
+
+    def paused(mode: str, between: Callable[[], Any] = lambda: None) -> None:
+        pause(live, mode)
+        assert_no_steps(live)
+        between()
+        unpause(live)
+
+    return [
+        *(lambda mode=mode: paused(mode) for mode in PAUSES),  # type: ignore[misc]
+        lambda: live.push(0),
+        lambda: live.load(0),
+        lambda: paused("retract", lambda: live.load(0, flush=False)),
+        lambda: live.server.post("/flush_cache"),
+    ]
+
+
+def assert_no_steps(live: LiveServer) -> None:
+    before = len(live.server.forwards())
+    assert live.running() == 0
+    assert len(live.server.forwards()) == before
+
+
+def stream(client: OpenAI, *, chat: bool, n: int) -> tuple[list[list[str]], list[Any]]:
+    """The pieces of text of each choice, and all chunks."""
+    fields: dict[str, Any] = {"model": "m", "max_tokens": 60, "temperature": 0, "n": n, "stream": True}
+    extra = {"ignore_eos": True}
+    if chat:
+        chunks = list(
+            client.chat.completions.create(messages=[{"role": "user", "content": "1 2"}], extra_body=extra, **fields)
+        )
+    else:
+        chunks = list(client.completions.create(prompt="1 2", extra_body=extra, **fields))
+    pieces: list[list[str]] = [[] for _ in range(n)]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        pieces[choice.index].append((choice.delta.content if chat else choice.text) or "")
+    return pieces, chunks
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_stream_of_the_openai_client(live: LiveServer, chat: bool) -> None:
+    """Over pauses, pushes and a flush: the text of an undisturbed stream, and spans in the last chunk only."""
+    url = f"{live.server.url}/v1"
+    v = live.version
+    client = OpenAI(base_url=url, api_key="none", default_headers=HEADERS)
+    plain, chunks = stream(OpenAI(base_url=url, api_key="none"), chat=chat, n=2)
+    assert not any((chunk.model_extra or {}).get("metadata") for chunk in chunks)
+    with live.server.slowed():
+        before = live.decodes()
+        answer = live.in_background(stream, client, chat=chat, n=2)
+        until(lambda: live.decodes() > before + 3, "the stream decodes")
+        for interrupt in interruptions(live):
+            interrupt()
+            live.wait_decodes(3)
+        assert not answer.done()
+    pieces, chunks = live.result_of(answer)
+    assert ["".join(piece) for piece in pieces] == ["".join(piece) for piece in plain]
+    described = [chunk.model_extra["metadata"]["april"] for chunk in chunks if "metadata" in (chunk.model_extra or {})]
+    assert len(described) == 1
+    assert chunks[-1].model_extra["metadata"]["april"] == described[0]
+    for choice in described[0]:
+        assert (choice["run"], choice["trajectory"], choice["staleness"]) == ("agents", "t1", 3)
+        assert [span["version"] for span in choice["spans"]] == [v, v + 1, v + 2, v + 3]
+        assert choice["spans"][-1]["end"] == 60
+
+
+def test_client_that_does_not_stream(live: LiveServer) -> None:
+    client = OpenAI(base_url=f"{live.server.url}/v1", api_key="none", default_headers=HEADERS)
+    fields: dict[str, Any] = {"model": "m", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    messages: list[Any] = [{"role": "user", "content": "1 2"}]
+    plain = client.chat.completions.create(messages=messages, **fields)
+    with live.server.slowed():
+        before = live.decodes()
+        answer = live.in_background(client.chat.completions.create, messages=messages, **fields)
+        until(lambda: live.decodes() > before + 3, "the request decodes")
+        for interrupt in interruptions(live):
+            interrupt()
+            live.wait_decodes(2)
+    reply = live.result_of(answer)
+    assert reply.choices == plain.choices
+    assert reply.metadata["april"][0]["staleness"] == 3
+
+
+def with_features(live: LiveServer, features: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One answer for each feature, from requests that run together."""
+    answers = {
+        name: live.in_background(
+            generate, live, **{**fields, "sampling_params": {**PARAMS, **fields.get("sampling_params", {})}}
+        )
+        for name, fields in features.items()
+    }
+    return {name: live.result_of(answer) for name, answer in answers.items()}
+
+
+def test_features(live: LiveServer) -> None:
+    """Stop strings, grammars, biases, logprobs of several kinds: as in requests that were never suspended."""
+    features = FEATURES if live.server.state()["overlap"] else FEATURES | PENALTIES
+    plain = with_features(live, features)
+    with live.server.slowed():
+        answers = live.in_background(with_features, live, features)
+        until(lambda: live.running() == len(features), "all requests run")
+        for interrupt in interruptions(live):
+            live.wait_decodes(3)
+            interrupt()
+    for name, answer in live.result_of(answers).items():
+        wanted, meta = plain[name], answer["meta_info"]
+        assert (answer["output_ids"], answer["text"]) == (wanted["output_ids"], wanted["text"]), name
+        assert meta["finish_reason"] == wanted["meta_info"]["finish_reason"], name
+        assert meta["april"]["spans"][-1]["end"] == len(answer["output_ids"]), name
+        for kind in ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs"):
+            assert_logprobs(meta.get(kind), wanted["meta_info"].get(kind))
+
+
+def assert_logprobs(actual: Any, wanted: Any) -> None:
+    if not isinstance(wanted, list):
+        assert actual == wanted
+    elif wanted and isinstance(wanted[0], float | None):
+        assert actual[1:] == wanted[1:]
+        assert actual[0] == (None if wanted[0] is None else pytest.approx(wanted[0], abs=LOGPROB_LIMIT))
+    else:
+        assert len(actual) == len(wanted)
+        for a, w in zip(actual, wanted, strict=True):
+            assert_logprobs(a, w)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_are_refused_in_the_overlap_loop(live: LiveServer, name: str) -> None:
+    """In the words of the refusal of a sample; a request that names no run has them as SGLang does."""
+    asked = body(sampling_params={"max_new_tokens": 2, **PENALTIES[name]["sampling_params"]})
+    answer = live.server.http.post("/generate", json=asked, headers=HEADERS)
+    overlap = live.server.state()["overlap"]
+    assert answer.status_code == (400 if overlap else 200)
+    assert (f"{name}: penalties need --disable-overlap-schedule" in answer.text) is overlap
+    assert live.server.http.post("/generate", json=asked).status_code == 200
+
+
+def test_suspended_in_the_middle_of_its_prefill(live: LiveServer) -> None:
+    """A prompt of several chunks is prefilled again; logprobs of the prompt are complete."""
+    asked = {"input_ids": [1 + i % 400 for i in range(400)], "logprob_start_len": 0}
+    plain = generate(live, **asked)
+    live.server.post("/flush_cache")
+    with live.server.slowed():
+        before = len(live.server.forwards())
+        answer = live.in_background(generate, live, **asked)
+        until(lambda: len(live.server.forwards()) > before + 1, "the prefill has begun")
+        pause(live, "retract")
+        assert_no_steps(live)
+        unpause(live)
+    reply = live.result_of(answer)
+    assert reply["output_ids"] == plain["output_ids"]
+    assert_logprobs(reply["meta_info"]["input_token_logprobs"], plain["meta_info"]["input_token_logprobs"])
+
+
+def test_little_memory(small: LiveServer) -> None:
+    """Twelve requests of 100 tokens in 400 tokens of KV, over a push of other weights."""
+    live, v = small, small.version
+    asked = [body(input_ids=[7, 8, 9 + i], sampling_params={**PARAMS, "max_new_tokens": 100}) for i in range(12)]
+    answers = [live.in_background(live.server.http.post, "/generate", json=one, headers=HEADERS) for one in asked]
+    live.wait_decodes(20)
+    live.push(1)
+    groups = []
+    for i, answer in enumerate(answers):
+        reply = live.result_of(answer)
+        assert reply.status_code == 200, reply.text
+        meta = reply.json()["meta_info"]
+        logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+        sample = {"index": 0, "output_ids": reply.json()["output_ids"], "logprobs": logprobs, "seed": 41}
+        sample["spans"] = meta["april"]["spans"]
+        groups.append({"id": str(i), "prompt_ids": asked[i]["input_ids"], "samples": [sample]})
+    live.check(groups, {group["id"]: {"temperature": 0.8} for group in groups})
+    assert {span["version"] for group in groups for span in group["samples"][0]["spans"]} <= {v, v + 1}
+
+
+def test_disconnect_of_a_suspended_request(live: LiveServer) -> None:
+    """The client of an answer that is not streamed goes: SGLang notices, and the request is aborted."""
+    import httpx
+
+    with live.server.slowed(), httpx.Client(base_url=live.server.url, timeout=1.0) as client:
+        with pytest.raises(httpx.TimeoutException):
+            client.post("/generate", json=body(sampling_params={**PARAMS, "max_new_tokens": 400}), headers=HEADERS)
+        pause(live, "in_place")
+        until(lambda: live.server.state()["attached"] == {}, "the request is gone")
+        unpause(live)
+
+
+def test_suspended_requests_are_counted(live: LiveServer) -> None:
+    with live.server.slowed():
+        answer = live.in_background(generate, live)
+        until(lambda: live.running() == 1, "it runs")
+        pause(live, "in_place")
+        assert_suspended(live)
+        assert live.server.state()["attached"]["agents"]["samples"] == 1
+        unpause(live)
+    live.result_of(answer)

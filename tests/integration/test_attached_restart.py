@@ -1,0 +1,202 @@
+"""Attached requests of a server that attaches all, limits its queue, and is killed (`attached-request`)."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.conftest import NORMAL, Pool
+from tests.support.live import LiveServer, live_server, until
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.ends_server]
+
+LENGTH, INTERVAL = 300, 16
+SEEDED: dict[str, Any] = {"temperature": 0.8, "sampling_seed": 41, "max_new_tokens": LENGTH, "ignore_eos": True}
+UNSEEDED: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
+ASKED: dict[str, dict[str, Any]] = {
+    "seeded": {"input_ids": [9, 8, 7], "sampling_params": SEEDED, "return_logprob": True, "top_logprobs_num": 2},
+    "unseeded": {"input_ids": [9, 8], "sampling_params": UNSEEDED, "return_logprob": True},
+    "no logprobs": {"input_ids": [3, 4], "sampling_params": UNSEEDED},
+    "grammar": {"input_ids": [9], "sampling_params": {**SEEDED, "regex": "[ab]{200,210}"}, "return_logprob": True},
+    "other body": {"input_ids": [5, 6], "sampling_params": UNSEEDED},
+}
+
+
+@pytest.fixture
+def journalled(
+    pool: Pool, models: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """A server with a journal of its own, on which a push prefills requests again."""
+    flags = [
+        *NORMAL,
+        "--april-attach=agents",
+        "--april-kv=recompute",
+        "--max-running-requests=6",
+        "--max-queued-requests=2",
+        "--grammar-backend=llguidance",
+        f"--april-journal={tmp_path_factory.mktemp('journal') / 'journal'}",
+        f"--april-journal-interval={INTERVAL}",
+    ]
+    server = pool.get("attach", flags, forked=True)
+    with live_server(server, lambda seed: models("qwen3", seed)) as live:
+        yield live
+    server.stop()
+
+
+def _arrived(live: LiveServer) -> int:
+    return int(live.server.state()["attached"].get("agents", {}).get("samples", 0))
+
+
+class Streams:
+    """Requests that stream, and what their clients have received."""
+
+    def __init__(self, live: LiveServer, asked: dict[str, dict[str, Any]]) -> None:
+        self.chunks: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
+        self.done: list[Future[Any]] = []
+        for name, body in asked.items():
+            client = live.in_background(self._read, live, {"rid": f"rid {name}", **body}, self.chunks[name])
+            self.done.append(client)
+            until(lambda: _arrived(live) == len(self.done), "it arrives")  # one by one: the queue is short
+
+    @staticmethod
+    def _read(live: LiveServer, body: dict[str, Any], chunks: list[dict[str, Any]]) -> None:
+        url = f"{live.server.url}/generate"  # no shared client: that of the server is replaced with it
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=600) as answer:
+            chunks.extend(json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+
+    def tokens(self, name: str) -> list[int]:
+        return list(self.chunks[name][-1]["output_ids"]) if self.chunks[name] else []
+
+    def broken(self) -> None:
+        for client in self.done:
+            with pytest.raises(httpx.TransportError):
+                client.result(120)
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        for client in self.done:
+            client.result(300)
+        return {name: chunks[-1] for name, chunks in self.chunks.items()}
+
+
+def test_attached_to_the_run_of_the_server(journalled: LiveServer) -> None:
+    live, server = journalled, journalled.server
+    requests_that_say_nothing_belong_to_the_run(live)
+    the_queue_limit_is_for_new_requests(live)
+    killed_and_asked_again(live)
+    ended_and_asked_again(live)
+    assert server.state()["attached"] == {}
+
+
+def requests_that_say_nothing_belong_to_the_run(live: LiveServer) -> None:
+    """Health checks do not: they are answered while a push is open, and attached requests wait for its end."""
+    server = live.server
+    server.post("/april/push/begin")
+    late = live.in_background(server.post, "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+    until(lambda: _arrived(live) == 1, "it arrives")
+    assert server.http.get("/health_generate").status_code == 200
+    assert not late.done()
+    server.post("/april/push/end")
+    assert live.result_of(late)["meta_info"]["april"]["run"] == "agents"
+    live.policies[live.version] = live.model(0)
+
+
+def the_queue_limit_is_for_new_requests(live: LiveServer) -> None:
+    """Six run and two wait. Another one is rejected as by SGLang; those that a push prefills again are not."""
+    body = {"input_ids": [1, 2], "sampling_params": {**SEEDED, "max_new_tokens": 60}}
+    with live.server.slowed():
+        answers = []
+        for running in range(1, 7):
+            answers.append(live.in_background(live.server.post, "/generate", body))
+            until(lambda: live.running() == running, "it runs")  # noqa: B023
+        answers += [live.in_background(live.server.post, "/generate", body) for _ in range(2)]
+        until(lambda: _arrived(live) == 8, "two wait")
+        rejected = live.server.http.post("/generate", json=body)
+        assert (rejected.status_code, "queue is full" in rejected.text) == (503, True)
+        live.push(0)
+    for answer in answers:
+        meta = live.result_of(answer)["meta_info"]
+        assert meta["finish_reason"] == {"type": "length", "length": 60}
+        assert meta["april"]["spans"][-1]["end"] == 60
+
+
+def killed_and_asked_again(live: LiveServer) -> None:
+    """Recorded tokens stay, drawn with or without a seed; what had been answered is answered again, word for word."""
+    server = live.server
+    live.push(1)
+    version = live.version
+    short = {"rid": "rid done", "input_ids": [4], "sampling_params": {**UNSEEDED, "max_new_tokens": 20}}
+    answered = server.post("/generate", {**short, "return_logprob": True})
+    with server.slowed(0.03):
+        streams = Streams(live, ASKED)
+        until(lambda: all(len(streams.tokens(name)) > 4 * INTERVAL for name in ASKED), "all have tokens")
+        server.stop()
+    streams.broken()
+    server.spawn()
+    server.wait()
+    again = {**ASKED, "other body": {**ASKED["other body"], "input_ids": [5, 7]}}
+    repeated = Streams(live, again)
+    assert server.state()["samples"]["running"] == 0, "the version of the weights is not known"
+    body = {"model_path": str(live.model(1)), "weight_version": str(version)}
+    assert server.post("/update_weights_from_disk", body)["success"]
+    assert live.version == version
+    answers = repeated.finish()
+    for name, answer in answers.items():
+        assert answer["meta_info"]["finish_reason"]["type"] != "abort", (name, answer["meta_info"])
+        check_continued(streams.tokens(name), answer, version, continued=name != "other body")
+    check_seeded(live, answers["seeded"])
+    assert [len(row) for row in answers["seeded"]["meta_info"]["output_top_logprobs"]] == [2] * LENGTH
+    assert set(answers["grammar"]["text"]) == {"a", "b"}
+    assert server.post("/generate", {**short, "return_logprob": True})["output_ids"] == answered["output_ids"]
+    check_answered_again(live, short, answered)
+
+
+def check_continued(received: list[int], answer: dict[str, Any], version: int, *, continued: bool) -> None:
+    spans, length = answer["meta_info"]["april"]["spans"], len(answer["output_ids"])
+    if not continued:
+        assert [(span["version"], span["kv"]) for span in spans] == [(version, "fresh")]
+        return
+    recorded = spans[0]["end"]
+    assert spans == [
+        {"start": 0, "end": recorded, "version": version, "kv": "fresh"},
+        {"start": recorded, "end": length, "version": version, "kv": "recomputed"},
+    ]
+    assert len(received) - 2 * INTERVAL <= recorded <= len(received) + 8
+    assert answer["output_ids"][:recorded][: len(received)] == received[:recorded]
+
+
+def check_seeded(live: LiveServer, answer: dict[str, Any]) -> None:
+    logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    spans = answer["meta_info"]["april"]["spans"]
+    sample = {"index": 0, "output_ids": answer["output_ids"], "logprobs": logprobs, "spans": spans, "seed": 41}
+    group = {"id": "g", "prompt_ids": ASKED["seeded"]["input_ids"], "samples": [sample]}
+    live.check([group], {"g": {"temperature": 0.8}})
+
+
+def check_answered_again(live: LiveServer, short: dict[str, Any], answered: dict[str, Any]) -> None:
+    """Only once: the same `rid` again is another request."""
+    anew = live.server.post("/generate", {**short, "return_logprob": True})
+    assert len(anew["output_ids"]) == len(answered["output_ids"])
+    assert anew["meta_info"]["april"]["spans"] == answered["meta_info"]["april"]["spans"]
+    assert anew["output_ids"] != answered["output_ids"]
+
+
+def ended_and_asked_again(live: LiveServer) -> None:
+    """SIGTERM does not wait for attached requests, and their tokens are in the journal."""
+    server, version = live.server, live.version
+    with server.slowed(0.03):
+        streams = Streams(live, {"seeded": ASKED["seeded"]})
+        until(lambda: len(streams.tokens("seeded")) > 2 * INTERVAL, "it has tokens")
+        assert server.terminate()
+    streams.broken()
+    server.spawn()
+    server.wait()
+    repeated = Streams(live, {"seeded": ASKED["seeded"]})
+    body = {"model_path": str(live.model(1)), "weight_version": str(version)}
+    assert server.post("/update_weights_from_disk", body)["success"]
+    answer = repeated.finish()["seeded"]
+    check_continued(streams.tokens("seeded"), answer, version, continued=True)
+    check_seeded(live, answer)
