@@ -1,5 +1,6 @@
 """Every reviewed release against its own source, unpacked from its wheel; skipped where no wheel can be downloaded."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,21 @@ RELEASES = [name for name in versions.manifests() if "+" not in name]
 
 def source(release: str) -> Path:
     """The source of a release: the installed one, or that of its wheel."""
+    found = _found(release)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@cache
+def _found(release: str) -> Path | str:
+    """The source, or why it cannot be had; asked for once."""
     if release == versions.installed()["sglang"]:
         return versions.sglang_root()
     try:
         return source_of(release, FOLDER)
     except DownloadError as error:
-        pytest.skip(str(error))
+        return str(error)
 
 
 @pytest.mark.parametrize("release", RELEASES)
