@@ -210,7 +210,14 @@ def measure(form: str, samples: int, tokens: int) -> Row:
     """One round in one form: the client asks, all groups finish, the round ends, the client has the last byte."""
     groups = samples // GROUP
     prompts = [{"id": name, "n": GROUP, "input_ids": [5] * 512} for name in ids(groups)]
-    body = {"run": "bench", "round_id": "bench", "quota": groups, "prompts": prompts, "stream": form == "stream"}
+    body = {
+        "run": "bench",
+        "round_id": "bench",
+        "quota": groups,
+        "prompts": prompts,
+        "stream": form == "stream",
+        "previews": form == "stream",
+    }
     body["sampling_params"] = {"max_new_tokens": tokens}
     with http_process(samples, tokens) as client, ThreadPoolExecutor() as threads:
         empty = client.post("/bench/memory").json()

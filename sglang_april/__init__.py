@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the HTTP API. Client and server must have the same; the versions of their packages may differ."""

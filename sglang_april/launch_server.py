@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 from sglang_april import config, interrupt
 from sglang_april.launch_checks import reason_not_startable
@@ -24,6 +25,8 @@ def reason_not_loaded(env: Mapping[str, str]) -> str | None:
 
 def main(argv: Sequence[str]) -> None:
     """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
+    if find_spec("sglang") is None:
+        raise SystemExit("sglang-april: SGLang is not installed; pip install 'sglang-april[engine]' installs it.")
     reason = reason_not_loaded(os.environ) or reason_not_startable(argv)
     if reason is not None:
         raise SystemExit(f"sglang-april: {reason}.")

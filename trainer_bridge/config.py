@@ -181,9 +181,9 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Time for a server to become ready, or for a lost external server to come back."""
     api_key: str | None = None
     """API key of the servers."""
-    push: Literal["auto", "distributed", "tensor", "disk"] = "auto"
-    """How weights are transferred. `auto`: `tensor` with `colocate`, because NCCL refuses ranks on one GPU; otherwise
-    `distributed`."""
+    push: TransportName = "auto"
+    """How weights are transferred. `auto`: `tensor` where trainer and engine share a GPU, because NCCL refuses two
+    ranks on one; otherwise `distributed`."""
 
     # Evaluation
     eval_interval: Count | None = None
@@ -239,10 +239,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     @property
     def transport(self) -> TransportName:
-        """How weights are transferred."""
-        if self.push != "auto":
-            return self.push
-        return "tensor" if self.colocate else "distributed"
+        """How weights are transferred; `auto` is decided by the GPUs that the engines report."""
+        return "tensor" if self.push == "auto" and self.colocate else self.push
 
     @property
     def trainer_gpus(self) -> range:

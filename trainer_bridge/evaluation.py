@@ -50,6 +50,7 @@ def evaluate(
         quota=None,
         quota_unit="group",
         keep_until_ack=True,
+        previews=True,
     ):
         if isinstance(event, RolloutGroup):
             samples = [RewardSample(s.text, s.output_ids.tolist(), s.finish_reason, s.index) for s in event.samples]

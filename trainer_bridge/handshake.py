@@ -1,5 +1,6 @@
 """Checks, before a run, that an engine fits the trainer: plugin, version and model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ class EngineInfo:
     policy_version: int
     sglang: str
     """Version of SGLang."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs of its ranks; empty on a CPU."""
 
 
 def shake_hands(url: str, shape: ModelShape, api_key: str | None = None) -> EngineInfo:
@@ -54,7 +57,25 @@ def check_engine(url: str, state: dict[str, Any], shape: ModelShape) -> EngineIn
             raise HandshakeError(
                 f"the engine at {url} has {name} {model.get(name)}, the trainer's model has {expected}"
             )
-    return EngineInfo(url, model["tp_size"], state["policy_version"], hooks["sglang"])
+    return EngineInfo(url, model["tp_size"], state["policy_version"], hooks["sglang"], tuple(state["gpus"]))
+
+
+def shared_gpu(trainer: str, engines: Sequence[EngineInfo]) -> str:
+    """Why trainer rank 0 and all engines cannot be one NCCL group; empty if each rank has a GPU of its own.
+
+    Args:
+        trainer: UUID of the GPU of trainer rank 0; empty on a CPU.
+        engines: the engines of the group.
+    """
+    owner = {trainer: "the trainer"} if trainer else {}
+    for engine in engines:
+        for gpu in engine.gpus:
+            if gpu in owner:
+                return (
+                    f"the engine at {engine.url} shares GPU {gpu} with {owner[gpu]}, and NCCL refuses two ranks on one"
+                )
+            owner[gpu] = f"the engine at {engine.url}"
+    return ""
 
 
 def _expected_model(shape: ModelShape) -> dict[str, Any]:

@@ -81,4 +81,5 @@ class RolloutDriver:
             "concurrency": config.rollout_concurrency,
             "proximal": config.loss.proximal == "engine",
             "keep_until_ack": True,
+            "previews": True,
         }

@@ -11,7 +11,8 @@ from trainer_bridge.batch import MicroBatch, Sequences
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.loss_stats import LossStats
 
-TransportName = Literal["distributed", "tensor", "disk"]
+TransportName = Literal["auto", "distributed", "tensor", "disk"]
+"""`auto`: `tensor` if an engine shares the GPU of trainer rank 0, otherwise `distributed`."""
 Part = Literal["weights", "optimizer"]
 """A part of the trainer's memory; `optimizer` includes the gradients."""
 PARTS: tuple[Part, ...] = ("weights", "optimizer")

@@ -46,6 +46,23 @@ class ExtendRound(msgspec.Struct, tag=True):
     """Digest of the request body."""
 
 
+class EndTrajectories(msgspec.Struct, tag=True):
+    """Trajectories of a run are done, or rejected."""
+
+    seq: int
+    run: str
+    done: list[str]
+    reject: list[str]
+
+
+class GetTrajectory(msgspec.Struct, tag=True):
+    """`GET /april/trajectories/{id}`: the scheduler's part."""
+
+    seq: int
+    run: str
+    id: str
+
+
 class Drop(msgspec.Struct, tag=True):
     """Delete undelivered groups of a run, all of them if `ids` is None (`only-drop-deletes`)."""
 
@@ -127,6 +144,8 @@ Command = (
     | JudgeRound
     | ExtendRound
     | Drop
+    | EndTrajectories
+    | GetTrajectory
     | Acknowledge
     | DeleteReply
     | PushBegin

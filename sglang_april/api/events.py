@@ -36,6 +36,10 @@ class RoundEnded(msgspec.Struct, tag=True):
     stats: dict[str, Any]
     carried_lengths: bytes = b""
     """int32: output tokens so far of each unfinished sample that has any."""
+    trajectories: list[str] = []
+    """In place of `deliver`, the trajectories that the reply contains, in this order."""
+    rejected: list[str] = []
+    """Trajectories that have been rejected since the run's last reply."""
     error: str = ""
     """Why the reply cannot be journalled: the round fails. After a restart it is open, and delivers again."""
 
@@ -85,10 +89,37 @@ class AttachedEnded(msgspec.Struct, tag=True):
     """At its end."""
 
 
+class LegEnded(msgspec.Struct, tag=True):
+    """A leg of a trajectory has ended, finished or aborted."""
+
+    run: str
+    trajectory: str
+    group: str
+    number: int
+    rid: str
+    parent: int | None
+    shared: int
+    """How many tokens of the parent's sequence its prompt begins with."""
+    prompt_ids: bytes
+    """int32: the prompt behind those tokens."""
+    prefilled: int
+    """Tokens of the prompt that were computed; the KV of the others was there."""
+    result: FinishedSample
+
+
+class TrajectoriesRemoved(msgspec.Struct, tag=True):
+    """Trajectories have left without being delivered: rejected, or not used for long."""
+
+    run: str
+    ids: list[str]
+
+
 class JournalFault(msgspec.Struct, tag=True):
     """Why the journal cannot be written; an empty reason means that it can be written again."""
 
     reason: str
 
 
-Event = Answer | Finished | RoundEnded | AttachedEnded | Restored | Named | JournalFault
+Event = (
+    Answer | Finished | RoundEnded | AttachedEnded | LegEnded | TrajectoriesRemoved | Restored | Named | JournalFault
+)

@@ -87,7 +87,9 @@ class RolloutBody(Body):
     prompts: list[PromptBody] = []
     sampling_params: SamplingBody | None = None
     quota: Count | UnsetType | None = UNSET
-    quota_unit: Literal["group", "sample"] | UnsetType = UNSET
+    quota_unit: Literal["group", "sample", "trajectory"] | UnsetType = UNSET
+    trajectories: bool = False
+    n: Annotated[int, Meta(ge=1, le=2**14)] | None = None
     count: Literal["finished", "accepted"] = "finished"
     kv: Literal["keep", "recompute", "auto"] | UnsetType = UNSET
     max_staleness: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | UnsetType | None = UNSET
@@ -101,6 +103,8 @@ class RolloutBody(Body):
     keep_until_ack: bool = False
     tier: Literal["auto", "device", "host", "disk", "none"] = "auto"
     stream: bool = False
+    previews: bool = False
+    """In a stream, also groups as they finish, before the round delivers or carries them; on with `count: accepted`."""
 
 
 class StopBody(Body):
@@ -123,6 +127,26 @@ class ExtendBody(Body):
     prompts: list[PromptBody] = []
     idempotency_key: Name | None = None
     """The same key and body again in this round change nothing and get the first answer."""
+
+
+class DoneBody(Body):
+    """How a trajectory that is done went."""
+
+    reward: Annotated[float, Meta(ge=-1e308, le=1e308)] | None = None
+    metadata: Any = None
+
+
+class EndBody(Body):
+    """`POST /april/rounds/{id}/done`: trajectories that are done, and those that are rejected."""
+
+    trajectories: dict[Name, DoneBody] = {}
+    reject: list[Name] = []
+
+
+class EndOfRunBody(EndBody):
+    """`POST /april/trajectories/done`."""
+
+    run: RunName = "default"
 
 
 class DropBody(Body):
@@ -207,6 +231,8 @@ decode_stop = decoder(StopBody)
 decode_judge = decoder(JudgeBody)
 decode_extend = decoder(ExtendBody)
 decode_drop = decoder(DropBody)
+decode_end = decoder(EndBody)
+decode_end_of_run = decoder(EndOfRunBody)
 decode_push = decoder(PushBody)
 decode_nothing = decoder(EmptyBody)
 

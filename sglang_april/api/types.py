@@ -11,7 +11,7 @@ import msgspec
 ATTACHED = "\0attached "
 """Begins the names of the runs of attached requests; a rollout request cannot name one."""
 
-Unit = Literal["group", "sample"]
+Unit = Literal["group", "sample", "trajectory"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]
 Count = Literal["finished", "accepted"]
@@ -79,6 +79,10 @@ class RoundSpec(msgspec.Struct):
     cohort_rounds: int = 1
     sampling_defaults: bytes = b""
     """msgpack of the request's `sampling_params`, for the prompts of a later `extend`; opaque to the scheduler."""
+    trajectories: bool = False
+    """Its units are trajectories, or groups of `n` of them (docs/trajectories.md)."""
+    n: int = 1
+    """Trajectories of a group."""
     fingerprint: str = ""
     """Digest of the request body: a repeated request has the same one, also after a restart."""
     extensions: dict[str, Extension] = {}

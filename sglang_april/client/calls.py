@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,14 +12,14 @@ import httpx
 import msgspec
 
 from sglang_april import PROTOCOL, __version__
-from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSummary, read_event, read_reply
+from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSample, RolloutSummary, read_event, read_reply
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
 log = logging.getLogger("sglang_april")
 
-EventKey = tuple[str, int, tuple[int, ...]]
-"""Group, incarnation and samples of an event: with `quota_unit: sample` a group has several."""
+SampleKey = tuple[str, int, int]
+"""Prompt id, incarnation, index."""
 REPEATABLE = ("/april/rollout", "/april/drop")
 REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
 """Routes whose effect is the same if a request arrives twice."""
@@ -271,29 +270,36 @@ def event(line: str) -> RolloutGroup | RolloutSummary | None:
 
 
 class StreamedRound:
-    """The events of one streamed round, also over several connections."""
+    """What one streamed round has sent, also over several connections."""
 
     def __init__(self) -> None:
-        self._groups: dict[EventKey, RolloutGroup] = {}
+        self._received: dict[SampleKey, tuple[RolloutGroup, RolloutSample]] = {}
 
-    def is_new(self, received: RolloutGroup | RolloutSummary) -> bool:
-        """Whether an event is not a repetition. A summary is given the delivered groups."""
+    def new(self, received: RolloutGroup | RolloutSummary) -> RolloutGroup | RolloutSummary | None:
+        """The event without samples that an earlier one had; None if it has no others.
+
+        A summary is given the delivered groups.
+        """
         if isinstance(received, RolloutSummary):
-            received.groups.extend(self._delivered(received))
-            return True
-        key = received.id, received.incarnation, tuple(sample.index for sample in received.samples)
-        repeated = key in self._groups
-        self._groups[key] = received
-        return not repeated
+            received.groups.extend(map(self._delivered, received.delivered))
+            return received
+        new = {}
+        for sample in received.samples:
+            key = received.id, received.incarnation, sample.index
+            if key not in self._received:
+                new[key] = received, sample
+        self._received |= new
+        return dataclasses.replace(received, samples=[sample for _, sample in new.values()]) if new else None
 
-    def _delivered(self, summary: RolloutSummary) -> Iterator[RolloutGroup]:
-        by_group = defaultdict(list)
-        for group in self._groups.values():
-            by_group[group.id, group.incarnation].append(group)
-        for entry in summary.delivered:
-            for group in by_group[entry["id"], entry["incarnation"]]:
-                if {sample.index for sample in group.samples} <= set(entry["indices"]):
-                    yield dataclasses.replace(group, accepted=entry["accepted"], complete=entry["complete"])
+    def _delivered(self, entry: Mapping[str, Any]) -> RolloutGroup:
+        parts = [self._received[entry["id"], entry["incarnation"], index] for index in entry["indices"]]
+        return dataclasses.replace(
+            parts[0][0],
+            samples=[sample for _, sample in parts],
+            complete=entry["complete"],
+            accepted=entry["accepted"],
+            delivered=True,
+        )
 
 
 @contextmanager

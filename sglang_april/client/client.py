@@ -112,10 +112,11 @@ class AprilClient:
     ack_audit = _blocking(Calls.ack_audit)
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
-        """`rollout` with `stream: true`: each group as it finishes, and the summary last.
+        """`rollout` with `stream: true`: the delivered groups one by one, and the summary last.
 
-        Groups are previews, and some may be carried to the next round: train on the summary's `groups`. The round is
-        open when this returns. With `retry_s`, a broken stream is continued without repeating groups.
+        With `previews=True`, and with `count="accepted"`, each group comes as it finishes, with `delivered` False,
+        because it may be carried to the next round. All delivered groups are in the summary's `groups`: train on these.
+        The round is open when this returns. With `retry_s`, a broken stream is continued without repeating samples.
         """
         self._run(self._calls.check_patched())
         request = self._calls.stream_request(body)
@@ -135,8 +136,8 @@ class AprilClient:
             try:
                 with contextlib.closing(response):
                     for line in response.iter_lines():
-                        if (received := event(line)) and streamed.is_new(received):
-                            yield received
+                        if (received := event(line)) and (new := streamed.new(received)):
+                            yield new
                 return
             except httpx.TransportError as error:
                 time.sleep(self._calls.retry_after(request, error, time.monotonic()))
@@ -212,8 +213,8 @@ class AsyncAprilClient:
                 if not self._calls.is_open(response):
                     continue
                 async for line in response.aiter_lines():
-                    if (received := event(line)) and streamed.is_new(received):
-                        yield received
+                    if (received := event(line)) and (new := streamed.new(received)):
+                        yield new
                 return
             except httpx.TransportError as error:
                 await asyncio.sleep(self._calls.retry_after(request, error, time.monotonic()))

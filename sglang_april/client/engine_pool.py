@@ -29,7 +29,7 @@ class EnginePool:
         self._open: dict[str, SharedRound] = {}
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
-        """A round over all engines: groups as they finish, then one summary."""
+        """`AprilClient.stream` over all engines: with previews, groups as they finish; at the end one summary."""
         shared = self._open[body["round_id"]] = SharedRound(self.clients, body)
         try:
             yield from shared.run()
@@ -92,6 +92,7 @@ class SharedRound:
         self._clients, self._body, self._id = clients, body, body["round_id"]
         self._quota: int | None = body["quota"]
         self._caller_judges = body.get("count") == "accepted"
+        self._previews = body.get("previews", False) or self._caller_judges
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self._engine_of: dict[str, int] = {}
         """Engine of each finished group, in finish order."""
@@ -127,11 +128,15 @@ class SharedRound:
                 self._mark_ended(engine, sum(bool(group["accepted"]) for group in event.delivered))
                 continue
             self._engine_of[event.id] = engine
-            yield event
+            if self._previews:
+                yield event
             if not self._caller_judges and event.complete:
                 self.judge([event.id], ())
         self._quota_met = True
-        yield self._merge([summaries[engine] for engine in range(len(self._clients))])
+        merged = self._merge([summaries[engine] for engine in range(len(self._clients))])
+        if not self._previews:
+            yield from merged.groups
+        yield merged
 
     def judge(self, accept: Iterable[str], reject: Iterable[str]) -> None:
         """Take verdicts, from any thread."""
@@ -168,9 +173,8 @@ class SharedRound:
     def _bodies(self) -> list[dict[str, Any]]:
         """The request for each engine."""
         shares = _spread(self._body["prompts"], len(self._clients))
-        if self._quota is None:
-            return [{**self._body, "prompts": share} for share in shares]
-        return [{**self._body, "prompts": share, "quota": None, "count": "accepted"} for share in shares]
+        counted = {} if self._quota is None else {"quota": None, "count": "accepted"}
+        return [{**self._body, "prompts": share, "previews": True, **counted} for share in shares]
 
     def _read_state(self, engine: int) -> None:
         """Read the accepted and mandatory groups of an engine, where this round may have been open before."""

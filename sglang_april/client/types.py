@@ -46,6 +46,8 @@ class RolloutGroup:
     complete: bool
     accepted: bool | None
     samples: list[RolloutSample]
+    delivered: bool = True
+    """Whether this round delivers it. A preview (False) may be carried to the next round: do not train on it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +72,11 @@ class RolloutSummary:
     policy_version: int
     end_reason: EndReason
     delivered: list[dict[str, Any]]
-    """`id`, `incarnation`, `indices`, `complete`, `accepted`: the streamed groups that this round delivers."""
+    """`id`, `incarnation`, `indices`, `complete`, `accepted` of each group that this round delivers."""
     carried: dict[str, Any]
     stats: dict[str, Any]
     groups: list[RolloutGroup] = field(default_factory=list)
-    """The delivered groups themselves, as the client has read them from the stream: what to train on. With
-    `quota_unit: sample`, a group has one entry per event."""
+    """The delivered groups themselves, joined by the client from the stream: what to train on."""
 
 
 def read_reply(fields: dict[str, Any]) -> RolloutReply:

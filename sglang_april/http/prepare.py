@@ -189,6 +189,8 @@ def round_spec(body: RolloutBody, round_id: str, fingerprint: str, config: April
     """
     fields = {name: getattr(body, name) for name in messages.RoundSpec.__struct_fields__ if hasattr(body, name)}
     fields |= {name: getattr(config, name) for name, value in fields.items() if value is UNSET}
+    fields["n"] = body.n or 1
+    fields["trajectories"] = body.trajectories or body.quota_unit == "trajectory"
     if body.concurrency is None:
         fields["concurrency"] = config.concurrency
     sampling = b"" if body.sampling_params is None else msgspec.msgpack.encode(body.sampling_params)

@@ -7,7 +7,8 @@ is NaN; in JSON they are lists, exact to the last bit of the float32, and absent
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.http.completed_groups import CompletedSample, GroupSlice, wait_for_texts
+from sglang_april.http.trajectories import TrajectoryRecord
 
 logger = logging.getLogger("sglang_april")
 
@@ -42,28 +44,54 @@ class Reply:
     stats: dict[str, Any]
     nbytes: int = 0
     """Estimated size in memory."""
+    trajectories: list[TrajectoryRecord] | None = None
+    """In place of `parts`, what a round of trajectories delivers."""
+    rejected: list[str] = field(default_factory=list)
     received: bool = False
     """Whether a connection has been given it."""
 
     @classmethod
-    async def build(cls, ended: messages.RoundEnded, parts: list[GroupSlice]) -> "Reply":
+    async def build(
+        cls,
+        ended: messages.RoundEnded,
+        parts: list[GroupSlice],
+        trajectories: list[TrajectoryRecord] | None = None,
+    ) -> "Reply":
         """Wait for the last texts and add the statistics of the delivery."""
         await wait_for_texts(parts)
         stats = dict(ended.stats)
-        stats["delivered"] = delivery_stats(parts, ended.policy_version)
+        legs = [leg.result for record in trajectories or () for leg in record.legs.values()]
+        stats["delivered"] = delivery_stats(parts, ended.policy_version, legs)
+        if trajectories is not None:
+            stats["delivered"]["trajectories"] = len(trajectories)
         stats["carried_length"] = _distribution(np.frombuffer(ended.carried_lengths, "<i4"))
         if any(part.prompt.truncates for part in parts):
             stats["warnings"] = [*stats.get("warnings", ()), TRUNCATED]
         nbytes = sum(size_of(part) for part in parts)
+        nbytes += sum(record.nbytes for record in trajectories or ())
         return cls(
-            ended.round_id, ended.run, ended.policy_version, ended.end_reason, parts, ended.carried, stats, nbytes
+            ended.round_id,
+            ended.run,
+            ended.policy_version,
+            ended.end_reason,
+            parts,
+            ended.carried,
+            stats,
+            nbytes,
+            trajectories,
+            ended.rejected,
         )
 
     def encode(self, packed: bool) -> bytes:
         """The whole body, encoded group by group, so that other threads can run in between."""
+        encoder = _msgpack if packed else _json
+        if self.trajectories is not None:
+            records = [encoder.encode(record.fields(packed)) for record in self.trajectories]
+            self._stamp()
+            content = {"trajectories": [msgspec.Raw(record) for record in records], "rejected": self.rejected}
+            return encoder.encode(self._head() | content)
         groups = [encode_group(part, packed) for part in self.parts]
         self._stamp()
-        encoder = _msgpack if packed else _json
         return encoder.encode(self._head() | {"finished": [msgspec.Raw(group) for group in groups]})
 
     def summary(self) -> dict[str, Any]:
@@ -98,12 +126,21 @@ class Reply:
             self.stats.setdefault("quota_to_reply_s", max(0.0, time.time() - self.stats["t_quota_met"]))
 
 
-def encode_group(part: GroupSlice, packed: bool, event: bool = False) -> bytes:
-    """One group as a value of `finished`, or as an event of a stream."""
+def encode_group(part: GroupSlice, packed: bool) -> bytes:
+    """One group as a value of `finished`."""
+    return _encode_group(part, packed, {})
+
+
+def encode_event(part: GroupSlice, delivered: bool) -> bytes:
+    """One group as a line of a stream: delivered by the round, or a preview."""
+    return _encode_group(part, False, {"event": "group", "delivered": delivered}) + b"\n"
+
+
+def _encode_group(part: GroupSlice, packed: bool, head: dict[str, Any]) -> bytes:
     encoder = _msgpack if packed else _json
     prompt = part.prompt
-    fields: dict[str, Any] = {"event": "group"} if event else {}
-    fields |= {
+    fields = {
+        **head,
         "id": prompt.id,
         "incarnation": part.incarnation,
         "metadata": _metadata(prompt.metadata, packed),
@@ -164,12 +201,14 @@ def _sample_size(done: CompletedSample) -> int:
     return tokens + text + 64 * len(sample.spans) + 96 * pairs + 512
 
 
-def delivery_stats(parts: list[GroupSlice], policy_version: int) -> dict[str, Any]:
+def delivery_stats(
+    parts: list[GroupSlice], policy_version: int, legs: Sequence[messages.FinishedSample] = ()
+) -> dict[str, Any]:
     """Length distribution of the delivered samples, and their tokens by version and by provenance of the KV.
 
     Off-policy are tokens of an older version than `policy_version`; hybrid are tokens of this version on kept KV.
     """
-    samples = [done.sample for part in parts for done in part.done]
+    samples = [*(done.sample for part in parts for done in part.done), *legs]
     lengths = np.array([len(sample.output_ids) // 4 for sample in samples], dtype=np.int64)
     versions: Counter[int] = Counter()
     provenance: Counter[str] = Counter()
@@ -222,7 +261,7 @@ def log_reply(reply: Reply) -> None:
         reply.run,
         reply.end_reason,
         reply.policy_version,
-        delivered["groups"],
+        delivered.get("trajectories", delivered["groups"]),
         delivered["samples"],
         delivered["tokens"],
         carried.get("groups", 0),

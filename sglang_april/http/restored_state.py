@@ -89,7 +89,7 @@ class RestoredState:
                 logger.exception("the reply of round %s is lost", kept.spec.round_id)
                 self._rounds.mark_gone([kept.spec.round_id])
                 continue
-            round_ = RoundRecord(kept.spec, events=list(parts), acknowledged=kept.acknowledged)
+            round_ = RoundRecord(kept.spec, acknowledged=kept.acknowledged)
             self._rounds.restore_reply(round_, reply)
         self._complete.set()
 

@@ -28,7 +28,7 @@ class RoundRecord:
     extensions: dict[str, tuple[str, "asyncio.Future[dict[str, Any]]"]] = field(default_factory=dict)
     """By `idempotency_key`, the fingerprint and the answer of an `extend`."""
     events: list[GroupSlice] = field(default_factory=list)
-    """The events of a stream of this round, in order; kept so that a replay is identical."""
+    """What has finished while the round was open, in order: the previews of its stream, kept for a replay."""
     state: Literal["opening", "open", "ended"] = "opening"
     acknowledged: bool = False
     opened: "asyncio.Future[None]" = field(default_factory=lambda: _future())
@@ -87,8 +87,12 @@ class RoundRegistry:
         return list(self._open_of_run.values())
 
     def open_ids(self) -> list[str]:
-        """Ids of the rounds that the scheduler has accepted and not ended."""
-        return [round_.id for round_ in self.open if round_.state == "open"]
+        """Ids of the rounds that the scheduler has accepted and not ended, and that weight calls wait for."""
+        return [round_.id for round_ in self.open if round_.state == "open" and not round_.spec.trajectories]
+
+    def holding_ids(self) -> list[str]:
+        """Ids of the rounds beside which no memory is released: not those of trajectories, whose legs are suspended."""
+        return [round_.id for round_ in self.open if not round_.spec.trajectories]
 
     @property
     def kept(self) -> int:

@@ -14,10 +14,10 @@ from sglang_april.api.errors import RequestError, bad, fault
 from sglang_april.api.requests import check_round_id
 from sglang_april.http.completed_groups import wait_for_texts
 from sglang_april.http.observability import add_open_routes
-from sglang_april.http.reply import encode_group, size_of
+from sglang_april.http.reply import encode_event, size_of
 from sglang_april.http.rounds import RoundRecord
 from sglang_april.http.service import JOURNAL_PATIENCE_S, AprilService
-from sglang_april.http.validation import check_judge, check_prompts, check_rollout, fingerprint
+from sglang_april.http.validation import check_end, check_judge, check_prompts, check_rollout, fingerprint
 
 logger = logging.getLogger("sglang_april")
 
@@ -43,6 +43,9 @@ def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
         ("POST", "/april/rounds/{round_id}/ack", acknowledge),
         ("POST", "/april/rounds/{round_id}/judge", judge),
         ("POST", "/april/rounds/{round_id}/extend", extend),
+        ("POST", "/april/rounds/{round_id}/done", end_trajectories),
+        ("POST", "/april/trajectories/done", end_trajectories_of_run),
+        ("GET", "/april/trajectories/{trajectory:path}", get_trajectory),
         ("GET", "/april/state", state),
         ("GET", "/april/partials", partials),
     ):
@@ -85,7 +88,9 @@ async def rollout(april: AprilService, request: Request) -> Response:
     body, digest = await _off_loop(len(data), _read_rollout, data, packed)
     round_ = await april.open(body, digest)
     if body.stream:
-        return StreamingResponse(_events(april, round_), media_type="application/x-ndjson")
+        return StreamingResponse(
+            _events(april, round_, body.previews or round_.spec.judged), media_type="application/x-ndjson"
+        )
     return await _reply(april, request, round_)
 
 
@@ -132,6 +137,30 @@ def _read_extend(data: bytes, packed: bool) -> tuple[requests.ExtendBody, str]:
     body = requests.decode_extend(data, packed)
     check_prompts(body.prompts, packed)
     return body, fingerprint(body)
+
+
+async def end_trajectories(april: AprilService, request: Request) -> Response:
+    """Trajectories of a round's run are done, or rejected."""
+    body = requests.decode_end(await _body(request), _is_packed(request))
+    check_end(body)
+    run = april.rounds.find(_round_id(request)).run
+    return _answer(request, await april.end_trajectories(run, body))
+
+
+async def end_trajectories_of_run(april: AprilService, request: Request) -> Response:
+    """The same for a run that is named."""
+    body = requests.decode_end_of_run(await _body(request), _is_packed(request))
+    check_end(body)
+    return _answer(request, await april.end_trajectories(body.run, body))
+
+
+async def get_trajectory(april: AprilService, request: Request) -> Response:
+    """The record of an undelivered trajectory."""
+    run = _query(request, "run").get("run", "")
+    if not 1 <= len(run) <= 256:
+        raise bad("run", "is required, and has 1 to 256 characters")
+    record = await april.trajectory(run, request.path_params["trajectory"], _wants_packed(request))
+    return _answer(request, record)
 
 
 async def push_begin(april: AprilService, request: Request) -> Response:
@@ -205,16 +234,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(april: AprilService, round_: RoundRecord) -> AsyncIterator[bytes]:
-    """Newline-delimited JSON: groups as they finish, the summary last. A replay is identical, except for `waiting`."""
-    sent = 0
+async def _events(april: AprilService, round_: RoundRecord, previews: bool) -> AsyncIterator[bytes]:
+    """Newline-delimited JSON: previews as groups finish, then what the round delivers beyond them, then the summary.
+
+    A replay is identical, except for `waiting` and, after a restart, the previews of a round that had ended.
+    """
+    shown = 0
     while True:
         changed = round_.changed
-        while sent < len(round_.events):
-            part = round_.events[sent]
-            sent += 1
+        while previews and shown < len(round_.events):
+            part = round_.events[shown]
+            shown += 1
             await wait_for_texts([part])
-            yield await _off_loop(size_of(part), encode_group, part, False, True) + b"\n"
+            yield await _off_loop(size_of(part), encode_event, part, False)
         if round_.reply.done():
             break
         try:
@@ -223,10 +255,15 @@ async def _events(april: AprilService, round_: RoundRecord) -> AsyncIterator[byt
             if reason := april.restored_state.fault:
                 yield msgspec.json.encode({"event": "waiting", "reason": reason}) + b"\n"
     try:
-        summary = round_.reply.result().summary()
+        reply = round_.reply.result()
     except RequestError as refused:
-        summary = {"event": "error", **refused.body()}
-    yield msgspec.json.encode(summary) + b"\n"
+        yield msgspec.json.encode({"event": "error", **refused.body()}) + b"\n"
+        return
+    previewed = {key for part in round_.events[:shown] for key in part.keys}
+    for part in reply.parts:
+        if (rest := part.without(previewed)).done:
+            yield await _off_loop(size_of(rest), encode_event, rest, True)
+    yield msgspec.json.encode(reply.summary()) + b"\n"
 
 
 async def _off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:

@@ -23,6 +23,7 @@ from sglang_april.http.reply import Reply, log_reply
 from sglang_april.http.restored_state import RestoredState
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
 from sglang_april.http.scheduler_rpc import SchedulerRpc
+from sglang_april.http.trajectories import TrajectoryRecord, TrajectoryRecords
 from sglang_april.http.validation import check_rollout
 from sglang_april.http.weight_lock import WeightLock
 from sglang_april.metrics import Metrics
@@ -48,6 +49,7 @@ class AprilService:
         self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
         self.hook_report: dict[str, Any] = {}
         self.attached = AttachedRequests()
+        self.trajectories = TrajectoryRecords()
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
         self.pushes = Pushes(self.rpc, self.weight_lock, self.rounds, self.audit, self.metrics.pushed)
@@ -190,6 +192,23 @@ class AprilService:
     def _dropped(self, run: str, answer: messages.Answer) -> None:
         self.completed_groups.remove(run, [prompt_id for prompt_id, _incarnation in answer.data["groups"]])
 
+    async def end_trajectories(self, run: str, body: requests.EndBody) -> dict[str, Any]:
+        """Trajectories are done, or rejected; idempotent."""
+        command = messages.EndTrajectories(self.rpc.number(), run, list(body.trajectories), body.reject)
+
+        def ended(answer: messages.Answer) -> None:
+            names = answer.data.pop("new")
+            self.trajectories.done(run, {name: body.trajectories[name] for name in names})
+
+        answer = await self.rpc.call(command, accepted=ended)
+        return {"run": run, **answer.data}
+
+    async def trajectory(self, run: str, name: str, packed: bool) -> dict[str, Any]:
+        """The state and the record of an undelivered trajectory."""
+        state = (await self.rpc.call(messages.GetTrajectory(self.rpc.number(), run, name))).data
+        record = self.trajectories.get(run, name) or TrajectoryRecord(run, name, state["group"])
+        return {**record.fields(packed), "state": state["state"], "staleness": state["staleness"]}
+
     async def check(self) -> dict[str, Any]:
         """Whether every stored page verifies on every rank, and the pool accounting: `ok` and `problem`."""
         return (await self.rpc.call(messages.GetState(self.rpc.number(), check=True))).data
@@ -235,6 +254,10 @@ class AprilService:
             for sample in message.samples:
                 if (prompt := self.completed_groups.prompt_of(sample)) is not None:
                     self.audit.offer(sample, prompt)
+        elif isinstance(message, messages.LegEnded):
+            self.trajectories.add(message)
+        elif isinstance(message, messages.TrajectoriesRemoved):
+            self.trajectories.remove(message.run, message.ids)
         elif isinstance(message, messages.AttachedEnded):
             self.attached.receive(message)
         elif isinstance(message, messages.RoundEnded):
@@ -248,6 +271,8 @@ class AprilService:
             logger.error("the scheduler ended round %s, which is not open here", message.round_id)
             return
         self.rounds.mark_ended(round_)
+        self.trajectories.remove(message.run, message.rejected)
+        records = self.trajectories.take(message.run, message.trajectories) if round_.spec.trajectories else None
         try:
             parts = self.completed_groups.take(message.run, message.deliver)
             if message.error:
@@ -257,10 +282,7 @@ class AprilService:
             self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
             self._background.start(self.weight_lock.release(round_.id))
             return
-        streamed = {key for part in round_.events for key in part.keys}
-        round_.events += [rest for part in parts if (rest := part.without(streamed)).done]
-        round_.notify()
-        self._background.start(self._reply(round_, message, parts))
+        self._background.start(self._reply(round_, message, parts, records))
 
     # --- background tasks
 
@@ -269,7 +291,8 @@ class AprilService:
         try:
             number = self.rpc.number()
             command = await self._background.in_thread(open_round, number, round_.spec, body, self.config, self.engine)
-            await self.weight_lock.acquire(round_.id)
+            if not round_.spec.trajectories:  # weight calls suspend legs, and wait for no agent
+                await self.weight_lock.acquire(round_.id)
             await self.rpc.call(command, accepted=lambda answer: self._accepted(round_, command.prompts, answer))
         except Exception as error:
             if isinstance(error, RequestError) and error.unjournalled:
@@ -291,18 +314,24 @@ class AprilService:
         self.completed_groups.add_prompts(round_.run, prompts)
         round_.events += self.completed_groups.whole(round_.run, answer.data.get("unjudged", ()))
         self.rounds.mark_open(round_)
-        self.weight_lock.acquire_missing([round_.id])  # if a push or pause ended while the round opened
+        self.weight_lock.acquire_missing(self.rounds.open_ids())  # if a push or pause ended while the round opened
 
     async def _stop_after_opening(self, round_: RoundRecord, deliver: list[str] | None) -> None:
         with contextlib.suppress(RequestError):
             await asyncio.shield(round_.opened)
             await self.stop(round_.id, deliver)
 
-    async def _reply(self, round_: RoundRecord, message: messages.RoundEnded, parts: list[GroupSlice]) -> None:
+    async def _reply(
+        self,
+        round_: RoundRecord,
+        message: messages.RoundEnded,
+        parts: list[GroupSlice],
+        trajectories: list[TrajectoryRecord] | None,
+    ) -> None:
         try:
             await self.weight_lock.release(round_.id)
             await self.restored_state.ready()  # older replies must be kept first: `_trim` removes by age
-            reply = await Reply.build(message, parts)
+            reply = await Reply.build(message, parts, trajectories)
         except (Exception, asyncio.CancelledError) as error:  # every waiting client must get an answer
             logger.exception("round %s has no reply", round_.id)
             self.rounds.fail(round_, fault(error))

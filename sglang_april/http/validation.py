@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api.errors import bad
-from sglang_april.api.requests import Body, JudgeBody, PromptBody, RolloutBody, SamplingBody
+from sglang_april.api.requests import Body, EndBody, JudgeBody, PromptBody, RolloutBody, SamplingBody
 
 MAX_SAMPLES = 2**20
 MAX_DEPTH = 64
@@ -19,7 +19,7 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
     """Check a request, convert its `input_ids` to bytes, and return the request's fingerprint.
 
     The fingerprint distinguishes a repeated request from a different one with the same `round_id`. The form of the
-    reply (`stream`, JSON or msgpack) is not part of it.
+    reply (`stream`, `previews`, JSON or msgpack) is not part of it.
 
     Raises:
         RequestError: 400 with the field.
@@ -29,7 +29,35 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
     if body.sampling_params is not None:
         _check_sampling(body.sampling_params, "sampling_params")
     check_prompts(body.prompts, packed)
-    return fingerprint(msgspec.structs.replace(body, stream=False))
+    _check_trajectories(body)
+    return fingerprint(msgspec.structs.replace(body, stream=False, previews=False))
+
+
+def _check_trajectories(body: RolloutBody) -> None:
+    """Refuse what a round of trajectories does not have, and its fields in a round of prompts."""
+    grouped = body.trajectories and body.quota_unit == "group"
+    if body.trajectories and body.quota_unit not in ("group", "trajectory"):
+        raise bad("quota_unit", "must be given as group or trajectory in a round of trajectories")
+    if (body.n is not None) != grouped:
+        raise bad("n", "is needed with quota_unit group and trajectories true, and belongs to the prompt otherwise")
+    if not (body.trajectories or body.quota_unit == "trajectory"):
+        return
+    for name in ("prompts", "sampling_params", "proximal", "stream"):
+        if getattr(body, name):
+            raise bad(name, "has no meaning in a round of trajectories")
+    for name, value in (("count", "finished"), ("quota_mode", "first")):
+        if getattr(body, name) != value:
+            raise bad(name, f"must be {value} in a round of trajectories")
+
+
+def check_end(body: EndBody) -> None:
+    """Refuse a trajectory that is both done and rejected, and metadata that is not plain."""
+    for i, name in enumerate(body.reject):
+        if name in body.trajectories:
+            raise bad(f"reject[{i}]", f"{name!r} is also in trajectories")
+    for name, ended in body.trajectories.items():
+        if ended.metadata is not None:
+            _check_plain(ended.metadata, f"trajectories.{name}.metadata")
 
 
 def check_prompts(prompts: list[PromptBody], packed: bool) -> None:

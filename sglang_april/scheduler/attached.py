@@ -3,10 +3,15 @@
 An attached request is created, queued, answered and aborted by SGLang, as any request of a client. Here it is a sample
 as well, so that a push, a pause, a flush or memory pressure suspends it instead of aborting it: its caller only waits
 longer. It is a group of one in a run of its own kind, which no round of rollouts counts, delivers or ends.
+
+One that names a trajectory is a leg of it. Legs have a run of their own, whose rounds count trajectories; they enter
+the engine by admission, as samples do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.api.messages import FinishedSample
@@ -14,9 +19,10 @@ from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import ATTACHED, Sample, State
+from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
+from sglang_april.scheduler.trajectories import Leg, Trajectory, TrajectoryRun
 
 
 class Attached:
@@ -25,26 +31,58 @@ class Attached:
         self._suspender = suspender
         self._tiers = tiers
 
-    def begin(self, run: str, rid: str, input_ids: bytes, params: bytes = b"") -> Sample:
+    def refusal(self, run: str, trajectory: str | None, group: str | None) -> str:
+        """Why a request cannot be a leg of the trajectory that it names, or an empty string."""
+        known = self._c.trajectories.get(run)
+        return known.refusal(trajectory, group) if known is not None and trajectory is not None else ""
+
+    def refused(self, rid: str) -> None:
+        """The request has not begun: its answer waits for nothing."""
+        self._c.recorder.send(messages.AttachedEnded(rid, [], self._c.clock.version))
+
+    def begin(
+        self,
+        run: str,
+        rid: str,
+        input_ids: bytes,
+        params: bytes = b"",
+        trajectory: str | None = None,
+        group: str | None = None,
+    ) -> Sample:
         """A request arrives that SGLang is about to queue.
 
         Args:
             input_ids: int32 [prompt_len].
             params: everything else that its output depends on; empty if it is not to be journalled.
         """
-        c, name = self._c, ATTACHED + run
-        saved = self._saved(run, rid, input_ids, params)
-        sample = c.ledger.add_attached(name, rid, input_ids, params, saved)
+        c = self._c
+        leg, rounds = None, False
+        if trajectory is None:
+            owner = c.ledger.runs.get(ATTACHED + run) or Run(ATTACHED + run, attached=True)
+        else:
+            known = c.trajectory_run(run)
+            leg = known.begin_leg(trajectory, group, rid, np.frombuffer(input_ids, "<i4"))
+            owner, rounds = known.legs, known.rounds_opened > 0
+        saved = self._saved(owner.name.removeprefix(ATTACHED), rid, input_ids, params)
+        sample = c.ledger.add_attached(owner, rid, input_ids, params, saved, leg)
         if saved is not None:
             _restore(sample, tokens_of(saved), saved.samples[0].finished)
-        if name not in c.attached:
-            c.attached[name] = Round(_spec(name, c.attached_kv), sample.group.run, 0)
+        if leg is not None:
+            leg.trajectory.pending[sample] = leg
+            self._forget(leg.trajectory.run)
+        if owner.name not in c.attached and not rounds:
+            c.attached[owner.name] = Round(_spec(owner.name, c.attached_kv), owner, 0)
         c.trace("attach", [sample])
         c.ledger.admit(sample)
         sample.kv.version = c.clock.version
         sample.open_span(sample.kv.version, "recomputed" if sample.length else "fresh")
         sample.recompute.in_progress = sample.length > 0
         return sample
+
+    def created(self, sample: Sample) -> None:
+        """SGLang has queued the request: a leg waits for its admission instead."""
+        if sample.group.leg is not None:
+            self._suspender.suspend([sample])
 
     def _saved(self, run: str, rid: str, input_ids: bytes, params: bytes) -> SnapshotGroup | None:
         """The same request in the journal, of a server that was killed."""
@@ -55,10 +93,13 @@ class Attached:
         self._c.recorder.asked_again(saved.gid, same=same)
         return saved if same else None
 
-    def end(self, sample: Sample) -> None:
+    def end(self, sample: Sample, reason: dict[str, Any] | None = None) -> None:
         """SGLang has answered the request, finished or aborted, or is about to: tell the HTTP process how it was drawn.
 
         The engine's request stays with SGLang, which may report it again: a request that has ended is ignored.
+
+        Args:
+            reason: the finish reason, if the engine's request has none.
         """
         c, run = self._c, sample.group.run
         if sample.group.id not in run.groups:
@@ -66,6 +107,8 @@ class Attached:
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
         self._tiers.release(sample)
+        if sample.group.leg is not None:
+            self._end_leg(sample, sample.group.leg, reason)
         c.ledger.remove_attached(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
@@ -73,9 +116,37 @@ class Attached:
         rid = sample.group.id.partition(":")[2]
         c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version))
 
+    def _end_leg(self, sample: Sample, leg: Leg, reason: dict[str, Any] | None) -> None:
+        trajectory = leg.trajectory
+        result = self._c.engine.finished(sample, reason)
+        trajectory.end_leg(leg, np.frombuffer(result.output_ids, "<i4"))
+        del trajectory.pending[sample]
+        self._c.recorder.send(
+            messages.LegEnded(
+                trajectory.run.name,
+                trajectory.id,
+                trajectory.group,
+                leg.number,
+                leg.rid,
+                leg.parent,
+                leg.shared,
+                leg.prompt[leg.shared :].tobytes(),
+                min(leg.prefilled, len(leg.prompt)),
+                result,
+            )
+        )
+
+    def abort(self, samples: list[Sample]) -> None:
+        """Answer requests with the tokens that they have."""
+        self._suspender.suspend_now(samples)
+        for sample in samples:
+            if sample.request is not None:  # the step in flight has not ended it
+                self._c.engine.answer_aborted(sample)
+                self.end(sample)
+
     def named(self, wanted: Callable[[Any], bool]) -> list[Sample]:
         """The attached requests whose engine's request is `wanted`."""
-        groups = (group for rnd in self._c.attached.values() for group in rnd.run.groups.values())
+        groups = (group for run in self._c.ledger.runs.values() if run.attached for group in run.groups.values())
         return [sample for group in groups for sample in group.samples.values() if wanted(sample.request)]
 
     def keep_suspended(self) -> None:
@@ -83,6 +154,37 @@ class Attached:
         running = [s for rnd in self._c.attached.values() for s in rnd.run.samples(State.RUNNING)]
         if running:
             self._suspender.suspend_now(running)
+
+    # --- trajectories
+
+    def end_trajectories(self, run: TrajectoryRun, done: Iterable[str], reject: Iterable[str]) -> None:
+        """Trajectories are done or rejected; `TrajectoryRun.check` has passed them. Their pending legs are aborted."""
+        ended = [t for name in done if (t := run.end(name, "done")) is not None]
+        rejected = [t for name in reject if (t := run.end(name, "rejected")) is not None]
+        self._c.trace("trajectories end", detail=[[t.id for t in ended], [t.id for t in rejected]])
+        self._leave([*ended, *rejected], rejected)
+
+    def drop_trajectories(self, run: TrajectoryRun, names: Iterable[str]) -> int:
+        """Delete undelivered trajectories, done ones too (`only-drop-deletes`); returns how many."""
+        dropped = [t for name in names if (t := run.drop(name)) is not None]
+        self._c.trace("drop trajectories", detail=[t.id for t in dropped])
+        self._leave(dropped, dropped)
+        return len(dropped)
+
+    def _forget(self, run: TrajectoryRun) -> None:
+        """Without rounds nobody ends a trajectory."""
+        unused = run.unused()
+        for trajectory in unused:
+            del run.active[trajectory.id]
+        self._leave([], unused)
+
+    def _leave(self, ended: list[Trajectory], removed: list[Trajectory]) -> None:
+        pending = [sample for trajectory in ended for sample in trajectory.pending]
+        if pending:
+            self.abort(pending)
+        if removed:
+            name, ids = removed[0].run.name, [t.id for t in removed]
+            self._c.recorder.send(messages.TrajectoriesRemoved(name, ids))
 
 
 def _restore(sample: Sample, tokens: Chunk, answered: FinishedSample | None) -> None:

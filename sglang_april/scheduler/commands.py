@@ -1,31 +1,53 @@
 """Execute the broadcast commands. A refused one changes nothing (`refusal-changes-nothing`)."""
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
+from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.pushes import Pushes
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.round_end import RoundEnd
-from sglang_april.scheduler.state import Run, State
+from sglang_april.scheduler.state import State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
+from sglang_april.scheduler.trajectory_commands import TrajectoryCommands
+from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 MAX_QUOTA = 2**31 - 1
 
 
 class Commands:
     def __init__(
-        self, context: Context, suspender: Suspender, round_end: RoundEnd, pushes: Pushes, tiers: Tiers
+        self,
+        context: Context,
+        suspender: Suspender,
+        round_end: RoundEnd,
+        pushes: Pushes,
+        tiers: Tiers,
+        attached: Attached,
     ) -> None:
         self._c = context
         self._suspender = suspender
         self._round_end = round_end
         self._pushes = pushes
         self._tiers = tiers
+        self._trajectories = TrajectoryCommands(context, suspender, round_end, attached)
+        self._answered: dict[type, Callable[[Any], dict[str, Any] | None]] = {
+            messages.OpenRound: self._open,
+            messages.StopRound: self._stop,
+            messages.JudgeRound: self._judge,
+            messages.ExtendRound: self._extend,
+            messages.Drop: self._drop,
+            messages.EndTrajectories: self._trajectories.end,
+            messages.GetTrajectory: self._trajectories.get,
+            messages.GetState: self._report,
+            messages.GetPartials: self._report,
+        }
 
     def execute(self, cmd: messages.Command) -> dict[str, Any] | None:
         """Execute a command; returns the data of its answer, or None if the answer is sent later.
@@ -33,17 +55,9 @@ class Commands:
         Raises:
             RequestError: the command is refused.
         """
+        if (answered := self._answered.get(type(cmd))) is not None:
+            return answered(cmd)
         match cmd:
-            case messages.OpenRound():
-                return self._open(cmd)
-            case messages.StopRound():
-                return self._stop(cmd)
-            case messages.JudgeRound():
-                return self._judge(cmd)
-            case messages.ExtendRound():
-                return self._extend(cmd)
-            case messages.Drop():
-                return self._drop(cmd)
             case messages.Acknowledge() | messages.DeleteReply():
                 self._note_reply(cmd)
             case messages.Shutdown():
@@ -54,8 +68,6 @@ class Commands:
                 return self._pushes.end(cmd.version)
             case messages.Freeze() | messages.Thaw():
                 (self._pushes.freeze if isinstance(cmd, messages.Freeze) else self._pushes.thaw)()
-            case messages.GetState() | messages.GetPartials():
-                return self._report(cmd)
         return {}
 
     def _report(self, cmd: messages.GetState | messages.GetPartials) -> dict[str, Any] | None:
@@ -78,6 +90,8 @@ class Commands:
         if reason := c.closed():
             raise RequestError(503, "", reason)
         spec = cmd.spec
+        if spec.trajectories:
+            return self._trajectories.open(spec)
         if spec.run in c.rounds:
             open_id = c.rounds[spec.run].spec.round_id
             raise RequestError(409, "run", f"round {open_id!r} of run {spec.run!r} is still open")
@@ -85,7 +99,7 @@ class Commands:
         self._check_carry(cmd.prompts)
         run = c.ledger.run(spec.run)
         if isinstance(spec.concurrency, int):
-            self._keep_within(run, spec.concurrency)
+            self._suspender.keep_within(run, spec.concurrency)
         run.rounds_opened += 1
         run.kv, run.max_staleness = spec.kv, spec.max_staleness
         rnd = Round(spec, run, run.rounds_opened, tuned=c.tuned)
@@ -117,12 +131,6 @@ class Commands:
             )
             raise RequestError(503, "prompts", reason)
 
-    def _keep_within(self, run: Run, limit: int) -> None:
-        """Suspend what a run that ran ahead has running beyond the new round's `concurrency`."""
-        if run.running > limit:
-            self._c.engine.settle()
-            self._suspender.suspend(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
-
     def _find(self, round_id: str) -> Round | None:
         """The open round of this id."""
         return next((r for r in self._c.rounds.values() if r.spec.round_id == round_id), None)
@@ -148,6 +156,8 @@ class Commands:
                 raise RequestError(409, "quota_add", f"round {cmd.round_id} has no quota to add to")
             if rnd.spec.quota + cmd.quota_add > MAX_QUOTA:
                 raise RequestError(400, "quota_add", f"makes the quota greater than {MAX_QUOTA}")
+        if isinstance(rnd, TrajectoryRound):
+            return self._trajectories.extend(rnd, cmd)
         c.ledger.check(rnd.run.name, cmd.prompts)
         self._check_carry(cmd.prompts)
         groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
@@ -179,9 +189,10 @@ class Commands:
         c = self._c
         if cmd.round_id:
             self._round_end.abandon(cmd.run, cmd.round_id)
+        trajectories = self._trajectories.drop(cmd)
         run = c.ledger.runs.get(cmd.run)
         if run is None:
-            return {"groups": [], "samples": 0}
+            return {"groups": [], "samples": 0, "trajectories": trajectories}
         dropped_groups = run.named(cmd.ids)
         if any(g.counts[State.RUNNING] for g in dropped_groups):
             c.engine.settle()
@@ -197,7 +208,11 @@ class Commands:
         if not run.groups:
             c.ahead.pop(cmd.run, None)
         self._round_end.mark_due()
-        return {"groups": [[g.id, g.incarnation] for g in dropped_groups], "samples": len(samples)}
+        return {
+            "groups": [[g.id, g.incarnation] for g in dropped_groups],
+            "samples": len(samples),
+            "trajectories": trajectories,
+        }
 
 
 def _round_over(round_id: str) -> RequestError:

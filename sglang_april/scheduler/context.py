@@ -12,7 +12,8 @@ from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
-from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.state import Run, Sample
+from sglang_april.scheduler.trajectories import LEGS, TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
 
@@ -36,6 +37,8 @@ class Context:
     """By run name, rounds that have ended and whose run generates until its next one (`after_quota: continue`)."""
     attached: dict[str, Round] = field(default_factory=dict)
     """By run name, the rules under which attached requests run; nothing ends such a round."""
+    trajectories: dict[str, TrajectoryRun] = field(default_factory=dict)
+    """By the name that their callers give the run."""
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
     """After a restart, by run and `rid`: attached requests in the journal that have not been asked again."""
     attached_kv: messages.KvPolicy = "auto"
@@ -84,6 +87,12 @@ class Context:
     def active_round_of(self, run: str) -> Round | None:
         """The same, by the name of the run."""
         return self.rounds.get(run) or self.ahead.get(run) or self.attached.get(run)
+
+    def trajectory_run(self, name: str) -> TrajectoryRun:
+        """The trajectories of a run; it may have none yet."""
+        if name not in self.trajectories:
+            self.trajectories[name] = TrajectoryRun(name, Run(LEGS + name, attached=True))
+        return self.trajectories[name]
 
     def may_have_work(self) -> bool:
         """Whether some run may let samples step."""

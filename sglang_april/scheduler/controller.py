@@ -38,10 +38,10 @@ class Controller:
         self.tiers = Tiers(context)
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
-        self.round_end = RoundEnd(context, self.suspender, self.tiers)
         self.attached = Attached(context, self.suspender, self.tiers)
+        self.round_end = RoundEnd(context, self.suspender, self.tiers, self.attached)
         self._pushes = Pushes(context, self.suspender, self.round_end)
-        self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers)
+        self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers, self.attached)
 
     def restore(self, saved: JournalSnapshot, find_kv: FindKv | None = None) -> None:
         """After a restart, before anything else: restore the journal's state and the KV that `find_kv` finds."""
@@ -161,7 +161,9 @@ class Controller:
                 if prefilled:
                     PromptSharing.prefilled(sample)
                 if group.first_round < 0:
-                    self._set_first_round(group)
+                    self._first_token(sample, group)
+            if group.leg is not None:
+                group.leg.prefilled += 0 if sample.length else prefilled
             sample.length = length
             if finished and sample.attached:
                 self.attached.end(sample)
@@ -183,7 +185,7 @@ class Controller:
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
         """The engine ended the sample outside of a step (queue limit, out of memory): deliver it (`delivered-once`)."""
         if sample.attached:
-            self.attached.end(sample)
+            self.attached.end(sample, reason)
         elif sample.state is State.RUNNING:
             self._announce([self._finish(sample, reason)])
 
@@ -199,10 +201,12 @@ class Controller:
         if rnd is not None:
             rnd.stats.retracted += 1
 
-    def _set_first_round(self, group: Group) -> None:
+    def _first_token(self, sample: Sample, group: Group) -> None:
         """Running ahead counts as the next round, the earliest that can deliver these tokens."""
         run = group.run
         group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
+        if group.leg is not None:
+            group.leg.trajectory.first_token(sample.spans[0].version)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
         self.context.trace("finish", [sample])

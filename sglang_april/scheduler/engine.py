@@ -23,6 +23,8 @@ class Engine(Protocol):
     """The same in the host and the disk tier."""
     kv_pages: str
     """Format of stored pages: `full`, or `int8` (lossy)."""
+    gpus: list[str]
+    """UUIDs of the GPUs of all ranks; empty on a CPU."""
     version: int
     """Policy version in the cache key of every new request."""
 
@@ -102,6 +104,9 @@ class Engine(Protocol):
 
     def detach(self, samples: Sequence[Sample]) -> None:
         """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
+
+    def answer_aborted(self, sample: Sample) -> None:
+        """Answer an attached request that is in no queue and no batch: aborted, with the tokens that it has."""
 
     def forget(self, sample: Sample) -> None:
         """Release everything that a deleted sample holds outside of queues and batches."""

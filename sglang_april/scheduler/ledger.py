@@ -5,12 +5,13 @@ Pure: no clock, no engine, no rank.
 
 import bisect
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State, sample_seed
+from sglang_april.scheduler.trajectories import Leg
 
 MAX_IDS = 2**16
 """Prompt ids of a run whose next incarnation is remembered."""
@@ -63,7 +64,13 @@ class Ledger:
         return groups
 
     def add_attached(
-        self, run_name: str, rid: str, input_ids: bytes, params: bytes = b"", saved: SnapshotGroup | None = None
+        self,
+        run: Run,
+        rid: str,
+        input_ids: bytes,
+        params: bytes = b"",
+        saved: SnapshotGroup | None = None,
+        leg: Leg | None = None,
     ) -> Sample:
         """Add a request of SGLang's own routes as a group of one (`attached.py`).
 
@@ -71,9 +78,9 @@ class Ledger:
             params: what else the request asks for, or empty if it is not journalled.
             saved: the same request in the journal, whose place it takes.
         """
-        run = self.runs.setdefault(run_name, Run(run_name, attached=True))
+        self.runs[run.name] = run
         prompt = saved.prompt if saved else Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
-        group = Group(run, prompt, params, 0, saved.gid if saved else self._groups_seen)
+        group = Group(run, prompt, params, 0, saved.gid if saved else self._groups_seen, leg=leg)
         self._groups_seen += 1
         sample = group.samples[0] = Sample(group, 0, seed=0)
         group.counts[State.QUEUED] = 1
@@ -87,6 +94,11 @@ class Ledger:
         self.drop(run, [sample.group.id])
         if not run.groups:
             del self.runs[run.name]
+
+    def requeue(self, groups: Iterable[Group]) -> None:
+        """Their trajectory has begun, so they belong to another admission queue."""
+        for group in groups:
+            self._enqueue(group)
 
     def forget(self, name: str, busy: Container[str]) -> list[Forgotten]:
         """Forget the least recent ids of the run that has accepted prompts, and idle runs, beyond what is remembered.

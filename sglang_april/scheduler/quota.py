@@ -63,6 +63,10 @@ class Round:
             group in self.mandatory or group in self.cohort or (self.on_policy and group.oldest_version() is not None)
         )
 
+    def waiting_for(self) -> list[str]:
+        """Ids of the mandatory groups that are not whole."""
+        return [g.id for g in self.run.groups.values() if g in self.mandatory and not g.whole]
+
     # --- counting
 
     def counted(self) -> int:

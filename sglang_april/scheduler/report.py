@@ -9,6 +9,7 @@ from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
+from sglang_april.scheduler.trajectories import LEGS, TrajectoryRun
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:
@@ -77,23 +78,25 @@ def state(c: Context) -> dict[str, Any]:
         "frozen": c.frozen,
         "step": c.step,
         "overlap": c.engine.overlap,
+        "gpus": c.engine.gpus,
         "rounds": [
             {
                 "round_id": r.spec.round_id,
-                "run": r.run.name,
+                "run": r.spec.run,
                 "quota": r.spec.quota,
                 "counted": r.counted(),
-                "mandatory": [g.id for g in r.run.groups.values() if g in r.mandatory and not g.whole],
+                "mandatory": r.waiting_for(),
             }
             for r in c.rounds.values()
         ],
         "tuned": {"concurrency": c.tuned.concurrency, "step_ms": c.tuned.step_ms} if c.tuned is not None else None,
-        "ahead": [{"run": r.run.name, "waiting": r.run.whole, "rests": r.limit_reached} for r in c.ahead.values()],
+        "ahead": [{"run": r.spec.run, "waiting": r.run.whole, "rests": r.limit_reached} for r in c.ahead.values()],
         "samples": c.ledger.census(),
         "staleness": dict(sorted(ages.items())),
         "journal": c.recorder.state(),
         "runs": {run.name: sizes(run) for run in c.ledger.runs.values() if not run.attached},
-        "attached": {run.removeprefix(ATTACHED): sizes(rnd.run) for run, rnd in c.attached.items()},
+        "attached": _attached(c),
+        "trajectories": {run.name: _trajectories(c, run) for run in c.trajectories.values()},
         "tokens": tokens,
         "bytes": by_tier,
         "pool": {**c.engine.pool_tokens(), "held": held},
@@ -103,6 +106,22 @@ def state(c: Context) -> dict[str, Any]:
         "kv_pages": c.engine.kv_pages,
         "kv_cost": kv_cost(c),
     }
+
+
+def _attached(c: Context) -> dict[str, dict[str, int]]:
+    """Sizes of the pending attached requests of each run, legs included."""
+    pending: dict[str, Counter[str]] = {}
+    for run in c.ledger.runs.values():
+        if run.attached and run.groups:
+            name = run.name.removeprefix(LEGS).removeprefix(ATTACHED)
+            pending.setdefault(name, Counter()).update(sizes(run))
+    return {name: dict(total) for name, total in pending.items()}
+
+
+def _trajectories(c: Context, run: TrajectoryRun) -> dict[str, Any]:
+    """How many undelivered trajectories a run has, how many of them are done, and the oldest one's staleness."""
+    ages = [t.staleness(c.clock.version) for t in run.active.values()]
+    return {"undelivered": len(run.active), "done": len(run.done), "oldest_staleness": max(ages, default=0)}
 
 
 def brief(c: Context) -> dict[str, Any]:

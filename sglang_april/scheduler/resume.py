@@ -133,6 +133,9 @@ class Resumer:
         """Admit a sample on KV of the current policy."""
         rnd.stats.started += sample.length == 0
         self._c.ledger.admit(sample)
+        if (leg := sample.group.leg) is not None and not leg.trajectory.begun:
+            leg.trajectory.begun = True
+            self._c.ledger.requeue(other.group for other in leg.trajectory.pending)
         sample.admitted_round = rnd.number
         self._c.recorder.admitted(sample)
         sample.kv.version, sample.kv.quantized = self._c.clock.version, False

@@ -2,17 +2,20 @@
 
 from sglang_april.api import messages
 from sglang_april.scheduler import report
+from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
+from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 
 class RoundEnd:
-    def __init__(self, context: Context, suspender: Suspender, tiers: Tiers) -> None:
+    def __init__(self, context: Context, suspender: Suspender, tiers: Tiers, attached: Attached) -> None:
         self.context = context
         self._suspender = suspender
         self._tiers = tiers
+        self._attached = attached
         self._dirty = False
 
     def mark_due(self) -> None:
@@ -75,11 +78,22 @@ class RoundEnd:
         rnd.stats.kv_lost = self._tiers.lost.pop(rnd.run.name, 0)
         stats, lengths = {**rnd.stats.report(carried), **report.concurrency(rnd)}, report.lengths(rnd.run)
         stats["kv_cost"] = report.kv_cost(c)
-        c.recorder.ended(
-            messages.RoundEnded(
-                rnd.spec.round_id, rnd.run.name, c.clock.version, reason, deliver, carried, stats, lengths
-            )
+        ended = messages.RoundEnded(
+            rnd.spec.round_id, rnd.spec.run, c.clock.version, reason, deliver, carried, stats, lengths
         )
-        if runs_ahead and rnd.run.groups:
+        if isinstance(rnd, TrajectoryRound):
+            self._end_trajectories(rnd, ended)
+        else:
+            c.recorder.ended(ended)
+        if runs_ahead and (rnd.run.groups or isinstance(rnd, TrajectoryRound)):
             rnd.run_ahead()
             c.ahead[rnd.run.name] = rnd
+
+    def _end_trajectories(self, rnd: TrajectoryRound, ended: messages.RoundEnded) -> None:
+        """Rounds of trajectories are not journalled."""
+        run = rnd.trajectories
+        self._attached.drop_trajectories(run, rnd.surplus)
+        ended.trajectories, ended.rejected = rnd.delivered, [*run.rejected, *rnd.surplus]
+        run.rejected = []
+        ended.carried["trajectories"] = rnd.report(self.context.clock.version)
+        self.context.recorder.send(ended)

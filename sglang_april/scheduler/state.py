@@ -9,13 +9,16 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_april.api.messages import FinishedSample, KvPolicy, Prompt, Provenance, Span
 from sglang_april.api.types import ATTACHED as ATTACHED
 from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
+
+if TYPE_CHECKING:
+    from sglang_april.scheduler.trajectories import Leg
 
 
 class State(enum.Enum):
@@ -183,6 +186,8 @@ class Group:
     """Decoded sampling parameters, shared by the group (set by the adapter)."""
     engine_input_ids: Any = None
     """The prompt in the engine's form, likewise."""
+    leg: "Leg | None" = None
+    """What its one sample is in a trajectory (`trajectories.py`)."""
 
     @property
     def id(self) -> str:
@@ -200,7 +205,9 @@ class Group:
 
     @property
     def begun(self) -> bool:
-        """Some member has been admitted or has finished."""
+        """Some member has been admitted or has finished, or it is a leg of a trajectory that has begun."""
+        if self.leg is not None:
+            return self.leg.trajectory.begun
         return len(self.samples) < self.prompt.n or self.counts[State.QUEUED] < len(self.samples)
 
     @property

@@ -30,6 +30,11 @@ class Suspender:
         self._c.engine.settle()
         self.suspend(samples)
 
+    def keep_within(self, run: Run, limit: int) -> None:
+        """Suspend what a run that ran ahead has running beyond the new round's `concurrency`."""
+        if run.running > limit:
+            self.suspend_now(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
+
     def suspend_run(self, run: Run, tier: Tier) -> None:
         """At the end of a round, after `Engine.settle`. Copies are ordered and not waited for."""
         samples = run.samples(State.RUNNING)

@@ -148,7 +148,14 @@ class FakeEngine:
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}
         carried = {"groups": len(self.waiting) + len(self.finished)}
         engine_round.ended = RolloutSummary(
-            engine_round.body["round_id"], engine_round.body["run"], self.version, reason, rows, carried, stats
+            engine_round.body["round_id"],
+            engine_round.body["run"],
+            self.version,
+            reason,
+            rows,
+            carried,
+            stats,
+            [*map(group, names)],
         )
         self.changed.notify_all()
 

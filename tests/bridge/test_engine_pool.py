@@ -21,7 +21,8 @@ def engine_pool(count: int = 2) -> tuple[EnginePool, list[FakeEngine]]:
 def request(round_id: str, names: str, quota: int | None, **fields: Any) -> dict[str, Any]:
     """Prompts are named like `a3 b1`: a letter for the engine, and a number."""
     prompts = [{"id": name, "engine": "abc".index(name[0]), "n": 2} for name in names.split()]
-    return {"run": "r", "round_id": round_id, "prompts": prompts, "quota": quota, "count": "finished", **fields}
+    body = {"run": "r", "round_id": round_id, "prompts": prompts, "quota": quota}
+    return {**body, "count": "finished", "previews": True, **fields}
 
 
 def run_round(pool: EnginePool, body: dict[str, Any]) -> RolloutSummary:
@@ -48,6 +49,15 @@ def test_exactly_the_quota_is_delivered_and_the_rest_stays_at_its_engine() -> No
     rest = run_round(pool, request("r.2", "", None))
     assert rest.end_reason == "exhausted"
     assert sorted([*delivered_ids(first), *delivered_ids(rest)]) == ["a1", "a2", "a3", "a4", "b1", "b2", "b3", "b4"]
+
+
+def test_without_previews_only_delivered_groups_are_streamed() -> None:
+    """The engines are asked for previews all the same: the pool counts them."""
+    pool, engines = engine_pool()
+    *groups, summary = pool.stream(**request("r.1", "a1 b1 a2 b2 a3 b3 a4 b4", 3, previews=False))
+    assert isinstance(summary, RolloutSummary)
+    assert [group.id for group in groups if isinstance(group, RolloutGroup)] == delivered_ids(summary)
+    assert (len(groups), [engine.bodies[0]["previews"] for engine in engines]) == (3, [True, True])
 
 
 def test_engines_get_no_quota_and_only_their_own_prompts() -> None:

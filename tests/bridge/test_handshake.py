@@ -28,18 +28,22 @@ MODEL = {
 
 def state(hooks: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     known = {"april": "9.9", "protocol": PROTOCOL, "sglang": "0.5.17", "hooks": ["…"]}
-    return {"policy_version": 3, "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}}}
+    return {
+        "policy_version": 3,
+        "gpus": ["a", "b"],
+        "http": {"hooks": known if hooks is None else hooks, "model": {**MODEL, **model}},
+    }
 
 
 def test_matching_engine_is_accepted() -> None:
-    assert check_engine("http://e", state(), SHAPE) == EngineInfo("http://e", 2, 3, "0.5.17")
+    assert check_engine("http://e", state(), SHAPE) == EngineInfo("http://e", 2, 3, "0.5.17", ("a", "b"))
 
 
 @pytest.mark.parametrize(
     ("reported", "reason"),
     [
         (state({}), "without sglang-april's hooks"),
-        (state({"april": "9.9", "protocol": PROTOCOL + 1, "sglang": "0.5.17"}), "has protocol 2, the trainer 1"),
+        (state({"april": "9.9", "protocol": PROTOCOL + 1, "sglang": "0.5.17"}), "has protocol 3, the trainer 2"),
         (state(architecture="LlamaForCausalLM"), "architecture LlamaForCausalLM, the trainer's model has Qwen3"),
         (state(hidden_size=256), "hidden_size 256, the trainer's model has 128"),
         (state(num_key_value_heads=4), "num_key_value_heads 4"),

@@ -1,15 +1,21 @@
 """The state machine of a push to several engines, with a failure at every point; weight buckets."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from examples import tiny_model
 from sglang_april.client import AprilError
+from trainer_bridge.handshake import EngineInfo, HandshakeError
 from trainer_bridge.hf_folder import batches
-from trainer_bridge.push.pusher import Pusher, PushFailed, PushState
-from trainer_bridge.push.tensor import serialize
+from trainer_bridge.push import pusher as pushing
+from trainer_bridge.push.distributed import DistributedTransport
+from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
+from trainer_bridge.push.tensor import TensorTransport, serialize
 from trainer_bridge.push.transport import WeightBucket
 
 BATCHES = [[(f"tensor {i}", torch.full((2, 3), float(i)))] for i in range(3)]
@@ -155,3 +161,41 @@ def test_batches_keep_order_and_size_limit() -> None:
 def test_serialized_view_excludes_the_rest_of_its_storage() -> None:
     large = torch.zeros(1_000_000)
     assert len(serialize([("x", large[:10])])) < 5_000
+
+
+@pytest.fixture
+def engines_on(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
+    """The GPUs that engines report, by URL; the trainer has GPU `t0`."""
+    gpus: dict[str, tuple[str, ...]] = {}
+    monkeypatch.setattr(pushing, "shake_hands", lambda url, *_: EngineInfo(url, len(gpus[url]), 1, "0", gpus[url]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="t0"))
+    return gpus
+
+
+@pytest.mark.parametrize(
+    ("gpus", "transport", "shared"),
+    [
+        ({"http://127.0.0.1:1": ("e0", "e1"), "http://127.0.0.1:2": ("e2", "e3")}, DistributedTransport, ""),
+        ({"http://127.0.0.1:1": ("e0", "t0")}, TensorTransport, ":1 shares GPU t0 with the trainer"),
+        (
+            {"http://127.0.0.1:1": ("e0",), "http://127.0.0.1:2": ("e0",)},
+            TensorTransport,
+            ":2 shares GPU e0 with the engine at h",
+        ),
+    ],
+)
+def test_nccl_gets_one_rank_for_each_gpu(
+    gpus: dict[str, Any], transport: type, shared: str, engines_on: dict[str, Any], tmp_path: Path
+) -> None:
+    """Servers that the run did not start may be anywhere: `auto` goes by the UUIDs, and `distributed` is refused."""
+    engines_on.update(gpus)
+    source, device = tiny_model.make(tmp_path / "model"), torch.device("cuda", 0)
+    made = connect([*gpus], "auto", source=source, device=device)
+    assert isinstance(made.transport, transport)
+    made.close()
+    if shared:
+        with pytest.raises(HandshakeError, match=f"push: distributed is not possible: .*{shared}"):
+            connect([*gpus], "distributed", source=source, device=device)
+    on_cpu = connect([*gpus][:1], "auto", source=source, device=torch.device("cpu"))
+    assert isinstance(on_cpu.transport, DistributedTransport)
+    on_cpu.close()

@@ -187,7 +187,8 @@ def test_disconnect_aborts(live: LiveServer) -> None:
 def test_parallel_samples_and_batches(live: LiveServer) -> None:
     v = live.version
     with live.server.slowed():
-        answer = begin(live, sampling_params={**PARAMS, "n": 3}, input_ids=[IDS, [1, 2]])
+        several = {"sampling_params": {**PARAMS, "n": 3}, "input_ids": [IDS, [1, 2]]}
+        answer = begin(live, headers={"x-april-run": "agents"}, **several)
         live.server.post("/april/push/begin")
         assert live.load(1)["success"]
         live.server.post("/april/push/end")

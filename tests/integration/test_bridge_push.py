@@ -5,7 +5,6 @@ The weights are those of tiny models by their seeds, so that the oracle knows ev
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
 
 import httpx
 import pytest
@@ -25,6 +24,8 @@ BUCKET = 400_000
 
 Model = Callable[[str, int], Path]
 Batches = list[list[tuple[str, torch.Tensor]]]
+
+TRANSPORTS: tuple[TransportName, ...] = ("distributed", "tensor", "disk")
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def drained(live: LiveServer, run: str, versions: list[int]) -> None:
     live.check(groups, {"long": LONG})
 
 
-@pytest.mark.parametrize("pusher", get_args(TransportName), indirect=True)
+@pytest.mark.parametrize("pusher", TRANSPORTS, indirect=True)
 def test_partials_resume_under_the_pushed_policy_with_every_transport(
     pusher: Pusher, live: LiveServer, run: str
 ) -> None:
@@ -102,7 +103,7 @@ def test_partials_resume_under_the_pushed_policy_with_every_transport(
     assert pusher.state is PushState.IDLE
 
 
-@pytest.mark.parametrize("pusher", get_args(TransportName), indirect=True)
+@pytest.mark.parametrize("pusher", TRANSPORTS, indirect=True)
 def test_failed_push_closes_admission_until_the_next_push(pusher: Pusher, live: LiveServer, run: str) -> None:
     v = live.version
     leave_partials(live, run)

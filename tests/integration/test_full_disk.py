@@ -74,7 +74,7 @@ def test_health_reports_a_full_disk_and_nothing_is_lost(
 def test_open_stream_reports_a_full_disk_and_continues(journalled: Server, tmp_path: Path, run: str) -> None:
     server = journalled
     server.rollout(run=f"{run}-before", prompts=[prompt("large", 4, metadata="m" * 2**20)], quota=None)
-    body = {"run": run, "stream": True, "prompts": [prompt("a", 4), prompt("b", 300)], "quota": None}
+    body = {"run": run, "stream": True, "previews": True, "prompts": [prompt("a", 4), prompt("b", 300)], "quota": None}
     with httpx.stream("POST", f"{server.url}/april/rollout", json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert json.loads(next(lines))["id"] == "a"

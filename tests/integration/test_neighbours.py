@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support.delivery_record import DeliveryRecord
-from tests.support.live import LiveServer
+from tests.support.live import LiveServer, until
 from tests.support.neighbours import CALLS, Neighbour, heal
 from tests.support.workload import prompt
 
@@ -67,6 +67,7 @@ class Story:
         self.record.close()
         self.live.policies |= dict.fromkeys(range(self.live.version + 1), self.live.model(0))
         self.live.check(self.groups, {group["id"]: PARAMS for group in self.groups})
+        until(lambda: not self.live.server.state()["attached"], "no attached request of a client that has gone is left")
         state = self.live.server.state()
         assert (state["closed"], sum(state["samples"].values()), state["pool"]["held"]) == ("", 0, 0)
 

@@ -20,7 +20,7 @@ from tests.support.server import START_LIMIT_S, free_port
 
 QUICKSTART, README = "docs/quickstart.md", "README.md"
 STORY = {
-    *((QUICKSTART, number) for number in (1, 3, 4, 5, 6)),
+    *((QUICKSTART, number) for number in (2, 4, 5, 6, 7)),
     *((README, number) for number in (3, 5)),
     ("docs/rounds.md", 2),
     ("docs/attached-requests.md", 0),
@@ -58,7 +58,7 @@ def output(text: str, folder: Path) -> str:
 def port(folder: Path) -> Iterator[int]:
     """The port of the server that the quickstart's command has started."""
     number = free_port()
-    text = block(QUICKSTART, 1).replace("30000", str(number))
+    text = block(QUICKSTART, 2).replace("30000", str(number))
     with (folder / "server.log").open("w") as log:
         process = bash("exec " + text, folder, stdout=log, stderr=subprocess.STDOUT)
 
@@ -82,12 +82,12 @@ def port(folder: Path) -> Iterator[int]:
 
 def test_quickstart(port: int, folder: Path) -> None:
     """A round, a push and a training run with a reward of one's own."""
-    reply = output(block(QUICKSTART, 3).replace("30000", str(port)), folder)
+    reply = output(block(QUICKSTART, 4).replace("30000", str(port)), folder)
     assert '"end_reason":"quota"' in reply
-    spans = output(f"python - <<'PY'\n{block(QUICKSTART, 4).replace('30000', str(port))}\nPY", folder)
-    assert "(0, 'fresh')" in spans
-    output(block(QUICKSTART, 5), folder)
-    said = output(block(QUICKSTART, 6), folder)
+    spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)
+    assert "(0, 'fresh'), (1, 'kept')" in spans, "the carried group"
+    output(block(QUICKSTART, 6), folder)
+    said = output(block(QUICKSTART, 7), folder)
     assert list((folder / "out/quickstart/run").rglob("*.safetensors")), said[-2000:]
 
 
@@ -97,7 +97,7 @@ def test_readme(port: int, folder: Path) -> None:
     given = {"prompts": [{"id": f"q{i}", "text": "<bos> 2 1 <sort>", "n": 1} for i in range(40)], "updated": []}
     execute(README, 5, port, {**given, "update_weights": lambda: given["updated"].append(True)})
     assert given["updated"]
-    assert commands(block(README, 2)) == [commands(block(QUICKSTART, 1))[0][:-2]]
+    assert commands(block(README, 2)) == [commands(block(QUICKSTART, 2))[0][:-2]]
 
 
 def test_rounds(port: int) -> None:

@@ -127,11 +127,15 @@ def test_stopped_samples_keep_their_tokens(overlap: Server, run: str) -> None:
     assert_near(by_key(groups), wanted, stock_noise(overlap), seeded=True)
 
 
-def test_finished_groups_are_streamed_when_they_finish(server: Server, run: str) -> None:
-    """The stream has one event per whole group, in finish order, then the summary."""
-    prompts = [prompt("late", 9, n=2), prompt("early", 3, n=2), prompt("never", 30)]
-    *groups, summary = stream(server, run=run, prompts=prompts, quota=2)
-    assert [(g["event"], g["id"]) for g in groups] == [("group", "early"), ("group", "late")]
+@pytest.mark.parametrize("previews", [False, True])
+def test_streamed_groups_say_whether_they_are_delivered(server: Server, run: str, previews: bool) -> None:
+    """Previews come in finish order; twins finish in one step, so that there may be more of them than are delivered."""
+    prompts = [prompt("early", 3, n=2), *(prompt(f"twin{i}", 9) for i in range(3)), prompt("never", 60)]
+    *groups, summary = stream(server, run=run, prompts=prompts, quota=2, previews=previews)
+    assert [(g["event"], g["delivered"]) for g in groups] == [("group", not previews)] * len(groups)
+    shown = [g["id"] for g in groups]
+    assert shown[:2] == ["early", summary["delivered"][1]["id"]]
+    assert set(shown) <= {"early", *(f"twin{i}" for i in range(3))} if previews else len(shown) == 2
     assert (summary["event"], summary["end_reason"]) == ("round", "quota")
-    assert [(d["id"], d["indices"]) for d in summary["delivered"]] == [("early", [0, 1]), ("late", [0, 1])]
-    assert len(server.drain(run)) == 1
+    assert [d["indices"] for d in summary["delivered"]] == [[0, 1], [0]]
+    assert len(server.drain(run)) == 3

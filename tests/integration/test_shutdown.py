@@ -155,9 +155,10 @@ def test_a_kill_redraws_few_tokens_and_none_that_a_stream_has_shown(journalled: 
     prompts = [prompt(name, LENGTH, n=2, **given) for name, given in params.items()]
     wanted = by_key(server.rollout(run=f"{run}-wanted", prompts=prompts, quota=None)["finished"])
     requested = {"run": run, "round_id": run, "prompts": [*prompts, prompt("short", 5 * EVERY)], "quota": None}
+    streamed = {**requested, "stream": True, "previews": True}
     with (
         server.slowed(0.02),
-        httpx.stream("POST", f"{server.url}/april/rollout", json={**requested, "stream": True}, timeout=120) as stream,
+        httpx.stream("POST", f"{server.url}/april/rollout", json=streamed, timeout=120) as stream,
     ):
         shown = json.loads(next(stream.iter_lines()))
         end(server, signal.SIGKILL)

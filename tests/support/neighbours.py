@@ -104,10 +104,14 @@ class Neighbour:
                     self.statuses["broken"] += 1
                 self.statuses[kind] += 1
 
-    def _post(self, path: str, body: Any, timeout: float | None = None) -> None:
+    def _post(self, path: str, body: Any, timeout: float | None = None, headers: dict[str, str] | None = None) -> None:
         options = {} if timeout is None else {"timeout": timeout}
-        answer = self.http.post(path, json=body, **options)  # type: ignore[arg-type]
+        answer = self.http.post(path, json=body, headers=headers, **options)  # type: ignore[arg-type]
         self.statuses[str(answer.status_code)] += 1
+
+    def _headers(self, rng: random.Random) -> dict[str, str]:
+        """Of requests that may belong to a run: every second one does (`attached-request`)."""
+        return {"x-april-run": rng.choice(["agents", "neighbour", ""])} if rng.random() < 0.5 else {}
 
     def _some(self, rng: random.Random, **choices: tuple[Any, ...]) -> dict[str, Any]:
         return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.6}
@@ -138,19 +142,19 @@ class Neighbour:
         )
         if rng.random() < 0.3:  # a disconnect
             with contextlib.suppress(httpx.TimeoutException):
-                self._post("/generate", body, timeout=rng.choice([0.01, 0.1, 0.5]))
+                self._post("/generate", body, timeout=rng.choice([0.01, 0.1, 0.5]), headers=self._headers(rng))
             return
-        self._post("/generate", body, timeout=5)
+        self._post("/generate", body, timeout=5, headers=self._headers(rng))
 
     def chat(self, rng: random.Random) -> None:
         body = {"model": "m", "messages": rng.choice([[{"role": "user", "content": "1"}], [], "no", [{"role": 3}]])}
         body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, stream=(True, False), n=(1, 3, -1), logprobs=(True,))
-        self._post("/v1/chat/completions", body, timeout=5)
+        self._post("/v1/chat/completions", body, timeout=5, headers=self._headers(rng))
 
     def completions(self, rng: random.Random) -> None:
         body = {"model": "m", "prompt": rng.choice(["1 2", [1, 2, 3], [], ["1", "2"], None])}
         body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, echo=(True, False), stream=(True, False))
-        self._post("/v1/completions", body, timeout=5)
+        self._post("/v1/completions", body, timeout=5, headers=self._headers(rng))
 
     def abort(self, rng: random.Random) -> None:
         body = {"rid": rng.choice(RIDS)} if rng.random() < 0.9 else {"abort_all": True}

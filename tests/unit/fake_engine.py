@@ -12,7 +12,7 @@ from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.decisions import Decisions
-from sglang_april.scheduler.state import Group, Proximal, Sample
+from sglang_april.scheduler.state import Group, Proximal, Sample, State
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.fake_copies import Copies, SampleKey
 from tests.unit.fake_loop import FakeLoop, Request
@@ -39,6 +39,7 @@ class FakeEngine(FakeLoop):
     page_size = 1
     bytes_per_token = stored_bytes_per_token = 10
     kv_pages = "full"
+    gpus: list[str] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -159,8 +160,8 @@ class FakeEngine(FakeLoop):
         assert len(self.running) <= self.slots
 
     def detach(self, samples: Sequence[Sample]) -> None:
-        assert self.in_flight is None, "a step is in flight"
         mine = {s.request: s for s in samples if s.request is not None}
+        assert self.in_flight is None or not any(r.request in mine for r in self.in_flight), "a step is in flight"
         self.waiting = [r for r in self.waiting if r not in mine]
         if self.chunked in mine:
             self.free_slots_of(self.chunked)
@@ -171,13 +172,34 @@ class FakeEngine(FakeLoop):
             request.slots = None
             self.running.remove(request)
         for request, sample in mine.items():
-            if not request.output:
+            if not request.output and not sample.attached:
                 self.forget(sample)
 
     def forget(self, sample: Sample) -> None:
         if sample.kv.pages is not None:
             self.release(sample)
         sample.request = None
+
+    def attach_request(self, run: str, rid: str, ids: Sequence[int], length: int, *names: str) -> Sample | None:
+        """A request of SGLang's own routes that draws `length` tokens; `names`: its trajectory, and the group."""
+        attached = self.controller.attached
+        if attached.refusal(run, *(*names, None, None)[:2]):
+            attached.refused(rid)
+            return None
+        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), b"", *names)
+        sample.group.params = msgspec.msgpack.encode(-length)
+        request = sample.request = Request(rid, len(rid), len(ids), length, ends_early=False, sample=sample)
+        self.queue(request)
+        if sample.state is State.RUNNING:
+            attached.created(sample)
+        return sample
+
+    def abort_request(self, rid: str) -> None:
+        """As a client's `/abort_request` does."""
+        self.controller.attached.abort(self.controller.attached.named(lambda request: request.name == rid))
+
+    def answer_aborted(self, sample: Sample) -> None:
+        sample.request.reason = {"type": "abort"}
 
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
         request, group = sample.request, sample.group

@@ -62,7 +62,8 @@ def _recount_run(run: Run) -> list[int]:
         whole += finished == len(states)
         if waits:
             suspended += [s for s in group.samples.values() if s.state is SUSPENDED]
-        queue = "new" if queued == group.prompt.n else "begun" if queued else ""
+        continues = group.leg is not None and group.leg.trajectory.begun
+        queue = "new" if queued == group.prompt.n and not continues else "begun" if queued else ""
         assert group.queue == queue
         if queue == "new":
             new.append(group)
@@ -80,7 +81,7 @@ def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -
     request: Request | None = sample.request
     assert (in_engine.count(request) if request is not None else 0) == (sample.state is RUNNING), sample.state
     if sample.state is QUEUED or sample.state is FINISHED:
-        assert request is None
+        assert request is None or sample.attached
         assert sample.kv.pages is None
         return
     assert sample.length == len(request.output)

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 
 from sglang_april.adapter.v0_5_17 import hooks_attached
-from sglang_april.adapter.v0_5_17.attach_request import RUN, TRAJECTORY, attach, attached_run, is_attached
+from sglang_april.adapter.v0_5_17.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
 from sglang_april.api.messages import AttachedEnded, Span
 from sglang_april.http import attached
 from sglang_april.http.attached import AttachedRequests
@@ -27,22 +27,22 @@ def request(**fields: Any) -> GenerateReqInput:
 def test_headers_name_run_and_trajectory() -> None:
     params = {"temperature": 0.5}
     obj = request(sampling_params=params)
-    assert attach(obj, {RUN: "r", TRAJECTORY: "t"}, None) == ("r", "t")
+    assert attach(obj, {RUN: "r", TRAJECTORY: "t"}, None) == ("r", "t", None)
     assert is_attached(obj)
-    assert obj.sampling_params == {"temperature": 0.5, "custom_params": {RUN: "r"}}
+    assert obj.sampling_params == {"temperature": 0.5, "custom_params": {RUN: "r", TRAJECTORY: "t"}}
     assert params == {"temperature": 0.5}, "the caller's own object"
 
 
 def test_custom_params_name_them_and_keep_what_else_they_have() -> None:
-    obj = request(sampling_params={"custom_params": {RUN: "r", TRAJECTORY: "t", "thinking_budget": 3}})
-    assert attach(obj, {}, "other") == ("r", "t")
-    assert obj.sampling_params == {"custom_params": {RUN: "r", "thinking_budget": 3}}
+    obj = request(sampling_params={"custom_params": {RUN: "r", TRAJECTORY: "t", GROUP: "g", "thinking_budget": 3}})
+    assert attach(obj, {}, "other") == ("r", "t", "g")
+    assert obj.sampling_params == {"custom_params": {RUN: "r", TRAJECTORY: "t", GROUP: "g", "thinking_budget": 3}}
 
 
 def test_the_flag_attaches_the_others_but_health_checks() -> None:
     obj, health = request(), request(rid=f"{HEALTH_CHECK_RID_PREFIX}_1")
-    assert attach(obj, {}, "default") == ("default", None)
-    assert attached_run(obj.sampling_params["custom_params"]) == "default"  # type: ignore[index,call-overload]
+    assert attach(obj, {}, "default") == ("default", None, None)
+    assert attachment_of(obj.sampling_params["custom_params"]) == ("default", None, None)  # type: ignore[index,call-overload]
     assert attach(health, {}, "default") is None
     assert not is_attached(health)
     assert attach(request(), {}, None) is None
@@ -50,7 +50,7 @@ def test_the_flag_attaches_the_others_but_health_checks() -> None:
 
 def test_every_request_of_a_batch_is_attached() -> None:
     obj = GenerateReqInput(input_ids=[[1], [2]], sampling_params=[{"temperature": 0}, {"temperature": 1}])
-    assert attach(obj, {RUN: "r"}, None) == ("r", None)
+    assert attach(obj, {RUN: "r"}, None) == ("r", None, None)
     assert [one["custom_params"] for one in obj.sampling_params] == [{RUN: "r"}] * 2  # type: ignore[union-attr,index]
 
 
@@ -67,6 +67,15 @@ def test_what_cannot_be_suspended_is_refused_if_it_names_a_run_and_stock_otherwi
 def test_a_run_is_named_by_a_string(name: Any) -> None:
     with pytest.raises(ValueError, match=r"x-april-run: must be a string of 1 to 256"):
         attach(request(sampling_params={"custom_params": {RUN: name}}), {}, None)
+
+
+def test_a_leg_is_one_request() -> None:
+    with pytest.raises(ValueError, match="x-april-trajectory: names one request"):
+        attach(request(sampling_params={"n": 2}), {RUN: "r", TRAJECTORY: "t"}, None)
+    with pytest.raises(ValueError, match="x-april-trajectory: names one request"):
+        attach(GenerateReqInput(text=["a", "b"]), {RUN: "r", TRAJECTORY: "t"}, None)
+    with pytest.raises(ValueError, match="x-april-group: needs x-april-trajectory"):
+        attach(request(), {RUN: "r", GROUP: "g"}, None)
 
 
 def ended(rid: str) -> AttachedEnded:
@@ -108,7 +117,7 @@ def test_penalties_are_refused_in_the_overlap_loop(batch: bool) -> None:
     given = [{"presence_penalty": 0.0}, params] if batch else params
     with pytest.raises(ValueError, match="frequency_penalty: penalties need --disable-overlap-schedule"):
         attach(request(sampling_params=given), {RUN: "r"}, None, overlap=True)
-    assert attach(request(sampling_params=given), {RUN: "r"}, None) == ("r", None)
+    assert attach(request(sampling_params=given), {RUN: "r"}, None) == ("r", None, None)
     assert attach(request(sampling_params=given), {}, "default", overlap=True) is None
     assert attach(request(sampling_params={"repetition_penalty": 1.0}), {}, "default", overlap=True)
 

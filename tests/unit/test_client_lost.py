@@ -169,17 +169,20 @@ def test_unreachable_server_is_one_error() -> None:
 
 
 def test_several_events_of_one_group_are_not_repetitions() -> None:
-    """With `quota_unit: sample` each sample is an event of its own."""
+    """With `quota_unit: sample` each sample is an event of its own; a restarted server sends them as one group."""
     streamed = StreamedRound()
-    indices = [0, 1, 0]
-    samples: list[Any] = [SimpleNamespace(index=index) for index in indices]
-    events = [RolloutGroup("a", 0, None, np.array([1]), False, None, [sample]) for sample in samples]
-    assert [streamed.is_new(received) for received in events] == [True, True, False]
-    parts = [{"id": "a", "incarnation": 0, "indices": [1], "complete": True, "accepted": True}]
+
+    def event(*indices: int) -> RolloutGroup:
+        samples: list[Any] = [SimpleNamespace(index=index) for index in indices]
+        return RolloutGroup("a", 0, None, np.array([1]), False, None, samples, delivered=False)
+
+    new = [streamed.new(event(*indices)) for indices in ((0,), (1,), (0,), (0, 1, 2))]
+    assert [isinstance(one, RolloutGroup) and [s.index for s in one.samples] for one in new] == [[0], [1], False, [2]]
+    parts = [{"id": "a", "incarnation": 0, "indices": [1, 2], "complete": True, "accepted": True}]
     summary = RolloutSummary("r", "run", 3, "quota", parts, {}, {})
-    assert streamed.is_new(summary)
-    assert [[sample.index for sample in group.samples] for group in summary.groups] == [[1]]
-    assert (summary.groups[0].accepted, summary.groups[0].complete) == (True, True)
+    assert streamed.new(summary) is summary
+    assert [[sample.index for sample in group.samples] for group in summary.groups] == [[1, 2]]
+    assert (summary.groups[0].accepted, summary.groups[0].complete, summary.groups[0].delivered) == (True, True, True)
 
 
 def test_a_machine_that_died_is_noticed() -> None:

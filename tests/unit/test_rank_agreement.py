@@ -33,10 +33,10 @@ def agreed(monkeypatch: pytest.MonkeyPatch, mine: tuple[Any, ...], other: tuple[
     """Rank 0 has `mine`, rank 1 `other`: (scheduler, settings, budgets)."""
 
     def gather(out: list[Any], facts: Any, group: Any) -> None:
-        out[:] = [facts, rank_agreement.Facts(rank_agreement._compared(other[0], other[1], FORMAT), other[2])]
+        out[:] = [facts, rank_agreement.Facts(rank_agreement._compared(other[0], other[1], FORMAT), other[2], "")]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    return rank_agreement.agree(mine[0], mine[1], FORMAT, mine[2])
+    return rank_agreement.agree(mine[0], mine[1], FORMAT, mine[2]).budgets
 
 
 def test_budgets_are_the_smallest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +47,22 @@ def test_budgets_are_the_smallest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 
 BUDGETS = TierBudgets(16, 0, 16)
+
+
+def test_ranks_exchange_the_uuids_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer compares them with its own GPU: the current one of each rank, by rank."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid {index}"))
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda out, mine, group: out.__setitem__(slice(None), [mine._replace(gpu="uuid 2"), mine]),
+    )
+    one = scheduler()
+    assert rank_agreement.agree(one, AprilConfig(), FORMAT, BUDGETS).gpus == ["uuid 2", "uuid 3"]
+    one.ps.tp_size = 1
+    assert rank_agreement.agree(one, AprilConfig(), FORMAT, BUDGETS).gpus == ["uuid 3"]
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,34 @@ def test_refused_duplicate_prompt_leaves_the_first_unchanged() -> None:
     run(scenario())
 
 
-def test_a_stream_and_its_replay() -> None:
+def test_a_stream_has_only_what_the_round_delivers() -> None:
+    """What has finished beyond the quota is carried: a caller that trains on events must not see it now and again."""
+
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
             body = {"round_id": "s", "stream": True, "prompts": [prompt(id="a"), prompt(id="b"), prompt(id="c")]}
+            task = await open_round(client, engine, **body)
+            engine.finish(engine.opened, ("b", 0), ("a", 0), ("c", 0))
+            engine.end(engine.opened, ("b", [0]), ("a", [0]))
+            *groups, summary = map(json.loads, (await task).text.splitlines())
+            assert [(group["event"], group["delivered"], group["id"]) for group in groups] == [
+                ("group", True, "b"),
+                ("group", True, "a"),
+            ]
+            assert [group["id"] for group in summary["delivered"]] == ["b", "a"]
+
+    run(scenario())
+
+
+def test_a_stream_with_previews_and_its_replay() -> None:
+    """A preview says that it is one; what the round delivers beyond them follows at its end, once."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            requested = [prompt(id="a"), prompt(id="b"), prompt(id="c")]
+            body = {"round_id": "s", "stream": True, "previews": True, "prompts": requested}
             task = await open_round(client, engine, **body)
             engine.finish(engine.opened, ("b", 0))
             engine.finish(engine.opened, ("a", 0), ("c", 0))
@@ -156,11 +179,15 @@ def test_a_stream_and_its_replay() -> None:
             lines = (await task).text.splitlines()
             events = [json.loads(line) for line in lines]
             assert [event["event"] for event in events] == ["group", "group", "group", "round"]
-            assert [event["id"] for event in events[:3]] == ["b", "a", "c"]
+            assert [(event["id"], event["delivered"]) for event in events[:3]] == [(i, False) for i in "bac"]
             assert [group["id"] for group in events[3]["delivered"]] == ["b", "a"]
             assert "finished" not in events[3]
             assert (await client.post("/april/rollout", json=body)).text.splitlines() == lines
             assert april.completed_groups.samples == 1
+            task = await open_round(client, engine, round_id="t", stream=True, previews=True)
+            engine.end(engine.opened, ("c", [0]))
+            *groups, _ = map(json.loads, (await task).text.splitlines())
+            assert [(group["id"], group["delivered"]) for group in groups] == [("c", True)]
 
     run(scenario())
 
@@ -169,7 +196,8 @@ def test_unit_sample_streams_samples_and_the_rest_of_the_group_later() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
-            task = await open_round(client, engine, quota_unit="sample", stream=True, prompts=[prompt(id="a", n=3)])
+            body = {"quota_unit": "sample", "stream": True, "previews": True, "prompts": [prompt(id="a", n=3)]}
+            task = await open_round(client, engine, **body)
             opened = engine.opened
             engine.finish(opened, ("a", 1), whole=False)
             engine.finish(opened, ("a", 2), whole=False)

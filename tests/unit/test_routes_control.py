@@ -35,7 +35,7 @@ def test_cancelled_stream_does_not_cancel_decoding_for_others() -> None:
         gate, decode = threading.Event(), engine.decode
         engine.decode = lambda *args: (gate.wait(10), decode(*args))[1]
         async with client_of(april) as client:
-            body = {"round_id": "r", "stream": True, "prompts": [prompt(id="a")]}
+            body = {"round_id": "r", "stream": True, "previews": True, "prompts": [prompt(id="a")]}
             leaves = await open_round(client, engine, **body)
             stays = asyncio.create_task(client.post("/april/rollout", json=body))
             engine.finish(engine.opened, ("a", 0))
@@ -94,9 +94,9 @@ def test_failed_round_end_answers_with_an_error(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("tokens", "on_the_loop"), [(8, True), (routes.SMALL, False)])
 def test_a_large_event_is_encoded_off_the_loop(tokens: int, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every other request would wait for it."""
-    threads, encode = [], routes.encode_group
+    threads, encode = [], routes.encode_event
     monkeypatch.setattr(
-        routes, "encode_group", lambda *a, **k: (threads.append(threading.get_ident()), encode(*a, **k))[1]
+        routes, "encode_event", lambda *a, **k: (threads.append(threading.get_ident()), encode(*a, **k))[1]
     )
 
     async def scenario() -> None:

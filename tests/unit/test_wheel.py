@@ -43,7 +43,7 @@ def test_wheel_has_every_module_and_data_file_and_nothing_else(wheel: Path) -> N
 
 
 def test_client_runs_without_sglang_and_torch(wheel: Path, tmp_path: Path) -> None:
-    """Installs the wheel with its base dependencies into an environment of its own."""
+    """An environment of its own, with base dependencies; other commands name the extra that they need."""
     python = tmp_path / "venv" / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     uv = Path(sys.executable).with_name("uv")
@@ -58,3 +58,15 @@ def test_client_runs_without_sglang_and_torch(wheel: Path, tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no answer to GET /april/state" in done.stdout
+    for words, extra in (
+        (["python", "-m", "sglang_april.launch_server", "--april-quota", "1"], "engine"),
+        (["april-train", "--help"], "trainer"),
+        (["april-convert", "run"], "trainer"),
+    ):
+        command = [python.with_name(words[0]), *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode, words
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.endswith(
+            (f"pip install 'sglang-april[{extra}]' installs it\n", f"[{extra}]' installs it.\n")
+        )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sglang_april.client import AprilError
-from trainer_bridge.handshake import shake_hands
+from trainer_bridge.handshake import HandshakeError, shake_hands, shared_gpu
 from trainer_bridge.megatron.shapes import ModelShape
 from trainer_bridge.push.disk import DiskTransport
 from trainer_bridge.push.distributed import DistributedTransport
@@ -124,12 +124,18 @@ def connect(
     """Check every engine (`handshake.py`) and create a pusher for them.
 
     `source`: the trainer's Hugging Face folder; `folder`: where `disk` writes, at a path that the engines share.
-    Raises: HandshakeError: an engine does not fit the trainer.
+    Raises: HandshakeError: an engine does not fit the trainer, or `distributed` would put two ranks on one GPU.
     """
     if not urls:
         raise ValueError("no engine to push to")
     shape = ModelShape.read(source)
     engines = [PushTarget(shake_hands(url.rstrip("/"), shape, api_key), api_key) for url in urls]
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    shared = shared_gpu(gpu, [engine.info for engine in engines])
+    if transport == "auto":
+        transport = "tensor" if shared else "distributed"
+    if transport == "distributed" and shared:
+        raise HandshakeError(f"push: distributed is not possible: {shared}; push: tensor is")
     if transport == "distributed":
         return Pusher(engines, DistributedTransport(engines, device))
     if transport == "tensor":
@@ -137,4 +143,4 @@ def connect(
     if transport == "disk":
         folder = folder or Path(tempfile.mkdtemp(prefix="april-push-")) / "policy"
         return Pusher(engines, DiskTransport(engines, source, folder))
-    raise ValueError(f"push must be distributed, tensor or disk, not {transport!r}")
+    raise ValueError(f"push must be auto, distributed, tensor or disk, not {transport!r}")

@@ -1,7 +1,7 @@
 """Which requests of SGLang's own routes belong to a run, and what their answers say of it (`attached-request`).
 
-A request names its run and its trajectory in the headers `RUN` and `TRAJECTORY`, or under the same keys in
-`sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
+A request names its run, its trajectory and the trajectory's group in the headers `RUN`, `TRAJECTORY` and `GROUP`, or
+under the same keys in `sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
 
-RUN, TRAJECTORY = "x-april-run", "x-april-trajectory"
+RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
 MAX_NAME = 256
 
 SUPPORTED = frozenset(
@@ -51,15 +51,18 @@ _DEFAULTS = {
 
 
 class Attachment(NamedTuple):
-    """The run of a request, and its trajectory in that run, if it names one."""
+    """The run of a request, and in that run its trajectory and the trajectory's group, if it names them."""
 
     run: str
     trajectory: str | None
+    group: str | None = None
 
 
-def attached_run(custom_params: Any) -> str | None:
-    """The run that a request's parameters name; None if it is not attached."""
-    return custom_params.get(RUN) if isinstance(custom_params, dict) else None
+def attachment_of(custom_params: Any) -> Attachment | None:
+    """What a request's parameters name; None if it is not attached."""
+    if not isinstance(custom_params, dict) or RUN not in custom_params:
+        return None
+    return Attachment(custom_params[RUN], custom_params.get(TRAJECTORY), custom_params.get(GROUP))
 
 
 def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap: bool = False) -> Attachment | None:
@@ -80,15 +83,19 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
     named = custom if isinstance(custom, dict) else {}
     run = headers.get(RUN) or named.get(RUN)
     trajectory = headers.get(TRAJECTORY) or named.get(TRAJECTORY)
+    group = headers.get(GROUP) or named.get(GROUP)
     problem = _problem(obj) or (_penalty(given) if overlap else "")
+    problem = problem or (_leg_problem(obj, first) if trajectory is not None else "")
     if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
         return None
     if problem:
         raise ValueError(problem)
-    for key, value in ((RUN, run), (TRAJECTORY, trajectory)):
+    if group is not None and trajectory is None:
+        raise ValueError(f"{GROUP}: needs {TRAJECTORY}")
+    for key, value in ((RUN, run), (TRAJECTORY, trajectory), (GROUP, group)):
         if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and "\0" not in value):
             raise ValueError(f"{key}: must be a string of 1 to {MAX_NAME} characters")
-    attachment = Attachment(run or default or "", trajectory)
+    attachment = Attachment(run or default or "", trajectory, group)
     if isinstance(given, list):
         obj.sampling_params = [_marked(one, attachment) for one in given]
     else:
@@ -100,13 +107,21 @@ def is_attached(obj: Any) -> bool:
     """Whether `attach` has attached the request."""
     params = getattr(obj, "sampling_params", None)
     params = params[0] if isinstance(params, list) and params else params
-    return isinstance(params, dict) and attached_run(params.get("custom_params")) is not None
+    return isinstance(params, dict) and attachment_of(params.get("custom_params")) is not None
 
 
 def _marked(params: dict[str, Any], attachment: Attachment) -> dict[str, Any]:
-    custom = dict(params.get("custom_params") or {})
-    custom.pop(TRAJECTORY, None)
-    return {**params, "custom_params": {**custom, RUN: attachment.run}}
+    names = zip((RUN, TRAJECTORY, GROUP), attachment, strict=True)
+    custom = {**(params.get("custom_params") or {}), **dict(names)}
+    return {**params, "custom_params": {key: value for key, value in custom.items() if value is not None}}
+
+
+def _leg_problem(obj: GenerateReqInput, params: Any) -> str:
+    """A leg is one request, because what continues it must be known."""
+    batch = isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
+    if batch or (isinstance(params, dict) and (params.get("n") or 1) > 1):
+        return f"{TRAJECTORY}: names one request with one sample, not several"
+    return ""
 
 
 def _problem(obj: GenerateReqInput) -> str:

@@ -6,6 +6,7 @@ resume them like any other.
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -14,20 +15,29 @@ from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.v0_5_17.attach_request import attached_run
-from sglang_april.scheduler.state import Sample
+from sglang_april.adapter.v0_5_17.attach_request import attachment_of
+from sglang_april.scheduler.state import Sample, State
 
 
 def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGenerateReqInput) -> Any:
     """AROUND Scheduler.handle_generate_request: a request that names a run becomes a sample of it."""
-    run = attached_run(recv_req.sampling_params.custom_params)
-    if run is None:
+    attachment = attachment_of(recv_req.sampling_params.custom_params)
+    if attachment is None:
         return orig(s, recv_req)
+    attached = s.april.attached
+    if reason := attached.refusal(*attachment):
+        refusal = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST.value, "message": reason}
+        attached.refused(recv_req.rid)
+        return s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=refusal), None)
+    run, trajectory, group = attachment
+    recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
     ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
-    sample = s.april.attached.begin(run, recv_req.rid, ids, _params(recv_req))
+    sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
     s.april.context.engine.create(sample, lambda: orig(s, recv_req))
     if sample.journal.answered is not None and sample.request is not None:
         _answer_again(s, sample)
+    elif sample.state is State.RUNNING and sample.request is not None and sample.request.to_finish is None:
+        attached.created(sample)
     return None
 
 
@@ -85,16 +95,12 @@ def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
     tokens of a request that waits for a prefill, and answer a running one after its next step, which a pause delays.
     """
     named = s.april.attached.named(lambda req: recv_req.abort_all or req.rid == recv_req.rid)
-    if not named:
-        return
-    s.april.suspender.suspend_now(named)
-    for sample in named:
-        if sample.request is not None:  # the step in flight has not ended it
-            _answer_aborted(s, sample.request)
-            s.april.attached.end(sample)
+    if named:
+        s.april.attached.abort(named)
 
 
-def _answer_aborted(s: Scheduler, req: Req) -> None:
+def answer_aborted(s: Scheduler, req: Req) -> None:
+    """Answer a request that is in no queue and no batch, with the tokens that it has."""
     if not req.output_ids:
         s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), None)
         return

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from april_kernels import seeded_sampling
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
-from sglang_april.adapter.v0_5_17.attached import queue_attached
+from sglang_april.adapter.v0_5_17.attached import answer_aborted, queue_attached
 from sglang_april.adapter.v0_5_17.build_store import build_store, key_of, select_page_format, tier_budgets
 from sglang_april.adapter.v0_5_17.capacity import Capacity
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput
@@ -51,7 +51,8 @@ class SchedulerEngine(Capacity):
         self.kv_pages = page_format.name
         self.stored_bytes_per_token = 4 * page_format.page_words // page_format.page_tokens * ranks
         local_ranks = ranks // scheduler.server_args.nnodes
-        self.budgets = agree(scheduler, config, page_format, tier_budgets(config, page_format, ranks, local_ranks))
+        budgets = tier_budgets(config, page_format, ranks, local_ranks)
+        self.budgets, self.gpus = agree(scheduler, config, page_format, budgets)
         self.broadcast = Rank0Broadcast(scheduler)
         self.store = build_store(scheduler, config, page_format, self.budgets, self.broadcast)
         self._creating: Sample | None = None
@@ -184,6 +185,9 @@ class SchedulerEngine(Capacity):
         if s._pending_chunked_abort_req is req:
             s._pending_chunked_abort_req = None
         self.pages.reset_request(req)
+
+    def answer_aborted(self, sample: Sample) -> None:
+        answer_aborted(self._s, sample.request)
 
     def forget(self, sample: Sample) -> None:
         self.release(sample)

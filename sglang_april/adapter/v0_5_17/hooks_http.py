@@ -141,8 +141,7 @@ async def _refuse_while_busy(manager: Any) -> None:
         if await manager.model_update_lock.is_locked():
             raise ValueError("memory cannot be released: a paused request of SGLang's own is in flight")
         return
-    if manager.april.rounds.open:
-        ids = ", ".join(round_.id for round_ in manager.april.rounds.open)
+    if ids := ", ".join(manager.april.rounds.holding_ids()):
         raise ValueError(
             f"memory cannot be released: a round is open ({ids}); pause generation or stop the round first"
         )

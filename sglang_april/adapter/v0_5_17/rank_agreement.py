@@ -94,24 +94,41 @@ class Facts(NamedTuple):
 
     compared: dict[str, str]
     budgets: TierBudgets
+    gpu: str
+    """UUID of its GPU; empty on a CPU."""
 
 
-def agree(s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: TierBudgets) -> TierBudgets:
-    """The smallest budgets of all ranks. A collective call during the start.
+class Agreement(NamedTuple):
+    """What all ranks share."""
+
+    budgets: TierBudgets
+    """The smallest of all ranks."""
+    gpus: list[str]
+    """UUIDs of the GPUs, by rank; empty on a CPU."""
+
+
+def agree(s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: TierBudgets) -> Agreement:
+    """Compare the ranks. A collective call during the start.
 
     Raises:
         SystemExit: the ranks differ; the sentence names what differs, both values and the rank.
     """
     ranks: int = s.ps.tp_size
-    if ranks == 1:
-        return budgets
     gathered: list[Any] = [None] * ranks
-    mine = Facts(_compared(s, config, page_format), budgets)
+    mine = Facts(_compared(s, config, page_format), budgets, _gpu())
+    if ranks == 1:
+        return Agreement(budgets, [mine.gpu] if mine.gpu else [])
     torch.distributed.all_gather_object(gathered, mine, group=s.tp_cpu_group)
     if difference := find_difference([facts.compared for facts in gathered]):
         raise SystemExit(f"sglang-april: {difference}")
     all_budgets = [facts.budgets for facts in gathered]
-    return budgets._replace(host=min(b.host for b in all_budgets), disk=min(b.disk for b in all_budgets))
+    smallest = budgets._replace(host=min(b.host for b in all_budgets), disk=min(b.disk for b in all_budgets))
+    return Agreement(smallest, [facts.gpu for facts in gathered if facts.gpu])
+
+
+def _gpu() -> str:
+    """SGLang has made this rank's GPU the current one."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else ""
 
 
 def find_difference(ranks: list[dict[str, str]]) -> str:

@@ -1,0 +1,194 @@
+"""The records of trajectories: all legs of an agent's run, token by token (docs/trajectories.md).
+
+The scheduler decides which trajectories there are, count and are delivered; this store follows its messages. Token ids
+are int32 and logprobs float32, as raw little-endian bytes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_april.api import messages
+from sglang_april.api.requests import DoneBody
+
+BYTES_PER_LEG = 1024
+"""Estimated size of a leg without its tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class TrajectoryRecord:
+    """What is known of one trajectory."""
+
+    run: str
+    id: str
+    group: str
+    legs: dict[int, messages.LegEnded] = field(default_factory=dict)
+    """The ended legs by number."""
+    ended: DoneBody | None = None
+    """What its caller said when it was done."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated size in memory."""
+        legs = self.legs.values()
+        return sum(3 * (len(x.prompt_ids) + 2 * len(x.result.output_ids)) + BYTES_PER_LEG for x in legs)
+
+    def fields(self, packed: bool) -> dict[str, Any]:
+        """The record as replies contain it, with raw arrays if `packed`."""
+        legs = [self.legs[number] for number in sorted(self.legs)]
+        parents = {leg.parent for leg in legs if leg.parent is not None and self._extends(leg)}
+        branches: list[Branch] = []
+        for leg in legs:
+            if leg.number not in parents:
+                branches.append(self._branch(leg, branches))
+        return {
+            "id": self.id,
+            "run": self.run,
+            "group": self.group,
+            "reward": self.ended.reward if self.ended is not None else None,
+            "metadata": self.ended.metadata if self.ended is not None else None,
+            "legs": [_leg(leg, packed) for leg in legs],
+            "branches": [branch.fields(packed) for branch in branches],
+        }
+
+    def lengths(self) -> list[int]:
+        """Output tokens of each leg."""
+        return [len(leg.result.output_ids) // 4 for leg in self.legs.values()]
+
+    def _extends(self, leg: messages.LegEnded) -> bool:
+        """Whether it continues its parent's whole sequence."""
+        return leg.parent is not None and leg.shared == self._length(self.legs[leg.parent])
+
+    @staticmethod
+    def _length(leg: messages.LegEnded) -> int:
+        return leg.shared + (len(leg.prompt_ids) + len(leg.result.output_ids)) // 4
+
+    def _branch(self, leg: messages.LegEnded, before: "list[Branch]") -> "Branch":
+        """The sequence that ends with this leg, from its ancestors' parts."""
+        parts: list[tuple[messages.LegEnded, int]] = []
+        end = self._length(leg)
+        while True:
+            parts.append((leg, end))
+            if leg.parent is None:
+                break
+            end = min(end, leg.shared)
+            leg = self.legs[leg.parent]
+        branch = Branch([part.number for part, _ in reversed(parts)])
+        for part, end in reversed(parts):
+            branch.add(part, end)
+        branch.shared = max((_common(branch.ids, other.ids) for other in before), default=0)
+        return branch
+
+
+@dataclass(eq=False, slots=True)
+class Branch:
+    """A sequence of a trajectory from its beginning to a leg that no other continues."""
+
+    legs: list[int]
+    shared: int = 0
+    """How many of its first tokens an earlier branch has."""
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, "<i4"))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f4"))
+    drawn: list[list[int]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, leg: messages.LegEnded, end: int) -> None:
+        """Append the leg's own part of the sequence, up to position `end`."""
+        prompt, output = np.frombuffer(leg.prompt_ids, "<i4"), np.frombuffer(leg.result.output_ids, "<i4")
+        start = leg.shared + len(prompt)
+        drawn = max(0, min(len(output), end - start))
+        prompt = prompt[: end - leg.shared]
+        logprobs = np.full(len(prompt) + drawn, np.nan, "<f4")
+        known = np.frombuffer(leg.result.logprobs, "<f4")[:drawn]
+        logprobs[len(prompt) : len(prompt) + len(known)] = known
+        self.ids = np.concatenate([self.ids, prompt, output[:drawn]])
+        self.logprobs = np.concatenate([self.logprobs, logprobs])
+        if drawn:
+            self.drawn.append([start, start + drawn])
+        for span in leg.result.spans:
+            if span.start < drawn:
+                self.spans.append(_span(span, start, min(span.end, drawn)))
+
+    def fields(self, packed: bool) -> dict[str, Any]:
+        """As the record contains it."""
+        return {
+            "legs": self.legs,
+            "shared": self.shared,
+            "ids": _plain(self.ids, packed),
+            "drawn": self.drawn,
+            "logprobs": _plain(self.logprobs, packed),
+            "spans": self.spans,
+        }
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if differ.size else length
+
+
+def _plain(values: np.ndarray, packed: bool) -> bytes | list[Any]:
+    """msgspec encodes NaN as null in JSON."""
+    return values.tobytes() if packed else values.tolist()
+
+
+def _span(span: messages.Span, offset: int, end: int) -> dict[str, Any]:
+    return {"start": offset + span.start, "end": offset + end, "version": span.version, "kv": span.kv}
+
+
+def _leg(leg: messages.LegEnded, packed: bool) -> dict[str, Any]:
+    result = leg.result
+    prompt = leg.shared + len(leg.prompt_ids) // 4
+    return {
+        "leg": leg.number,
+        "rid": leg.rid,
+        "parent": leg.parent,
+        "shared": leg.shared,
+        "prompt_ids": _plain(np.frombuffer(leg.prompt_ids, "<i4"), packed),
+        "output_ids": _plain(np.frombuffer(result.output_ids, "<i4"), packed),
+        "logprobs": _plain(np.frombuffer(result.logprobs, "<f4"), packed),
+        "spans": [_span(span, 0, span.end) for span in result.spans],
+        "finish_reason": result.finish_reason,
+        "reused": prompt - leg.prefilled,
+        "prefilled": leg.prefilled,
+    }
+
+
+class TrajectoryRecords:
+    """The records of undelivered trajectories, by run and id."""
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], TrajectoryRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, leg: messages.LegEnded) -> None:
+        """A leg has ended. A first leg begins the record anew: an earlier one has been forgotten."""
+        record = self.of(leg.run, leg.trajectory, leg.group)
+        record.group = leg.group
+        record.legs[leg.number] = leg
+
+    def of(self, run: str, name: str, group: str = "") -> TrajectoryRecord:
+        """The record of a trajectory, empty as long as no leg has ended."""
+        return self._records.setdefault((run, name), TrajectoryRecord(run, name, group or name))
+
+    def get(self, run: str, name: str) -> TrajectoryRecord | None:
+        """The record, if some leg has ended."""
+        return self._records.get((run, name))
+
+    def done(self, run: str, ended: dict[str, DoneBody]) -> None:
+        """Trajectories are done; what was said first counts."""
+        for name, body in ended.items():
+            record = self.of(run, name)
+            record.ended = record.ended or body
+
+    def remove(self, run: str, names: list[str]) -> None:
+        """Trajectories have left without being delivered."""
+        for name in names:
+            self._records.pop((run, name), None)
+
+    def take(self, run: str, names: list[str]) -> list[TrajectoryRecord]:
+        """Remove and return the records that a reply contains."""
+        return [self._records.pop((run, name), TrajectoryRecord(run, name, name)) for name in names]

@@ -1,0 +1,232 @@
+"""Trajectories: the requests of one agent's run, its legs, in order, and how each continues the ones before.
+
+Pure, and replicated on every rank. The content of a leg goes to the HTTP process when it ends (`messages.LegEnded`);
+here only the token ids stay, to find what the next leg continues. Terms are those of docs/trajectories.md.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from sglang_april.api.errors import RequestError
+from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
+
+LEGS = ATTACHED + "\0"
+"""Begins the names of the runs of legs, which are attached requests; no caller can name one."""
+MAX_ENDED = 2**16
+"""Ended trajectories of a run that are remembered, so that a repeated message changes nothing."""
+MAX_WITHOUT_ROUNDS = 2**10
+"""Trajectories of a run that has never had a round: nobody ends them."""
+MAX_BRANCHES = 32
+"""Sequences of one trajectory that a leg is compared with, the last ones."""
+
+Ids = np.ndarray
+"""int32, one dimension."""
+Ending = Literal["done", "rejected"]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """The tokens of an ended leg with all that it continues."""
+
+    ids: Ids
+    legs: list[tuple[int, int]]
+    """(leg, end of its part in `ids`), in order."""
+
+
+@dataclass(eq=False, slots=True)
+class Leg:
+    """One request of a trajectory."""
+
+    trajectory: "Trajectory"
+    number: int
+    rid: str
+    prompt: Ids
+    parent: int | None
+    """The ended leg whose sequence its prompt begins with; None if there is none."""
+    shared: int
+    """How many tokens of that sequence its prompt begins with."""
+    path: list[tuple[int, int]]
+    """As `Sequence.legs`, for those `shared` tokens."""
+    extends: Sequence | None
+    """The sequence of which it continues every token."""
+    prefilled: int = 0
+    """Tokens computed before its first output token."""
+
+
+@dataclass(eq=False, slots=True)
+class Trajectory:
+    run: "TrajectoryRun"
+    id: str
+    group: str
+    legs: int = 0
+    """Legs so far; they are numbered in order of arrival."""
+    pending: dict[Sample, Leg] = field(default_factory=dict)
+    """Legs that have not ended."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """One for each ended leg that no other continues."""
+    branches: int = 0
+    """Legs that continue no sequence, although one had ended."""
+    tokens: int = 0
+    """Output tokens of ended legs."""
+    oldest: int | None = None
+    """Policy version of the first output token; None without tokens."""
+    begun: bool = False
+    """A leg has been admitted."""
+
+    @property
+    def done(self) -> bool:
+        return self in self.run.done
+
+    def new_leg(self, rid: str, prompt: Ids) -> Leg:
+        """The next leg, which continues the ended sequence with the longest common prefix, the latest of equal ones."""
+        best, shared = None, 0
+        for sequence in self.sequences:
+            common = _common_prefix(sequence.ids, prompt)
+            if common and common >= shared:
+                best, shared = sequence, common
+        path = _cut(best.legs, shared) if best is not None else []
+        extends = best if best is not None and shared == len(best.ids) else None
+        self.branches += bool(self.sequences) and extends is None
+        parent = path[-1][0] if path else None
+        leg = Leg(self, self.legs, rid, prompt, parent, shared, path, extends)
+        self.legs += 1
+        return leg
+
+    def end_leg(self, leg: Leg, output: Ids) -> None:
+        """The leg has drawn `output`; it may be continued."""
+        ids = np.concatenate([leg.prompt, output])
+        if leg.extends is not None and leg.extends in self.sequences:
+            self.sequences.remove(leg.extends)
+        self.sequences.append(Sequence(ids, [*leg.path, (leg.number, len(ids))]))
+        del self.sequences[:-MAX_BRANCHES]
+        self.tokens += len(output)
+
+    def first_token(self, version: int) -> None:
+        """A leg draws its first token."""
+        self.oldest = version if self.oldest is None else min(self.oldest, version)
+
+    def staleness(self, version: int) -> int:
+        """`version` minus that of its oldest token; 0 without tokens."""
+        return 0 if self.oldest is None else version - self.oldest
+
+    def report(self, version: int) -> dict[str, Any]:
+        """For replies and `GET /april/trajectories/{id}`."""
+        states = {sample.state for sample in self.pending}
+        state = "done" if self.done else "running" if State.RUNNING in states else "pending" if states else "parked"
+        return {
+            "id": self.id,
+            "group": self.group,
+            "state": state,
+            "legs": self.legs,
+            "tokens": self.tokens + sum(sample.length for sample in self.pending),
+            "staleness": self.staleness(version),
+        }
+
+
+@dataclass(eq=False, slots=True)
+class TrajectoryRun:
+    """The trajectories of a run."""
+
+    name: str
+    legs: Run
+    """The run of its pending legs in the ledger."""
+    active: "OrderedDict[str, Trajectory]" = field(default_factory=OrderedDict)
+    """Those that have not left, the one that was used last at the end."""
+    done: dict[Trajectory, None] = field(default_factory=dict)
+    """Those of them that are done, in order."""
+    ended: "OrderedDict[str, Ending]" = field(default_factory=OrderedDict)
+    """How trajectories have ended, the last ones, delivered ones included."""
+    rejected: list[str] = field(default_factory=list)
+    """Those that have been rejected since the last reply."""
+    rounds_opened: int = 0
+
+    def refusal(self, name: str, group: str | None) -> str:
+        """Why no request can be a leg of this trajectory, or an empty string."""
+        if name in self.ended:
+            return f"x-april-trajectory: {name!r} has ended ({self.ended[name]})"
+        known = self.active.get(name)
+        if known is not None and group is not None and known.group != group:
+            return f"x-april-group: trajectory {name!r} belongs to group {known.group!r}"
+        return ""
+
+    def begin_leg(self, name: str, group: str | None, rid: str, prompt: Ids) -> Leg:
+        """A request arrives that `refusal` does not refuse."""
+        trajectory = self.active.get(name)
+        if trajectory is None:
+            trajectory = self.active[name] = Trajectory(self, name, group or name)
+        if not self.rounds_opened:
+            self.active.move_to_end(name)
+        return trajectory.new_leg(rid, prompt)
+
+    def unused(self) -> list[Trajectory]:
+        """Without rounds: the least recently used trajectories beyond those that are kept."""
+        if self.rounds_opened or len(self.active) <= MAX_WITHOUT_ROUNDS:
+            return []
+        idle = [t for t in self.active.values() if not t.pending]
+        return idle[: len(self.active) - MAX_WITHOUT_ROUNDS]
+
+    def check(self, done: Iterable[str], reject: Iterable[str]) -> None:
+        """Refuse a message that names an unknown trajectory, or one that has ended the other way; nothing changes.
+
+        Raises:
+            RequestError: 404 or 409.
+        """
+        wanted: tuple[tuple[str, Ending, Iterable[str]], ...] = (
+            ("trajectories", "done", done),
+            ("reject", "rejected", reject),
+        )
+        for name, ending, ids in wanted:
+            for i in ids:
+                before = self.ended.get(i)
+                if before is None and i not in self.active:
+                    raise RequestError(404, name, f"run {self.name!r} has no trajectory {i!r}")
+                if before is not None and before != ending:
+                    raise RequestError(409, name, f"trajectory {i!r} has ended: {before}")
+
+    def end(self, name: str, ending: Ending) -> Trajectory | None:
+        """A trajectory that `check` has passed ends; None if it had ended before."""
+        if name in self.ended:
+            return None
+        self.ended[name] = ending
+        if len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
+        trajectory = self.active[name]
+        if ending == "done":
+            self.done[trajectory] = None
+        else:
+            del self.active[name]
+            self.rejected.append(name)
+        return trajectory
+
+    def drop(self, name: str) -> Trajectory | None:
+        """Delete a trajectory, also a done one; None if it has left."""
+        trajectory = self.active.pop(name, None)
+        if trajectory is not None:
+            self.done.pop(trajectory, None)
+            self.ended[name] = "rejected"
+        return trajectory
+
+    def deliver(self, trajectory: Trajectory) -> None:
+        """A reply contains it: it leaves."""
+        del self.active[trajectory.id]
+        del self.done[trajectory]
+
+
+def _common_prefix(a: Ids, b: Ids) -> int:
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if differ.size else length
+
+
+def _cut(legs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The legs of the first `length` tokens."""
+    cut: list[tuple[int, int]] = []
+    for number, end in legs:
+        cut.append((number, min(end, length)))
+        if end >= length:
+            break
+    return cut

@@ -1,0 +1,248 @@
+"""Legs of trajectories, their record, and rounds that count trajectories (docs/trajectories.md)."""
+
+from concurrent.futures import Future
+from typing import Any
+
+from tests.support.live import LiveServer, until
+
+PROMPT = [9, 8, 7, 6, 5]
+LENGTH = 12
+
+
+def leg(
+    live: LiveServer, run: str, name: str, ids: list[int], *, length: int = LENGTH, group: str = "", **fields: Any
+) -> dict[str, Any]:
+    """One turn of an agent."""
+    headers = {"x-april-run": run, "x-april-trajectory": name} | ({"x-april-group": group} if group else {})
+    params = {"temperature": 0.8, "sampling_seed": 41, "max_new_tokens": length, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": params, **fields}
+    answer = live.server.http.post("/generate", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def turn(live: LiveServer, run: str, name: str, **fields: Any) -> "Future[dict[str, Any]]":
+    return live.in_background(leg, live, run, name, PROMPT, **fields)
+
+
+def record(live: LiveServer, run: str, name: str, status: int = 200) -> dict[str, Any]:
+    answer = live.server.http.get(f"/april/trajectories/{name}", params={"run": run})
+    assert answer.status_code == status, answer.text
+    return dict(answer.json())
+
+
+def open_round(live: LiveServer, run: str, **body: Any) -> "Future[dict[str, Any]]":
+    """Open a round of trajectories, and return once it is open."""
+    fields = {"run": run, "round_id": f"{run}-{body.get('quota')}", "quota_unit": "trajectory", **body}
+    reply = live.in_background(live.server.rollout, **fields)
+    until(lambda: reply.done() or fields["round_id"] in live.server.state()["http"]["rounds"], "the round is open")
+    return reply
+
+
+def done(live: LiveServer, run: str, *names: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    trajectories = {name: {"reward": 0.5} for name in names}
+    return dict(
+        live.server.post("/april/trajectories/done", {"run": run, "trajectories": trajectories, **body}, status=status)
+    )
+
+
+def pending(live: LiveServer, run: str) -> int:
+    return int(live.server.state()["attached"].get(run, {}).get("samples", 0))
+
+
+def test_record_has_every_leg(live: LiveServer, run: str) -> None:
+    """The second leg extends the first; the third edits the history and begins a branch."""
+    first = leg(live, run, "t", PROMPT, return_logprob=True)
+    history = [*PROMPT, *first["output_ids"], 3, 4]
+    second = leg(live, run, "t", history)
+    assert "output_token_logprobs" not in second["meta_info"]
+    edited = [*history[:10], 1, 2, 3]
+    third = leg(live, run, "t", edited, return_logprob=True)
+    known = record(live, run, "t")
+    assert [x["parent"] for x in known["legs"]] == [None, 0, 0]
+    assert [x["shared"] for x in known["legs"]] == [0, 17, 10]
+    assert [x["prompt_ids"] for x in known["legs"]] == [PROMPT, [3, 4], [1, 2, 3]]
+    assert [x["output_ids"] for x in known["legs"]] == [x["output_ids"] for x in (first, second, third)]
+    for i, answer in ((0, first), (2, third)):
+        asked = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        assert known["legs"][i]["logprobs"] == asked
+    assert all(len(x["logprobs"]) == LENGTH for x in known["legs"])
+    assert [x["spans"] for x in known["legs"]] == [x["meta_info"]["april"]["spans"] for x in (first, second, third)]
+    main, branch = known["branches"]
+    assert (main["legs"], branch["legs"]) == ([0, 1], [0, 2])
+    assert main["ids"] == [*history, *second["output_ids"]]
+    assert branch["ids"] == [*edited, *third["output_ids"]]
+    assert (main["shared"], branch["shared"]) == (0, 10)
+    assert (main["drawn"], branch["drawn"]) == ([[5, 17], [19, 31]], [[5, 10], [13, 25]])
+    assert main["logprobs"][5:17] == known["legs"][0]["logprobs"]
+    assert branch["logprobs"][5:10] == known["legs"][0]["logprobs"][:5]
+    assert main["logprobs"][:5] == [None] * 5
+    assert known["state"] == "parked"
+    assert record(live, run, "u", status=404)["error"]["field"] == "id"
+    assert pending(live, run) == 0
+    live.server.post("/april/drop", {"run": run})
+    record(live, run, "t", status=404)
+
+
+def test_quota_suspends_the_other_trajectories(live: LiveServer, run: str) -> None:
+    """The reply of a round comes with its quota; the next round continues the other legs."""
+    alone = leg(live, run, "alone", PROMPT, length=40)["output_ids"]
+    live.server.post("/april/drop", {"run": run})
+    v = live.version
+    with live.server.slowed():
+        first = open_round(live, run, quota=1)
+        short = turn(live, run, "short", length=4)
+        long = [turn(live, run, f"long{i}", length=40) for i in range(2)]
+        assert live.result_of(short)["output_ids"] == alone[:4]
+        until(lambda: record(live, run, "long1")["state"] == "running", "the others run")
+        answer = done(live, run, "short")
+        assert (answer["done"], answer["quota"]) == (1, 1)
+        reply = live.result_of(first)
+        before = len(live.server.forwards())
+        assert live.server.state()["samples"]["running"] == 0
+        assert reply["end_reason"] == "quota"
+        assert [(t["id"], t["reward"]) for t in reply["trajectories"]] == [("short", 0.5)]
+        carried = {t["id"]: t for t in reply["carried"]["trajectories"]}
+        assert {t["state"] for t in carried.values()} == {"pending"}
+        assert carried.keys() == {"long0", "long1"}
+        late = turn(live, run, "late", length=4)
+        until(lambda: pending(live, run) == 3, "another request arrives")
+        assert len(live.server.forwards()) == before
+        assert not any(x.done() for x in (*long, late))
+        live.push(1)
+    second = open_round(live, run, quota=3)
+    for x in long:
+        result = live.result_of(x)
+        assert result["output_ids"][:4] == alone[:4]
+        assert [s["version"] for s in result["meta_info"]["april"]["spans"]] == [v, v + 1]
+    live.result_of(late)
+    done(live, run, "long0", "late")
+    assert done(live, run, "short")["counted"] == 2
+    done(live, run, "long1")
+    reply = live.result_of(second)
+    assert [t["id"] for t in reply["trajectories"]] == ["long0", "late", "long1"]
+    assert reply["carried"]["trajectories"] == []
+    assert reply["stats"]["delivered"]["trajectories"] == 3
+    refused = live.server.http.post(
+        "/generate", json={"input_ids": PROMPT}, headers={"x-april-run": run, "x-april-trajectory": "late"}
+    )
+    assert refused.status_code == 400
+    assert "has ended" in refused.text
+
+
+def test_begun_trajectories_come_first(live: LiveServer, run: str) -> None:
+    reply = open_round(live, run, quota=2, concurrency=1)
+    with live.server.slowed():
+        first = turn(live, run, "first", length=6)
+        until(lambda: pending(live, run) == 1, "the first request arrives")
+        others = [turn(live, run, f"new{i}", length=30) for i in range(2)]
+        answer = live.result_of(first)
+        second = live.in_background(leg, live, run, "first", [*PROMPT, *answer["output_ids"], 1], length=6)
+        until(lambda: live.server.state()["samples"]["running"] == 1, "a new trajectory runs")
+        live.result_of(second)
+        assert sum(x.done() for x in others) <= 1
+        done(live, run, "first")
+    for x in others:
+        live.result_of(x)
+    done(live, run, "new1")
+    assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["first", "new1"]
+    live.server.post("/april/drop", {"run": run})
+
+
+def test_groups_are_delivered_whole(live: LiveServer, run: str) -> None:
+    reply = open_round(live, run, quota_unit="group", trajectories=True, n=2, quota=1)
+    for name in ("a0", "b0", "a1", "b1"):
+        leg(live, run, name, PROMPT, group=name[0], length=3)
+    answer = done(live, run, "a0", "b0", reject=["a1"])
+    assert (answer["counted"], answer["rejected"]) == (0, 1)
+    assert done(live, run, reject=["a1"])["counted"] == 0
+    assert done(live, run, "a1", status=409)["error"]["field"] == "trajectories"
+    assert done(live, run, "a0", "unknown", status=404)["error"]["field"] == "trajectories"
+    leg(live, run, "a2", PROMPT, group="a", length=3)
+    done(live, run, "a2")
+    ended = live.result_of(reply)
+    assert [(t["id"], t["group"]) for t in ended["trajectories"]] == [("a0", "a"), ("a2", "a")]
+    assert ended["rejected"] == ["a1"]
+    assert [t["id"] for t in ended["carried"]["trajectories"]] == ["b0", "b1"]
+    live.server.post("/april/drop", {"run": run})
+
+
+def test_a_round_without_running_legs_holds_nothing(live: LiveServer, run: str) -> None:
+    """While tools run: a weight call, a pause and a release of memory."""
+    v = live.version
+    reply = open_round(live, run, quota=1)
+    answer = leg(live, run, "t", PROMPT)
+    assert live.load(1)["success"]
+    live.policies[v + 1] = live.model(1)
+    live.server.post("/pause_generation", {"mode": "retract"})
+    live.server.post("/continue_generation", {"torch_empty_cache": False})
+    live.server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    late = live.in_background(leg, live, run, "t", [*PROMPT, *answer["output_ids"], 2])
+    until(lambda: pending(live, run) == 1, "a request arrives meanwhile")
+    assert not reply.done()
+    live.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert live.result_of(late)["meta_info"]["april"]["spans"][0]["version"] == v + 1
+    done(live, run, "t")
+    assert live.result_of(reply)["end_reason"] == "quota"
+
+
+def test_beside_a_round_of_prompts(live: LiveServer, run: str) -> None:
+    """Another run's batch round ends by its own quota, and the legs run on."""
+    with live.server.slowed():
+        reply = open_round(live, run, quota=1)
+        answer = turn(live, run, "t", length=40)
+        until(lambda: live.running() == 1, "the leg runs")
+        prompts = [
+            {"id": f"p{i}", "input_ids": [i + 1], "sampling_params": {"max_new_tokens": 4 + 60 * i}} for i in (0, 1)
+        ]
+        batch = live.server.rollout(run=f"{run}-batch", prompts=prompts, quota=1)
+        assert batch["end_reason"] == "quota"
+        assert not answer.done()
+        until(lambda: live.running() == 1, "the leg runs on")
+        live.server.post("/april/drop", {"run": f"{run}-batch"})
+    live.result_of(answer)
+    done(live, run, "t")
+    assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["t"]
+
+
+def test_done_aborts_a_pending_leg(live: LiveServer, run: str) -> None:
+    reply = open_round(live, run, quota=1)
+    with live.server.slowed():
+        answer = turn(live, run, "t", length=60)
+        until(lambda: live.running() == 1, "the leg runs")
+        live.wait_decodes()
+        done(live, run, "t")
+        aborted = live.result_of(answer)
+    assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+    (delivered,) = live.result_of(reply)["trajectories"]
+    assert delivered["legs"][0]["output_ids"] == aborted["output_ids"]
+    assert 0 < len(aborted["output_ids"]) < 60
+
+
+def test_a_stale_trajectory_is_waited_for(live: LiveServer, run: str) -> None:
+    leg(live, run, "old", PROMPT)
+    live.push(1)
+    reply = open_round(live, run, quota=1, max_staleness=1)
+    leg(live, run, "new", PROMPT)
+    done(live, run, "new")
+    (waiting,) = live.server.state()["rounds"]
+    assert (waiting["counted"], waiting["mandatory"]) == (1, ["old"])
+    assert not reply.done()
+    done(live, run, reject=["old"])
+    assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["new"]
+
+
+def test_what_a_round_of_trajectories_does_not_have(live: LiveServer, run: str) -> None:
+    for body, field in (
+        ({"quota_unit": "trajectory", "prompts": [{"id": "p", "input_ids": [1]}]}, "prompts"),
+        ({"quota_unit": "trajectory", "n": 2}, "n"),
+        ({"quota_unit": "group", "trajectories": True}, "n"),
+        ({"trajectories": True, "n": 2}, "quota_unit"),
+        ({"quota_unit": "trajectory", "count": "accepted"}, "count"),
+        ({"quota_unit": "trajectory", "stream": True}, "stream"),
+    ):
+        assert live.server.rollout(run=run, status=400, **body)["error"]["field"] == field
+    asked = {"input_ids": [PROMPT, PROMPT]}
+    answer = live.server.http.post("/generate", json=asked, headers={"x-april-run": run, "x-april-trajectory": "t"})
+    assert answer.status_code == 400
+    assert "x-april-trajectory" in answer.text

@@ -1,0 +1,191 @@
+"""Trajectories and their rounds in memory: which legs run when, what counts, and what a reply contains."""
+
+import numpy as np
+import pytest
+
+from sglang_april.api import messages
+from tests.unit.leg_harness import PROMPT, LegHarness
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def w(request: pytest.FixtureRequest) -> LegHarness:
+    return LegHarness(overlap=request.param, slots=4)
+
+
+def test_without_rounds_legs_run_at_once(w: LegHarness) -> None:
+    w.leg("run", "a", PROMPT, 4, "t")
+    w.step(8)
+    first = w.ended("a")
+    assert first is not None
+    assert (first.number, first.parent, first.shared, first.prefilled) == (0, None, 0, 3)
+    w.leg("run", "b", [*w.sequence("a"), 1], 2, "t")
+    w.step(8)
+    second = w.ended("b")
+    assert second is not None
+    assert (second.number, second.parent, second.shared) == (1, 0, 7)
+    assert np.frombuffer(second.prompt_ids, "<i4").tolist() == [1]
+    w.leg("run", "c", [*w.sequence("a")[:5], 2, 2], 2, "t")
+    w.step(8)
+    third = w.ended("c")
+    assert third is not None
+    assert (third.parent, third.shared) == (0, 5)
+    (trajectory,) = w.context.trajectories["run"].active.values()
+    assert (trajectory.legs, trajectory.branches, len(trajectory.sequences)) == (3, 1, 2)
+
+
+def test_the_round_ends_in_the_step_in_which_its_quota_is_done(w: LegHarness) -> None:
+    assert w.open("run", 2).status == 200
+    for name in "abc":
+        w.leg("run", name, PROMPT, 20, name)
+    w.step(3)
+    assert w.running() == {"a", "b", "c"}
+    assert w.done("run", "a").data["counted"] == 1
+    forwards = w.engine.forwards
+    w.done("run", "b")
+    (reply,) = w.of(messages.RoundEnded)
+    assert (reply.end_reason, reply.trajectories) == ("quota", ["a", "b"])
+    assert [(t["id"], t["state"]) for t in reply.carried["trajectories"]] == [("c", "pending")]
+    w.step(5)
+    assert w.engine.forwards == forwards
+    assert not w.running()
+    w.leg("run", "d", PROMPT, 2, "d")
+    w.step(3)
+    assert not w.running()
+    w.open("run", 2)
+    w.step(40)
+    assert w.ended("c") is not None
+    assert w.ended("d") is not None
+    w.done("run", "d", "c")
+    assert w.of(messages.RoundEnded)[1].trajectories == ["d", "c"]
+
+
+def test_a_repeated_or_wrong_message_changes_nothing(w: LegHarness) -> None:
+    w.open("run", 3)
+    for name in "abc":
+        w.leg("run", name, PROMPT, 2, name)
+    w.step(10)
+    assert w.done("run", "a", reject=("b",)).status == 200
+    assert w.done("run", "a", reject=("b",)).data["new"] == []
+    assert w.done("run", "b").status == w.done("run", reject=("a",)).status == 409
+    assert w.done("run", "c", "x").status == 404
+    assert w.done("run", "c").data == {
+        "done": 1,
+        "rejected": 0,
+        "new": ["c"],
+        "round_id": "r0",
+        "counted": 2,
+        "quota": 3,
+    }
+    assert not w.leg("run", "late", PROMPT, 2, "b"), "a leg of an ended trajectory"
+    w.stop("run")
+    (reply,) = w.of(messages.RoundEnded)
+    assert (reply.trajectories, reply.rejected) == (["a", "c"], ["b"])
+    assert w.done("run", "a", "c").status == 200
+
+
+def test_done_aborts_what_is_pending(w: LegHarness) -> None:
+    w.open("run", 2)
+    w.leg("run", "a", PROMPT, 30, "a")
+    w.step(6)
+    w.done("run", "a")
+    leg = w.ended("a")
+    assert leg is not None
+    assert leg.result.finish_reason == {"type": "abort"}
+    assert 0 < len(leg.result.output_ids) // 4 < 30
+    assert not w.running()
+
+
+def test_concurrency_and_begun_trajectories(w: LegHarness) -> None:
+    w.open("run", 9, concurrency=1)
+    w.leg("run", "a", PROMPT, 3, "t")
+    w.leg("run", "x", PROMPT, 3, "x")
+    w.leg("run", "y", PROMPT, 3, "y")
+    while w.ended("a") is None:
+        w.step()
+        assert len(w.running()) <= 1
+    w.leg("run", "b", w.sequence("a"), 3, "t")
+    while w.ended("y") is None:
+        w.step()
+        assert len(w.running()) <= 1
+    order = [leg.rid for leg in w.of(messages.LegEnded)]
+    assert order.index("b") < order.index("y"), "a begun trajectory comes before a new one"
+
+
+def test_groups_count_when_n_are_done(w: LegHarness) -> None:
+    w.open("run", 1, quota_unit="group", n=2)
+    for name in ("g0", "g1", "g2", "h0"):
+        w.leg("run", name, PROMPT, 2, name, name[0])
+    assert not w.leg("run", "late", PROMPT, 2, "g0", "h"), "another group"
+    w.step(10)
+    assert w.done("run", "h0", "g1").data["counted"] == 0
+    w.done("run", "g0")
+    (reply,) = w.of(messages.RoundEnded)
+    assert (reply.trajectories, reply.rejected) == (["g1", "g0"], ["g2"])
+    assert [t["id"] for t in reply.carried["trajectories"]] == ["h0"]
+
+
+def test_a_stale_trajectory_is_waited_for(w: LegHarness) -> None:
+    w.leg("run", "old", PROMPT, 2, "old")
+    w.step(5)
+    w.push()
+    w.open("run", 1, max_staleness=1)
+    w.leg("run", "new", PROMPT, 2, "new")
+    w.step(5)
+    w.done("run", "new")
+    assert not w.of(messages.RoundEnded)
+    w.done("run", "old")
+    assert w.of(messages.RoundEnded)[0].trajectories == ["old"]
+
+
+def test_running_ahead_until_a_quota_waits(w: LegHarness) -> None:
+    w.open("run", 1, after_quota="continue")
+    for name in "abc":
+        w.leg("run", name, PROMPT, 30, name)
+    w.step(3)
+    w.done("run", "a")
+    assert w.of(messages.RoundEnded)
+    w.step(2)
+    assert w.running() == {"b", "c"}
+    w.done("run", "b")
+    w.step(2)
+    assert not w.running()
+    w.open("run", 1)
+    assert w.of(messages.RoundEnded)[1].trajectories == ["b"]
+
+
+def test_a_push_and_a_pause_suspend_legs_of_a_round(w: LegHarness) -> None:
+    w.open("run", 1)
+    w.leg("run", "a", PROMPT, 12, "a")
+    w.step(4)
+    w.command(messages.PushBegin)
+    w.leg("run", "b", PROMPT, 2, "b")
+    forwards = w.engine.forwards
+    w.step(4)
+    assert w.engine.forwards == forwards
+    w.command(messages.PushEnd)
+    w.step(20)
+    leg = w.ended("a")
+    assert leg is not None
+    assert [(s.version, s.kv) for s in leg.result.spans] == [(0, "fresh"), (1, "kept")]
+    assert w.ended("b") is not None
+
+
+def test_trajectories_without_rounds_are_forgotten(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_april.scheduler.trajectories.MAX_WITHOUT_ROUNDS", 3)
+    for i in range(6):
+        w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
+        w.step(6)
+    assert list(w.context.trajectories["run"].active) == ["t3", "t4", "t5"]
+    assert [event.ids for event in w.of(messages.TrajectoriesRemoved)] == [["t0"], ["t1"], ["t2"]]
+
+
+def test_drop_deletes_done_and_pending_trajectories(w: LegHarness) -> None:
+    w.open("run", None)
+    w.leg("run", "a", PROMPT, 2, "a")
+    w.leg("run", "b", PROMPT, 30, "b")
+    w.step(8)
+    w.done("run", "a")
+    assert w.command(messages.Drop, run="run").data["trajectories"] == 2
+    assert w.context.trajectories["run"].active == {}
+    w.step(3)
+    assert not w.running()
