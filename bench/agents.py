@@ -9,9 +9,10 @@ run; those of `unattached` do not. A row has output tokens/s, and the ratio to t
 
 `turns`: agents work at a time, each through trajectories of several turns. A turn is one `/generate` request with
 everything so far as its prompt; then a tool takes its time and adds tokens. Meanwhile weights are pushed at fixed
-intervals, by one of three variants:
+intervals, by one of four variants:
 
 - `attached`: the requests belong to a run. The push suspends them, and their callers wait.
+- `trajectory`: they also name their trajectory, which may keep their KV for the next turn.
 - `resend`: on a stock server, generation is paused by `abort`; callers keep what they have and, after the push,
   send prompt and tokens again.
 - `in_place`: on a stock server, generation is paused by `in_place`, and requests continue on the older policy's KV.
@@ -43,8 +44,9 @@ from bench.rollout.servers import Size, both_servers
 from examples import interrupt
 from examples.tiny_model import make
 
-Variant = Literal["attached", "resend", "in_place"]
-VARIANTS: tuple[Variant, ...] = ("attached", "resend", "in_place")
+Variant = Literal["attached", "trajectory", "resend", "in_place"]
+VARIANTS: tuple[Variant, ...] = ("attached", "trajectory", "resend", "in_place")
+ATTACHED = ("attached", "trajectory")
 RUN = "agents"
 HEADERS = {"x-april-run": RUN}
 
@@ -114,7 +116,7 @@ class Agents:
         self, engine: EngineClient, variant: Variant, load: Load, checkpoints: tuple[Path, Path], seed: int
     ) -> None:
         self._engine, self._variant, self._load, self._checkpoints = engine, variant, load, checkpoints
-        self._rng = random.Random(seed)
+        self._rng, self._name = random.Random(seed), uuid.uuid4().hex[:8]
         self._left = load.trajectories
         self._may_ask = asyncio.Event()
         self.own_tokens = 0
@@ -157,9 +159,10 @@ class Agents:
         load, rng = self._load, self._rng
         while self._left:
             self._left -= 1
+            headers = self._headers(str(self._left))
             ids = self._tokens(load.prompt)
             for turn in range(load.turns):
-                ids += await self._turn(ids, rng.randint(load.response // 4, 7 * load.response // 4))
+                ids += await self._turn(ids, headers, rng.randint(load.response // 4, 7 * load.response // 4))
                 if turn + 1 < load.turns:
                     await asyncio.sleep(rng.uniform(0, 2 * load.tool_s))
                     ids += self._tokens(load.tool_tokens)
@@ -168,10 +171,14 @@ class Agents:
         self.own_tokens += count
         return [self._rng.randint(6, 500) for _ in range(count)]
 
-    async def _turn(self, prompt: list[int], length: int) -> list[int]:
+    def _headers(self, trajectory: str) -> dict[str, str]:
+        if self._variant == "trajectory":
+            return {**HEADERS, "x-april-trajectory": f"{self._name}-{trajectory}"}
+        return HEADERS if self._variant == "attached" else {}
+
+    async def _turn(self, prompt: list[int], headers: dict[str, str], length: int) -> list[int]:
         """The response, in as many requests as the variant needs."""
         drawn: list[int] = []
-        headers = HEADERS if self._variant == "attached" else None
         while len(drawn) < length:
             await self._may_ask.wait()
             params = {"max_new_tokens": length - len(drawn), "ignore_eos": True, "temperature": 1.0}
@@ -201,7 +208,7 @@ class Agents:
 
     async def _push(self, checkpoint: Path) -> None:
         engine = self._engine
-        if self._variant == "attached":
+        if self._variant in ATTACHED:
             await engine.post("/april/push/begin", {})
             await engine.load_weights(checkpoint, flush=False)
             await engine.post("/april/push/end", {})
@@ -214,7 +221,7 @@ class Agents:
 
     async def _resume(self) -> None:
         """Also after a push that the end of the row has cut short."""
-        if self._variant == "attached":
+        if self._variant in ATTACHED:
             if (await self._engine.get("/april/state"))["push_open"]:
                 await self._engine.load_weights(self._checkpoints[0], flush=False)
                 await self._engine.post("/april/push/end", {})
@@ -233,7 +240,7 @@ async def measure_turns(
             of_pair: dict[str, record.Row] = {}
             for i in range(len(VARIANTS)):
                 variant = VARIANTS[(i + repetition) % len(VARIANTS)]
-                engine = april if variant == "attached" else stock
+                engine = april if variant in ATTACHED else stock
                 row = await Agents(engine, variant, load, checkpoints, seed=repetition).run()
                 given = {"bench": "agents turns", "preset": preset.name, **asdict(load), "variant": variant}
                 of_pair[variant] = {**facts, **given, "repetition": repetition, **row}
@@ -266,6 +273,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("what", choices=("pairs", "turns"))
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes of `turns` (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="the shortest run of it; its figures say nothing")
+    parser.add_argument("--base-only", action="store_true", help="only the first load of the preset")
     parser.add_argument("--repetitions", type=int, help="default: 8 pairs, or those of the preset")
     parser.add_argument(
         "--prompts", type=int, default=PROMPTS, help="requests of a measurement of `pairs` (%(default)s)"
@@ -294,7 +302,7 @@ def main(given: list[str] | None = None) -> int:
                 rows = measure_pairs(*urls, checkpoints[0], prompts, preset.slots, repetition)
                 _keep(args.out, [{**facts, **row} for row in rows])
             return 0
-        for load in preset.loads:
+        for load in preset.loads[: 1 if args.base_only else None]:
             part = replace(preset, loads=(load,), repetitions=repetitions)
             _keep(args.out, asyncio.run(_turns(urls, part, checkpoints, facts)))
     return 0

@@ -24,6 +24,7 @@ from sglang_april.flag_values import (
     path,
     seconds,
     switch,
+    text,
     whole,
 )
 
@@ -60,6 +61,7 @@ class AprilConfig:
     max_body_mb: int = 64
     concurrency: int | Literal["auto"] | None = None
     attach: str | None = None
+    model: str | None = None
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
@@ -171,6 +173,13 @@ FLAGS: tuple[Flag, ...] = (
         name,
         "RUN",
         "run of the requests to SGLang's own routes that name none (default: such requests belong to no run)",
+    ),
+    Flag(
+        "model",
+        text,
+        "PATH",
+        "be active only if this is --model-path, and leave other servers plain SGLang: for SGLANG_APRIL in the "
+        "environment of a job with several servers",
     ),
     Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(

@@ -93,3 +93,9 @@ def path(value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("must be the path of a file")
     return str(Path(value).absolute())
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a text that is not empty")
+    return value

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench import record
 from bench.gpu.page import log_of, page
-from bench.gpu.pieces import CONTINUES, Piece, Setting, pieces
+from bench.gpu.pieces import CONTINUES, GpuSetting, Piece, pieces
 from examples import interrupt
 from examples.april_demo.server import has_gpu
 
@@ -43,7 +43,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> GpuSetting:
     """Where the pieces run.
 
     Raises:
@@ -54,14 +54,14 @@ def setting_of(args: argparse.Namespace) -> Setting:
     if args.rehearse:
         if has_gpu():
             raise SystemExit("--rehearse is for machines without a GPU; this one has one")
-        return Setting("cpu", folder, folder / "results")
+        return GpuSetting("cpu", folder, folder / "results")
     if not has_gpu():
         raise SystemExit("torch sees no GPU here; GPU_ARGS=--rehearse runs the same pieces on the CPU platform")
     import torch
 
     memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
     checkpoints = (args.checkpoints[0], args.checkpoints[1]) if args.checkpoints else None
-    return Setting("rocm" if torch.version.hip else "cuda", folder, record.RESULTS, memory, checkpoints)
+    return GpuSetting("rocm" if torch.version.hip else "cuda", folder, record.RESULTS, memory, checkpoints)
 
 
 def run_piece(piece: Piece, folder: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from bench import record
-from bench.gpu.pieces import Piece, Setting
+from bench.gpu.pieces import GpuSetting, Piece
 from bench.record import Row
 from bench.report import markdown
 from bench.tables import headline_table
@@ -26,7 +26,7 @@ README_CELLS: dict[str, tuple[str, ...]] = {
 """The start of each row of README's table, and the pieces that fill its GPU cell; without any, `make gpu` cannot."""
 
 
-def page(setting: Setting, chosen: Sequence[Piece], state: Mapping[str, Status]) -> str:
+def page(setting: GpuSetting, chosen: Sequence[Piece], state: Mapping[str, Status]) -> str:
     """Markdown, one page."""
     machine = record.machine()
     title = (
@@ -46,7 +46,7 @@ def page(setting: Setting, chosen: Sequence[Piece], state: Mapping[str, Status])
     return "\n".join(part for part in parts if part)
 
 
-def _pieces(setting: Setting, chosen: Sequence[Piece], state: Mapping[str, Status]) -> str:
+def _pieces(setting: GpuSetting, chosen: Sequence[Piece], state: Mapping[str, Status]) -> str:
     lines = [["piece", "result", "seconds", "log"]]
     for piece in chosen:
         status = state.get(piece.name, {"state": "not run", "seconds": 0})
@@ -55,7 +55,7 @@ def _pieces(setting: Setting, chosen: Sequence[Piece], state: Mapping[str, Statu
     return f"## {passed} of {len(chosen)} pieces passed\n\n{markdown(lines)}"
 
 
-def _cells(setting: Setting, state: Mapping[str, Status], gpu: str | None) -> str:
+def _cells(setting: GpuSetting, state: Mapping[str, Status], gpu: str | None) -> str:
     if setting.rehearsal:
         return ""
     lines = [["row of README", "its cell for a GPU"]]

@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Setting:
+class GpuSetting:
     """Where the pieces run."""
 
     kind: str
@@ -54,7 +54,7 @@ class Setting:
         return self.results / f"{bench}.json"
 
 
-def pieces(setting: Setting) -> list[Piece]:
+def pieces(setting: GpuSetting) -> list[Piece]:
     """All pieces in the order of their worth: what is exact first, then what is fast."""
     found = [Piece("machine", _python("bench.gpu.machine", *(["--no-gpu"] if setting.rehearsal else [])))]
     found += _resume(setting)
@@ -80,7 +80,7 @@ def _python(module: str, *rest: str) -> tuple[str, ...]:
     return sys.executable, "-m", module, *rest
 
 
-def _resume(setting: Setting) -> list[Piece]:
+def _resume(setting: GpuSetting) -> list[Piece]:
     """Whether a resumed sample equals an uninterrupted one, from each tier, for each attention backend."""
     record_to = ["--record", str(setting.rows("resume"))]
     if setting.rehearsal:
@@ -98,7 +98,7 @@ def _resume(setting: Setting) -> list[Piece]:
     return found
 
 
-def _live(setting: Setting) -> list[Piece]:
+def _live(setting: GpuSetting) -> list[Piece]:
     """A piece for each file of live tests, on a GPU in float32 with the backends that take it."""
     names = sorted(path.stem for path in LIVE.glob("test_*.py"))
     names = [name for name in names if (name in REHEARSED if setting.rehearsal else name not in NOT_ON_ONE_GPU)]
@@ -109,7 +109,7 @@ def _live(setting: Setting) -> list[Piece]:
     ]
 
 
-def _rollout(preset: str, setting: Setting) -> Piece:
+def _rollout(preset: str, setting: GpuSetting) -> Piece:
     common = ["--out", str(setting.rows("rollout")), "--run-id", f"{setting.folder.name}-{preset}-8"]
     if setting.rehearsal:
         few = ["--preset", "tiny", "--distribution", "lognormal", "--variants", "synchronous", "april-keep"]
@@ -119,7 +119,7 @@ def _rollout(preset: str, setting: Setting) -> Piece:
     return Piece(f"{preset}/8", _python("bench.rollout", *common, *sizes, *where))
 
 
-def _pace(setting: Setting) -> Piece:
+def _pace(setting: GpuSetting) -> Piece:
     """Step times of this GPU, as a table for --april-cpu-pace."""
     out = str(setting.folder / "pace.json")
     return Piece("pace", _python("bench.pace", "measure", "--model", str(setting.models[0]), "--out", out))

@@ -1,7 +1,8 @@
-"""Training on the demo's server: waiting for all, then with ours; Megatron on the CPU through the trainer bridge.
+"""Training on the demo's server: waiting for all, then with the batch quota; Megatron runs on the CPU.
 
 Both runs start from the same weights, learn from the same prompts in the same order with the same seeds, and take the
-same number of samples per step. What differs is `partial_rollout` and the pool of prompts that lies in the engine.
+same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs do
+not take turns, because the server has the weights of one of them.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def configuration(
     """The trainer bridge's configuration of one of the two runs."""
     from trainer_bridge.args import load
 
-    sizes, ours = settings.training, variant == "april"
+    sizes, partial = settings.training, variant == "april"
     fields = {
         **{name: str(path) for name, path in data.items()},
         "hf_checkpoint": str(sizes.checkpoint),
@@ -86,9 +87,9 @@ def configuration(
         "num_rollout": sizes.steps,
         "save_interval": sizes.steps,
         "on_end": "drop",
-        "partial_rollout": ours,
+        "partial_rollout": partial,
         "rollout_batch_size": sizes.groups,
-        "over_sampling_batch_size": sizes.pool if ours else sizes.groups,
+        "over_sampling_batch_size": sizes.pool if partial else sizes.groups,
         "n_samples_per_prompt": sizes.samples_per_group,
         "max_staleness": settings.max_staleness,
         "rollout_max_response_len": settings.max_new_tokens,

@@ -2,8 +2,8 @@
 
 The state of one rank may then differ from that of the others and from SGLang's, so nothing may be decided from it any
 more, and nothing of the interrupted step may be written. `end` therefore does not unwind: SGLang catches exceptions in
-places, and threads would go on. The process ends at once, after SGLang's own signal to its parent, which kills the
-process tree and closes every connection. What the journal has written is delivered by the next server.
+places, and threads would keep running. The process ends at once, after SGLang's own signal to its parent, which kills
+the process tree and closes every connection. What the journal has written is delivered by the next server.
 """
 
 import logging

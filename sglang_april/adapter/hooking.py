@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import sglang_april
+from sglang_april import config
 from sglang_april.adapter import fail_stop, versions
 from sglang_april.adapter.hook import Hook
 
@@ -23,6 +24,8 @@ class HookError(RuntimeError):
 _applied: list[tuple[str, str, Handler]] = []
 """(path, kind, handler) of every hook, in the order of the table."""
 _verified: list[str] = []
+_stood_down: list[bool] = []
+"""Not empty: this process is a server that stays plain SGLang."""
 
 
 def apply() -> None:
@@ -49,6 +52,12 @@ def apply() -> None:
             raise SystemExit(f"sglang-april: {error}") from error
 
     HookRegistry.apply_hooks = apply_and_verify
+
+
+def stand_down() -> None:
+    """No handler does anything from now on, and child processes register none: the server is plain SGLang."""
+    _stood_down.append(True)
+    os.environ.pop(config.ENV, None)
 
 
 def verify() -> None:
@@ -88,6 +97,8 @@ def _lazy(package: str, row: Hook) -> Callable[..., Any]:
         return pkgutil.resolve_name(path)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if _stood_down:  # an `around` handler calls SGLang's function, and the others may do nothing
+            return args[0](*args[1:], **kwargs) if row.kind == "around" else None
         return fail_stop.run_handler(row, resolve(), args, kwargs)
 
     call.__qualname__ = path

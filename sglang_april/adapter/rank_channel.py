@@ -23,7 +23,7 @@ import zmq
 from sglang_april.scheduler.decisions import Decided
 
 MAX_BYTES = 64 << 10
-"""Of one message; ours have less than 3 KiB."""
+"""Bytes of one message; the plugin's have less than 3 KiB."""
 MAX_BUFFERED_BYTES = 1 << 20
 """ZMQ disconnects a sender of larger messages before it stores them, without a log line."""
 LOG_INTERVAL_S = 10.0

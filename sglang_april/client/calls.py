@@ -1,6 +1,5 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
-import dataclasses
 import logging
 import time
 import uuid
@@ -12,14 +11,12 @@ import httpx
 import msgspec
 
 from sglang_april import PROTOCOL, __version__
-from sglang_april.client.types import RolloutGroup, RolloutReply, RolloutSample, RolloutSummary, read_event, read_reply
+from sglang_april.client.types import RolloutReply, read_reply
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
 log = logging.getLogger("sglang_april")
 
-SampleKey = tuple[str, int, int]
-"""Prompt id, incarnation, index."""
 REPEATABLE = ("/april/rollout", "/april/drop")
 REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack")
 """Routes whose effect is the same if a request arrives twice."""
@@ -252,54 +249,6 @@ def waits_for_journal(error: AprilError) -> bool:
     if waits:
         log.warning("still waiting: %s", error.reason)
     return waits
-
-
-def event(line: str) -> RolloutGroup | RolloutSummary | None:
-    """One line of a stream; None for the reason why the round waits, which is logged.
-
-    Raises:
-        AprilError: it is the error event.
-    """
-    fields = msgspec.json.decode(line)
-    if fields["event"] == "error":
-        raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
-    if fields["event"] == "waiting":
-        log.warning("still waiting: %s", fields["reason"])
-        return None
-    return read_event(fields)
-
-
-class StreamedRound:
-    """What one streamed round has sent, also over several connections."""
-
-    def __init__(self) -> None:
-        self._received: dict[SampleKey, tuple[RolloutGroup, RolloutSample]] = {}
-
-    def new(self, received: RolloutGroup | RolloutSummary) -> RolloutGroup | RolloutSummary | None:
-        """The event without samples that an earlier one had; None if it has no others.
-
-        A summary is given the delivered groups.
-        """
-        if isinstance(received, RolloutSummary):
-            received.groups.extend(map(self._delivered, received.delivered))
-            return received
-        new = {}
-        for sample in received.samples:
-            key = received.id, received.incarnation, sample.index
-            if key not in self._received:
-                new[key] = received, sample
-        self._received |= new
-        return dataclasses.replace(received, samples=[sample for _, sample in new.values()]) if new else None
-
-    def _delivered(self, entry: Mapping[str, Any]) -> RolloutGroup:
-        parts = [self._received[entry["id"], entry["incarnation"], index] for index in entry["indices"]]
-        return dataclasses.replace(
-            parts[0][0],
-            samples=[sample for _, sample in parts],
-            complete=entry["complete"],
-            accepted=entry["accepted"],
-            delivered=True,
-        )
 
 
 @contextmanager

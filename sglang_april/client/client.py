@@ -19,8 +19,9 @@ from typing import Any, Concatenate, ParamSpec, Self
 
 import httpx
 
-from sglang_april.client.calls import Calls, Exchange, StreamedRound, T, event, push_stays_open
+from sglang_april.client.calls import Calls, Exchange, T, push_stays_open
 from sglang_april.client.keep_alive import with_keep_alive
+from sglang_april.client.streamed_round import StreamedRound, event
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 P = ParamSpec("P")

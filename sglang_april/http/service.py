@@ -32,7 +32,7 @@ logger = logging.getLogger("sglang_april")
 
 T = TypeVar("T")
 JOURNAL_PATIENCE_S = 10.0
-"""A client whose answer waits for the journal is told why after this time at the latest."""
+"""A client whose answer waits for the journal learns the reason after this time at the latest."""
 
 
 class AprilService:

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import uuid
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 
+from sglang_april.client.async_engine_pool import AsyncEnginePool
 from sglang_april.client.calls import AprilError
 from sglang_april.client.client import AprilClient
 from sglang_april.client.engine_pool import EnginePool
@@ -48,6 +48,8 @@ class Rollouts:
         self._tokenizer: Any = None
         self._inherited: set[str] | None = None
         """Ids of groups that the engines had at the first rollout of this process."""
+        self._unsent: list[dict[str, Any]] = []
+        """Prompts that the data source has given and no engine has taken."""
 
     def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
         if evaluation:
@@ -56,7 +58,8 @@ class Rollouts:
             raise ValueError(f"sglang_april: {reason}")
         self._tokenizer = self._tokenizer or self._framework.tokenizer(args)
         self._connect(args)
-        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, data_source.get_samples)
+        source = data_source.get_samples
+        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, source, self._unsent)
         if self._inherited is None:
             self._inherited = rollout.held()
         output: Any = self._framework.run(rollout.run(self._inherited))
@@ -87,9 +90,11 @@ class _Rollout:
         args: Namespace,
         rollout_id: int,
         get_samples: Callable[[int], list[Group]],
+        unsent: list[dict[str, Any]],
     ) -> None:
         self._framework, self._pool, self._tokenizer = framework, pool, tokenizer
-        self._args, self._rollout_id, self._get_samples = args, rollout_id, get_samples
+        self._awaitable = AsyncEnginePool(pool)
+        self._args, self._rollout_id, self._get_samples, self._unsent = args, rollout_id, get_samples, unsent
         self._run = os.environ.get("SGLANG_APRIL_RUN", framework.package)
         self._round_id = f"{self._run}-{rollout_id}-{uuid.uuid4().hex[:8]}"
         self._metrics = framework.filters.MetricGatherer()
@@ -119,7 +124,7 @@ class _Rollout:
         try:
             async with asyncio.TaskGroup() as scoring:
                 tasks = []
-                async for event in self._events(body):
+                async for event in self._awaitable.stream(**body):
                     if isinstance(event, RolloutSummary):
                         summary = event
                         break
@@ -132,6 +137,9 @@ class _Rollout:
         except BaseException:
             await asyncio.to_thread(self._stop)
             raise
+        for group in summary.groups:
+            if group.accepted and (group.id, group.incarnation) not in self._scored:
+                await self._score(group)  # accepted before a restart: there was no preview to reward
         return await asyncio.to_thread(self._output, summary)
 
     # --- begin
@@ -158,7 +166,8 @@ class _Rollout:
 
     def _take(self, groups: int) -> list[dict[str, Any]]:
         """So many prompts of the data source. After a restart it repeats some that the engines have: skip them."""
-        prompts: list[dict[str, Any]] = []
+        unsent, groups = [prompt for prompt in self._unsent if prompt["id"] not in self._known], max(groups, 0)
+        prompts, self._unsent[:] = unsent[:groups], unsent[groups:]
         while len(prompts) < groups and (drawn := self._get_samples(groups - len(prompts))):
             new = [group for group in drawn if str(group[0].group_index) not in self._known]
             prompts += [self._framework.to_prompt(group, self._tokenizer, self._rollout_id) for group in new]
@@ -168,42 +177,35 @@ class _Rollout:
 
     # --- while it runs
 
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[RolloutGroup | RolloutSummary]:
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
-
-        def follow() -> None:
-            def put(event: object) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(events.put_nowait, event)
-
-            try:
-                for event in self._pool.stream(**body):
-                    put(event)
-            except BaseException as error:  # noqa: BLE001 - raised where the events are read
-                put(error)
-
-        threading.Thread(target=follow, name="april rollout", daemon=True).start()
-        while True:
-            event = await events.get()
-            if isinstance(event, BaseException):
-                raise event
-            yield event
-
     async def _judge(self, group: RolloutGroup) -> None:
         """Reward and filter a finished group, tell its engine, and replace it if it is dropped."""
+        samples = await self._score(group)
+        reason = self._framework.drop_reason(self._args, samples, self._remaining)
+        try:
+            if reason is None:
+                await self._awaitable.judge(self._round_id, accept=[group.id])
+                return
+            self._metrics.on_dynamic_filter_drop(reason=reason)
+            self._remaining -= 1
+            if self._remaining < self._args.rollout_batch_size:
+                await self._extend(self._take(self._args.over_sampling_batch_size))
+            await self._awaitable.judge(self._round_id, reject=[group.id])
+        except AprilError as error:
+            if error.status != 409:  # the round has met its quota meanwhile: the next one streams the group again
+                raise
+
+    async def _extend(self, prompts: list[dict[str, Any]]) -> None:
+        try:
+            await self._awaitable.extend(self._round_id, prompts=prompts)
+        except AprilError:
+            self._unsent += prompts
+            raise
+
+    async def _score(self, group: RolloutGroup) -> Group:
         samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
         samples = await self._framework.reward(self._args, samples)
         self._scored[group.id, group.incarnation] = samples
-        reason = self._framework.drop_reason(self._args, samples, self._remaining)
-        if reason is None:
-            await asyncio.to_thread(self._pool.judge, self._round_id, accept=[group.id])
-            return
-        self._metrics.on_dynamic_filter_drop(reason=reason)
-        self._remaining -= 1
-        if self._remaining < self._args.rollout_batch_size:
-            prompts = self._take(self._args.over_sampling_batch_size)
-            await asyncio.to_thread(self._pool.extend, self._round_id, prompts=prompts)
-        await asyncio.to_thread(self._pool.judge, self._round_id, reject=[group.id])
+        return samples
 
     def _stop(self) -> None:
         for client in self._pool.clients:

@@ -1,4 +1,4 @@
-"""The order in which a page store executes what it is told: loads first, verification last."""
+"""The order in which a page store executes its orders: loads first, verification last."""
 
 import itertools
 import threading

@@ -9,7 +9,7 @@ from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
 from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.pushes import Pushes
+from sglang_april.scheduler.pushes import Interrupter
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.state import State
@@ -27,7 +27,7 @@ class Commands:
         context: Context,
         suspender: Suspender,
         round_end: RoundEnd,
-        pushes: Pushes,
+        pushes: Interrupter,
         tiers: Tiers,
         attached: Attached,
     ) -> None:

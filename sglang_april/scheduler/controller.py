@@ -18,7 +18,7 @@ from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.commands import Commands
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.prompts import PromptSharing
-from sglang_april.scheduler.pushes import Pushes
+from sglang_april.scheduler.pushes import Interrupter
 from sglang_april.scheduler.restore import FindKv, recover_kv, restore
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.round_end import RoundEnd
@@ -40,7 +40,7 @@ class Controller:
         self.resumer = Resumer(context, self.tiers)
         self.attached = Attached(context, self.suspender, self.tiers)
         self.round_end = RoundEnd(context, self.suspender, self.tiers, self.attached)
-        self._pushes = Pushes(context, self.suspender, self.round_end)
+        self._pushes = Interrupter(context, self.suspender, self.round_end)
         self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers, self.attached)
 
     def restore(self, saved: JournalSnapshot, find_kv: FindKv | None = None) -> None:

@@ -101,7 +101,7 @@ class PeerComparison:
     def _compare(self) -> None:
         while self._theirs and self._theirs[0].step <= self._step:
             theirs = self._theirs.popleft()
-            # Reports come in order: a decision of our own before this one is none of theirs.
+            # Reports come in order: the peer has not made an earlier decision that it has not reported.
             own = self._own.popleft() if self._own and self._own[0].step <= theirs.step else None
             if own != theirs:
                 raise RanksDifferError(self._sentence(own, theirs))

@@ -8,7 +8,7 @@ from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.suspend import Suspender
 
 
-class Pushes:
+class Interrupter:
     def __init__(self, context: Context, suspender: Suspender, round_end: RoundEnd) -> None:
         self._c = context
         self._suspender = suspender
@@ -26,6 +26,7 @@ class Pushes:
 
     def end(self, version: int | None) -> dict[str, Any]:
         self._c.clock.end(version)
+        self._suspender.suspend_all()  # attached requests that have arrived since the last step, under the old version
         self._version_moved()
         return {"policy_version": self._c.clock.version}
 

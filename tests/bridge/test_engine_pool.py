@@ -1,5 +1,7 @@
 """One quota over several engines: exact delivery, with slow engines, crashes and repeated rounds."""
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_april.client import AprilError, PushLeftOpenError
+from sglang_april.client.async_engine_pool import AsyncEnginePool
 from sglang_april.client.engine_pool import EnginePool, merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.fake_engine_pool import FakeEngine
@@ -206,3 +209,51 @@ def test_a_failed_push_stays_open_at_every_engine() -> None:
     with pytest.raises(PushLeftOpenError), pool.push(3):
         raise ValueError("a weight call failed")
     assert [engine.version for engine in engines] == [0, 0]
+
+
+# --- from asyncio
+
+
+def test_the_pool_of_asyncio_has_the_same_rounds_and_pushes() -> None:
+    pool, engines = engine_pool()
+    awaitable = AsyncEnginePool(pool)
+
+    async def step(body: dict[str, Any]) -> RolloutSummary:
+        async with awaitable.push():
+            pass
+        async for event in awaitable.stream(**body):
+            if isinstance(event, RolloutSummary):
+                return event
+            with contextlib.suppress(AprilError):  # 409 for a group that finished when the quota was met
+                await awaitable.judge(body["round_id"], accept=[event.id])
+        raise AssertionError("the stream has no summary")
+
+    engines[0].version = 7
+    summary = asyncio.run(step({**request("r.1", "a1 b1 a2 b2", 2), "count": "accepted"}))
+    assert (summary.policy_version, len(summary.delivered)) == (8, 2)
+
+
+def test_a_push_that_fails_or_is_cancelled_stays_open() -> None:
+    pool, engines = engine_pool()
+
+    async def push(error: BaseException) -> None:
+        async with AsyncEnginePool(pool).push():
+            raise error
+
+    with pytest.raises(PushLeftOpenError):
+        asyncio.run(push(ValueError("a weight call failed")))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(push(KeyboardInterrupt()))
+    assert [engine.version for engine in engines] == [0, 0]
+
+
+def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:
+    pool, engines = engine_pool()
+    engines[0].version = 7
+
+    async def read() -> None:
+        async for _ in AsyncEnginePool(pool).stream(**request("r.1", "a1 b1", 2)):
+            pass
+
+    with pytest.raises(AprilError, match="push to all of them"):
+        asyncio.run(read())

@@ -4,11 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from examples.tiny_model import make
 from tests.bridge.reference import micro_batches
@@ -23,6 +26,7 @@ from tests.bridge.two_steps import (
     train_two_steps,
     weights,
 )
+from trainer_bridge.megatron.convert import convert
 from trainer_bridge.megatron.worker_group import WorkerGroup, make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 
@@ -69,6 +73,47 @@ def test_two_ranks_train_like_one(
     if group.settings.tensor_model_parallel_size == 1:
         kill_one_rank(group)
         resume_from_checkpoint(model, tmp_path, one_process)
+
+
+def test_data_parallel_ranks_share_the_optimiser_and_resume(model: Path, tmp_path: Path) -> None:
+    """In bfloat16, offloaded between the steps: each rank saves float32 weights and states of its half, new processes
+    that do not offload repeat a step, and the checkpoint can be converted."""
+    given = replace(settings(model, world_size=2), dtype="bfloat16")
+
+    def exported(trainer: Any, name: str) -> dict[str, torch.Tensor]:
+        trainer.export(tmp_path / name)
+        (path,) = (tmp_path / name).glob("*.safetensors")
+        return load_file(path)
+
+    trainer = make_trainer(replace(given, offload=True))
+    try:
+        trainer.step(micro_batches(COUNTS[0]), LOSS)
+        trainer.offload("optimizer")
+        between = exported(trainer, "between")
+        trainer.offload("weights")
+        trainer.save(tmp_path / "saved")
+        report = trainer.step(micro_batches(COUNTS[1]), LOSS)
+        expected = exported(trainer, "expected")
+    finally:
+        trainer.close()
+    parameters = sum(weight.numel() for weight in between.values())
+    for rank in range(2):
+        saved = torch.load(tmp_path / "saved" / f"rank-{rank}-of-2.pt", weights_only=False)["optimizer"]
+        held = sum(weight.numel() for inner in saved for weight in inner["weights"])
+        assert held == pytest.approx(parameters / 2, rel=0.02)
+    convert(tmp_path / "saved", model, tmp_path / "converted")
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    assert all(torch.equal(converted[name], weight) for name, weight in between.items())
+    trainer = make_trainer(replace(given, offload=False))
+    try:
+        trainer.load(tmp_path / "saved")
+        again = trainer.step(micro_batches(COUNTS[1]), LOSS)
+        assert (again.loss, again.grad_norm) == (report.loss, report.grad_norm)
+        got = exported(trainer, "got")
+    finally:
+        trainer.close()
+    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+    assert not all(torch.equal(between[name], weight) for name, weight in expected.items())
 
 
 def kill_one_rank(group: WorkerGroup) -> None:

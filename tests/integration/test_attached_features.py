@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.integration.test_attached import HEADERS, PARAMS, assert_suspended, body, generate
+from tests.integration.test_attached import HEADERS, PARAMS, body, generate
 from tests.integration.test_interruptions import PAUSES, pause, unpause
 from tests.support.live import LiveServer, until
 from tests.support.oracle import LOGPROB_LIMIT
@@ -50,64 +50,52 @@ def assert_no_steps(live: LiveServer) -> None:
     assert len(live.server.forwards()) == before
 
 
-def stream(client: OpenAI, *, chat: bool, n: int) -> tuple[list[list[str]], list[Any]]:
-    """The pieces of text of each choice, and all chunks."""
-    fields: dict[str, Any] = {"model": "m", "max_tokens": 60, "temperature": 0, "n": n, "stream": True}
-    extra = {"ignore_eos": True}
+def ask(client: OpenAI, *, chat: bool, streams: bool, n: int) -> Any:
+    """A response of `n` choices, or the list of its chunks."""
+    fields: dict[str, Any] = {"model": "m", "max_tokens": 60, "temperature": 0, "n": n, "stream": streams}
+    fields["extra_body"] = {"ignore_eos": True}
     if chat:
-        chunks = list(
-            client.chat.completions.create(messages=[{"role": "user", "content": "1 2"}], extra_body=extra, **fields)
-        )
+        answer = client.chat.completions.create(messages=[{"role": "user", "content": "1 2"}], **fields)
     else:
-        chunks = list(client.completions.create(prompt="1 2", extra_body=extra, **fields))
-    pieces: list[list[str]] = [[] for _ in range(n)]
+        answer = client.completions.create(prompt="1 2", **fields)
+    return list(answer) if streams else answer
+
+
+def texts_of(chunks: list[Any]) -> list[str]:
+    """The text of each choice of a stream."""
+    texts: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
-        pieces[choice.index].append((choice.delta.content if chat else choice.text) or "")
-    return pieces, chunks
+        piece = choice.delta.content if hasattr(choice, "delta") else choice.text
+        texts[choice.index] = texts.get(choice.index, "") + (piece or "")
+    return [text for _, text in sorted(texts.items())]
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_stream_of_the_openai_client(live: LiveServer, chat: bool) -> None:
-    """Over pauses, pushes and a flush: the text of an undisturbed stream, and spans in the last chunk only."""
-    url = f"{live.server.url}/v1"
-    v = live.version
-    client = OpenAI(base_url=url, api_key="none", default_headers={"x-april-run": "agents"})  # n = 2 has no trajectory
-    plain, chunks = stream(OpenAI(base_url=url, api_key="none"), chat=chat, n=2)
-    assert not any((chunk.model_extra or {}).get("metadata") for chunk in chunks)
+def test_openai_client(live: LiveServer, chat: bool) -> None:
+    """Over pauses, pushes and a flush, streaming or not: the text of an undisturbed answer, and spans in the last chunk
+    only."""
+    url, v = f"{live.server.url}/v1", live.version
+    client = OpenAI(base_url=url, api_key="none", default_headers={"x-april-run": "agents"})
+    plain = ask(OpenAI(base_url=url, api_key="none"), chat=chat, streams=True, n=2)
+    assert not any((chunk.model_extra or {}).get("metadata") for chunk in plain)
     with live.server.slowed():
         before = live.decodes()
-        answer = live.in_background(stream, client, chat=chat, n=2)
-        until(lambda: live.decodes() > before + 3, "the stream decodes")
+        answers = [live.in_background(ask, client, chat=chat, streams=streams, n=2) for streams in (True, False)]
+        until(lambda: live.decodes() > before + 3, "the requests decode")
         for interrupt in interruptions(live):
             interrupt()
             live.wait_decodes(3)
-        assert not answer.done()
-    pieces, chunks = live.result_of(answer)
-    assert ["".join(piece) for piece in pieces] == ["".join(piece) for piece in plain]
-    described = [chunk.model_extra["metadata"]["april"] for chunk in chunks if "metadata" in (chunk.model_extra or {})]
-    assert len(described) == 1
-    assert chunks[-1].model_extra["metadata"]["april"] == described[0]
-    for choice in described[0]:
+        assert not any(answer.done() for answer in answers)
+    chunks, reply = map(live.result_of, answers)
+    assert texts_of(chunks) == texts_of(plain)
+    assert [choice.message.content if chat else choice.text for choice in reply.choices] == texts_of(plain)
+    described = [chunk for chunk in chunks if "metadata" in (chunk.model_extra or {})]
+    assert described == chunks[-1:]
+    metadata = reply.metadata if chat else reply.model_extra["metadata"]
+    for choice in [*chunks[-1].model_extra["metadata"]["april"], *metadata["april"]]:
         assert (choice["run"], choice["trajectory"], choice["staleness"]) == ("agents", None, 3)
         assert [span["version"] for span in choice["spans"]] == [v, v + 1, v + 2, v + 3]
         assert choice["spans"][-1]["end"] == 60
-
-
-def test_client_that_does_not_stream(live: LiveServer) -> None:
-    client = OpenAI(base_url=f"{live.server.url}/v1", api_key="none", default_headers=HEADERS)
-    fields: dict[str, Any] = {"model": "m", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    messages: list[Any] = [{"role": "user", "content": "1 2"}]
-    plain = client.chat.completions.create(messages=messages, **fields)
-    with live.server.slowed():
-        before = live.decodes()
-        answer = live.in_background(client.chat.completions.create, messages=messages, **fields)
-        until(lambda: live.decodes() > before + 3, "the request decodes")
-        for interrupt in interruptions(live):
-            interrupt()
-            live.wait_decodes(2)
-    reply = live.result_of(answer)
-    assert reply.choices == plain.choices
-    assert reply.metadata["april"][0]["staleness"] == 3
 
 
 def with_features(live: LiveServer, features: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -210,14 +198,3 @@ def test_disconnect_of_a_suspended_request(live: LiveServer) -> None:
         pause(live, "in_place")
         until(lambda: live.server.state()["attached"] == {}, "the request is gone")
         unpause(live)
-
-
-def test_suspended_requests_are_counted(live: LiveServer) -> None:
-    with live.server.slowed():
-        answer = live.in_background(generate, live)
-        until(lambda: live.running() == 1, "it runs")
-        pause(live, "in_place")
-        assert_suspended(live)
-        assert live.server.state()["attached"]["agents"]["samples"] == 1
-        unpause(live)
-    live.result_of(answer)

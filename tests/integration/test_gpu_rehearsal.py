@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import record
-from bench.gpu.pieces import Setting, pieces
+from bench.gpu.pieces import GpuSetting, pieces
 from examples.april_demo.server import has_gpu
 
 SHORT = ["machine", "resume", "kernels"]
@@ -28,7 +28,7 @@ def test_short_rehearsal_passes(tmp_path: Path) -> None:
         ["machine", "resume default", "kernels"], "passed"
     )
     text = (tmp_path / "page.md").read_text()
-    every = pieces(Setting("cpu", tmp_path, tmp_path))
+    every = pieces(GpuSetting("cpu", tmp_path, tmp_path))
     assert f"3 of {len(every)} pieces passed" in text
     for tier in ("device", "host", "disk", "none"):
         assert f"| default | {tier} |" in text

@@ -24,6 +24,7 @@ STORY = {
     *((README, number) for number in (3, 5)),
     ("docs/rounds.md", 2),
     ("docs/attached-requests.md", 0),
+    ("docs/integrations/own.md", 1),
 }
 COMPILED = {("docs/trainer-internals.md", 0)}
 """Needs a trainer of its own; tests/integration/test_bridge_push.py calls the same functions."""
@@ -116,6 +117,12 @@ def test_rounds(port: int) -> None:
 def test_attached_requests(port: int) -> None:
     names = execute("docs/attached-requests.md", 0, port, {})
     assert names["reply"].choices[0].finish_reason in ("stop", "length")
+
+
+def test_agents_with_the_openai_package(port: int) -> None:
+    names = execute("docs/integrations/own.md", 1, port, {})
+    assert len(names["messages"]) == 5
+    assert names["spans"][0]["start"] == 0
 
 
 def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def test_ctrl_c_during_the_start_ends_all_processes(models: Callable[[str, int],
 
 
 def test_a_kill_redraws_few_tokens_and_none_that_a_stream_has_shown(journalled: Server, run: str) -> None:
-    """Running samples restart from their last periodic record; penalties and seeds go on as if nothing had happened."""
+    """Running samples restart from their last periodic record; penalties and seeds continue as without the kill."""
     server = journalled
     params = {"plain": {"temperature": 1.0}, "greedy": {"temperature": 0}, "repetition": {"repetition_penalty": 1.3}}
     prompts = [prompt(name, LENGTH, n=2, **given) for name, given in params.items()]

@@ -7,8 +7,10 @@ CI runs them with miles, slime's fork, whose wheel is unpacked and not installed
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts
 from tests.support.live import LiveServer
 from tests.support.router import Router
+from tests.support.server import ROOT
 
 MILES = "miles-rl==0.0.2"
 FUNCTIONS = "tests.integration.slime_functions."
@@ -229,6 +232,49 @@ def test_samples_have_the_form_of_slimes_own_partial_rollout(
                 check_sample(framework, sample)
                 prompt = framework.tokenizer(args).encode(sample.prompt, add_special_tokens=False)
                 assert sample.tokens[: -sample.response_length] == prompt
+
+
+def test_time_per_rollout_beside_slimes_own(
+    framework: Framework, args: Namespace, normal: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prints seconds per rollout of both, in turn, with a push before each: as many groups, none of them twice."""
+    if framework.package != "slime":
+        pytest.skip("miles's own rollout needs sglang-router")
+    own = importlib.import_module("slime.rollout.sglang_rollout")
+    importlib.import_module("slime.utils.http_utils").init_http_client(args)
+    own.GenerateState.clear_instances()  # an earlier test's router has gone
+    args.rollout_stop_token_ids, args.rollout_max_response_len = list(range(6, 20)), 400  # one token in 36 ends
+    ways = {"slime's own": own.generate_rollout, "here": Rollouts(framework).generate_rollout}
+    sources = {name: source(framework, args) for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    groups: dict[str, list[int]] = {name: [] for name in ways}
+    for rollout_id in range(6):
+        for name, generate in ways.items():
+            normal.push(rollout_id % 2)
+            began = time.monotonic()
+            output = generate(args, rollout_id, sources[name], False)
+            seconds[name].append(time.monotonic() - began)
+            groups[name] += [group[0].group_index for group in output.samples]
+    for delivered in groups.values():
+        assert len(delivered) == len(set(delivered)) == 24
+    with capsys.disabled():
+        for name, times in seconds.items():
+            print(f"\n{name}: {statistics.median(times):.2f} s per rollout ({', '.join(f'{t:.2f}' for t in times)})")
+
+
+def test_contract_of_slimes_rollout_functions(framework: Framework) -> None:
+    """slime's own check of the signature; its check of outputs calls with `args=None`, which no rollout can serve."""
+    if framework.package != "slime":
+        pytest.skip("the wheel of miles has no contract tests")
+    checkout = Path(os.environ["SLIME_PATH"])
+    code = (
+        "from plugin_contracts import test_plugin_rollout_contracts as contract\n"
+        "function = contract.load_function('sglang_april.integrations.slime.generate_rollout')\n"
+        "contract.assert_rollout_function_signature_matches_default(function)"
+    )
+    path = os.pathsep.join(map(str, (checkout, checkout / "tests", ROOT)))
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def form(sample: Any) -> dict[str, type]:

@@ -253,6 +253,35 @@ def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: s
     assert [group["id"] for group in reply["finished"]] == ["a"]
 
 
+def test_server_of_another_model_is_plain_sglang(model: str, tmp_path: Path) -> None:
+    """A job-wide environment names the model that is trained; a reward server, with an argument that is refused."""
+    (tmp_path / "script.py").write_text(
+        IN_CODE.replace("max_total_tokens", "enable_mixed_chunk=True, max_total_tokens")
+    )
+    port, settings = str(free_port()), json.dumps({"quota": 4, "model": str(tmp_path)})
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), model, port],
+            cwd=ROOT,
+            env=environment(SGLANG_APRIL=settings, SGLANG_APRIL_CPU="1"),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url, process, tmp_path / "log")
+        assert httpx.get(f"{url}/april/state", timeout=30).status_code == 404
+        assert "april" not in httpx.get(f"{url}/server_info", timeout=30).json()
+        body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4, "custom_params": {"x-april-run": "r"}}}
+        meta = httpx.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
+        assert (meta["completion_tokens"], "april" in meta) == (4, False)
+        assert "this server is plain SGLang: --april-model is not" in (tmp_path / "log").read_text()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None:
     """And its requests can belong to a run (`attached-request`)."""
     script = tmp_path / "script.py"

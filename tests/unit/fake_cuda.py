@@ -1,6 +1,6 @@
 """`torch.cuda` streams and events without a GPU: queues on the host, run in any order that a GPU may take.
 
-What a stream was told runs only while somebody waits for it, or by chance. An event is complete when the record it was
+Work on a stream runs only while a caller waits for it, or by chance. An event is complete when the record it was
 last given has run; waiting for an event refers to its last record before the wait, as in CUDA.
 """
 

@@ -7,7 +7,7 @@ from bench.rollout.metrics import Measured
 from bench.rollout.variant import Plan, RoundResult
 
 ANY: Any = None
-"""Where nobody looks."""
+"""A value that no test reads."""
 PLAN = Plan(slots=4, groups=1, n=2)
 
 

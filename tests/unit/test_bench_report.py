@@ -1,11 +1,13 @@
 """bench.report: ratios, tables and README's copied numbers, from made-up rows."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import record
 from bench.report import main
 from bench.tables import ablations_of, aims, better_outside, by_variant, headline, newest, table_of
 
@@ -271,3 +273,15 @@ def test_paced_rows_are_marked_and_have_a_table_of_their_own(tmp_path: Path) -> 
     assert "**Paced, not measured on a GPU**: Qwen3-4B on one H100 SXM, modelled" in second
     assert second.count("| paced |") == 2
     assert "The aims" not in second
+
+
+def test_readmes_claim_is_that_of_its_table() -> None:
+    """The numbers above the picture are those of the last row, which `bench.report --readme --check` compares."""
+    page = (record.ROOT / "README.md").read_text()
+    claim = page[page.index("**RL rollouts") : page.index("\n\nIn RL")]
+    (row,) = [line for line in page.splitlines() if line.startswith("| **batch quota**, KV kept")]
+    assert re.findall(r"(\d\.\d\d)", claim) == re.findall(r"(\d\.\d\d)", row)[:2]
+    limit = re.search(r"the quota reaches (\d\.\d\d); the aim is (\d\.\d\d)", page.replace("\n", " "))
+    assert limit is not None
+    benchmarks = (record.ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"at least {limit[2]} of the limit: **missed** (`april-keep` {limit[1]}" in benchmarks

@@ -102,11 +102,15 @@ def test_interrupted_push_keeps_the_exception_type_and_adds_a_note(
 
 
 def test_timeout_ends_an_asynchronous_push(url: str) -> None:
+    async def time_out(client: AsyncAprilClient) -> None:
+        async with asyncio.timeout(None) as limit, client.push():
+            limit.reschedule(asyncio.get_running_loop().time())
+            await asyncio.sleep(60)
+
     async def scenario() -> None:
         async with AsyncAprilClient(url) as client:
             with pytest.raises(TimeoutError) as caught:
-                async with asyncio.timeout(0.05), client.push():
-                    await asyncio.sleep(60)
+                await time_out(client)
             assert "still open" in caught.value.__cause__.__notes__[0]
             await client.push_end()
 

@@ -20,8 +20,8 @@ from sglang_april.client import (
     AsyncAprilClient,
     ServerLostError,
 )
-from sglang_april.client.calls import StreamedRound
 from sglang_april.client.keep_alive import SOCKET_OPTIONS, with_keep_alive
+from sglang_april.client.streamed_round import StreamedRound
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.unit.eager_server import eager_server
 from tests.unit.scripted_engine import prompt

@@ -12,11 +12,11 @@ import pytest
 from bench import record
 from bench.gpu import __main__ as gpu
 from bench.gpu.page import README_CELLS, log_of, page
-from bench.gpu.pieces import CONTINUES, Piece, Setting, pieces
+from bench.gpu.pieces import CONTINUES, GpuSetting, Piece, pieces
 
 
-def setting(kind: str, folder: Path = Path("out/gpu")) -> Setting:
-    return Setting(kind, folder, folder / "results", 80)
+def setting(kind: str, folder: Path = Path("out/gpu")) -> GpuSetting:
+    return GpuSetting(kind, folder, folder / "results", 80)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm", "cpu"])
@@ -112,7 +112,7 @@ def test_page_says_which_cells_can_be_replaced(tmp_path: Path, monkeypatch: pyte
     machine: dict[str, Any] = {"gpu": "GPU X", "cpu": "c", "cores": 2, "os": "Linux"}
     monkeypatch.setattr(record, "machine", lambda: machine)
     monkeypatch.setattr(record, "gpu_name", lambda: "GPU X")
-    there = Setting("cuda", tmp_path, tmp_path, 80)
+    there = GpuSetting("cuda", tmp_path, tmp_path, 80)
     state = {piece.name: {"state": "passed", "seconds": 1.0} for piece in pieces(there)}
     state["live kill"] = {"state": "failed", "seconds": 9.0}
     rows = [{"run_id": "r", "machine": machine, "running": 64, "way": "ours", "format": "json", "latency_ms": 5.0}]

@@ -42,7 +42,7 @@ class FakeServer:
             _subprocess_watchdog=None,
             _dispatch_to_scheduler=self._dispatch,
         )
-        self.shutdown = shutdown.Shutdown(self.manager)
+        self.shutdown = shutdown.ShutdownHandler(self.manager)
 
     def _dispatch(self, message: Any) -> None:
         assert isinstance(message, ShutdownReq)

@@ -76,9 +76,10 @@ class Policy:
     def _ddp_and_optimizer(self, dtype: torch.dtype) -> tuple[Any, Any]:
         s = self.settings
         module = self.model if dtype is torch.float32 else Float16Module(self.model.config, self.model)
-        ddp = DistributedDataParallel(
-            self.model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
-        )
+        # Megatron's distributed optimiser: each data-parallel rank has the states of its share of the weights.
+        sharded = parallel_state.get_data_parallel_world_size() > 1
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        ddp = DistributedDataParallel(self.model.config, ddp_config, module)
         config = OptimizerConfig(
             optimizer="adam",
             lr=s.lr,
@@ -89,6 +90,7 @@ class Policy:
             clip_grad=s.clip_grad,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
+            use_distributed_optimizer=sharded,
         )
         return ddp, get_megatron_optimizer(config, [ddp])
 
@@ -189,7 +191,7 @@ class Policy:
             "shape": asdict(self.shape),
             "steps": self.steps,
             "model": self.offload_manager.readable(self.model.state_dict()),
-            "optimizer": self.offload_manager.readable(self._optimizer.state_dict()),
+            "optimizer": self.offload_manager.readable(self._optimizer_state()),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }
@@ -211,12 +213,28 @@ class Policy:
             raise ValueError(f"{folder} contains another model shape than {self.settings.hf_checkpoint}")
         self.model.load_state_dict(state["model"])
         with devices.allocating_on(self.device):
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._load_optimizer_state(state["optimizer"])
         self.offload_manager = OffloadManager(self._ddp, self._optimizer, self.device)
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"].cpu())
+
+    def _optimizer_state(self) -> list[dict[str, Any]]:
+        """Of this rank. Megatron's own `state_dict` of a distributed optimiser lacks what ranks have shares of."""
+        return [{"state": inner.state_dict(), "weights": _weights(inner)} for inner in self._inner_optimizers()]
+
+    @torch.no_grad()
+    def _load_optimizer_state(self, saved: list[dict[str, Any]]) -> None:
+        for inner, of_inner in zip(self._inner_optimizers(), saved, strict=True):
+            inner.load_state_dict(of_inner["state"])
+            for weight, value in zip(_weights(inner), of_inner["weights"], strict=True):
+                weight.copy_(value)
+
+    def _inner_optimizers(self) -> list[Any]:
+        """torch's optimisers inside of Megatron's."""
+        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return [each.optimizer for each in chained]
 
     def _state_file(self, folder: Path) -> Path:
         return folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
@@ -224,6 +242,11 @@ class Policy:
     def close(self) -> None:
         """Destroy the process groups."""
         destroy_process_groups()
+
+
+def _weights(inner: Any) -> list[Tensor]:
+    """What an optimiser updates: float32 copies of the model's weights, or these themselves if they are float32."""
+    return [weight.detach() for group in inner.param_groups for weight in group["params"]]
 
 
 def _sequence_stats(batch: MicroBatch, terms: LossTerms) -> SequenceStats:

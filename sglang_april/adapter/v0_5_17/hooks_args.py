@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import logging
 import os
 from typing import Any
 
@@ -10,6 +11,8 @@ from sglang_april.adapter import hooking
 from sglang_april.adapter.refusals import stop_if
 from sglang_april.adapter.v0_5_17 import refusals
 from sglang_april.recovery.journal import JournalError, probe
+
+log = logging.getLogger("sglang_april")
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -29,13 +32,23 @@ def publish_flags(_: type, args: argparse.Namespace) -> None:
 
 def refuse_requested(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: check the arguments as the user gave them."""
-    stop_if(refusals.find(server_args))
+    if not _other_model(server_args):
+        stop_if(refusals.find(server_args))
 
 
 def refuse_resolved(server_args: Any) -> None:
-    """BEFORE ServerArgs.check_server_args: check the resolved arguments and the model."""
+    """BEFORE ServerArgs.check_server_args, at the start of the server: check the resolved arguments and the model."""
+    if _other_model(server_args):
+        log.warning("sglang-april: this server is plain SGLang: --april-model is not %s", server_args.model_path)
+        hooking.stand_down()
+        return
     stop_if(refusals.find(server_args) or refusals.find_in_model(server_args) or refusals.find_pace(server_args))
     _probe_journal()
+
+
+def _other_model(server_args: Any) -> bool:
+    model = config.load().model
+    return model is not None and len({os.path.realpath(path) for path in (model, server_args.model_path)}) > 1
 
 
 @functools.cache

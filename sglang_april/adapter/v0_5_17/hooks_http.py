@@ -10,7 +10,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_april.adapter.v0_5_17 import frontend, hooks_attached
 from sglang_april.adapter.v0_5_17.attach_request import is_attached
 from sglang_april.adapter.v0_5_17.request import RESERVED_RID
-from sglang_april.adapter.v0_5_17.shutdown import Shutdown
+from sglang_april.adapter.v0_5_17.shutdown import ShutdownHandler
 
 Original = Callable[..., Awaitable[Any]]
 
@@ -20,7 +20,7 @@ RELEASE_ATTEMPTS, RELEASE_RETRY_S = 10, 0.1
 def attach_service(_result: Any, manager: Any) -> None:
     """AFTER `TokenizerManager.init_request_dispatcher`, its last step."""
     frontend.attach(manager)
-    manager.april_shutdown = Shutdown(manager)
+    manager.april_shutdown = ShutdownHandler(manager)
 
 
 def shut_down(_original: Any, handler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -29,7 +29,7 @@ def shut_down(_original: Any, handler: Any, *_args: Any, **_kwargs: Any) -> None
 
 
 async def skip_watchdog(_original: Original, _manager: Any) -> None:
-    """AROUND `sigterm_watchdog`: `Shutdown` ends the server instead."""
+    """AROUND `sigterm_watchdog`: `ShutdownHandler` ends the server instead."""
 
 
 def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:

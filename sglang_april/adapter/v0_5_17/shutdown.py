@@ -29,7 +29,7 @@ STORING = 0.8
 log = logging.getLogger("sglang_april")
 
 
-class Shutdown:
+class ShutdownHandler:
     """One per HTTP process."""
 
     def __init__(self, manager: Any) -> None:

@@ -1,0 +1,57 @@
+"""Attached requests as a client sends and reads them (docs/attached-requests.md): the names of run and trajectory, and
+what the answer of `/generate` says of its tokens. No framework is needed here, nor SGLang."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_april.client.calls import NotPatchedError
+from sglang_april.client.types import Span
+
+RUN, TRAJECTORY = "x-april-run", "x-april-trajectory"
+"""Headers, or keys of `sampling_params.custom_params`."""
+
+
+def attach(run: str, trajectory: str | None = None) -> dict[str, str]:
+    """The headers, or `custom_params`, of a request that belongs to a run."""
+    return {RUN: run} if trajectory is None else {RUN: run, TRAJECTORY: trajectory}
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The answer of `/generate` to one attached request."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """One per token; empty without `return_logprob`."""
+    spans: list[Span]
+    policy_version: int
+    """At its end."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy version that drew each token."""
+        return [span.version for span in self.spans for _ in range(span.end - span.start)]
+
+
+def read_generated(answer: Mapping[str, Any]) -> Generated:
+    """Read the decoded body of `/generate`.
+
+    Raises:
+        NotPatchedError: the request was not attached: the server is plain SGLang, or the request did not ask for it.
+    """
+    meta = answer["meta_info"]
+    april = meta.get("april")
+    if april is None:
+        raise NotPatchedError(500, "server", "the answer has no spans: SGLang runs there without sglang-april")
+    ids = list(answer.get("output_ids") or [])
+    drawn = meta.get("output_token_logprobs") or []
+    return Generated(
+        ids,
+        [float(logprob) for logprob, *_ in drawn][: len(ids)],
+        [Span(**span) for span in april.get("spans", ())],
+        april.get("policy_version", 0),
+        meta["finish_reason"]["type"],
+    )

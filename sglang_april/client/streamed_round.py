@@ -1,0 +1,64 @@
+"""The events of a streamed round, also over several connections."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sglang_april.client.calls import AprilError
+from sglang_april.client.types import RolloutGroup, RolloutSample, RolloutSummary, read_event
+
+log = logging.getLogger("sglang_april")
+
+SampleKey = tuple[str, int, int]
+"""Prompt id, incarnation, index."""
+
+
+def event(line: str) -> RolloutGroup | RolloutSummary | None:
+    """One line of a stream; None for the reason why the round waits, which is logged.
+
+    Raises:
+        AprilError: it is the error event.
+    """
+    fields = msgspec.json.decode(line)
+    if fields["event"] == "error":
+        raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
+    if fields["event"] == "waiting":
+        log.warning("still waiting: %s", fields["reason"])
+        return None
+    return read_event(fields)
+
+
+class StreamedRound:
+    """What a round has sent, also over several connections."""
+
+    def __init__(self) -> None:
+        self._received: dict[SampleKey, tuple[RolloutGroup, RolloutSample]] = {}
+
+    def new(self, received: RolloutGroup | RolloutSummary) -> RolloutGroup | RolloutSummary | None:
+        """The event without samples that an earlier one had; None if it has no others.
+
+        A summary is given the delivered groups.
+        """
+        if isinstance(received, RolloutSummary):
+            received.groups.extend(map(self._delivered, received.delivered))
+            return received
+        new = {}
+        for sample in received.samples:
+            key = received.id, received.incarnation, sample.index
+            if key not in self._received:
+                new[key] = received, sample
+        self._received |= new
+        return dataclasses.replace(received, samples=[sample for _, sample in new.values()]) if new else None
+
+    def _delivered(self, entry: Mapping[str, Any]) -> RolloutGroup:
+        parts = [self._received[entry["id"], entry["incarnation"], index] for index in entry["indices"]]
+        return dataclasses.replace(
+            parts[0][0],
+            samples=[sample for _, sample in parts],
+            complete=entry["complete"],
+            accepted=entry["accepted"],
+            delivered=True,
+        )

@@ -1,0 +1,54 @@
+"""The entry point `verl.plugins`: verl imports this module in each of its processes.
+
+With `SGLANG_APRIL` in the environment of the job, the weight adapter of SGLang is replaced (`weights.py`); otherwise
+nothing is. verl ignores a plugin that fails, so `check_registered` makes sure where it matters.
+
+It also keeps, on the actor of each SGLang server, which training step each policy version has the weights of: a push of
+verl's validation moves the version without a step, so that no rule leads from one to the other.
+"""
+
+import os
+from typing import Any
+
+ENV = "SGLANG_APRIL"
+ADAPTER = "sglang_april.integrations.verl.weights.ServerAdapter"
+NAME = ("sglang", "async")
+"""Of SGLang in verl's registry."""
+
+
+def register() -> None:
+    """Replace verl's weight adapter for SGLang."""
+    from verl.workers.rollout import base
+
+    base._ROLLOUT_REGISTRY[NAME] = ADAPTER
+
+
+def check_registered() -> None:
+    """Raise unless the weight adapter is ours.
+
+    Raises:
+        RuntimeError: `SGLANG_APRIL` is missing in the job's environment, or verl could not load the plugin.
+    """
+    from verl.workers.rollout import base
+
+    if base._ROLLOUT_REGISTRY[NAME] != ADAPTER:
+        raise RuntimeError(
+            f"sglang_april: verl has not loaded this plugin: set {ENV} in the runtime environment of the job, and"
+            " leave VERL_USE_EXTERNAL_PLUGINS at 'auto'"
+        )
+
+
+def record_step(server: Any, version: int, step: int | None) -> None:
+    """On the server's actor: `version` has the weights of this step; None is a push of the weights it had before."""
+    if not hasattr(server, "april_steps"):
+        server.april_steps = {}
+    server.april_steps[version] = server.global_steps if step is None else step
+
+
+def recorded_steps(server: Any) -> dict[int, int | None]:
+    """On the server's actor: the step of each version."""
+    return dict(getattr(server, "april_steps", {}))
+
+
+if os.environ.get(ENV):
+    register()

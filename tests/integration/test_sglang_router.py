@@ -1,0 +1,103 @@
+"""SGLang's own router in front of live servers: single requests go through it, rounds and pushes past it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.conftest import NORMAL, Pool
+from tests.support.live import LiveServer, live_server, until
+from tests.support.packages import unpacked
+from tests.support.server import Server, free_port
+
+PACKAGES = ["sglang-router==0.3.2", "setproctitle==1.3.7"]
+BODY: dict[str, Any] = {
+    "input_ids": [9, 8, 7, 6],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
+    "return_logprob": True,
+}
+
+
+@contextmanager
+def router(request: pytest.FixtureRequest, servers: list[Server]) -> Iterator[httpx.Client]:
+    packages = unpacked(PACKAGES, request.config.cache.mkdir("packages"))
+    port, metrics = free_port(), free_port()
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--policy", "manual", "--port", str(port)]
+    command += ["--prometheus-port", str(metrics), "--worker-urls", *(server.url for server in servers)]
+    env = {**os.environ, "PYTHONPATH": str(packages)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            until(lambda: process.poll() is not None or _workers(client) == len(servers), "the router has its workers")
+            assert process.poll() is None
+            yield client
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _workers(client: httpx.Client) -> int:
+    try:
+        return sum(worker["is_healthy"] for worker in client.get("/workers").json()["workers"])
+    except (httpx.HTTPError, ValueError):
+        time.sleep(0.2)
+        return 0
+
+
+@pytest.fixture
+def attaching(pool: Pool, models: Any) -> Iterator[list[LiveServer]]:
+    """Two servers that attach every request: the router drops the headers and parameters that would name a run."""
+    servers = [pool.get(f"attaching {i}", [*NORMAL, "--april-attach=agents"], forked=True) for i in range(2)]
+    model = lambda seed: models("qwen3", seed)  # noqa: E731
+    with live_server(servers[0], model) as first, live_server(servers[1], model) as second:
+        yield [first, second]
+
+
+def test_attached_requests_and_one_engine_per_trajectory(
+    request: pytest.FixtureRequest, attaching: list[LiveServer]
+) -> None:
+    with router(request, [live.server for live in attaching]) as client:
+        served = {key: [_engine(client, attaching, key) for _ in range(2)] for key in (f"t{i}" for i in range(8))}
+        assert all(len(set(engines)) == 1 for engines in served.values())
+        assert {engines[0] for engines in served.values()} == {0, 1}
+        key = "t0"
+        live = attaching[served[key][0]]
+        with live.server.slowed(0.05):
+            before = live.decodes()
+            answer = live.in_background(_generate, client, key)
+            until(lambda: answer.done() or live.decodes() > before + 3, "the request decodes")
+            live.server.post("/pause_generation", {"mode": "abort"})
+            assert live.load(1)["success"]
+            live.server.post("/continue_generation", {})
+        spans = live.result_of(answer)["meta_info"]["april"]["spans"]
+        assert [(span["version"], span["kv"]) for span in spans] == [(0, "fresh"), (1, "kept")]
+
+
+def test_plain_requests_pass_and_rounds_do_not(request: pytest.FixtureRequest, normal: LiveServer) -> None:
+    with router(request, [normal.server]) as client:
+        through, direct = _generate(client, "t0"), normal.server.post("/generate", BODY)
+        assert through["output_ids"] == direct["output_ids"]
+        assert "april" not in through["meta_info"]
+        fields = {"model": "m", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 4}
+        assert client.post("/v1/chat/completions", json=fields).json()["choices"]
+        assert client.post("/april/rollout", json={}).status_code == 404
+
+
+def _generate(client: httpx.Client, key: str) -> Any:
+    answer = client.post("/generate", json=BODY, headers={"x-smg-routing-key": key})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _engine(client: httpx.Client, servers: list[LiveServer], key: str) -> int:
+    """Which server has answered; the answer names the run."""
+    before = [len(live.server.forwards()) for live in servers]
+    assert _generate(client, key)["meta_info"]["april"]["run"] == "agents"
+    (engine,) = [i for i, live in enumerate(servers) if len(live.server.forwards()) > before[i]]
+    return engine

@@ -1,0 +1,52 @@
+"""Packages of other projects for tests: unpacked into a folder of their own and never installed beside this project."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.live import LiveServer
+from tests.support.server import ROOT
+
+
+def unpacked(requirements: list[str], folder: Path) -> Path:
+    """A folder with these packages, and none that they depend on. Without a registry the test is skipped."""
+    path = folder / hashlib.sha256(json.dumps(requirements).encode()).hexdigest()[:16]
+    if not (path / "complete").exists():
+        shutil.rmtree(path, ignore_errors=True)  # of an attempt that was interrupted
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(path)]
+        done = subprocess.run([*install, *requirements], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"these packages cannot be had: {' '.join(requirements)}: {done.stderr.strip()[-300:]}")
+        if (path / "tests").exists():
+            (path / "tests").rename(path / "package_tests")  # it would hide ours
+        (path / "complete").touch()
+    return path
+
+
+def run_cases(file: str, packages: Path, live: LiveServer, *, env: dict[str, str] | None = None) -> None:
+    """Run the tests of a file in `tests/frameworks` in a process that has these packages, against a live server.
+
+    A process of its own, because such packages change what is imported: loggers, start methods, other versions.
+    """
+    server = {
+        "port": live.server.port,
+        "folder": str(live.server.folder),
+        "models": [str(live.model(s)) for s in (0, 1)],
+    }
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", packages))),
+        "APRIL_TEST_SERVER": json.dumps(server),
+        "APRIL_TEST_PACKAGES": str(packages),
+        **(env or {}),
+    }
+    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests/frameworks" / file)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,56 @@
+"""A rollout of slime's kind whose engine delivers a group that it has not streamed; tests/integration/test_slime.py
+has the other cases, with the trainer's own functions and a live server."""
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_april.client.types import RolloutGroup, RolloutSummary
+from sglang_april.integrations.group_rollout import _Rollout
+from tests.bridge.fake_engine_pool import group
+
+
+class Framework:
+    """A trainer whose groups have one sample."""
+
+    package = "trainer"
+    filters = SimpleNamespace(MetricGatherer=lambda: SimpleNamespace(collect=dict))
+
+    def sampling_params(self, _args: Namespace) -> dict[str, Any]:
+        return {}
+
+    def to_group(self, _args: Namespace, finished: RolloutGroup, *_: Any) -> list[Any]:
+        return [SimpleNamespace(index=int(finished.id), response_length=2, reward=None)]
+
+    async def reward(self, _args: Namespace, samples: list[Any]) -> list[Any]:
+        for sample in samples:
+            sample.reward = 1.0
+        return samples
+
+    def TrainOutput(self, samples: Any, metrics: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(samples=samples, metrics=metrics)
+
+
+class Pool:
+    """Engines that have an accepted group of an earlier rollout, which meets the quota at once."""
+
+    clients: tuple[()] = ()
+
+    def partials(self, _run: str) -> dict[str, list[Any]]:
+        return {"groups": [{"id": "7"}]}
+
+    def stream(self, **_body: Any) -> Iterator[RolloutSummary]:
+        carried = replace(group("7"), accepted=True)
+        yield RolloutSummary("r", "trainer", 1, "quota", [], {"groups": 0, "tokens": 0}, {}, [carried])
+
+
+def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
+    """The engine keeps the verdict of a rollout that was cut off, and shows no preview of the group again."""
+    args = Namespace(over_sampling_batch_size=1, rollout_batch_size=1, partial_rollout=True)
+    made: Any = (Framework(), Pool(), None, args, 0, lambda _groups: [])
+    output = asyncio.run(_Rollout(*made).run(set()))
+    assert [[sample.index for sample in samples] for samples in output.samples] == [[7]]
+    assert output.samples[0][0].reward == 1.0

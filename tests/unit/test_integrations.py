@@ -1,0 +1,64 @@
+"""The adapters for other trainers need the client alone: no SGLang, no torch, no trainer of ours."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT
+
+ADAPTERS = sorted((ROOT / "sglang_april/integrations").rglob("*.py"))
+ALLOWED = ("sglang_april.client", "sglang_april.integrations", "httpx", "msgspec", "verl", "areal")
+FORBIDDEN = ("torch", "sglang", "trainer_bridge", "ray", "transformers", "verl", "areal", "sglang_april.adapter")
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.stem)
+def test_adapters_import_the_client_and_their_framework(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            assert name is not None
+            assert name.startswith(ALLOWED) or name.split(".")[0] in sys.stdlib_module_names, f"{path.name}: {name}"
+
+
+def test_client_and_entry_points_import_nothing_heavy() -> None:
+    modules = "sglang_april.client.engine_pool", "sglang_april.client.attached", "sglang_april.integrations.slime"
+    modules += "sglang_april.integrations.miles", verl_plugin()
+    lines = [f"import sys, {', '.join(modules)}", f"print([name for name in {FORBIDDEN} if name in sys.modules])"]
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def verl_plugin() -> str:
+    """The entry point that verl loads."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    (module,) = points["verl.plugins"].values()
+    return str(module)
+
+
+def test_entry_point_of_verl_replaces_its_weight_adapter_only_when_activated() -> None:
+    """verl's registry holds dotted names, so a module of its name suffices here; the live tests use verl's own."""
+    code = (
+        "import sys, types, os\n"
+        "for name in ('verl', 'verl.workers', 'verl.workers.rollout', 'verl.workers.rollout.base'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "base = sys.modules['verl.workers.rollout.base']\n"
+        "sys.modules['verl.workers.rollout'].base = base\n"
+        "base._ROLLOUT_REGISTRY = {('sglang', 'async'): 'theirs'}\n"
+        f"import {verl_plugin()} as plugin\n"
+        "print(base._ROLLOUT_REGISTRY['sglang', 'async'])"
+    )
+    for settings, expected in (
+        ("", "theirs"),
+        ('{"quota": 8}', "sglang_april.integrations.verl.weights.ServerAdapter"),
+    ):
+        environment = {"PYTHONPATH": str(ROOT), "SGLANG_APRIL": settings}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
