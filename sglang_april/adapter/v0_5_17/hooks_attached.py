@@ -71,11 +71,12 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
                 _attached.reset(token)
             for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 if one["meta_info"].get("finish_reason"):
+                    rids[:] = [rid for rid in rids if rid != one["meta_info"]["id"]]
                     info = await manager.april.attached.description(one["meta_info"]["id"])
                     one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
             yield answer
     finally:
-        _abort_unfinished(manager, rids)
+        _abort(manager, rids)
         await answers.aclose()
 
 
@@ -86,12 +87,10 @@ def note_begun(rids: list[str]) -> None:
         begun += rids
 
 
-def _abort_unfinished(manager: Any, rids: list[str]) -> None:
-    """The client has gone. SGLang 0.5.17 aborts such a request, 0.5.16 and 0.5.18 let its samples run."""
+def _abort(manager: Any, rids: list[str]) -> None:
+    """The client has gone, and SGLang may have forgotten these requests: 0.5.17 aborts them, 0.5.18 lets them run."""
     for rid in rids:
-        state = manager.rid_to_state.get(rid)
-        if state is not None and not state.finished:
-            manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
+        manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
 
 
 def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
