@@ -172,7 +172,7 @@ class Attached:
         return len(dropped)
 
     def _forget(self, run: TrajectoryRun) -> None:
-        """Without rounds nobody ends a trajectory."""
+        """Without rounds, no caller ends a trajectory."""
         unused = run.unused()
         for trajectory in unused:
             del run.active[trajectory.id]

@@ -19,7 +19,7 @@ LEGS = ATTACHED + "\0"
 MAX_ENDED = 2**16
 """Ended trajectories of a run that are remembered, so that a repeated message changes nothing."""
 MAX_WITHOUT_ROUNDS = 2**10
-"""Trajectories of a run that has never had a round: nobody ends them."""
+"""Trajectories kept of a run that has never had a round: no caller ends them."""
 MAX_BRANCHES = 32
 """Sequences of one trajectory that a leg is compared with, the last ones."""
 

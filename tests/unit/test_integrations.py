@@ -1,4 +1,4 @@
-"""The adapters for other trainers need the client alone: no SGLang, no torch, no trainer of ours."""
+"""The adapters for other trainers need the client alone: no SGLang, no torch, no `trainer_bridge`."""
 
 import ast
 import subprocess
