@@ -62,6 +62,8 @@ class AprilConfig:
     concurrency: int | Literal["auto"] | None = None
     attach: str | None = None
     model: str | None = None
+    park_gb: float | None = None
+    """None: no limit but those of the tiers."""
     version: int | None = None
     journal: str | None = None
     journal_sync: str = "normal"
@@ -180,6 +182,12 @@ FLAGS: tuple[Flag, ...] = (
         "PATH",
         "be active only if this is --model-path, and leave other servers plain SGLang: for SGLANG_APRIL in the "
         "environment of a job with several servers",
+    ),
+    Flag(
+        "park_gb",
+        gigabytes,
+        "GB",
+        "KV that ended legs of trajectories keep for the next ones, on all tiers together (default: no such limit)",
     ),
     Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(

@@ -21,6 +21,8 @@ class StopRound(msgspec.Struct, tag=True):
     seq: int
     round_id: str
     deliver: list[str] | None = None
+    waited: bool = False
+    """The round of trajectories has waited for `wait_s`: it ends only if its quota is met."""
 
 
 class JudgeRound(msgspec.Struct, tag=True):

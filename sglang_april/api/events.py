@@ -107,6 +107,12 @@ class LegEnded(msgspec.Struct, tag=True):
     result: FinishedSample
 
 
+class RoundWaits(msgspec.Struct, tag=True):
+    """A round of trajectories has met its quota, and waits for mandatory ones."""
+
+    round_id: str
+
+
 class TrajectoriesRemoved(msgspec.Struct, tag=True):
     """Trajectories have left without being delivered: rejected, or not used for long."""
 
@@ -121,5 +127,14 @@ class JournalFault(msgspec.Struct, tag=True):
 
 
 Event = (
-    Answer | Finished | RoundEnded | AttachedEnded | LegEnded | TrajectoriesRemoved | Restored | Named | JournalFault
+    Answer
+    | Finished
+    | RoundEnded
+    | AttachedEnded
+    | LegEnded
+    | RoundWaits
+    | TrajectoriesRemoved
+    | Restored
+    | Named
+    | JournalFault
 )

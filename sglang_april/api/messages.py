@@ -36,6 +36,7 @@ from sglang_april.api.events import (
     Named,
     Restored,
     RoundEnded,
+    RoundWaits,
     TrajectoriesRemoved,
 )
 from sglang_april.api.observations import Moved, Rates, Tuned
@@ -92,6 +93,7 @@ __all__ = [
     "Restored",
     "RoundEnded",
     "RoundSpec",
+    "RoundWaits",
     "Shutdown",
     "Span",
     "StopRound",

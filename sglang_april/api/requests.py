@@ -90,6 +90,7 @@ class RolloutBody(Body):
     quota_unit: Literal["group", "sample", "trajectory"] | UnsetType = UNSET
     trajectories: bool = False
     n: Annotated[int, Meta(ge=1, le=2**14)] | None = None
+    wait_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     count: Literal["finished", "accepted"] = "finished"
     kv: Literal["keep", "recompute", "auto"] | UnsetType = UNSET
     max_staleness: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | UnsetType | None = UNSET

@@ -15,7 +15,7 @@ Unit = Literal["group", "sample", "trajectory"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]
 Count = Literal["finished", "accepted"]
-EndReason = Literal["quota", "stopped", "exhausted"]
+EndReason = Literal["quota", "stopped", "exhausted", "waited"]
 Tier = Literal["auto", "device", "host", "disk", "none"]
 
 
@@ -83,6 +83,8 @@ class RoundSpec(msgspec.Struct):
     """Its units are trajectories, or groups of `n` of them (docs/trajectories.md)."""
     n: int = 1
     """Trajectories of a group."""
+    wait_s: float | None = None
+    """How many seconds the round waits for mandatory trajectories after it has met its quota; None: for ever."""
     fingerprint: str = ""
     """Digest of the request body: a repeated request has the same one, also after a restart."""
     extensions: dict[str, Extension] = {}

@@ -256,6 +256,8 @@ class AprilService:
                     self.audit.offer(sample, prompt)
         elif isinstance(message, messages.LegEnded):
             self.trajectories.add(message)
+        elif isinstance(message, messages.RoundWaits):
+            self._background.start(self._end_after_waiting(message.round_id))
         elif isinstance(message, messages.TrajectoriesRemoved):
             self.trajectories.remove(message.run, message.ids)
         elif isinstance(message, messages.AttachedEnded):
@@ -285,6 +287,16 @@ class AprilService:
         self._background.start(self._reply(round_, message, parts, records))
 
     # --- background tasks
+
+    async def _end_after_waiting(self, round_id: str) -> None:
+        """`wait_s`: the scheduler has no clock that all ranks share."""
+        round_ = next((r for r in self.rounds.open if r.id == round_id), None)
+        if round_ is None or round_.spec.wait_s is None:
+            return
+        await asyncio.sleep(round_.spec.wait_s)
+        if round_.state == "open":
+            with contextlib.suppress(RequestError):
+                await self.rpc.call(messages.StopRound(self.rpc.number(), round_id, waited=True))
 
     async def _open(self, round_: RoundRecord, body: requests.RolloutBody) -> None:
         """Prepare the command, become a reader of the weights and call the scheduler, or remove the round."""

@@ -41,6 +41,8 @@ def _check_trajectories(body: RolloutBody) -> None:
     if (body.n is not None) != grouped:
         raise bad("n", "is needed with quota_unit group and trajectories true, and belongs to the prompt otherwise")
     if not (body.trajectories or body.quota_unit == "trajectory"):
+        if body.wait_s is not None:
+            raise bad("wait_s", "has a meaning only in a round of trajectories")
         return
     for name in ("prompts", "sampling_params", "proximal", "stream"):
         if getattr(body, name):

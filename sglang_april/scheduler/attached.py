@@ -17,9 +17,9 @@ from sglang_april.api import messages
 from sglang_april.api.messages import FinishedSample
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
-from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.context import NO_CAP, Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
+from sglang_april.scheduler.state import ATTACHED, Run, Sample, SampleKv, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectories import Leg, Trajectory, TrajectoryRun
@@ -64,7 +64,8 @@ class Attached:
             leg = known.begin_leg(trajectory, group, rid, np.frombuffer(input_ids, "<i4"))
             owner, rounds = known.legs, known.rounds_opened > 0
         saved = self._saved(owner.name.removeprefix(ATTACHED), rid, input_ids, params)
-        sample = c.ledger.add_attached(owner, rid, input_ids, params, saved, leg)
+        parked = _claim(leg) if saved is None else None
+        sample = c.ledger.add_attached(owner, rid, input_ids, params, saved, leg, parked)
         if saved is not None:
             _restore(sample, tokens_of(saved), saved.samples[0].finished)
         if leg is not None:
@@ -74,8 +75,9 @@ class Attached:
             c.attached[owner.name] = Round(_spec(owner.name, c.attached_kv), owner, 0)
         c.trace("attach", [sample])
         c.ledger.admit(sample)
-        sample.kv.version = c.clock.version
-        sample.open_span(sample.kv.version, "recomputed" if sample.length else "fresh")
+        if sample.kv.pages is None:
+            sample.kv.version, sample.kv.quantized = c.clock.version, False
+        sample.open_span(c.clock.version, "recomputed" if sample.length else "fresh")
         sample.recompute.in_progress = sample.length > 0
         return sample
 
@@ -106,20 +108,53 @@ class Attached:
             return
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
-        self._tiers.release(sample)
-        if sample.group.leg is not None:
-            self._end_leg(sample, sample.group.leg, reason)
-        c.ledger.remove_attached(sample)
+        leg = sample.group.leg
+        if leg is not None and self._parks(sample, leg.trajectory):
+            self._end_leg(sample, leg, reason)
+            c.ledger.park(sample)
+            self._tiers.add_suspended([sample])
+            self._limit_parked()
+        else:
+            self._tiers.release(sample)
+            if leg is not None:
+                self._end_leg(sample, leg, reason)
+            c.engine.forget(sample)
+            c.ledger.remove_attached(sample)
+            c.ledger.unpark(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
-        c.engine.forget(sample)
         rid = sample.group.id.partition(":")[2]
         c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version))
 
+    def _parks(self, sample: Sample, trajectory: Trajectory) -> bool:
+        """Whether the sample keeps its KV for the next leg."""
+        run = trajectory.run
+        active = run.active.get(trajectory.id) is trajectory and not trajectory.done
+        return active and sample.kv.pages is not None and self._c.park_cap_tokens > 0
+
+    def _limit_parked(self) -> None:
+        """Release the KV that was parked first, beyond `--april-park-gb`."""
+        if self._c.park_cap_tokens >= NO_CAP:
+            return
+        parked = [s for run in self._c.ledger.runs.values() for s in run.parked if s.state is State.PARKED]
+        tokens = sum(s.kv.pages.length for s in parked if s.kv.pages is not None)
+        for sample in sorted(parked, key=lambda s: s.finish_step):
+            if tokens <= self._c.park_cap_tokens:
+                return
+            if sample.kv.pages is not None:
+                tokens -= sample.kv.pages.length
+                self._c.trace("release parked", [sample])
+                self._tiers.release(sample)
+
     def _end_leg(self, sample: Sample, leg: Leg, reason: dict[str, Any] | None) -> None:
+        """Its tokens go to the HTTP process; pages that the sample has stay its own."""
         trajectory = leg.trajectory
+        kv, sample.kv = sample.kv, SampleKv()
         result = self._c.engine.finished(sample, reason)
-        trajectory.end_leg(leg, np.frombuffer(result.output_ids, "<i4"))
+        sample.kv, sample.finish_step = kv, self._c.step
+        gone = trajectory.end_leg(leg, np.frombuffer(result.output_ids, "<i4"))
+        trajectory.sequences[-1].parked = sample if kv.pages is not None else None
+        self._release([s.parked for s in gone if s.parked is not None])
         del trajectory.pending[sample]
         self._c.recorder.send(
             messages.LegEnded(
@@ -178,13 +213,28 @@ class Attached:
             del run.active[trajectory.id]
         self._leave([], unused)
 
+    def _release(self, parked: list[Sample]) -> None:
+        """KV of ended legs that no leg will continue."""
+        for sample in parked:
+            self._tiers.release(sample)
+            self._c.ledger.unpark(sample)
+
     def _leave(self, ended: list[Trajectory], removed: list[Trajectory]) -> None:
         pending = [sample for trajectory in ended for sample in trajectory.pending]
         if pending:
             self.abort(pending)
+        self._release([sample for trajectory in [*ended, *removed] for sample in trajectory.take_parked()])
         if removed:
             name, ids = removed[0].run.name, [t.id for t in removed]
             self._c.recorder.send(messages.TrajectoriesRemoved(name, ids))
+
+
+def _claim(leg: Leg | None) -> Sample | None:
+    """The sample that holds the KV of the sequence that a leg continues; no other leg gets it."""
+    if leg is None or leg.extends is None:
+        return None
+    parked, leg.extends.parked = leg.extends.parked, None
+    return parked
 
 
 def _restore(sample: Sample, tokens: Chunk, answered: FinishedSample | None) -> None:

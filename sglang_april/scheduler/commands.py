@@ -176,7 +176,10 @@ class Commands:
         rnd = self._find(cmd.round_id)
         if rnd is None:
             return {"open": False}
-        self._round_end.stop(rnd, cmd.deliver)
+        if not cmd.waited:
+            self._round_end.stop(rnd, cmd.deliver)
+        elif rnd.has_met_quota():
+            self._round_end.stop(rnd, None, "waited")
         return {"open": True}
 
     def _shut_down(self, *, store: bool) -> None:

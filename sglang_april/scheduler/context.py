@@ -16,6 +16,8 @@ from sglang_april.scheduler.state import Run, Sample
 from sglang_april.scheduler.trajectories import LEGS, TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
+NO_CAP = 2**62
+
 
 @dataclass(eq=False)
 class Context:
@@ -39,6 +41,8 @@ class Context:
     """By run name, the rules under which attached requests run; nothing ends such a round."""
     trajectories: dict[str, TrajectoryRun] = field(default_factory=dict)
     """By the name that their callers give the run."""
+    park_cap_tokens: int = NO_CAP
+    """Tokens of KV that ended legs may keep for the next ones."""
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
     """After a restart, by run and `rid`: attached requests in the journal that have not been asked again."""
     attached_kv: messages.KvPolicy = "auto"
@@ -91,7 +95,7 @@ class Context:
     def trajectory_run(self, name: str) -> TrajectoryRun:
         """The trajectories of a run; it may have none yet."""
         if name not in self.trajectories:
-            self.trajectories[name] = TrajectoryRun(name, Run(LEGS + name, attached=True))
+            self.trajectories[name] = TrajectoryRun(name, Run(LEGS + name, kv=self.attached_kv, attached=True))
         return self.trajectories[name]
 
     def may_have_work(self) -> bool:

@@ -137,6 +137,21 @@ class Controller:
     def resume(self) -> bool:
         return self.context.may_step() and self.resumer.resume()
 
+    def launched(self, sample: Sample, *, on_kv: bool) -> None:
+        """The prefill of a leg is launched that holds the KV of an earlier one; `on_kv`: behind that KV."""
+        version = self.context.clock.version
+        self.context.trace("launch on KV" if on_kv else "launch", [sample])
+        if on_kv:
+            self.tiers.prepare_resume(sample)
+            old = sample.kv.version < version or sample.kv.quantized
+            sample.open_span(version, "kept" if old else "fresh")
+            self.context.engine.hand_over(sample)
+        else:
+            self.tiers.release(sample)
+            sample.kv.version, sample.kv.quantized = version, False
+            sample.open_span(version, "fresh")
+        self.context.ledger.unpark(sample)
+
     def has_work(self) -> bool:
         return self.resumer.has_work()
 

@@ -102,6 +102,9 @@ class Engine(Protocol):
     def attach(self, samples: Sequence[Sample]) -> None:
         """Let samples join the running batch as plain decode rows on their device pages."""
 
+    def hand_over(self, sample: Sample) -> None:
+        """The pages of a leg without tokens belong to its request, whose prefill behind them is launched."""
+
     def detach(self, samples: Sequence[Sample]) -> None:
         """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
 
@@ -112,7 +115,10 @@ class Engine(Protocol):
         """Release everything that a deleted sample holds outside of queues and batches."""
 
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> FinishedSample:
-        """The result of a sample that has ended; `reason` if the engine's request has none."""
+        """The result of a sample that has ended; `reason` if the engine's request has none.
+
+        When a leg of a trajectory finishes, `kv.pages` keeps its KV.
+        """
 
     def answered(self, sample: Sample) -> FinishedSample | None:
         """The result of an attached request that has ended; None if it was aborted. It stays as it is."""

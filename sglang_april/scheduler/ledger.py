@@ -10,7 +10,16 @@ from collections.abc import Container, Iterable, Iterator
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
-from sglang_april.scheduler.state import Group, LedgerError, Run, Sample, State, sample_seed
+from sglang_april.scheduler.state import (
+    Group,
+    JournalMarks,
+    LedgerError,
+    Recompute,
+    Run,
+    Sample,
+    State,
+    sample_seed,
+)
 from sglang_april.scheduler.trajectories import Leg
 
 MAX_IDS = 2**16
@@ -71,18 +80,20 @@ class Ledger:
         params: bytes = b"",
         saved: SnapshotGroup | None = None,
         leg: Leg | None = None,
+        parked: Sample | None = None,
     ) -> Sample:
         """Add a request of SGLang's own routes as a group of one (`attached.py`).
 
         Args:
             params: what else the request asks for, or empty if it is not journalled.
             saved: the same request in the journal, whose place it takes.
+            parked: the sample that holds the KV of the leg's first tokens, which becomes the leg's sample.
         """
         self.runs[run.name] = run
         prompt = saved.prompt if saved else Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
         group = Group(run, prompt, params, 0, saved.gid if saved else self._groups_seen, leg=leg)
         self._groups_seen += 1
-        sample = group.samples[0] = Sample(group, 0, seed=0)
+        sample = group.samples[0] = Sample(group, 0, seed=0) if parked is None else _next_leg(parked, group)
         group.counts[State.QUEUED] = 1
         run.groups[prompt.id] = group
         self._enqueue(group)
@@ -92,8 +103,30 @@ class Ledger:
         """Remove an attached request that has ended, and its run with the last one."""
         run = sample.group.run
         self.drop(run, [sample.group.id])
-        if not run.groups:
+        if not run.groups and not run.parked:
             del self.runs[run.name]
+
+    def park(self, sample: Sample) -> None:
+        """A leg has ended, and its sample keeps the KV for the next one."""
+        run = sample.group.run
+        run.suspended.pop(sample, None)
+        sample.move(State.PARKED)
+        self._dequeue(sample.group)
+        del run.groups[sample.group.id]
+        run.parked[sample] = None
+
+    def unpark(self, sample: Sample) -> None:
+        """The sample no longer holds an ended leg's KV."""
+        run = sample.group.run
+        run.parked.pop(sample, None)
+        if not run.groups and not run.parked:
+            self.runs.pop(run.name, None)
+
+    def with_kv(self) -> Iterator[Sample]:
+        """All samples with KV pages outside of the engine's batches."""
+        for run in self.runs.values():
+            yield from (s for s in run.suspended if s.kv.pages is not None)
+            yield from (s for s in run.parked if s.kv.pages is not None)
 
     def requeue(self, groups: Iterable[Group]) -> None:
         """Their trajectory has begun, so they belong to another admission queue."""
@@ -108,7 +141,8 @@ class Ledger:
         run = self.runs[name] = self.runs.pop(name)
         ids = list(itertools.islice(run.incarnations, max(0, len(run.incarnations) - MAX_IDS)))
         run.first_incarnation = max([run.first_incarnation, *map(run.incarnations.pop, ids)])
-        idle = [r.name for r in self.runs.values() if not r.groups and r is not run and r.name not in busy]
+        others = (r for r in self.runs.values() if r is not run and r.name not in busy)
+        idle = [r.name for r in others if not r.groups and not r.parked]
         runs = idle[: max(0, len(self.runs) - MAX_RUNS)]
         for other in runs:
             del self.runs[other]
@@ -278,4 +312,12 @@ class Ledger:
             for group in run.groups.values():
                 for state, count in group.counts.items():
                     totals[state] += count
-        return {state.value: count for state, count in totals.items()}
+        return {state.value: count for state, count in totals.items() if state is not State.PARKED}
+
+
+def _next_leg(sample: Sample, group: Group) -> Sample:
+    """A sample that holds the KV of an ended leg becomes the next one; its place in the order stays."""
+    sample.move(State.QUEUED)
+    sample.group, sample.length, sample.spans = group, 0, []
+    sample.recompute, sample.journal = Recompute(), JournalMarks()
+    return sample

@@ -76,6 +76,10 @@ class Round:
             return sum(len(g.samples) for g in accepted) if self.spec.quota_unit == "sample" else len(accepted)
         return self.run.finished if self.spec.quota_unit == "sample" else self.run.whole
 
+    def has_met_quota(self) -> bool:
+        """Enough units count, although the round may wait for mandatory ones."""
+        return self.spec.quota is not None and self.counted() >= self.spec.quota
+
     def ends_now(self) -> EndReason | None:
         """Why the round is over, or None."""
         if self.spec.quota is not None and self.counted() >= self.spec.quota:

@@ -66,7 +66,9 @@ def _tiers(c: Context, samples: Iterable[Sample]) -> tuple[dict[str, int], dict[
 
 def state(c: Context) -> dict[str, Any]:
     """The scheduler's part of `GET /april/state`."""
-    stored = [s for run in c.ledger.runs.values() for s in run.suspended]
+    suspended = [s for run in c.ledger.runs.values() for s in run.suspended]
+    parked = [s for run in c.ledger.runs.values() for s in run.parked if s.kv.pages is not None]
+    stored = [*suspended, *parked]
     tokens, by_tier = _tiers(c, stored)
     groups = [g for run in c.ledger.runs.values() for g in run.groups.values()]
     ages = Counter(str(g.staleness(c.clock.version)) for g in groups)
@@ -99,6 +101,7 @@ def state(c: Context) -> dict[str, Any]:
         "trajectories": {run.name: _trajectories(c, run) for run in c.trajectories.values()},
         "tokens": tokens,
         "bytes": by_tier,
+        "parked_tokens": sum(s.kv.pages.length for s in parked if s.kv.pages is not None),
         "pool": {**c.engine.pool_tokens(), "held": held},
         "host_cap_tokens": c.host_cap_tokens,
         "carry_tokens": c.ledger.tokens(),

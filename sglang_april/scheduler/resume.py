@@ -18,6 +18,8 @@ from sglang_april.scheduler.tiers import Tiers
 
 MAX_LOADED_AHEAD = 4
 """Partials that are loaded at a time before a slot is free for them."""
+MAX_LEG_LOADS = 2
+"""How often the KV of an earlier leg is loaded for a leg, which memory pressure may undo before its prefill."""
 LOAD_AHEAD_INTERVAL = 8
 """Steps between two attempts to load ahead."""
 
@@ -85,7 +87,9 @@ class Resumer:
 
     def _needs_no_prefill(self, sample: Sample) -> bool:
         pages = sample.kv.pages
-        return self._resumes_on(pages, sample) if pages is not None else self._prompts.can_follow(sample)
+        if pages is not None:
+            return sample.length > 0 and self._resumes_on(pages, sample)
+        return self._prompts.can_follow(sample)
 
     def _resumes_on(self, pages: Pages, sample: Sample) -> bool:
         return not self._why_recompute(sample, pages) and self._has_request(sample)
@@ -110,10 +114,11 @@ class Resumer:
     # --- by prefill
 
     def _start(self, samples: list[Sample]) -> None:
+        samples = [s for s in samples if not self._waits_for_kv(s)]
         if samples:
             self._c.trace("start", samples)
         for sample in samples:
-            if sample.kv.pages is not None:
+            if sample.kv.pages is not None and sample.length:
                 sample.recompute.reason = self._why_recompute(sample, sample.kv.pages)
                 self._tiers.release(sample)
             rnd = self._round(sample)
@@ -138,8 +143,31 @@ class Resumer:
             self._c.ledger.requeue(other.group for other in leg.trajectory.pending)
         sample.admitted_round = rnd.number
         self._c.recorder.admitted(sample)
-        sample.kv.version, sample.kv.quantized = self._c.clock.version, False
-        sample.open_span(sample.kv.version, "recomputed" if sample.length else "fresh")
+        if sample.kv.pages is None or sample not in sample.group.run.parked:
+            sample.kv.version, sample.kv.quantized = self._c.clock.version, False
+        sample.open_span(self._c.clock.version, "recomputed" if sample.length else "fresh")
+
+    def _waits_for_kv(self, sample: Sample) -> bool:
+        """Whether a leg without tokens waits for the KV of an earlier leg, on which it is prefilled.
+
+        After two loads, or if nothing else runs that could free memory, it is prefilled as a whole.
+        """
+        pages, leg = sample.kv.pages, sample.group.leg
+        if pages is None or sample.length or leg is None:
+            return False
+        if not self._why_recompute(sample, pages):
+            if pages.ready:
+                self._tiers.prepare_resume(sample)
+                return False
+            if pages.loading:
+                return True
+            if leg.loads < MAX_LEG_LOADS and self._tiers.load(sample):
+                leg.loads += 1
+                return True
+            if leg.loads < MAX_LEG_LOADS and not self._c.engine.idle():
+                return True
+        self._tiers.release(sample)
+        return False
 
     # --- on stored pages
 

@@ -42,17 +42,19 @@ class RoundEnd:
             if rnd.update_limit_reached():
                 self._suspender.suspend_run(rnd.run, rnd.spec.tier)
 
-    @staticmethod
-    def _is_over(rnd: Round) -> bool:
+    def _is_over(self, rnd: Round) -> bool:
         if rnd.ends_now():
             return True
-        rnd.stats.prolonged |= rnd.spec.quota is not None and rnd.counted() >= rnd.spec.quota
+        if rnd.has_met_quota() and not rnd.stats.prolonged:
+            rnd.stats.prolonged = True
+            if rnd.spec.wait_s is not None:
+                self.context.recorder.send(messages.RoundWaits(rnd.spec.round_id))
         return False
 
-    def stop(self, rnd: Round, ids: list[str] | None) -> None:
+    def stop(self, rnd: Round, ids: list[str] | None, reason: messages.EndReason = "stopped") -> None:
         """End a round with what has finished, or with the groups named."""
         self.context.engine.settle()
-        self.end(rnd, "stopped", ids)
+        self.end(rnd, reason, ids)
 
     def abandon(self, run: str, round_id: str) -> None:
         """Close a round that was never accepted, because it could not be journalled: there is no reply."""

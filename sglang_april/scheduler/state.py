@@ -32,15 +32,18 @@ class State(enum.Enum):
     """Has output tokens, and KV pages where they were kept; not in the engine."""
     FINISHED = "finished"
     """Ended but not delivered; its tokens have left the scheduler."""
+    PARKED = "parked"
+    """Between two legs of a trajectory: holds the KV of the one that has ended."""
 
     __hash__ = object.__hash__  # by identity; `enum` hashes the name in Python code
 
 
 _ALLOWED = {
-    State.QUEUED: {State.RUNNING},
-    State.RUNNING: {State.QUEUED, State.SUSPENDED, State.FINISHED},
-    State.SUSPENDED: {State.RUNNING},
+    State.QUEUED: {State.RUNNING, State.PARKED},
+    State.RUNNING: {State.QUEUED, State.SUSPENDED, State.FINISHED, State.PARKED},
+    State.SUSPENDED: {State.RUNNING, State.PARKED},
     State.FINISHED: set[State](),
+    State.PARKED: {State.QUEUED},
 }
 
 
@@ -62,7 +65,8 @@ class SampleKv:
     """The KV of a sample; `Tiers` changes it while the sample is suspended."""
 
     pages: Pages | None = None
-    """KV pages of a suspended sample; None if only its tokens are left, and while it runs."""
+    """KV pages of a suspended sample; None if only its tokens are left, and while it runs. Of a leg without tokens, the
+    KV of its prompt's first tokens, from an earlier leg."""
     prefix: Prefix | None = None
     """The stored prefix that its first tokens equal; kept while it runs on the KV that was loaded from there."""
     version: int = 0
@@ -282,6 +286,8 @@ class Run:
     """Begun groups with queued members."""
     new: list[Group] = field(default_factory=list)
     """Groups that have not begun, in arrival order."""
+    parked: "dict[Sample, None]" = field(default_factory=dict)
+    """Samples that hold the KV of an ended leg: between two legs, and until the next leg's prefill is launched."""
     attached: bool = False
     """Its samples are requests of SGLang's own routes, each a group of one that no round delivers (`attached.py`)."""
 

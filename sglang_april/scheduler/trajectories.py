@@ -35,6 +35,8 @@ class Sequence:
     ids: Ids
     legs: list[tuple[int, int]]
     """(leg, end of its part in `ids`), in order."""
+    parked: Sample | None = None
+    """The sample that holds its KV, if that was kept."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +55,8 @@ class Leg:
     """As `Sequence.legs`, for those `shared` tokens."""
     extends: Sequence | None
     """The sequence of which it continues every token."""
+    loads: int = 0
+    """How often the KV of an earlier leg was loaded for it."""
     prefilled: int = 0
     """Tokens computed before its first output token."""
 
@@ -96,14 +100,23 @@ class Trajectory:
         self.legs += 1
         return leg
 
-    def end_leg(self, leg: Leg, output: Ids) -> None:
-        """The leg has drawn `output`; it may be continued."""
+    def end_leg(self, leg: Leg, output: Ids) -> list[Sequence]:
+        """The leg has drawn `output`; it may be continued. Returns the sequences that no leg can continue any more."""
         ids = np.concatenate([leg.prompt, output])
-        if leg.extends is not None and leg.extends in self.sequences:
-            self.sequences.remove(leg.extends)
+        gone = [leg.extends] if leg.extends is not None and leg.extends in self.sequences else []
+        self.sequences = [s for s in self.sequences if s not in gone]
         self.sequences.append(Sequence(ids, [*leg.path, (leg.number, len(ids))]))
-        del self.sequences[:-MAX_BRANCHES]
         self.tokens += len(output)
+        gone += self.sequences[:-MAX_BRANCHES]
+        del self.sequences[:-MAX_BRANCHES]
+        return gone
+
+    def take_parked(self) -> list[Sample]:
+        """The samples that hold KV of its ended legs, which are no longer needed."""
+        parked = [s.parked for s in self.sequences if s.parked is not None]
+        for sequence in self.sequences:
+            sequence.parked = None
+        return parked
 
     def first_token(self, version: int) -> None:
         """A leg draws its first token."""

@@ -90,7 +90,7 @@ class TrajectoryRound(Round):
     def deliver(self, _ledger: Ledger, reason: EndReason, ids: list[str] | None, version: int) -> list[Delivery]:
         """Fix `delivered` and `surplus`; there are no samples."""
         units = [unit for unit in self.units() if ids is None or any(t.id in ids for t in unit)]
-        if reason == "quota" and self.spec.surplus == "carry" and self.spec.quota is not None:
+        if reason != "stopped" and self.spec.surplus == "carry" and self.spec.quota is not None:
             mandatory = [u for u in units[self.spec.quota :] if any(map(self._is_mandatory, u))]
             units = [*units[: self.spec.quota], *mandatory]
         chosen = [t for unit in units for t in unit]

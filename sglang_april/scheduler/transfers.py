@@ -83,8 +83,8 @@ class IntegrityChecks:
         if self._order is not None:
             return
         order = self._order = self._budget.next_number()
-        runs = self._c.ledger.runs.values()
-        self._c.engine.verify(order, [s.kv.pages for run in runs for s in run.suspended if s.kv.pages is not None])
+        stored = (s.kv.pages for s in self._c.ledger.with_kv())
+        self._c.engine.verify(order, [pages for pages in stored if pages is not None])
 
     def end(self, order: int, problem: str) -> None:
         """Answer the commands if the order is the check's; `problem` is empty if no rank found one."""

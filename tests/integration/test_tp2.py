@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_trajectories import PROMPT, done, leg, open_round
 from tests.support.live import LiveServer, live_server, until
 from tests.support.server import Server
 from tests.support.workload import prompt
@@ -188,6 +189,36 @@ def test_attached_request_over_a_push(two_ranks: LiveServer) -> None:
         assert meta["completion_tokens"] == 40
         assert meta["april"]["policy_version"] == v + 1
         assert meta["april"]["spans"][-1]["version"] == v + 1
+    first, second = digests(live)
+    common = min(len(first), len(second))
+    assert first[:common] == second[:common]
+
+
+def test_trajectories_over_pushes(two_ranks: LiveServer, run: str) -> None:
+    """Both ranks keep KV between turns, and end the round in the same step (`parked-kv`, `trajectory-quota`)."""
+    live = two_ranks
+    reply = open_round(live, run, quota=2)
+
+    def agent(name: str) -> None:
+        history = list(PROMPT)
+        for _ in range(3):
+            history += [*leg(live, run, name, history)["output_ids"], 1]
+
+    with live.server.slowed(0.03):
+        agents = [live.in_background(agent, f"t{i}") for i in range(2)]
+        late = live.in_background(leg, live, run, "late", PROMPT, length=200)
+        live.wait_decodes(8)
+        live.push(1)
+        for one in agents:
+            live.result_of(one)
+        done(live, run, "t0", "t1")
+    ended = live.result_of(reply)
+    assert [t["id"] for t in ended["trajectories"]] == ["t0", "t1"]
+    assert all(len(t["legs"]) == 3 and len(t["branches"]) == 1 for t in ended["trajectories"])
+    assert not late.done()
+    assert live.server.http.get("/april/check").json()["ok"]
+    done(live, run, reject=["late"])
+    assert live.result_of(late)["meta_info"]["finish_reason"]["type"] == "abort"
     first, second = digests(live)
     common = min(len(first), len(second))
     assert first[:common] == second[:common]

@@ -230,6 +230,14 @@ def test_a_stale_trajectory_is_waited_for(live: LiveServer, run: str) -> None:
     assert not reply.done()
     done(live, run, reject=["old"])
     assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["new"]
+    leg(live, run, "older", PROMPT)
+    live.push(2)
+    reply = open_round(live, run, quota=1, max_staleness=1, round_id=f"{run}-waits", wait_s=0.1)
+    leg(live, run, "newer", PROMPT)
+    done(live, run, "newer")
+    ended = live.result_of(reply)
+    assert (ended["end_reason"], [t["id"] for t in ended["trajectories"]]) == ("waited", ["newer"])
+    assert [(t["id"], t["mandatory"]) for t in ended["carried"]["trajectories"]] == [("older", True)]
 
 
 def test_what_a_round_of_trajectories_does_not_have(live: LiveServer, run: str) -> None:

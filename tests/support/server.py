@@ -211,7 +211,10 @@ class Server:
             self.post("/resume_memory_occupation", {"tags": released[1].split(", ")})
         for round_id in self.state()["http"]["rounds"]:
             self.post(f"/april/rounds/{round_id}/stop")
-        for run in (name for name, left in self.state()["runs"].items() if left["groups"]):
+        state = self.state()
+        runs = {name for name, left in state["runs"].items() if left["groups"]}
+        runs |= {name for name, left in state["trajectories"].items() if left["undelivered"]}
+        for run in runs:
             self.post("/april/drop", {"run": run})
         state = self.state()
         if state["closed"] or self.loaded not in (None, self.model) or state["policy_version"] != self.version:

@@ -159,6 +159,9 @@ class FakeEngine(FakeLoop):
             self.running.append(request)
         assert len(self.running) <= self.slots
 
+    def hand_over(self, sample: Sample) -> None:
+        sample.kv.pages = None
+
     def detach(self, samples: Sequence[Sample]) -> None:
         mine = {s.request: s for s in samples if s.request is not None}
         assert self.in_flight is None or not any(r.request in mine for r in self.in_flight), "a step is in flight"
@@ -241,7 +244,8 @@ class FakeEngine(FakeLoop):
         return True
 
     def copy_out(self, sample: Sample, order: int) -> None:
-        self.copies.put(order, sample.kv.pages, sample_key(sample), sample.kv.version, sample.request.history)
+        history = sample.request.history if sample.request is not None else []
+        self.copies.put(order, sample.kv.pages, sample_key(sample), sample.kv.version, history)
 
     def load(self, sample: Sample, order: int) -> bool:
         pages = sample.kv.pages

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.api.messages import Provenance
+from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.state import Group, Sample, State
 from tests.unit.fake_copies import Copies
@@ -144,7 +145,7 @@ class FakeLoop:
                 if need >= budget:
                     break
                 self.waiting.pop(0)
-                request.slots, request.drawn = [], len(request.output)
+                request.slots, request.drawn = self._prefix(request), len(request.output)
             places -= 1
             done, total = len(request.slots), request.prompt + len(request.output)
             count = min(left, total - done)
@@ -156,6 +157,20 @@ class FakeLoop:
             if self.chunked:
                 break
         return rows or None
+
+    def _prefix(self, request: Request) -> list[int]:
+        """The slots behind which a leg is prefilled: those of the leg before, if they are in the pool."""
+        sample = request.sample
+        if sample is None or sample.kv.pages is None or sample.length:
+            return []
+        pages = sample.kv.pages
+        slots = pages.slots if pages.ready else None
+        self.controller.launched(sample, on_kv=slots is not None)
+        for position, slot in enumerate(slots or ()):
+            _, known, version = self.cells[slot]
+            assert known == position
+            self.cells[slot] = request.name, position, version
+        return slots or []
 
     def _decode(self) -> list[Row] | None:
         self.running = [r for r in self.running if r.reason is None]
@@ -215,6 +230,7 @@ class FakeLoop:
             elif len(request.output) == request.length:
                 request.reason = {"type": "stop"}
             if request.reason is not None:
+                self._keep_kv(request)
                 self.free_slots_of(request)
         self.on_results(rows, grown)
         self.controller.progress(
@@ -224,6 +240,14 @@ class FakeLoop:
             and r.request.sample.state is State.RUNNING
             and r.request.sample.request is r.request
         )
+
+    def _keep_kv(self, request: Request) -> None:
+        """A leg that finishes keeps its KV, without that of its last token."""
+        sample = request.sample
+        if sample is not None and sample.group.leg is not None and self.controller.context.park_cap_tokens:
+            length = request.prompt + len(request.output) - 1
+            sample.kv.pages = Pages(length, 0, request.slots[:length], None, None)
+            request.slots = request.slots[length:]
 
     def free_slots_of(self, request: Request) -> None:
         self.free += request.slots or []

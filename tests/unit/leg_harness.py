@@ -23,6 +23,8 @@ class LegHarness:
         self.events: list[messages.Event] = []
         for i, e in enumerate(self.engines):
             e.on_event = lambda event, i=i: self._receive(i, event)
+        self.legs: dict[str, messages.LegEnded] = {}
+        """Those that have ended, by `rid`."""
         self.seq = 0
         self.rids: dict[str, list[int]] = {}
         """Prompts by `rid`."""
@@ -32,6 +34,11 @@ class LegHarness:
         self.sent[replica].append(messages.encode(stable))
         if replica == 0:
             self.events.append(event)
+            if isinstance(event, messages.LegEnded):
+                assert event.rid not in self.legs, "a request ends twice"
+                self.legs[event.rid] = event
+                output = np.frombuffer(event.result.output_ids, "<i4").tolist()
+                assert output == [token(len(event.rid), t) for t in range(len(output))]
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -49,7 +56,7 @@ class LegHarness:
         self.seq += 1
         data = messages.encode(kind(seq=self.seq, **fields))
         self.do(lambda e: e.controller.command(messages.decode_message(data)))
-        answer: messages.Answer = next(a for a in self.of(messages.Answer) if a.seq == self.seq)
+        answer: messages.Answer = next(a for a in reversed(self.of(messages.Answer)) if a.seq == self.seq)
         return answer
 
     def leg(self, run: str, rid: str, ids: list[int], length: int, *names: str) -> bool:
@@ -78,7 +85,7 @@ class LegHarness:
 
     def ended(self, rid: str) -> messages.LegEnded | None:
         """The leg, once it has ended."""
-        return next((leg for leg in self.of(messages.LegEnded) if leg.rid == rid), None)
+        return self.legs.get(rid)
 
     def sequence(self, rid: str) -> list[int]:
         """Prompt and output of an ended leg."""
@@ -94,11 +101,6 @@ class LegHarness:
         assert all(sent == self.sent[0] for sent in self.sent)
         for sent in self.sent:
             sent.clear()
-        for rid in self.rids:
-            leg = self.ended(rid)
-            if leg is not None:
-                output = np.frombuffer(leg.result.output_ids, "<i4").tolist()
-                assert output == [token(len(rid), t) for t in range(len(output))]
         for run in self.context.trajectories.values():
             for trajectory in run.active.values():
                 assert all(leg.trajectory is trajectory for leg in trajectory.pending.values())

@@ -1,5 +1,6 @@
 """Recounts every counter, state and pool slot from scratch (`one-place`, `pool-accounting`)."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from sglang_april.scheduler.state import Run, Sample, State
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_loop import Request
 
-STATES = QUEUED, RUNNING, SUSPENDED, FINISHED = tuple(State)
+STATES = QUEUED, RUNNING, SUSPENDED, FINISHED, PARKED = tuple(State)
 
 
 WITH_SLOTS = {KvState.DEVICE, KvState.DEVICE_WITH_COPY, KvState.COPYING_OUT, KvState.LOADING}
@@ -18,7 +19,8 @@ IN_TRANSFER = {KvState.COPYING_OUT, KvState.COPYING_OUT_SLOTS_FREED, KvState.LOA
 
 
 def samples_of(ledger: Ledger) -> Iterator[Sample]:
-    return (s for run in ledger.runs.values() for g in run.groups.values() for s in g.samples.values())
+    pending = (s for run in ledger.runs.values() for g in run.groups.values() for s in g.samples.values())
+    return itertools.chain(pending, (s for run in ledger.runs.values() for s in run.parked if s.state is State.PARKED))
 
 
 def spans_of(request: Request) -> list[Span]:
@@ -34,10 +36,10 @@ def spans_of(request: Request) -> list[Span]:
 
 
 def recount(engine: FakeEngine, ledger: Ledger) -> None:
-    totals = [0, 0, 0, 0]
+    totals = [0] * len(STATES)
     for run in ledger.runs.values():
         totals = [a + b for a, b in zip(totals, _recount_run(run), strict=True)]
-    assert list(ledger.census().values()) == totals
+    assert list(ledger.census().values()) == totals[:-1]
     rows = [r.request for r in engine.last or () if r.request is not engine.chunked and r.request.slots is not None]
     chunked = [engine.chunked] if engine.chunked is not None else []
     in_batches = [*engine.running, *rows, *chunked]
@@ -50,13 +52,13 @@ def recount(engine: FakeEngine, ledger: Ledger) -> None:
 
 def _recount_run(run: Run) -> list[int]:
     """Samples by state, in the order of `State`."""
-    totals = [0, 0, 0, 0]
+    totals = [0] * len(STATES)
     whole, begun, new, suspended = 0, set(), [], []
     for name, group in run.groups.items():
         assert name == group.id
         assert group.samples, "a group without samples is delivered"
         states = [s.state for s in group.samples.values()]
-        queued, _, waits, finished = counts = [states.count(state) for state in STATES]
+        queued, _, waits, finished, _ = counts = [states.count(state) for state in STATES]
         assert list(group.counts.values()) == counts
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
         whole += finished == len(states)
@@ -82,12 +84,16 @@ def _check_place(engine: FakeEngine, sample: Sample, in_engine: list[Request]) -
     assert (in_engine.count(request) if request is not None else 0) == (sample.state is RUNNING), sample.state
     if sample.state is QUEUED or sample.state is FINISHED:
         assert request is None or sample.attached
-        assert sample.kv.pages is None
+        assert sample.kv.pages is None or sample in sample.group.run.parked
+        return
+    if sample.state is PARKED:
+        assert request is None
+        assert sample in sample.group.run.parked
         return
     assert sample.length == len(request.output)
     assert sample.closed_spans() == spans_of(request)
     if sample.state is RUNNING:
-        assert sample.kv.pages is None
+        assert sample.kv.pages is None or (sample in sample.group.run.parked and request in engine.waiting)
         return
     assert sample.length > 0
     assert request.slots is None

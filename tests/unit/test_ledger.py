@@ -8,13 +8,17 @@ from sglang_april.scheduler import ledger
 from sglang_april.scheduler.state import LedgerError, State, sample_seed
 from tests.unit.ledger_driver import LedgerDriver, prompt
 
-QUEUED, RUNNING, SUSPENDED, FINISHED = State
+QUEUED, RUNNING, SUSPENDED, FINISHED, PARKED = State
 ALLOWED = {
     (QUEUED, RUNNING),
     (RUNNING, QUEUED),
     (RUNNING, SUSPENDED),
     (RUNNING, FINISHED),
     (SUSPENDED, RUNNING),
+    (QUEUED, PARKED),
+    (RUNNING, PARKED),
+    (SUSPENDED, PARKED),
+    (PARKED, QUEUED),
 }
 
 
@@ -25,8 +29,8 @@ def test_only_allowed_transitions_change_the_state(before: State, after: State) 
     driver = LedgerDriver()
     (group,) = driver.groups(1)
     sample = group.samples[0]
-    path = {QUEUED: [], RUNNING: [RUNNING], SUSPENDED: [RUNNING, SUSPENDED], FINISHED: [RUNNING, FINISHED]}[before]
-    for state in path:
+    path = {QUEUED: [], RUNNING: [RUNNING], SUSPENDED: [RUNNING, SUSPENDED], FINISHED: [RUNNING, FINISHED]}
+    for state in (path | {PARKED: [PARKED]})[before]:
         sample.move(state)
     if (before, after) in ALLOWED:
         sample.move(after)

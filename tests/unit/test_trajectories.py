@@ -189,3 +189,20 @@ def test_drop_deletes_done_and_pending_trajectories(w: LegHarness) -> None:
     assert w.context.trajectories["run"].active == {}
     w.step(3)
     assert not w.running()
+
+
+def test_a_round_that_has_waited_long_enough(w: LegHarness) -> None:
+    w.leg("run", "old", PROMPT, 2, "old")
+    w.step(5)
+    w.push()
+    w.open("run", 1, max_staleness=1, wait_s=3.0)
+    w.leg("run", "new", PROMPT, 2, "new")
+    w.step(5)
+    w.command(messages.StopRound, round_id="r2", waited=True)
+    assert not w.of(messages.RoundEnded), "its quota is not met"
+    w.done("run", "new")
+    assert [event.round_id for event in w.of(messages.RoundWaits)] == ["r2"]
+    w.command(messages.StopRound, round_id="r2", waited=True)
+    (reply,) = w.of(messages.RoundEnded)
+    assert (reply.end_reason, reply.trajectories) == ("waited", ["new"])
+    assert [(t["id"], t["mandatory"]) for t in reply.carried["trajectories"]] == [("old", True)]

@@ -81,6 +81,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc",
     "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.free",
     "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
+    "sglang.srt.mem_cache.base_prefix_cache.InsertParams",
     "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
     "sglang.srt.mem_cache.common.evict_from_tree_cache",
     "sglang.srt.mem_cache.common.release_kv_cache",
@@ -95,6 +96,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.mem_cache.radix_cache.RadixCache.dec_lock_ref",
     "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
     "sglang.srt.mem_cache.radix_cache.RadixCache.inc_lock_ref",
+    "sglang.srt.mem_cache.radix_cache.RadixCache.insert",
     "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix",
     "sglang.srt.mem_cache.radix_cache.RadixKey",
     # Forwards and sampling.

@@ -157,6 +157,13 @@ class SchedulerEngine(Capacity):
             sample.kv.pages = None
         self._s.running_batch = _merged(self._s.running_batch, batch)
 
+    def hand_over(self, sample: Sample) -> None:
+        pages = sample.kv.pages
+        assert pages is not None
+        self.pages.hand_over(pages)
+        sample.request.skip_radix_cache_insert = sample.kv.version < self.version or sample.kv.quantized
+        sample.kv.pages = None
+
     def detach(self, samples: Sequence[Sample]) -> None:
         s = self._s
         mine = {x.request: x for x in samples if x.request is not None}
@@ -270,7 +277,8 @@ class SchedulerEngine(Capacity):
 
     def release(self, sample: Sample) -> None:
         if sample.kv.pages is not None:
-            self.pages.free(sample.kv.pages, sample.request)
+            # A leg without tokens does not run on these pages, which are an earlier leg's.
+            self.pages.free(sample.kv.pages, sample.request if sample.length else None)
             sample.kv.pages = None
             self._clear_batch_full()
 

@@ -26,7 +26,7 @@ from sglang_april.adapter.v0_5_17.restore_request import advance_grammar
 from sglang_april.adapter.v0_5_17.sample_output import COLLECT_EVERY
 from sglang_april.adapter.v0_5_17.step_times import StepTimes
 from sglang_april.api import messages
-from sglang_april.config import load
+from sglang_april.config import BYTES_PER_GB, load
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller, Progress
@@ -68,6 +68,8 @@ def attach(_: None, s: Scheduler) -> None:
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens)
     context.carry_cap_tokens = config.carry_tokens
     context.attached_kv = config.kv
+    if config.park_gb is not None:
+        context.park_cap_tokens = int(config.park_gb * BYTES_PER_GB) // engine.bytes_per_token
     if s.ps.tp_size > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
@@ -122,8 +124,7 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBa
     if Process.step_times is not None:
         Process.step_times.boundary(context)
     if CHECK:
-        suspended = (x for run in context.ledger.runs.values() for x in run.suspended)
-        check_accounting(s, [x.kv.pages for x in suspended if x.kv.pages is not None])
+        check_accounting(s, [x.kv.pages for x in context.ledger.with_kv() if x.kv.pages is not None])
     context.flushing = s.flush_wrapper._pending is not None
     s.april.before_step()
     plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
@@ -197,8 +198,8 @@ def add_held_tokens(result: int, _observer: Any) -> int:
     controller, engine = Process.controller, Process.engine
     if controller is None or engine is None:
         return result
-    runs = controller.context.ledger.runs.values()
-    return result + sum(engine.held_tokens(s.kv.pages) for r in runs for s in r.suspended if s.kv.pages is not None)
+    pages = (x.kv.pages for x in controller.context.ledger.with_kv())
+    return result + sum(engine.held_tokens(p) for p in pages if p is not None)
 
 
 def close_journal(_: None, s: Scheduler, _recv_req: Any) -> None:

@@ -6,12 +6,15 @@ last output token does not exist yet, the next decode step writes it.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_april.adapter.v0_5_17.host_to_device import columns_to_device
@@ -30,6 +33,17 @@ class PagePool:
     def round_up(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
 
+    def whole_pages(self, tokens: int) -> int:
+        """Tokens of `tokens` that fill pages: a prefill begins with a page."""
+        return tokens // self.page_size * self.page_size
+
+    def hand_over(self, pages: Pages) -> None:
+        """A request has been given the pages as its prefix, which its prefill has locked as well."""
+        if pages.node is not None:
+            self._s.tree_cache.dec_lock_ref(pages.node)
+        if (used := self.whole_pages(pages.length)) < pages.length:
+            self._allocator.free(pages.slots[used:])
+
     def detach(self, req: Req) -> Pages:
         """Pages of a running request; its request slot is freed, its prefix stays locked in the tree."""
         length = req.kv_committed_len
@@ -39,6 +53,41 @@ class PagePool:
         self._rows.free(req)
         req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
         return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+
+    def park(self, req: Req) -> Pages:
+        """Pages of a request that has finished, without the KV of its last token; the radix tree gets them as well."""
+        ids = req.origin_input_ids + req.output_ids_through_stop
+        length, allocated = min(req.kv_committed_len, len(ids) - 1), req.kv.kv_allocated_len
+        # Copies: SGLang frees in groups, and a freed view of this row would change with it.
+        slots = self._rows.req_to_token[req.req_pool_idx, :allocated].to(torch.int64, copy=True)
+        self._allocator.free(slots[self.round_up(length) :])
+        slots = slots[:length]
+        if not req.skip_radix_cache_insert and not self._s.tree_cache.is_chunk_cache():
+            slots = self._insert(req, RadixKey(ids[:length], req.extra_key), slots)
+        pages = Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+        self._rows.free(req)
+        req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
+        return pages
+
+    def _insert(self, req: Req, key: RadixKey, slots: torch.Tensor) -> torch.Tensor:
+        """Give whole pages to the radix tree, and lock them there; returns the slots, in which the tree's own replace
+        those that it had already (`RadixCache.cache_unfinished_req`)."""
+        tree = self._s.tree_cache
+        if tree.disable_finished_insert:
+            return slots
+        key = key.page_aligned(self.page_size)
+        known = tree.insert(InsertParams(key=key, value=slots[: len(key)].clone(), priority=req.priority or 0))
+        self._allocator.free(slots[req.cache_protected_len : known.prefix_len])
+        found = tree.match_prefix(MatchPrefixParams(key=key))
+        tree.dec_lock_ref(req.last_node)
+        tree.inc_lock_ref(found.last_device_node)
+        req.cache_protected_len, req.last_node = len(found.device_indices), found.last_device_node
+        return torch.cat([found.device_indices.to(torch.int64), slots[len(found.device_indices) :]])
+
+    @property
+    def root(self) -> Any:
+        """The node that requests without a prefix in the radix tree lock; None without a tree."""
+        return None if self._s.tree_cache.is_chunk_cache() else self._s.tree_cache.root_node
 
     def reset_request(self, req: Req) -> None:
         """Release the KV of a request in a batch and make it ready to be prefilled again."""
@@ -95,13 +144,11 @@ class PagePool:
         """
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
-        # Without a tree (--disable-radix-cache) a request has no node.
-        root = None if s.tree_cache.is_chunk_cache() else s.tree_cache.root_node
         for req, page, old in zip(reqs, pages, inexact, strict=True):
             self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots)
             req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
             req.kv_committed_len = page.length
-            req.cache_protected_len, req.last_node = page.protected, page.node or root
+            req.cache_protected_len, req.last_node = page.protected, page.node or self.root
             req.prefix_indices = page.slots[: page.protected]
             req.extra_key = page.extra_key
             req.skip_radix_cache_insert = old

@@ -1,0 +1,123 @@
+"""KV that stays with a trajectory between two turns: what is prefilled, and that tokens are those of a replay."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.test_trajectories import LENGTH, PROMPT, done, leg, open_round, record
+from tests.support.live import LiveServer, until
+from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
+
+
+def turns(live: LiveServer, run: str, count: int, tool: list[int], after: dict[int, int] | None = None) -> list[int]:
+    """An agent of several turns, with a push of some seed after some of them; returns its whole history."""
+    history = list(PROMPT)
+    for i in range(count):
+        answer = leg(live, run, "t", history, sampling_params=PARAMS)
+        history += [*answer["output_ids"], *tool]
+        if after is not None and i in after:
+            live.push(after[i])
+    return history
+
+
+PARAMS: dict[str, Any] = {"temperature": 0.8, "sampling_seed": 41, "max_new_tokens": LENGTH, "ignore_eos": True}
+
+
+def check_replay(live: LiveServer, known: dict[str, Any], *, kept: bool = True) -> None:
+    """Every drawn token's logprob is that of Hugging Face forwards, which continue on the KV of the turn before."""
+    (branch,) = known["branches"]
+    output = branch["ids"][len(PROMPT) :]
+    spans, start = [], 0
+    for i, span in enumerate(branch["spans"]):
+        end = span["end"] - len(PROMPT)
+        spans.append({"start": start, "end": end, "version": span["version"], "kv": "kept" if i and kept else "fresh"})
+        start = end
+    rows = processed(Oracle(live.policies).replay(PROMPT, output, spans), output, {"temperature": 0.8})
+    expected = logprobs_of(rows, torch.tensor(output))
+    for first, last in branch["drawn"]:
+        got = torch.tensor(branch["logprobs"][first:last], dtype=torch.float64)
+        error = float((expected[first - len(PROMPT) : last - len(PROMPT)] - got).abs().max())
+        assert error < LOGPROB_LIMIT, f"logprobs of [{first}, {last}) are off by {error}"
+
+
+def prefilled(live: LiveServer) -> int:
+    """Tokens of all prefills so far."""
+    return sum(f["tokens"] for f in live.server.forwards() if not f["decode"])
+
+
+def test_eight_turns_and_two_pushes_prefill_only_what_is_new(live: LiveServer, run: str) -> None:
+    before, v = prefilled(live), live.version
+    turns(live, run, 8, [3, 4], {2: 1, 5: 2})
+    known = record(live, run, "t")
+    # A leg's last token has no KV when the leg ends: it is computed with the two tokens from outside.
+    assert [x["prefilled"] for x in known["legs"]] == [5] + [3] * 7
+    assert [x["reused"] for x in known["legs"]] == [0] + [5 + 12 * i + 2 * (i - 1) - 1 for i in range(1, 8)]
+    assert prefilled(live) - before == 5 + 3 * 7
+    versions = [v] * 3 + [v + 1] * 3 + [v + 2] * 2
+    assert [[(s["version"], s["kv"]) for s in x["spans"]] for x in known["legs"]] == [
+        [(version, "fresh" if version == v else "kept")] for version in versions
+    ]
+    check_replay(live, known)
+    assert live.server.http.get("/april/check").json() == {"ok": True, "problem": ""}
+
+
+def test_a_long_tool_answer_is_prefilled_in_chunks(live: LiveServer, run: str) -> None:
+    """Behind KV of an older version, which the radix tree does not have."""
+    turns(live, run, 3, [1 + i % 50 for i in range(150)], {0: 1})
+    known = record(live, run, "t")
+    assert [x["prefilled"] for x in known["legs"]] == [5, 151, 151]
+    check_replay(live, known)
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_flush_moves_it_to_the_host(live: LiveServer, run: str, pushed: bool) -> None:
+    history = turns(live, run, 1, [3], {0: 1} if pushed else None)
+    assert live.server.http.post("/flush_cache").status_code == 200
+    state = live.server.state()
+    assert state["parked_tokens"] == state["tokens"]["host"] == 16
+    leg(live, run, "t", history)
+    known = record(live, run, "t")
+    assert [x["prefilled"] for x in known["legs"]] == [5, 2]
+    check_replay(live, known)
+
+
+def test_recompute_prefills_everything_after_a_push(live: LiveServer, run: str) -> None:
+    reply = open_round(live, run, quota=1, kv="recompute")
+    history = turns(live, run, 2, [3, 4], {1: 1})
+    leg(live, run, "t", history)
+    known = record(live, run, "t")
+    assert [x["prefilled"] for x in known["legs"]] == [5, 3, len(history)]
+    assert known["legs"][2]["spans"][0]["kv"] == "fresh"
+    done(live, run, "t")
+    live.result_of(reply)
+    assert live.server.state()["parked_tokens"] == 0
+
+
+def test_a_suspended_leg_keeps_what_it_was_prefilled_behind(live: LiveServer, run: str) -> None:
+    """A push while the second leg decodes."""
+    history = turns(live, run, 1, [3, 4], {0: 1})
+    with live.server.slowed():
+        before = live.decodes()
+        answer = live.in_background(leg, live, run, "t", history, length=40)
+        until(lambda: live.decodes() > before + 3, "the leg decodes")
+        live.push(2)
+    live.result_of(answer)
+    known = record(live, run, "t")
+    assert [x["prefilled"] for x in known["legs"]] == [5, 3]
+    assert [s["kv"] for s in known["legs"][1]["spans"]] == ["kept", "kept"]
+    check_replay(live, known)
+
+
+def test_memory_is_flat_under_small_caps(small: LiveServer, run: str) -> None:
+    """Trajectories that are never ended share 400 tokens on the device and 292 on the host."""
+    for i in range(40):
+        history = [i, *PROMPT]  # equal prompts would share their pages
+        for _ in range(3):
+            history += leg(small, run, f"t{i}", history)["output_ids"]
+    state = small.server.state()
+    assert state["parked_tokens"] <= 700
+    assert small.server.http.get("/april/check").json()["ok"]
+    small.server.post("/april/drop", {"run": run})
+    state = small.server.state()
+    assert state["parked_tokens"] == state["pool"]["held"] == sum(state["tokens"].values()) == 0

@@ -1,0 +1,211 @@
+"""KV that stays with a trajectory between two legs: what the next leg prefills, and what memory is left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_april.api import messages
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.leg_harness import PROMPT, LegHarness
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def w(request: pytest.FixtureRequest) -> LegHarness:
+    return LegHarness(overlap=request.param, slots=4)
+
+
+def turn(w: LegHarness, rid: str, ids: list[int], length: int = 3, name: str = "t") -> messages.LegEnded:
+    assert w.leg("run", rid, ids, length, name)
+    for _ in range(100):
+        if (leg := w.ended(rid)) is not None:
+            return leg
+        w.step()
+    raise AssertionError(f"{rid} has not ended")
+
+
+def spans(leg: messages.LegEnded) -> list[tuple[int, str]]:
+    return [(s.version, s.kv) for s in leg.result.spans]
+
+
+def test_eight_turns_and_two_pushes_prefill_only_what_is_new(w: LegHarness) -> None:
+    history, prefilled = list(PROMPT), []
+    for i in range(8):
+        leg = turn(w, f"{i}", history, 4)
+        prefilled.append(leg.prefilled)
+        assert spans(leg) == [(w.context.clock.version, "kept" if w.context.clock.version else "fresh")]
+        history = [*w.sequence(f"{i}"), 1, 2]
+        if i in (2, 5):
+            w.push()
+    # The last token that a leg draws has no KV yet, so the next one computes it with its own two.
+    assert prefilled == [3] + [3] * 7
+
+
+def test_a_trip_to_the_host(w: LegHarness) -> None:
+    turn(w, "a", PROMPT)
+    w.step(2)
+    assert w.do(FakeEngine.flush)
+    (parked,) = w.context.trajectories["run"].legs.parked
+    assert parked.kv.pages is not None
+    assert parked.kv.pages.slots is None
+    leg = turn(w, "b", [*w.sequence("a"), 1])
+    assert (leg.prefilled, spans(leg)) == (2, [(0, "fresh")])
+
+
+def test_recompute_prefills_everything_after_a_push(w: LegHarness) -> None:
+    w.open("run", None, kv="recompute")
+    turn(w, "a", PROMPT)
+    assert turn(w, "b", [*w.sequence("a"), 1]).prefilled == 2
+    w.push()
+    leg = turn(w, "c", [*w.sequence("b"), 1])
+    assert (leg.prefilled, spans(leg)) == (len(leg.prompt_ids) // 4 + leg.shared, [(1, "fresh")])
+
+
+def test_edited_history_leaves_the_kv_to_the_leg_that_continues_it(w: LegHarness) -> None:
+    turn(w, "a", PROMPT)
+    assert turn(w, "b", [*PROMPT, 9, 9]).prefilled == 5
+    assert turn(w, "c", [*w.sequence("a"), 1]).prefilled == 2
+    assert turn(w, "d", [*w.sequence("b"), 1]).prefilled == 2
+
+
+def test_two_legs_that_continue_the_same_one(w: LegHarness) -> None:
+    turn(w, "a", PROMPT)
+    history = w.sequence("a")
+    w.leg("run", "b", [*history, 1], 3, "t")
+    w.leg("run", "c", [*history, 2], 3, "t")
+    w.step(15)
+    legs = [w.ended("b"), w.ended("c")]
+    assert sorted(leg.prefilled for leg in legs if leg is not None) == [2, 7]
+
+
+def test_an_interruption_before_the_prefill_keeps_the_kv(w: LegHarness) -> None:
+    w.open("run", None)
+    turn(w, "a", PROMPT)
+    w.command(messages.Freeze)
+    w.leg("run", "b", [*w.sequence("a"), 1], 3, "t")
+    w.step(2)
+    w.abort("b")
+    w.command(messages.Thaw)
+    w.push()
+    leg = turn(w, "c", [*w.sequence("a"), 1])
+    assert (leg.prefilled, spans(leg)) == (2, [(1, "kept")])
+
+
+def test_what_a_leg_drew_before_its_abort_stays_as_well(w: LegHarness) -> None:
+    w.leg("run", "a", PROMPT, 30, "t")
+    w.step(6)
+    w.abort("a")
+    assert turn(w, "b", [*w.sequence("a"), 1]).prefilled == 2
+
+
+def test_the_end_of_a_trajectory_frees_its_kv(w: LegHarness) -> None:
+    for name in "abc":
+        turn(w, name, PROMPT, name=name)
+    w.done("run", "a", reject=("b",))
+    assert [s.group.leg.trajectory.id for s in w.context.trajectories["run"].legs.parked if s.group.leg] == ["c"]
+    w.command(messages.Drop, run="run")
+    assert len(w.engine.free) == w.engine.pool
+
+
+def test_the_cap_releases_what_was_parked_first(w: LegHarness) -> None:
+    for e in w.engines:
+        e.controller.context.park_cap_tokens = 12
+    for name in "abc":
+        turn(w, name, PROMPT, 4, name=name)
+    assert [turn(w, f"2{name}", [*w.sequence(name), 1], name=name).prefilled for name in "ca"] == [2, 8]
+
+
+@pytest.mark.parametrize("host", [0, 60])
+def test_memory_is_flat_over_three_hundred_trajectories(w: LegHarness, host: int) -> None:
+    w = LegHarness(overlap=w.engine.overlap, slots=4, pool=60, host_cap=host)
+    w.open("run", None)
+    for i in range(300):
+        first = turn(w, f"{i}.0", PROMPT, 4, name=f"t{i}")
+        assert first.prefilled == 3
+        turn(w, f"{i}.1", [*w.sequence(f"{i}.0"), 1], 4, name=f"t{i}")
+        if i >= 20:
+            w.done("run", f"t{i - 20}")
+        if i % 50 == 49:
+            w.push()
+    parked = w.context.trajectories["run"].legs.parked
+    assert len(parked) <= 21
+    w.done("run", *(f"t{i}" for i in range(280, 300)))
+    assert not parked
+    assert len(w.engine.free) == w.engine.pool
+    assert not any(w.engine.controller.tiers.used.values())
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["leg", "edit", "push", "begin", "end", "flush", "freeze", "thaw", "done", "reject", "abort",
+                         "open", "stop", "step", "steps"]),
+        st.integers(0, 3),
+        st.integers(1, 9),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(EVENTS, st.booleans(), st.sampled_from(["keep", "recompute", "auto"]), st.sampled_from([40, 90, 300]))
+def test_any_story_answers_every_request_once(events: list[Any], overlap: bool, kv: str, pool: int) -> None:
+    """Replicas decide alike, no slot is lost or shared, every request ends once, and no KV has a hole."""
+    w = LegHarness(overlap=overlap, slots=3, pool=pool, host_cap=50, copy_delay=2)
+    sent = sum(_event(w, *event, kv) for event in events)
+    w.command(messages.Thaw)
+    if w.context.clock.closed:
+        w.command(messages.PushEnd)
+    w.open("run", None, kv=kv)
+    for _ in range(2000):
+        if not _pending(w):
+            break
+        w.step()
+    assert not _pending(w), "a request is never answered"
+    rids = [leg.rid for leg in w.of(messages.LegEnded)]
+    assert len(rids) == len(set(rids)) == sent
+    w.command(messages.Drop, run="run")
+    w.step(5)
+    assert len(w.engine.free) == w.engine.pool
+
+
+def _pending(w: LegHarness) -> list[Any]:
+    known = w.context.trajectories.get("run")
+    return [s for t in known.active.values() for s in t.pending] if known is not None else []
+
+
+def _event(w: LegHarness, what: str, which: int, size: int, kv: str) -> bool:
+    """Returns whether a request was sent that is not refused."""
+    name = f"t{which}"
+    if what in ("leg", "edit"):
+        return _next_turn(w, name, size, edited=what == "edit")
+    pending = [p.group.id.partition(":")[2] for p in _pending(w)]
+    open_round = any(r.spec.run == "run" for r in w.context.rounds.values())
+    acts: dict[str, Callable[[], object]] = {
+        "push": w.push,
+        "begin": lambda: w.command(messages.PushBegin),
+        "end": lambda: w.command(messages.PushEnd),
+        "flush": lambda: w.do(FakeEngine.flush),
+        "freeze": lambda: w.command(messages.Freeze),
+        "thaw": lambda: w.command(messages.Thaw),
+        "done": lambda: w.done("run", name),
+        "reject": lambda: w.done("run", reject=(name,)),
+        "abort": lambda: pending and w.abort(pending[which % len(pending)]),
+        "open": lambda: w.open("run", size, kv=kv),
+        "stop": lambda: open_round and w.stop("run"),
+        "step": w.step,
+        "steps": lambda: w.step(size),
+    }
+    acts[what]()
+    return False
+
+
+def _next_turn(w: LegHarness, name: str, size: int, *, edited: bool) -> bool:
+    ended = [leg for leg in w.of(messages.LegEnded) if leg.trajectory == name]
+    history = w.sequence(ended[-1].rid) if ended else PROMPT
+    if edited:
+        history = history[: max(1, len(history) - size)]
+    if len(history) + size + 4 >= w.engine.pool // 2:
+        return False
+    return w.leg("run", f"r{len(w.rids)}", [*history, size], size, name)
