@@ -228,9 +228,9 @@ def test_a_stale_trajectory_is_waited_for(live: LiveServer, run: str) -> None:
     (waiting,) = live.server.state()["rounds"]
     assert (waiting["counted"], waiting["mandatory"]) == (1, ["old"])
     assert not reply.done()
+    leg(live, run, "older", PROMPT)
     done(live, run, reject=["old"])
     assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["new"]
-    leg(live, run, "older", PROMPT)
     live.push(2)
     reply = open_round(live, run, quota=1, max_staleness=1, round_id=f"{run}-waits", wait_s=0.1)
     leg(live, run, "newer", PROMPT)
