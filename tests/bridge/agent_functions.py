@@ -47,7 +47,12 @@ def not_async(task: Any, client: Any) -> float:
 
 
 async def some_turns(task: Any, client: Any) -> float:
-    """One to three turns; the reward is the parity of the tokens that the model drew."""
+    """One to three turns; the reward is the parity of the tokens that the model drew.
+
+    Those of index 2 send token ids, so that each turn extends the one before it, whatever text the model draws.
+    """
+    if task.index == 2:
+        return await _turns_in_ids(task, client)
     messages = [{"role": "user", "content": " ".join(map(str, task.content))}]
     drawn = 0
     for turn in range(1 + task.index % 3):
@@ -55,6 +60,18 @@ async def some_turns(task: Any, client: Any) -> float:
         drawn += reply.usage.completion_tokens
         text = reply.choices[0].message.content or ""
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn} 1 2"}]
+    return float(drawn % 2)
+
+
+async def _turns_in_ids(task: Any, client: Any) -> float:
+    run, name = (client.default_headers[f"x-april-{key}"] for key in ("run", "trajectory"))
+    record = f"{str(client.base_url).removesuffix('/v1/')}/april/trajectories/{name}?run={run}"
+    ids, drawn = [1 + ord(c) % 50 for c in str(task.content)], 0
+    for turn in range(3):
+        reply = await client.completions.create(model="default", prompt=ids, **task.sampling)
+        drawn += reply.usage.completion_tokens
+        (branch,) = (await client.get(record, cast_to=object))["branches"]
+        ids = [*branch["ids"], turn + 1, 2]
     return float(drawn % 2)
 
 
