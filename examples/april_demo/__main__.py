@@ -20,16 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.rollout.engine_client import EngineClient
 from examples import interrupt
 from examples.april_demo.report import (
-    TITLES,
     draw_learning,
     draw_timeline,
     show_table,
     show_training,
+    title,
     write_summary,
 )
 from examples.april_demo.rounds import VARIANTS, Result, make_variants, metrics, run_interleaved
 from examples.april_demo.server import has_gpu, running_server
-from examples.april_demo.settings import ROOT, Settings, Training
+from examples.april_demo.settings import AGENT_TRAINING, ROOT, Settings, Training
 from examples.april_demo.training import TRAINED, Trained, configuration, import_trainer, prepare, train
 from examples.april_demo.training import figures as training_figures
 from sglang_april.client import AprilError
@@ -73,6 +73,12 @@ def arguments() -> argparse.Namespace:
         "tables, pictures and out/demo/summary.json.",
         epilog="Options after -- are passed to the server, for example: -- --attention-backend triton",
     )
+    parser.add_argument(
+        "--agent",
+        action="store_true",
+        help="instead train an agent with a calculator on trajectories of several turns, twice: waiting for all, and "
+        "with a quota of trajectories",
+    )
     parser.add_argument("--server", metavar="URL", help="use a running server (started with the demo's model)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder for the results")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="measured rounds (%(default)s)")
@@ -87,11 +93,10 @@ def arguments() -> argparse.Namespace:
         help="over-sampling factor of the client-side baseline (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of prompts and sampling (%(default)s)")
-    parser.add_argument("--steps", type=int, default=default.training.steps, help="of training; 0: none (%(default)s)")
-    parser.add_argument(
-        "--train-groups", type=int, default=default.training.groups, help="groups per step (%(default)s)"
-    )
-    parser.add_argument("--held-out", type=int, default=default.training.held_out, help="problems (%(default)s)")
+    for flag, what in (("steps", "of training; 0: none"), ("groups", "per step"), ("held_out", "problems")):
+        sizes = f"{getattr(default.training, flag)}; with --agent {getattr(AGENT_TRAINING, flag)}"
+        name = "train-groups" if flag == "groups" else flag.replace("_", "-")
+        parser.add_argument(f"--{name}", type=int, metavar="N", dest=f"train_{flag}", help=f"{what} ({sizes})")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(default.variants))
     parser.add_argument("server_options", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -99,6 +104,8 @@ def arguments() -> argparse.Namespace:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The options as settings."""
+    sizes = {name: getattr(args, f"train_{name}") for name in ("steps", "groups", "held_out")}
+    given = {name: size for name, size in sizes.items() if size is not None}
     return replace(
         Settings(),
         slots=args.slots,
@@ -109,7 +116,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         over_provision=args.over_provision,
         seed=args.seed,
         variants=tuple(args.variants),
-        training=replace(Training(), steps=args.steps, groups=args.train_groups, held_out=args.held_out),
+        training=replace(AGENT_TRAINING if args.agent else Training(), **given),
+        agent=args.agent,
     )
 
 
@@ -154,10 +162,10 @@ def run_training(url: str, rows: list[Row], settings: Settings, out: Path, conso
     by_variant = {row["variant"]: row for row in rows}
     data, trained = prepare(settings, out), dict[str, Trained]()
     for name in (name for name in TRAINED if name in by_variant):
-        console.rule(f"training, {TITLES[name]}")
+        console.rule(f"training, {title(name, settings)}")
         trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
         by_variant[name].update(training_figures(trained[name]))
-        draw_learning(out / "learning.png", trained)
+        draw_learning(out / "learning.png", trained, {name: title(name, settings) for name in trained})
 
 
 def main() -> int:
@@ -170,6 +178,11 @@ def main() -> int:
         console.print(f"note: {busy}", style="yellow")
     started = time.monotonic()
     trains = settings.training.steps > 0 and not set(TRAINED).isdisjoint(settings.variants)
+    if settings.agent and not trains:
+        console.print(
+            "--agent trains: it needs --steps above 0, and synchronous or april among --variants", style="red"
+        )
+        return 2
     rows: list[Row] = []
     seconds: dict[str, float] = {}
     part, failure = "the server", ""
@@ -181,8 +194,11 @@ def main() -> int:
             if imports:
                 part = "the trainer's import"
                 imports.result()  # not while rounds are timed
-            part = "the rounds"
-            rows, seconds["first_round"] = run_rounds(url, settings, args.out, console, started)
+            if settings.agent:
+                rows = [{"variant": name, **training_figures(None)} for name in TRAINED if name in settings.variants]
+            else:
+                part = "the rounds"
+                rows, seconds["first_round"] = run_rounds(url, settings, args.out, console, started)
             if trains:
                 part = "training"
                 run_training(url, rows, settings, args.out, console)
@@ -191,16 +207,19 @@ def main() -> int:
     seconds["all"] = time.monotonic() - started
     if rows:
         write_summary(args.out / "summary.json", rows, settings, seconds)
-        show_table(rows, settings, console)
+        if not settings.agent:
+            show_table(rows, settings, console)
         show_training(rows, settings, console)
         if busy:
             console.print(f"note: {busy}", style="yellow")
     if failure:
         console.print(failure, style="red", markup=False)
         return 1
-    pictures = [args.out / name for name in ("running_batch.png", *(["learning.png"] if trains else []))]
+    names = [*([] if settings.agent else ["running_batch.png"]), *(["learning.png"] if trains else [])]
+    pictures = [args.out / name for name in names]
+    first = f"first groups after {seconds['first_round']:.0f} s, " if "first_round" in seconds else ""
     console.print(
-        f"first groups after {seconds['first_round']:.0f} s, all after {seconds['all']:.0f} s "
+        f"{first}all after {seconds['all']:.0f} s "
         f"(server up: {seconds['server_up']:.0f} s)\nfigures: {args.out / 'summary.json'}\n"
         f"pictures: {', '.join(map(str, pictures))}\n{next_steps(args.out, trained=trains)}",
         soft_wrap=True,

@@ -29,6 +29,10 @@ TITLES = {
     "outside": "APRIL from a client: count, abort, resend",
     "april": "sglang-april: one request with a batch quota",
 }
+AGENT_TITLES = {
+    "synchronous": "synchronous: wait for all trajectories",
+    "april": "sglang-april: a quota of trajectories",
+}
 NARROW: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0}
 """Tables that a terminal of 80 columns shows whole."""
 COLUMNS = {
@@ -51,6 +55,11 @@ TRAINING_COLUMNS = {
     "reward_se": "s.e.",
     "seconds": "seconds",
 }
+
+
+def title(name: str, settings: Settings) -> str:
+    """What a variant is called."""
+    return (AGENT_TITLES if settings.agent else TITLES)[name]
 
 
 def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
@@ -80,8 +89,9 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
     sizes, trained = settings.training, [row for row in rows if row["training"]]
     if not trained:
         return
+    kind = "trajectories" if settings.agent else "samples"
     table = Table(
-        title=f"training: {sizes.steps} steps of {sizes.groups} groups × {sizes.samples_per_group} samples, seed "
+        title=f"training: {sizes.steps} steps of {sizes.groups} groups × {sizes.samples_per_group} {kind}, seed "
         f"{settings.seed}; held out: {sizes.held_out} problems",
         **NARROW,
     )
@@ -154,7 +164,7 @@ def draw_timeline(path: Path, results: list[Result], rows: list[dict[str, Any]],
     plt.close(figure)
 
 
-def draw_learning(path: Path, trained: Mapping[str, Trained]) -> None:
+def draw_learning(path: Path, trained: Mapping[str, Trained], titles: Mapping[str, str] = TITLES) -> None:
     """Held-out reward against delivered samples and against the time of the steps; bars: one standard error."""
     figure, panels = plt.subplots(1, 2, sharey=True, figsize=(11, 3.6))
     for axes, key, label in zip(
@@ -165,7 +175,7 @@ def draw_learning(path: Path, trained: Mapping[str, Trained]) -> None:
     ):
         for name, run in trained.items():
             x, y, error = ([row[field] for row in run.evaluations] for field in (key, "reward", "reward_se"))
-            axes.errorbar(x, y, error, color=COLOURS[name], marker="o", markersize=4, capsize=3, label=TITLES[name])
+            axes.errorbar(x, y, error, color=COLOURS[name], marker="o", markersize=4, capsize=3, label=titles[name])
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("held-out reward")

@@ -46,7 +46,7 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
     """The launch command. The load snapshot is published at every step: the demo's ruler reads it."""
     # fmt: off
     flags = [
-        "--model-path", str(settings.checkpoints[0]),
+        "--model-path", str(settings.model),
         "--host", "127.0.0.1", "--port", str(port),
         "--april-quota", str(settings.groups), "--april-kv", "keep",
         "--max-running-requests", str(settings.slots),

@@ -32,6 +32,14 @@ class Training:
     """Where training starts from (`examples/train_checkpoints.py`, `warm_up`)."""
 
 
+AGENT_TRAINING = Training(
+    steps=12, groups=8, pool=16, held_out=64, eval_interval=6, checkpoint=CHECKPOINTS / "calculator"
+)
+"""Of `--agent`: samples are trajectories of the calculator agent (`examples/agent`)."""
+AGENT_TURN_TOKENS = 8
+"""Bound of one turn of that agent: a call of the calculator has four tokens."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Sizes of the workload; the defaults fit two CPU cores and a few minutes."""
@@ -60,11 +68,18 @@ class Settings:
     temperature: float = 1.0
     variants: tuple[str, ...] = ("synchronous", "outside", "april")
     training: Training = field(default_factory=Training)
+    agent: bool = False
+    """Training on trajectories of an agent, and no other rounds."""
 
     @property
     def max_new_tokens(self) -> int:
         """A bound that only an answer gone wrong meets: no list is longer, and answers end by themselves."""
-        return self.lengths.longest + 32
+        return AGENT_TURN_TOKENS if self.agent else self.lengths.longest + 32
+
+    @property
+    def model(self) -> Path:
+        """What the server starts with."""
+        return self.training.checkpoint if self.agent else self.checkpoints[0]
 
     @property
     def checkpoints(self) -> list[Path]:

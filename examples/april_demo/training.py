@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from examples import sorting_task
+from examples.agent import calculator
 from examples.april_demo.settings import Settings
-from examples.sorting_task import problems, write_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +30,8 @@ TRAINED = ("synchronous", "april")
 """Variants that train, in this order."""
 HELD_OUT_SEED = 10_000
 """Of the held-out problems, whatever the seed of the run."""
+REWARD = {"reward": "examples.sorting_task:reward", "reward_workers": 1}
+AGENT = {"agent": "examples.agent.calculator:agent", "agent_workers": 1}
 LOST_AFTER_S = 60.0
 """A server that died does not come back: the demo started it, not the trainer."""
 
@@ -61,12 +64,17 @@ def prepare(settings: Settings, out: Path) -> dict[str, Path]:
     folder, sizes = out / "training", settings.training
     shutil.rmtree(folder, ignore_errors=True)
     needed = sizes.steps * sizes.groups + sizes.pool
-    train = itertools.islice(problems(settings.seed, settings.lengths), needed)
-    held_out = itertools.islice(problems(HELD_OUT_SEED, settings.lengths), sizes.held_out)
-    return {
-        "prompt_data": write_prompts(folder / "prompts.jsonl", train),
-        "eval_prompt_data": write_prompts(folder / "held_out.jsonl", held_out),
+    wanted = {
+        "prompt_data": (folder / "prompts.jsonl", settings.seed, needed),
+        "eval_prompt_data": (folder / "held_out.jsonl", HELD_OUT_SEED, sizes.held_out),
     }
+    return {name: _write(settings, *of) for name, of in wanted.items()}
+
+
+def _write(settings: Settings, path: Path, seed: int, count: int) -> Path:
+    if settings.agent:
+        return calculator.write_prompts(path, itertools.islice(calculator.problems(seed), count))
+    return sorting_task.write_prompts(path, itertools.islice(sorting_task.problems(seed, settings.lengths), count))
 
 
 def configuration(
@@ -95,8 +103,7 @@ def configuration(
         "rollout_max_response_len": settings.max_new_tokens,
         "rollout_temperature": settings.temperature,
         "rollout_seed": settings.seed,
-        "reward": "examples.sorting_task:reward",
-        "reward_workers": 1,
+        **(AGENT if settings.agent else REWARD),
         "lr": sizes.lr,
         "adam_beta2": 0.95,
         "train_dtype": "float32",
@@ -161,6 +168,7 @@ def figures(trained: Trained | None) -> Row:
             "delivered_tokens_per_s": round(tokens / generated_s, 1),
             "off_policy_share": round(_share(steps, "off_policy_share"), 4),
             "length_max": max(max(row["lengths"]) for row in steps),
+            **_turns(steps),
             "length_mean": round(mean(length for row in steps for length in row["lengths"]), 1),
             "seconds_by_part": {name: round(seconds, 1) for name, seconds in _parts(steps).items()},
             "evaluations": [
@@ -169,6 +177,12 @@ def figures(trained: Trained | None) -> Row:
             ],
         },
     }
+
+
+def _turns(steps: Sequence[Row]) -> Row:
+    """Turns of an agent's trajectories; nothing for other samples."""
+    turns = [count for row in steps for count in row.get("turns", ())]
+    return {"turns_mean": round(mean(turns), 2), "turns_max": max(turns)} if turns else {}
 
 
 def _share(steps: Sequence[Row], name: str) -> float:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from examples.april_demo import __main__ as demo
 from examples.april_demo.report import draw_learning, show_training
-from examples.april_demo.settings import Settings, Training
+from examples.april_demo.settings import AGENT_TRAINING, CHECKPOINTS, Settings, Training
 from examples.april_demo.training import Trained, configuration, figures, prepare
 from examples.sorting_task import EOS, SORT, problems, reward, write_prompts
 from examples.train_checkpoints import IGNORED, give_up
@@ -90,6 +90,24 @@ def test_the_two_runs_differ_in_partial_rollout_alone(variant: str, pool: int, b
     assert (made.rollout_batch_size, made.n_samples_per_prompt, made.num_rollout) == (4, 2, 2)
     assert len(read_rows(made.prompt_data)) == 2 * 4 + 8, "no prompt comes twice"
     assert len(read_rows(str(made.eval_prompt_data))) == 5
+
+
+@pytest.mark.parametrize(("variant", "pool", "bound"), [("synchronous", 8, 0), ("april", 16, 5)])
+def test_the_two_runs_of_agents(variant: str, pool: int, bound: int, tmp_path: Path) -> None:
+    settings = Settings(training=AGENT_TRAINING, agent=True)
+    made = configuration(variant, "http://there", settings, prepare(settings, tmp_path), tmp_path, on_gpu=False)
+    check(made)
+    assert (made.agent, made.pool_size, made.staleness_bound) == ("examples.agent.calculator:agent", pool, bound)
+    assert Path(made.hf_checkpoint) == settings.model == CHECKPOINTS / "calculator"
+    rows = read_rows(made.prompt_data)
+    assert len(rows) == 12 * 8 + 16
+    assert all(3 <= len(row["input"].split()) <= 8 for row in rows)
+
+
+def test_figures_of_trajectories_have_turns() -> None:
+    steps = [step(turns=[1, 3]), step(turns=[8, 4])]
+    inner = figures(Trained(steps, trained().evaluations))["training"]
+    assert (inner["turns_mean"], inner["turns_max"]) == (4, 8)
 
 
 def test_prompts_and_their_reward_through_the_bridge(tmp_path: Path) -> None:
