@@ -50,9 +50,9 @@ def bash(text: str, folder: Path, **popen: Any) -> "subprocess.Popen[str]":
 
 def output(text: str, folder: Path) -> str:
     with bash(text, folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        said, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, said[-3000:]
-    return str(said)
+        printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed[-3000:]
+    return str(printed)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def test_quickstart(port: int, folder: Path) -> None:
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)
     assert "(0, 'fresh'), (1, 'kept')" in spans, "the carried group"
     output(block(QUICKSTART, 6), folder)
-    said = output(block(QUICKSTART, 7), folder)
-    assert list((folder / "out/quickstart/run").rglob("*.safetensors")), said[-2000:]
+    printed = output(block(QUICKSTART, 7), folder)
+    assert list((folder / "out/quickstart/run").rglob("*.safetensors")), printed[-2000:]
 
 
 def test_readme(port: int, folder: Path) -> None:

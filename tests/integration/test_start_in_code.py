@@ -44,7 +44,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(params=["SGLang's launcher with our flag", "launch_server(ServerArgs) in a spawned process"])
+@pytest.fixture(params=["SGLang's launcher with --april-quota", "launch_server(ServerArgs) in a spawned process"])
 def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) -> Iterator[str]:
     """A server started without sglang-april's launcher."""
     port = str(free_port())

@@ -82,11 +82,11 @@ def test_page_bytes_are_independent_of_slots() -> None:
 def test_strided_output_writes_only_its_pages() -> None:
     table = pool(Shape(((2, 8),), torch.float32), 40, "cpu")
     slots, words = choose_slots("random", 20, 40, "cpu"), table.page_words(16)
-    room = torch.full((2, words + 8), 0x7F7F7F7F, dtype=torch.int32)
-    pages, _ = kv_pages.pack(table, slots, 16, out=room[:, :words])
-    assert pages.data_ptr() == room.data_ptr()
-    assert torch.equal(room[:, :words], kv_pages.pack(table, slots, 16).pages)
-    assert bool((room[:, words:] == 0x7F7F7F7F).all())
+    guarded = torch.full((2, words + 8), 0x7F7F7F7F, dtype=torch.int32)
+    pages, _ = kv_pages.pack(table, slots, 16, out=guarded[:, :words])
+    assert pages.data_ptr() == guarded.data_ptr()
+    assert torch.equal(guarded[:, :words], kv_pages.pack(table, slots, 16).pages)
+    assert bool((guarded[:, words:] == 0x7F7F7F7F).all())
 
 
 def test_any_flipped_bit_changes_the_checksum() -> None:

@@ -40,7 +40,7 @@ UNUSED = {
     "recorder.asked_again": "the crash loop has no attached requests",
     "recorder.attached_ended": "the crash loop has no attached requests",
 }
-TURNS = 60
+CALLS = 60
 """Of an epoch whose fault does not come."""
 FAILED, NO_FAULT = 3, 4
 """Exit statuses."""
@@ -110,7 +110,7 @@ class FaultLoop(CrashLoop):
 
     def live_with_fault(self) -> None:
         self.name_the_version()
-        for _ in range(TURNS):
+        for _ in range(CALLS):
             self.turn()
             self.engine.controller.has_work()
             self.rng.choice(self.disturbances())()
@@ -119,7 +119,7 @@ class FaultLoop(CrashLoop):
         return [
             self.disturb,
             self.pause,
-            self.look,
+            self.get_replies,
             self.judge_all,
             self.extend_one,
             self.foreign,
@@ -136,7 +136,7 @@ class FaultLoop(CrashLoop):
         self.engine.step()
         self.engine.controller.thaw()
 
-    def look(self) -> None:
+    def get_replies(self) -> None:
         self.issue(messages.GetState)
         self.issue(messages.GetState, check=True)
         self.issue(messages.GetPartials)

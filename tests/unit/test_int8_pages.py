@@ -111,11 +111,11 @@ def test_damage_is_detected(rank: Rank, where: str, tmp_path: Path) -> None:
 
 
 def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None:
-    forms: dict[str, PageFormat] = {
+    formats: dict[str, PageFormat] = {
         name: page_format(rank.page_format.table, PAGE) for name, page_format in PAGE_FORMATS.items()
     }
-    assert isinstance(forms["full"], RawPages)
-    assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
+    assert isinstance(formats["full"], RawPages)
+    assert formats["int8"].page_words / formats["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
     with pytest.raises(ValueError, match="int8 pages need one dtype"):
         QuantizedPages(fp8, PAGE)
