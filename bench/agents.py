@@ -32,7 +32,7 @@ from examples.tiny_model import make
 
 
 @dataclass(frozen=True)
-class Preset:
+class AgentsPreset:
     """Sizes of the servers, and the loads."""
 
     name: str
@@ -63,15 +63,15 @@ def _grid(base: Load) -> tuple[Load, ...]:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("smoke", 8, 2048, (_SMOKE,), 1),
-        Preset("cpu", 32, 4096, _grid(_CPU), 3),
-        Preset("paced", 64, 8192, _grid(_PACED), 1, "paced", TABLES / "qwen3-4b-h100.json"),
+        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3),
+        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, "paced", TABLES / "qwen3-4b-h100.json"),
     )
 }
 
 
 async def measure_turns(
-    stock: EngineClient, april: EngineClient, preset: Preset, checkpoints: tuple[Path, Path], facts: record.Row
+    stock: EngineClient, april: EngineClient, preset: AgentsPreset, checkpoints: tuple[Path, Path], facts: record.Row
 ) -> list[record.Row]:
     """One row per load, repetition and variant; the order of the variants rotates."""
     rows: list[record.Row] = []
@@ -149,13 +149,13 @@ def main(given: list[str] | None = None) -> int:
 
 
 async def _turns(
-    urls: tuple[str, str], preset: Preset, checkpoints: tuple[Path, Path], facts: record.Row
+    urls: tuple[str, str], preset: AgentsPreset, checkpoints: tuple[Path, Path], facts: record.Row
 ) -> list[record.Row]:
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
         return await measure_turns(stock, april, preset, checkpoints, facts)
 
 
-def _checkpoints(preset: Preset, folder: Path) -> tuple[Path, Path]:
+def _checkpoints(preset: AgentsPreset, folder: Path) -> tuple[Path, Path]:
     if preset.shape == "tiny":
         return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
     shape = SHAPES[preset.shape]

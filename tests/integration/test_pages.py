@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.pages import ROOT, Block, block, blocks, check_command, commands
+from tests.support.pages import ROOT, CodeBlock, block, blocks, check_command, commands
 from tests.support.server import START_LIMIT_S, free_port
 
 QUICKSTART, README = "docs/quickstart.md", "README.md"
@@ -132,7 +132,7 @@ def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize("found", blocks("bash"), ids=lambda found: found.name)
-def test_commands(found: Block) -> None:
+def test_commands(found: CodeBlock) -> None:
     if (found.page, found.number) not in STORY:
         assert commands(found.text)
         for words in commands(found.text):
@@ -140,7 +140,7 @@ def test_commands(found: Block) -> None:
 
 
 @pytest.mark.parametrize("found", blocks("python"), ids=lambda found: found.name)
-def test_every_python_block_runs(found: Block) -> None:
+def test_every_python_block_runs(found: CodeBlock) -> None:
     if (found.page, found.number) in COMPILED:
         exec("\n".join(line for line in found.text.splitlines() if line.startswith("from ")), {})
         compile(found.text, found.page, "exec")
