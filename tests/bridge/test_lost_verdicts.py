@@ -120,7 +120,7 @@ def test_stream_of_a_failed_round_is_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["judge", "stop"])
 def test_failed_call_caused_by_a_verdict_is_repeated(tmp_path: Path, call: str) -> None:
     """The whole verdict is repeated: no effect of the failed attempt is assumed."""
-    engines = [fake_engine_pool.FakeRolloutEngine(), fake_engine_pool.FakeRolloutEngine()]
+    engines = [fake_engine_pool.FakePoolEngine(), fake_engine_pool.FakePoolEngine()]
     real, failures = getattr(engines[1], call), [CONNECTION_CLOSED]
 
     def flaky(*args: Any, **fields: Any) -> Any:
