@@ -22,7 +22,7 @@ STORIES, NEIGHBOURS, CALLS_EACH = int(os.environ.get("APRIL_STORIES", "50")), 4,
 PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
-class Story:
+class NeighbourStory:
     """One round of a run, and neighbours beside it."""
 
     def __init__(self, live: LiveServer, run: str) -> None:
@@ -111,7 +111,7 @@ def test_rounds_beside_hostile_neighbours_are_exact(normal: LiveServer, run: str
         )
     )
     def stories(plan: list[tuple[list[int], int | None]]) -> None:
-        story = Story(normal, f"{run}-{next(names)}")
+        story = NeighbourStory(normal, f"{run}-{next(names)}")
         for seeds, quota in plan:
             story.play(seeds, quota)
         story.end()

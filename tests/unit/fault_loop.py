@@ -39,7 +39,7 @@ UNUSED = {
     "recorder.close": "only tests call it",
     "engine.rebuild_request": "the engine in memory has requests for all samples once it is restored",
 }
-TURNS = 60
+CALLS = 60
 """Of an epoch whose fault does not come."""
 FAILED, NO_FAULT = 3, 4
 """Exit statuses."""
@@ -116,7 +116,7 @@ class FaultLoop(CrashLoop):
 
     def live_with_fault(self) -> None:
         self.name_the_version()
-        for _ in range(TURNS):
+        for _ in range(CALLS):
             self.turn()
             self.requests.ask()
             self.engine.controller.has_work()
@@ -133,7 +133,7 @@ class FaultLoop(CrashLoop):
         return [
             self.disturb,
             self.pause,
-            self.look,
+            self.get_replies,
             self.judge_all,
             self.extend_one,
             self.foreign,
@@ -183,7 +183,7 @@ class FaultLoop(CrashLoop):
         self.engine.step()
         self.engine.controller.thaw()
 
-    def look(self) -> None:
+    def get_replies(self) -> None:
         self.issue(messages.GetState)
         self.issue(messages.GetState, check=True)
         self.issue(messages.GetPartials)
