@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from sglang_april.launch_checks import damage_of
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
+from trainer_bridge.sampling import rollout_params
 
 NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
@@ -31,7 +33,7 @@ class RunError(RuntimeError):
 
 def modified_sampling(config: Config) -> list[str]:
     """The sampling parameters of a training round that make the trainer's ratios approximate."""
-    params = config.rollout_params
+    params = rollout_params(config)
     return [
         name
         for name in MODIFYING_SAMPLING
@@ -157,7 +159,9 @@ def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Raises: ConfigError: `hf_checkpoint` is not a model folder."""
+    """Raises: ConfigError: `hf_checkpoint` is not a model folder, or is damaged."""
     folder = Path(config.hf_checkpoint)
     if not (folder / "config.json").exists():
         raise ConfigError(f"hf_checkpoint: {folder} contains no config.json; it must be a Hugging Face folder")
+    if damage := damage_of(str(folder)):
+        raise ConfigError(f"hf_checkpoint: {damage.removeprefix('--model-path ')}")

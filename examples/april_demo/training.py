@@ -144,7 +144,7 @@ def import_trainer() -> None:
     import trainer_bridge.megatron.policy  # noqa: F401
 
 
-def figures(trained: Trained | None) -> Row:
+def training_metrics(trained: Trained | None) -> Row:
     """What training adds to a variant's row; None for a variant that did not train."""
     names = ("reward_before", "reward_after", "reward_se", "seconds", "training")
     if trained is None:

@@ -23,6 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "pytorch_model.bin").touch()  # not read by these tests
     (tmp_path / "good.jsonl").write_text('{"input": "q", "label": "a"}\n')
     (tmp_path / "bad.jsonl").write_text('{"input": "q", "label": "a"}\n{"input": "q" "label": "a"}\n')
 
@@ -54,7 +55,7 @@ def test_invalid_input_is_reported_before_the_run(run: Run, flags: list[str], me
     assert message in errors[0]
 
 
-class FailingLoop:
+class LoopThatFails:
     """A loop that fails after the checkpoint of step 4."""
 
     error: Exception
@@ -83,8 +84,8 @@ class FailingLoop:
 def test_errors_during_the_run_are_reported(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int | None
 ) -> None:
-    monkeypatch.setattr(FailingLoop, "error", error, raising=False)
-    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", FailingLoop)
+    monkeypatch.setattr(LoopThatFails, "error", error, raising=False)
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", LoopThatFails)
     if status is None:
         with pytest.raises(type(error)):
             run()

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
-from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_engine import FakeEngine, seed_of
 from tests.unit.fake_loop import token
 from tests.unit.recount import recount
 
@@ -38,7 +38,7 @@ class LegHarness:
                 assert event.rid not in self.legs, "a request ends twice"
                 self.legs[event.rid] = event
                 output = np.frombuffer(event.result.output_ids, "<i4").tolist()
-                assert output == [token(len(event.rid), t) for t in range(len(output))]
+                assert output == [token(seed_of(event.rid), t) for t in range(len(output))]
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
