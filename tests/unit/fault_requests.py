@@ -18,6 +18,8 @@ from tests.unit.recount import spans_of
 AGENTS = "agents"
 PROMPT = [5, 6, 7]
 MAX_PENDING = 6
+MAX_TOKENS = 40
+"""Of a leg with all that it extends; the pool has 60."""
 
 
 class Asked(NamedTuple):
@@ -26,6 +28,7 @@ class Asked(NamedTuple):
     rid: str
     length: int
     trajectory: str
+    prompt: list[int] = PROMPT
 
 
 class AttachedRequests:
@@ -40,6 +43,9 @@ class AttachedRequests:
         """Asked in an earlier epoch."""
         self._numbers = len(asked)
         self.pending: dict[str, Sample | None] = {}
+        self._asked: dict[str, Asked] = {}
+        self._histories: dict[str, list[int]] = {}
+        """Prompt and output of the last leg of each trajectory that has been answered in this epoch."""
 
     def ask(self) -> None:
         """Ask again what is left, or something new."""
@@ -50,7 +56,10 @@ class AttachedRequests:
             return
         self._numbers += 1
         trajectory = f"t{self._rng.randrange(3)}.{self._epoch}" if self._rng.random() < 0.5 else ""
-        one = Asked(f"q{self._epoch}.{self._numbers}", self._rng.choice((1, 6, 30)), trajectory)
+        length, history = self._rng.choice((1, 6, 30)), self._histories.get(trajectory, [])
+        extends = history and len(history) + 1 + length <= MAX_TOKENS
+        prompt = [*history, self._numbers] if extends else PROMPT
+        one = Asked(f"q{self._epoch}.{self._numbers}", length, trajectory, prompt)
         with self._file.open("a") as out:
             out.write(json.dumps(one) + "\n")
         self._send(one)
@@ -61,9 +70,9 @@ class AttachedRequests:
             self._send(self._left.pop())
 
     def _send(self, one: Asked) -> None:
-        self.pending[one.rid] = None
+        self.pending[one.rid], self._asked[one.rid] = None, one
         names = (one.trajectory,) if one.trajectory else ()
-        sample = self._engine.attach_request(AGENTS, one.rid, PROMPT, one.length, *names)
+        sample = self._engine.attach_request(AGENTS, one.rid, one.prompt, one.length, *names)
         if one.rid in self.pending:
             self.pending[one.rid] = sample
 
@@ -81,6 +90,8 @@ class AttachedRequests:
         if request is not None:
             assert request.output == [token(seed_of(event.rid), t) for t in range(len(request.output))]
             assert event.spans == spans_of(request)
+            if (asked := self._asked[event.rid]).trajectory:
+                self._histories[asked.trajectory] = [*asked.prompt, *request.output]
             assert request.reason["type"] == "abort" or len(request.output) == request.max_new
 
 
