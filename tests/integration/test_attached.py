@@ -1,5 +1,6 @@
 """Requests of SGLang's own routes that belong to a run survive every interruption (`attached-request`)."""
 
+import itertools
 import json
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +14,14 @@ from tests.support.live import LiveServer, until
 IDS = [9, 8, 7, 6, 5]
 LENGTH = 60
 PARAMS: dict[str, Any] = {"temperature": 0.8, "sampling_seed": 41, "max_new_tokens": LENGTH, "ignore_eos": True}
-HEADERS = {"x-april-run": "agents", "x-april-trajectory": "t1"}
+HEADERS = {"x-april-run": "agents"}
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def own_trajectory() -> None:
+    """Every test has a trajectory of its own: those of earlier tests have been dropped, and get no requests."""
+    HEADERS["x-april-trajectory"] = f"t{next(_numbers)}"
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -39,7 +47,7 @@ def check(live: LiveServer, answer: dict[str, Any], *spans: tuple[int, str], len
     """Assert its spans, and that its tokens and logprobs are those of a replay."""
     meta = answer["meta_info"]
     april = meta["april"]
-    assert (april["run"], april["trajectory"]) == ("agents", "t1")
+    assert (april["run"], april["trajectory"]) == ("agents", HEADERS["x-april-trajectory"])
     assert [(s["version"], s["kv"]) for s in april["spans"]] == list(spans)
     assert april["staleness"] == april["policy_version"] - spans[0][0]
     assert len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == length

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from tests.integration import test_attached
 from tests.integration.test_attached import HEADERS, PARAMS, body, generate
 from tests.integration.test_interruptions import PAUSES, pause, unpause
 from tests.support.live import LiveServer, until
 from tests.support.oracle import LOGPROB_LIMIT
+
+own_trajectory = test_attached.own_trajectory
 
 FEATURES: dict[str, dict[str, Any]] = {
     "top logprobs": {"top_logprobs_num": 3},
