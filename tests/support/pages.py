@@ -98,6 +98,7 @@ def _train(words: list[str]) -> None:
 def _pip(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert words[0] == "install"
+    assert words[1].startswith((".", "sglang_april-")), "the package is on no index"
     for name in ",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(","):
         assert name in extras
 
