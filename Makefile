@@ -1,9 +1,12 @@
 # make demo · make test · make check · make bench · make soak · make gpu · make docs · make clean
 # Needs Python 3.11+ and make; everything else goes into .venv, once.
+# make test SGLANG=0.5.18: another supported release of SGLang, in an environment of its own, .venv-0.5.18.
 
 PYTHON ?= python3
-BIN := .venv/bin
-READY := .venv/.ready
+SGLANG ?= 0.5.17
+VENV := $(if $(filter 0.5.17,$(SGLANG)),.venv,.venv-$(SGLANG))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_WORKERS ?= 2
@@ -44,10 +47,10 @@ WARM_UP := import sglang.srt.entrypoints.http_server, sglang.srt.managers.schedu
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
-	@set -e; echo "setting up .venv (once)"; start=$$(date +%s); \
-	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv; \
+	@set -e; echo "setting up $(VENV) (once)"; start=$$(date +%s); \
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); \
 	[ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv; \
-	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev]'; \
+	$(BIN)/uv pip install --python $(BIN)/python --overrides tests/overrides.txt -e '.[dev]' sglang==$(SGLANG); \
 	echo "downloads and installation took $$(( $$(date +%s) - start )) s"; start=$$(date +%s); \
 	PYTHONDONTWRITEBYTECODE= SGLANG_APRIL_CPU=1 $(BIN)/python -W ignore -c '$(WARM_UP)' >/dev/null; \
 	echo "compiling bytecode took $$(( $$(date +%s) - start )) s"; touch $@

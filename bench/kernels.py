@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from bench import record
-from bench.kernel_cases import Case, KernelConfig, KernelTestbed, Missing, cases
+from bench.kernel_cases import KernelCase, KernelConfig, KernelTestbed, Missing, cases
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
@@ -68,7 +68,7 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
     """One row per case, with its share of the peak."""
     testbed = KernelTestbed(config, tokens, device)
     found = [_tried(case) for case in cases(testbed)]
-    times = iter(timed([case.run for case in found if isinstance(case, Case)], device))
+    times = iter(timed([case.run for case in found if isinstance(case, KernelCase)], device))
     rows: list[dict[str, Any]] = []
     for case in found:
         if isinstance(case, Missing):
@@ -86,9 +86,9 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
     return rows
 
 
-def _tried(case: Case | Missing) -> Case | Missing:
+def _tried(case: KernelCase | Missing) -> KernelCase | Missing:
     """The case after a first call, which also compiles it; a case that fails costs its own row alone."""
-    if isinstance(case, Case):
+    if isinstance(case, KernelCase):
         try:
             case.run()
         except Exception as error:  # noqa: BLE001 - whatever a kernel or its compiler raises

@@ -166,7 +166,7 @@ def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
     return True
 
 
-def figures(folder: Path) -> record.Row:
+def run_metrics(folder: Path) -> record.Row:
     """Results of a finished run. Shares are of tokens, over all steps; `lengths` counts trained samples."""
     steps, evaluations = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
     tokens = sum(row["delivered_tokens"] for row in steps)
@@ -237,7 +237,7 @@ class Bench:
             fields = self._fields(variant, seed)
             if self._left() < ABOUT_TO_END_S or not train(fields, self._console, self._left()):
                 return
-            row = self._append("run", variant, seed, figures(Path(fields["save"])))
+            row = self._append("run", variant, seed, run_metrics(Path(fields["save"])))
             self._console.print(
                 f"{variant}, seed {seed}: held-out {row['reward_before']:.3f} → {row['reward_final']:.3f} "
                 f"in {row['seconds']:.0f} s"

@@ -148,12 +148,12 @@ class OverheadRun:
     def __init__(self, urls: dict[str, str], model: Path, prompts: int, at_once: int) -> None:
         self._urls, self._model, self._prompts, self._at_once = urls, model, prompts, at_once
         self._seed = 0
-        self.ratios: dict[str, list[float]] = {ours: [] for _, ours in PAIRS}
+        self.ratios: dict[str, list[float]] = {patched: [] for _, patched in PAIRS}
 
     def case(self, case: str) -> float:
         """Output tokens/s of one run of a case."""
         patched = case in self.ratios
-        url = self._urls["ours" if patched else "stock"]
+        url = self._urls["april" if patched else "stock"]
         beside = case in PAIRS[1]
         self._seed += 1
         with (open_round(url) if patched else plain_request(url)) if beside else contextlib.nullcontext():
@@ -184,10 +184,10 @@ def main(given: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         model = make(Path(folder) / "v0")
         size = Size(model, plan.slots, CONTEXT, 140_000)
-        with both_servers(size, record.ROOT / "out" / "bench") as (stock, ours):
+        with both_servers(size, record.ROOT / "out" / "bench") as (stock, april):
             # One slot is left for what decodes beside.
-            measured = OverheadRun({"stock": stock, "ours": ours}, model, args.prompts, plan.slots - 1)
-            for url in (stock, ours):
+            measured = OverheadRun({"stock": stock, "april": april}, model, args.prompts, plan.slots - 1)
+            for url in (stock, april):
                 serve(url, model, plan.slots, plan.slots - 1, 0)
             for number in range(args.repetitions):
                 rows = measured.repetition(number)

@@ -90,7 +90,9 @@ async def big_reply(engine: EngineClient, running: int, tokens: int) -> Iterable
         body = {"run": run, "prompts": prompts, "sampling_params": params, "quota": count}
         stats = (await engine.rollout(body)).stats if packed else (await engine.post("/april/rollout", body))["stats"]
         latency = 1e3 * (time.time() - stats["t_quota_met"])
-        rows.append({"way": "ours", "format": _format(packed), "reply_tokens": count * length, "latency_ms": latency})
+        rows.append(
+            {"variant": "april", "format": _format(packed), "reply_tokens": count * length, "latency_ms": latency}
+        )
     return rows
 
 
@@ -110,9 +112,9 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record
             for running in args.running:
                 common = {"running": running, "repetition": repetition}
                 for packed in (False, True):
-                    row = {"way": "ours", "format": _format(packed), **await batch_quota(april, running, packed)}
+                    row = {"variant": "april", "format": _format(packed), **await batch_quota(april, running, packed)}
                     keep({**row, **common})
-                keep({"way": "outside", "format": "json", **await outside(stock, running), **common})
+                keep({"variant": "outside", "format": "json", **await outside(stock, running), **common})
         if args.reply_tokens:
             for row in await big_reply(april, max(args.running), args.reply_tokens):
                 keep(row)

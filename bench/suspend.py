@@ -197,12 +197,12 @@ async def measure(url: str, folder: Path, plan: SuspendPlan, weights: Path, on_g
         for number in range(plan.repetitions):
             for at, tier in enumerate(TIERS):
                 await once(engine, plan, steps, tier, 1 + number * len(TIERS) + at, weights, seen[tier])
-    rows = [{"tier": tier, **figures(one, seen["device"], plan)} for tier, one in seen.items()]
+    rows = [{"tier": tier, **tier_metrics(one, seen["device"], plan)} for tier, one in seen.items()]
     config = json.loads((weights / "config.json").read_text())
     return [*rows, sglang_copy(config, plan, on_gpu, median(seen["device"].steps))]
 
 
-def figures(one: TierTimes, device: TierTimes, plan: SuspendPlan) -> record.Row:
+def tier_metrics(one: TierTimes, device: TierTimes, plan: SuspendPlan) -> record.Row:
     usual = median(device.steps)
     calm, calm_resume = (float(np.percentile(of, 99)) for of in (device.steps, device.resume_steps))
     return {

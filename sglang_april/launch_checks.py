@@ -46,9 +46,9 @@ def _port_in_use(host: str, port: int) -> str | None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"port {port} of {host} is in use, perhaps by another server; --port chooses another one"
+                return f"port {port} of {host} is in use, perhaps by another server; choose another one with --port"
             if error.errno == errno.EACCES:
-                return f"port {port} needs privileges that this user lacks; --port chooses another one"
+                return f"port {port} needs privileges that this user lacks; choose another one with --port"
     return None
 
 

@@ -10,6 +10,7 @@ import msgspec
 from sglang_april.launch_checks import damage_of, no_tokenizer
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
+from trainer_bridge.sampling import rollout_params
 
 NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
@@ -32,7 +33,7 @@ class RunError(RuntimeError):
 
 def modified_sampling(config: Config) -> list[str]:
     """The sampling parameters of a training round that make the trainer's ratios approximate."""
-    params = config.rollout_params
+    params = rollout_params(config)
     return [
         name
         for name in MODIFYING_SAMPLING

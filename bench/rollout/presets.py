@@ -225,7 +225,7 @@ class FewVariants(Preset):
 
 
 class Tiny(Preset):
-    """Every variant once, a filter and a drain: a smoke test whose figures mean nothing."""
+    """Every variant once, a filter and a drain: a smoke test whose rates are not measurements."""
 
     def cells(self) -> Iterator[Cell]:
         yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))

@@ -31,8 +31,15 @@ from examples.april_demo.report import (
 from examples.april_demo.rounds import VARIANTS, Result, make_variants, metrics, run_interleaved
 from examples.april_demo.server import has_gpu, running_server
 from examples.april_demo.settings import ROOT, Settings, Training
-from examples.april_demo.training import TRAINED, Trained, configuration, import_trainer, prepare, train
-from examples.april_demo.training import figures as training_figures
+from examples.april_demo.training import (
+    TRAINED,
+    Trained,
+    configuration,
+    import_trainer,
+    prepare,
+    train,
+    training_metrics,
+)
 from sglang_april.client import AprilError
 
 Row = dict[str, Any]
@@ -45,7 +52,7 @@ BUSY_PERCENT = 20.0
 
 
 def busy_warning(percent: float) -> str:
-    """What to know about figures from a machine of which other processes use so much; empty if they use little."""
+    """A warning if other processes use this share of the machine; empty if they use little."""
     if percent <= BUSY_PERCENT:
         return ""
     return (
@@ -145,7 +152,7 @@ async def run_all(url: str, settings: Settings, console: Console, started: float
 def run_rounds(url: str, settings: Settings, out: Path, console: Console, started: float) -> tuple[list[Row], float]:
     """First part: the variants' rounds in turn; their rows, and the seconds to the first finished round."""
     results, first = asyncio.run(run_all(url, settings, console, started))
-    rows = [metrics(result, settings) | training_figures(None) for result in results]
+    rows = [metrics(result, settings) | training_metrics(None) for result in results]
     draw_timeline(out / "running_batch.png", results, rows, settings)
     return rows, first
 
@@ -158,7 +165,7 @@ def run_training(url: str, rows: list[Row], settings: Settings, out: Path, conso
         console.rule(f"training, {TITLES[name]}")
         with other_load() as others:
             trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
-        by_variant[name].update(training_figures(trained[name], others.share))
+        by_variant[name].update(training_metrics(trained[name], others.share))
         draw_learning(out / "learning.png", trained)
 
 

@@ -54,7 +54,7 @@ TRAINING_COLUMNS = {
 
 
 def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
-    """The figures side by side."""
+    """The results side by side."""
     title = (
         f"{settings.rounds} rounds of {settings.groups} groups × {settings.samples_per_group} samples, "
         f"{settings.slots} slots, a push before every round; client-side over-sampling {settings.over_provision:g} ×"

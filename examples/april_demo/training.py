@@ -139,7 +139,7 @@ def import_trainer() -> None:
     import trainer_bridge.megatron.policy  # noqa: F401
 
 
-def figures(trained: Trained | None, other_load: float = 0.0) -> Row:
+def training_metrics(trained: Trained | None, other_load: float = 0.0) -> Row:
     """What training adds to a variant's row; None for a variant that did not train.
 
     Args:

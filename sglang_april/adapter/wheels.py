@@ -51,6 +51,7 @@ def source_of(release: str, folder: Path = FOLDER) -> Path:
 
 def _download(release: str, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    pip += ["--retries", "1", "--timeout", "30"]
     done = subprocess.run(
         [*pip, "--dest", str(folder), f"sglang=={release}"], capture_output=True, text=True, check=False
     )

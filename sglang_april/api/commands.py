@@ -12,7 +12,7 @@ class OpenRound(msgspec.Struct, tag=True):
     spec: RoundSpec
     prompts: list[Prompt]
     params: list[bytes]
-    """Distinct sampling parameters, each a msgpack-encoded `SamplingParams`, normalised and verified."""
+    """Distinct sampling parameters, each a `SamplingParams`, normalised and verified, by name as msgpack."""
 
 
 class StopRound(msgspec.Struct, tag=True):

@@ -58,7 +58,7 @@ class Frontend(Protocol):
         """Token ids of a conversation with the generation prompt. Runs in a worker thread."""
 
     def encode_params(self, params: dict[str, Any]) -> bytes:
-        """SGLang's `SamplingParams`, normalised and verified, as msgpack. Runs in a worker thread."""
+        """SGLang's `SamplingParams`, normalised and verified, by name as msgpack. Runs in a worker thread."""
 
     async def rescore(self, rid: str, ids: list[int], start: int, temperature: float) -> list[float]:
         """Logprobs of `ids[start + 1:]` by a plain prefill, which reads no KV of samples.

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.recovery.journal_snapshot import Chunk, seal
 
-SCHEMA = 4
+SCHEMA = 5
 REMEMBERED = 2**16
 """Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 

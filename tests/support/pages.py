@@ -15,7 +15,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A fenced block."""
 
     page: str
@@ -30,12 +30,12 @@ class Block:
         return f"{self.page}[{self.number}]"
 
 
-def blocks(language: str) -> list[Block]:
+def blocks(language: str) -> list[CodeBlock]:
     """All blocks of a language."""
     found = []
     for path in PAGES:
         fences = enumerate(FENCE.findall(path.read_text()))
-        found += [Block(str(path.relative_to(ROOT)), i, kind, text) for i, (_, kind, text) in fences]
+        found += [CodeBlock(str(path.relative_to(ROOT)), i, kind, text) for i, (_, kind, text) in fences]
     return [block for block in found if block.language == language]
 
 

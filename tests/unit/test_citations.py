@@ -28,7 +28,7 @@ VARIANTS = {
     "stale-reuse",
 }
 HEADERS = {"x-april-group", "x-april-run", "x-april-trajectory", "x-smg-routing-key"}
-OTHER_NAMES = {"april-convert", "april-train", "cpu-long", "math-verify", "short-rounds"} | HEADERS
+OTHER_NAMES = {"april-convert", "april-train", "cpu-long", "cuda-tile", "math-verify", "short-rounds"} | HEADERS
 """Commands, presets and packages."""
 GENERATED = ("out/", "bench/results/", "dist/")
 PACKAGES = ("sglang_april/", "sglang_april/adapter/", "trainer_bridge/", "kernels/april_kernels/")

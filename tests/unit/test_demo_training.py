@@ -1,4 +1,4 @@
-"""The demo's training runs: their configurations, and figures, table and picture from made-up rows."""
+"""The demo's training runs: their configurations, and metrics, table and picture from made-up rows."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from examples.april_demo import __main__ as demo
 from examples.april_demo import other_load as measure
 from examples.april_demo.report import draw_learning, show_training
 from examples.april_demo.settings import Settings, Training
-from examples.april_demo.training import Trained, configuration, figures, prepare
+from examples.april_demo.training import Trained, configuration, prepare, training_metrics
 from examples.sorting_task import EOS, SORT, problems, reward, write_prompts
 from examples.train_checkpoints import IGNORED, give_up
 from trainer_bridge.data import PromptData, read_rows
@@ -46,8 +46,8 @@ def trained(after: float = 0.8) -> Trained:
     return Trained(steps, [evaluation(0, 0.5, 0.1), evaluation(2, after, 0.05)])
 
 
-def test_figures_of_a_run() -> None:
-    row = figures(trained())
+def test_metrics_of_a_run() -> None:
+    row = training_metrics(trained())
     assert (row["reward_before"], row["reward_after"], row["reward_se"], row["seconds"]) == (0.5, 0.8, 0.1, 6.0)
     inner = row["training"]
     assert inner["delivered_tokens_per_s"] == 100.0
@@ -84,16 +84,16 @@ def test_a_gain_counts_above_two_standard_errors() -> None:
     assert not trained(after=0.69).learned
 
 
-def test_a_variant_that_did_not_train_has_the_fields_and_no_figures() -> None:
-    row = figures(None)
-    assert row.keys() == figures(trained()).keys()
+def test_a_variant_that_did_not_train_has_the_fields_without_values() -> None:
+    row = training_metrics(None)
+    assert row.keys() == training_metrics(trained()).keys()
     assert set(row.values()) == {None}
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
     runs = {"synchronous": trained(after=0.69), "april": trained()}
-    rows = [{"variant": name, **figures(run, 0.25)} for name, run in runs.items()]
-    rows.insert(1, {"variant": "outside", **figures(None)})
+    rows = [{"variant": name, **training_metrics(run, 0.25)} for name, run in runs.items()]
+    rows.insert(1, {"variant": "outside", **training_metrics(None)})
     console = Console(record=True, width=80)
     show_training(rows, SETTINGS, console)
     text = console.export_text()
@@ -155,7 +155,7 @@ def test_a_failed_part_says_why_and_keeps_what_was_measured(
         raise RuntimeError("the engine [at home] is gone")
 
     monkeypatch.setattr(demo, "import_trainer", lambda: None)
-    monkeypatch.setattr(demo, "run_rounds", lambda *_: ([ROW | figures(None)], 1.0))
+    monkeypatch.setattr(demo, "run_rounds", lambda *_: ([ROW | training_metrics(None)], 1.0))
     monkeypatch.setattr(demo, "run_training", fails)
     monkeypatch.setattr("sys.argv", ["demo", "--server", "http://there", "--out", str(tmp_path), "--steps", "2"])
     assert demo.main() == 1
@@ -174,8 +174,8 @@ def test_busy_machine_is_named() -> None:
 
 def test_next_steps_exist(tmp_path: Path) -> None:
     root = Path(demo.__file__).parents[2]
-    said = demo.next_steps(tmp_path, trained=True)
-    assert f"april-train report {tmp_path / 'training' / 'april'}" in said
+    output = demo.next_steps(tmp_path, trained=True)
+    assert f"april-train report {tmp_path / 'training' / 'april'}" in output
     assert "april-train" not in demo.next_steps(tmp_path, trained=False)
     assert (root / "docs" / "quickstart.md").exists()
     assert "bench:" in (root / "Makefile").read_text()

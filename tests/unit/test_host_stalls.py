@@ -85,6 +85,16 @@ def test_only_filtered_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted_rows == [2], "another request's top-p needs no mask for our rows"
 
 
+def test_values_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[list[int]] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: pinned.append(host.tolist()) or host)
+    with SyncDetector() as detector:
+        copied = host_to_device.to_device([3, 4], torch.int64, "meta")
+    assert (copied.device.type, copied.dtype) == ("meta", torch.int64)
+    assert pinned == [[3, 4]]
+    assert not any("blocking" in call for call in detector.reviewed)
+
+
 def test_tensors_of_one_copy_are_aligned_and_apart() -> None:
     columns = [list(range(i, i + 65)) for i in (0, 100, 200)]
     tensors = host_to_device.columns_to_device(columns, "cpu")

@@ -1,6 +1,7 @@
 """The wheel: three packages, two entry points, and nothing that hides Hugging Face's package `kernels`."""
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -8,6 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from sglang_april.adapter import versions
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,3 +82,14 @@ def test_inactive_plugin_imports_neither_sglang_nor_torch() -> None:
         "assert not {'sglang', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env={"PATH": ""}, check=True)
+
+
+def test_dependency_admits_reviewed_releases_of_sglang_only() -> None:
+    """A release is in the range once its tests were seen to pass, and `make` installs one of them."""
+    (range_,) = re.findall(r'"sglang>=([\w.]+),<=([\w.]+)"', (ROOT / "pyproject.toml").read_text())
+    (default,) = re.findall(r"^SGLANG \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    reviewed = sorted(name for name in versions.manifests() if "+" not in name)
+    assert list(range_) == [reviewed[0], reviewed[-1]]
+    assert default in reviewed
+    page = (ROOT / "docs" / "sglang-versions.md").read_text()
+    assert [release for release in reviewed if f"| {release} |" not in page] == []

@@ -6,13 +6,13 @@ import sys
 import uuid
 from typing import Any
 
-from msgspec import msgpack
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_april import config
 from sglang_april.adapter.hooking import hook_report
+from sglang_april.adapter.v0_5_17.encoded_params import encode_params
 from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.v0_5_17.hooks_attached import PassableLock
 from sglang_april.adapter.v0_5_17.proximal import RESCORE
@@ -86,7 +86,7 @@ class SGLangFrontend:
             sampling.verify(manager.model_config.vocab_size)
         except Exception as error:
             raise ValueError(str(error) or type(error).__name__) from error
-        return msgpack.encode(sampling)
+        return encode_params(sampling)
 
     async def rescore(self, rid: str, ids: list[int], start: int, temperature: float) -> list[float]:
         """One of SGLang's own requests, with the lowest priority and without metrics or logs.

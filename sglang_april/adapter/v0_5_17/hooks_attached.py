@@ -5,13 +5,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_april.adapter.v0_5_17.attach_request import Attachment, attach, is_attached
 
 _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
-_attached: ContextVar[bool] = ContextVar("attached", default=False)
+_attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
+"""In an attached request: the rids that SGLang has begun for it, one per choice."""
 DATA, DONE = "data: ", "data: [DONE]\n\n"
 """Chunks of OpenAI's streams begin with the first, and the last one is the second."""
 
@@ -22,7 +24,7 @@ class PassableLock(RWLock):
 
     @property
     def reader_lock(self) -> Any:
-        return _Pass(self) if _attached.get() else super().reader_lock
+        return _Pass(self) if _attached.get() is not None else super().reader_lock
 
 
 class _Pass:
@@ -57,9 +59,10 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
 async def _answers(answers: Any, manager: Any, attachment: Attachment, described: dict[int, Any]) -> AsyncIterator[Any]:
     """The answers of SGLang. The last one of each choice has its description, which `described` gets by choice."""
     manager.auto_create_handle_loop()  # a task that begins below would inherit `_attached` for good
+    rids: list[str] = []
     try:
         while True:
-            token = _attached.set(True)  # in this task only until the next answer, which takes the lock
+            token = _attached.set(rids)  # in this task only until the next answer, which takes the lock
             try:
                 answer = await anext(answers)
             except StopAsyncIteration:
@@ -68,11 +71,26 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
                 _attached.reset(token)
             for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 if one["meta_info"].get("finish_reason"):
+                    rids[:] = [rid for rid in rids if rid != one["meta_info"]["id"]]
                     info = await manager.april.attached.description(one["meta_info"]["id"])
                     one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
             yield answer
     finally:
+        _abort(manager, rids)
         await answers.aclose()
+
+
+def note_begun(rids: list[str]) -> None:
+    """Called for every request whose state SGLang has created."""
+    begun = _attached.get()
+    if begun is not None:
+        begun += rids
+
+
+def _abort(manager: Any, rids: list[str]) -> None:
+    """The client has gone, and SGLang may have forgotten these requests: 0.5.17 aborts them, 0.5.18 lets them run."""
+    for rid in rids:
+        manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
 
 
 def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:

@@ -10,6 +10,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_april.adapter.v0_5_17.encoded_params import decode_params
 from sglang_april.adapter.v0_5_17.proximal import proximal_logprobs
 from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import FinishedSample
@@ -74,7 +75,7 @@ def has_grammar(group: Group) -> bool:
 def params_of(group: Group) -> SamplingParams:
     """The group's sampling parameters, decoded once. Do not modify them."""
     if group.engine_params is None:
-        group.engine_params = msgspec.msgpack.decode(group.params, type=SamplingParams)
+        group.engine_params = decode_params(group.params)
     return group.engine_params
 
 

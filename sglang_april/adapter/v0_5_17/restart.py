@@ -13,6 +13,7 @@ import torch
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.v0_5_17.build_store import key_of
+from sglang_april.adapter.v0_5_17.encoded_params import decode_params
 from sglang_april.adapter.v0_5_17.request import has_grammar
 from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
@@ -48,6 +49,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         if journal is not None:
             journal.claim(_identity(s))
         saved = _on_all_ranks(s, journal.load() if journal is not None else None)
+        _check_params(saved)
         version, unnamed = starting_version(config.version, saved.version)
         _start_at(controller, version, unnamed=unnamed)
         _take_over(s, controller, saved, disk)
@@ -61,6 +63,19 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         recorder.epoch(saved.next_epoch)
         recorder.commit()
         _log(config, saved, version)
+
+
+def _check_params(saved: JournalSnapshot) -> None:
+    """Another SGLang release may have written the journal.
+
+    Raises:
+        JournalError: the installed one cannot continue a group.
+    """
+    for params, group in {group.params: group for group in saved.groups if not group.whole}.items():
+        try:
+            decode_params(params)
+        except ValueError as error:
+            raise JournalError(f"the journal's group {group.prompt.id!r} cannot be continued: {error}") from error
 
 
 def _identity(s: Scheduler) -> ModelIdentity:
