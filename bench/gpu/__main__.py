@@ -4,7 +4,7 @@
     make gpu GPU_ARGS="--only resume live"       # only pieces whose names start so
     make gpu GPU_ARGS=--rehearse                 # the same pieces at their smallest, on the CPU platform
 
-The page at the end says what passed. Nothing is downloaded.
+The page at the end lists what passed. Nothing is downloaded.
 """
 
 import argparse

@@ -44,7 +44,7 @@ from sglang_april.client import AprilError
 
 Row = dict[str, Any]
 FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError, aiohttp.ClientError)
-"""What the server, the engine's routes and the trainer raise, each with a message that says why."""
+"""What the server, the engine's routes and the trainer raise, each with a message that names the reason."""
 
 
 BUSY_PERCENT = 20.0
