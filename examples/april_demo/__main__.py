@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.rollout.engine_client import EngineClient
 from examples import interrupt
+from examples.april_demo.other_load import other_load
 from examples.april_demo.report import (
     TITLES,
     draw_learning,
@@ -162,8 +163,9 @@ def run_training(url: str, rows: list[Row], settings: Settings, out: Path, conso
     data, trained = prepare(settings, out), dict[str, Trained]()
     for name in (name for name in TRAINED if name in by_variant):
         console.rule(f"training, {TITLES[name]}")
-        trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
-        by_variant[name].update(training_metrics(trained[name]))
+        with other_load() as others:
+            trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
+        by_variant[name].update(training_metrics(trained[name], others.share))
         draw_learning(out / "learning.png", trained)
 
 
