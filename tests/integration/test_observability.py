@@ -1,6 +1,7 @@
 """Metrics, dashboard, terminal view and page of a live server with a key and a journal, without --enable-metrics."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,11 @@ def agents(server: Server) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
 
     def send(path: str, body: dict[str, Any], **of_request: str) -> threading.Thread:
-        request = {"json": body, "headers": headers | of_request, "timeout": None}
-        thread = threading.Thread(target=httpx.post, args=(server.url + path,), kwargs=request, daemon=True)
+        def request() -> None:
+            with contextlib.suppress(httpx.HTTPError):  # the server ends before the last request is answered
+                httpx.post(server.url + path, json=body, headers=headers | of_request, timeout=None)
+
+        thread = threading.Thread(target=request, daemon=True)
         thread.start()
         return thread
 
@@ -119,7 +122,7 @@ HISTOGRAMS = ("round_seconds", "push_seconds", "sample_staleness")
 README = (FOLDER / "README.md").read_text()
 
 
-@contextmanager
+@contextlib.contextmanager
 def prometheus(server: Server, folder: Path) -> Iterator[httpx.Client]:
     """A Prometheus with the committed configuration, except for port and interval."""
     config = CONFIG.read_text()
