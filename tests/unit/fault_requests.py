@@ -28,7 +28,7 @@ class Asked(NamedTuple):
     trajectory: str
 
 
-class AttachedRequests:
+class FaultedRequests:
     """What one epoch asks of its engine."""
 
     def __init__(self, engine: FakeEngine, folder: Path, answered: set[str], rng: Random, epoch: int) -> None:
