@@ -149,7 +149,7 @@ def test_no_server_and_no_url_are_errors() -> None:
     unreachable = subprocess.run(command("http://127.0.0.1:9", "--once"), capture_output=True, text=True, check=False)
     assert unreachable.returncode == 1
     assert len(unreachable.stderr.splitlines()) == 1, unreachable.stderr
-    for args in (["localhost:30000"], ["http://localhost", "--interval=0"]):
+    for args in (["ftp://localhost"], ["http://localhost", "--interval=0"]):
         assert subprocess.run(command(*args), capture_output=True, check=False).returncode == 2
 
 
