@@ -264,7 +264,7 @@ def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], eng
     assert delivered(rollouts.round("r.2", 1)) == [("e0-0", [1.0, 1.0])]
 
 
-def test_after_the_engine_was_lost_all_agents_of_the_pool_start_anew(
+def test_after_the_engine_was_lost_all_agents_of_the_pool_start_again(
     make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
     hangs = True
