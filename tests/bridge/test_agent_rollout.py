@@ -25,7 +25,7 @@ Outcome = Callable[[StartAgent], float | str | None]
 
 
 class FakeRunner:
-    """Ends each trajectory at once, as `outcome` says."""
+    """Ends each trajectory at once, with the result of `outcome`."""
 
     outcome: Outcome
 

@@ -28,7 +28,7 @@ class Asked(NamedTuple):
     trajectory: str
 
 
-class AttachedRequests:
+class FaultedRequests:
     """What one epoch asks of its engine."""
 
     def __init__(self, engine: FakeEngine, folder: Path, answered: set[str], rng: Random, epoch: int) -> None:
@@ -68,7 +68,7 @@ class AttachedRequests:
             self.pending[one.rid] = sample
 
     def abort(self) -> None:
-        """The client of one gives up."""
+        """The client of a request disconnects."""
         if self.pending:
             self._engine.abort_request(self._rng.choice(list(self.pending)))
 
