@@ -87,8 +87,6 @@ class AttachedEnded(msgspec.Struct, tag=True):
     spans: list[Span]
     policy_version: int
     """At its end."""
-    drawn: tuple[Prompt, FinishedSample] | None = None
-    """What the audit needs, if the server has one and the request was not aborted."""
 
 
 class LegEnded(msgspec.Struct, tag=True):

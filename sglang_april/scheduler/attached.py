@@ -22,7 +22,7 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.trajectories import LEGS, Leg, Trajectory, TrajectoryRun
+from sglang_april.scheduler.trajectories import Leg, Trajectory, TrajectoryRun
 
 
 class Attached:
@@ -106,7 +106,6 @@ class Attached:
             return
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
-        result = c.engine.answered(sample) if c.audited else None
         self._tiers.release(sample)
         if sample.group.leg is not None:
             self._end_leg(sample, sample.group.leg, reason)
@@ -115,11 +114,7 @@ class Attached:
             c.attached.pop(run.name, None)
         c.engine.forget(sample)
         rid = sample.group.id.partition(":")[2]
-        drawn = None
-        if result is not None:
-            result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), rid
-            drawn = sample.group.prompt, result
-        c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version, drawn))
+        c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version))
 
     def _end_leg(self, sample: Sample, leg: Leg, reason: dict[str, Any] | None) -> None:
         trajectory = leg.trajectory

@@ -77,7 +77,6 @@ APRIL = "sglang_april."
 EXCEPTIONS: dict[str, str] = {
     "detach": APRIL + "adapter.v0_5_17.engine.SchedulerEngine.detach",
     "command": APRIL + "scheduler.commands.Commands.execute",
-    "attached": APRIL + "scheduler.attached.Attached.begin",
     "progress": APRIL + "scheduler.controller.Controller.progress",
     "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
     "journal thread": APRIL + "recovery.journal.Journal._transaction",

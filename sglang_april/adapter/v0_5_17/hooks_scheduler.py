@@ -68,7 +68,6 @@ def attach(_: None, s: Scheduler) -> None:
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens)
     context.carry_cap_tokens = config.carry_tokens
     context.attached_kv = config.kv
-    context.audited = config.audit > 0
     if s.ps.tp_size > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
