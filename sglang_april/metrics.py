@@ -106,7 +106,7 @@ class Metrics:
     def exposition(self, state: Mapping[str, Any] | None) -> bytes:
         """All metrics in Prometheus's text format. `state`: of `GET /april/state`; None if the scheduler is silent.
 
-        With --enable-metrics, SGLang's processes write theirs to a directory, from which all are read together.
+        With --enable-metrics, SGLang's processes write their metrics to a directory, from which all are read together.
         """
         from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 

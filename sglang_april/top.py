@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.client.calls import AprilError
+from sglang_april.client.calls import AprilError, with_scheme
 from sglang_april.client.client import AprilClient
 
 HEIGHTS = " ▁▂▃▄▅▆▇█"
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.interval <= 0:
         parser.error("--interval must be above 0")
+    options.url = with_scheme(options.url)
     if not options.url.startswith(("http://", "https://")):
         parser.error(f"URL must begin with http:// or https://, not {options.url!r}")
     try:

@@ -86,7 +86,7 @@ def test_a_frame_shows_rounds_batch_tiers_and_staleness() -> None:
     assert all(len(line) <= 40 for line in top.frame("http://server", SHOWN, range(500), 40).splitlines())
 
 
-def test_a_frame_says_why_no_rounds_open_and_what_ails_the_journal() -> None:
+def test_a_frame_shows_why_no_rounds_open_and_the_fault_of_the_journal() -> None:
     state = SHOWN | {
         "closed": "a push is open",
         "push_open": True,
@@ -149,7 +149,7 @@ def test_no_server_and_no_url_are_errors() -> None:
     unreachable = subprocess.run(command("http://127.0.0.1:9", "--once"), capture_output=True, text=True, check=False)
     assert unreachable.returncode == 1
     assert len(unreachable.stderr.splitlines()) == 1, unreachable.stderr
-    for args in (["localhost:30000"], ["http://localhost", "--interval=0"]):
+    for args in (["ftp://localhost"], ["http://localhost", "--interval=0"]):
         assert subprocess.run(command(*args), capture_output=True, check=False).returncode == 2
 
 
