@@ -111,14 +111,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.agents", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("pairs", "turns"))
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes of `turns` (%(default)s)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes for `turns` (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a short run, as a test; its rates are not measurements")
-    parser.add_argument("--base-only", action="store_true", help="only the first load of the preset")
-    parser.add_argument("--repetitions", type=int, help="default: 8 pairs, or those of the preset")
+    parser.add_argument("--base-only", action="store_true", help="measure only the first load of the preset")
+    parser.add_argument("--repetitions", type=int, help="repetitions (default: 8 for pairs, the preset's for turns)")
     parser.add_argument(
-        "--prompts", type=int, default=PROMPTS, help="requests of a measurement of `pairs` (%(default)s)"
+        "--prompts", type=int, default=PROMPTS, help="requests per measurement of `pairs` (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "agents.json", help="for rows (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=record.RESULTS / "agents.json", help="file to which rows are appended (%(default)s)"
+    )
     return parser.parse_args(given)
 
 

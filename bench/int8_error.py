@@ -110,9 +110,9 @@ def measure(dtype: str, sequences: int, length: int, seed: int) -> list[record.R
 def main(given: list[str] | None = None) -> int:
     """Print one line per page format and dtype; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.int8_error", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sequences", type=int, default=16, help="so many (%(default)s)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of each (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="%(default)s")
+    parser.add_argument("--sequences", type=int, default=16, help="number of sequences (%(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sequences (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/int8_error.json")
     args = parser.parse_args(given)
     config = {"sequences": args.sequences, "length": args.length, "seed": args.seed}

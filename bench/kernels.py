@@ -25,6 +25,7 @@ import torch
 
 from bench import record
 from bench.kernel_cases import KernelCase, KernelConfig, KernelTestbed, Missing, cases
+from examples import interrupt
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
@@ -168,21 +169,31 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="cuda is ROCm's name too")
-    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8, help="of the pool (%(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="device of the pool; cuda also names ROCm devices",
+    )
+    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8, help="layers of the KV pool (%(default)s)")
     parser.add_argument("--heads", type=int, default=8, help="KV heads (%(default)s)")
-    parser.add_argument("--dim", type=int, default=128, help="size of a head (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the pool (%(default)s)")
-    parser.add_argument("--page-tokens", type=int, default=16, help="tokens of a stored page (%(default)s)")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="data type of the KV pool (%(default)s)")
+    parser.add_argument("--page-tokens", type=int, default=16, help="tokens per stored page (%(default)s)")
     parser.add_argument(
         "--tokens",
         type=int,
         nargs="+",
         default=[256, 1024, 4096, 16384, 65536] if on_gpu else [256, 1024, 4096],
-        help="of a sample (%(default)s)",
+        help="tokens of a sample (%(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "kernels.json", help="for rows (%(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw this run into FOLDER")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "kernels.json",
+        help="file to which rows are appended (%(default)s)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="folder for plots of this run")
     return parser.parse_args(arguments)
 
 
@@ -206,4 +217,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "rows of finished sizes are kept")

@@ -175,9 +175,16 @@ class OverheadRun:
 def main(given: list[str] | None = None) -> int:
     """Append four rows per repetition; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=8, help="four measurements each (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests of a measurement (%(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "overhead.json", help="for rows (%(default)s)")
+    parser.add_argument(
+        "--repetitions", type=int, default=8, help="repetitions of four measurements each (%(default)s)"
+    )
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests per measurement (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "overhead.json",
+        help="file to which rows are appended (%(default)s)",
+    )
     args, console = parser.parse_args(given), Console(highlight=False)
     plan = PRESETS["cpu"].plan
     facts = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.provenance()}

@@ -228,13 +228,26 @@ def costs_of(rows: list[record.Row], preset: Preset) -> Costs:
 def main(given: list[str] | None = None) -> int:
     """Returns the exit status; `validate` fails without rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("measure", "validate", "reach", "project"), help="see above")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
-    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (else: the rows', an H100's)")
+    parser.add_argument(
+        "what",
+        choices=("measure", "validate", "reach", "project"),
+        help="measure step costs; validate the model against rows; reach: where the time goes; project to large runs",
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="preset of sizes (%(default)s)")
+    parser.add_argument(
+        "--costs", type=Path, help="step times written by `measure` (default: those of the rows, or of an H100)"
+    )
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
-    parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
-    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured (%(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json", help="for rows (%(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="measure: checkpoint that is pushed")
+    parser.add_argument(
+        "--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured rows (%(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "simulate.json",
+        help="file to which rows are appended (%(default)s)",
+    )
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
     if args.what == "measure":

@@ -262,8 +262,8 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.suspend", description=(__doc__ or "").partition("\n")[0])
     for name, default in asdict(SuspendPlan()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help="%(default)s")
-    parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
-    parser.add_argument("--server-options", default="", help="more flags of the server")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the tiny model)")
+    parser.add_argument("--server-options", default="", help="further flags of the server, in one string")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/suspend.json")
     return parser.parse_args(given)
 

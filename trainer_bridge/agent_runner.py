@@ -224,7 +224,7 @@ class AgentRunner:
 
 
 def _problem_at_start(connection: Connection) -> str:
-    """What a worker's first message says of its import; empty if it succeeded."""
+    """The error of the import, from a worker's first message; empty if it succeeded."""
     try:
         if not connection.poll(START_TIMEOUT_S):
             return f"the agent function was not imported within {START_TIMEOUT_S:g} s"

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.rollout.engine_client import EngineClient
 from examples import interrupt
+from examples.april_demo.other_load import other_load
 from examples.april_demo.report import (
     draw_learning,
     draw_timeline,
@@ -43,7 +44,7 @@ from sglang_april.client import AprilError
 
 Row = dict[str, Any]
 FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError, aiohttp.ClientError)
-"""What the server, the engine's routes and the trainer raise, each with a message that says why."""
+"""What the server, the engine's routes and the trainer raise, each with a message that names the reason."""
 
 
 BUSY_PERCENT = 20.0
@@ -89,10 +90,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--server", metavar="URL", help="use a running server (started with the demo's model)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder for the results")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="measured rounds (%(default)s)")
-    parser.add_argument("--warmup-rounds", type=int, default=default.warmup_rounds, help="rounds before (%(default)s)")
+    parser.add_argument(
+        "--warmup-rounds", type=int, default=default.warmup_rounds, help="rounds before the measured ones (%(default)s)"
+    )
     parser.add_argument("--groups", type=int, default=default.groups, help="groups per round (%(default)s)")
-    parser.add_argument("--samples-per-group", type=int, default=default.samples_per_group, help="n (%(default)s)")
-    parser.add_argument("--slots", type=int, default=default.slots, help="samples at once (%(default)s)")
+    parser.add_argument(
+        "--samples-per-group", type=int, default=default.samples_per_group, help="samples per group (%(default)s)"
+    )
+    parser.add_argument(
+        "--slots", type=int, default=default.slots, help="samples that run at the same time (%(default)s)"
+    )
     parser.add_argument(
         "--over-provision",
         type=float,
@@ -100,7 +107,12 @@ def arguments() -> argparse.Namespace:
         help="over-sampling factor of the client-side baseline (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of prompts and sampling (%(default)s)")
-    for flag, what in (("steps", "of training; 0: none"), ("groups", "per step"), ("held_out", "problems")):
+    help_texts = {
+        "steps": "training steps; 0 skips the training",
+        "groups": "groups per training step",
+        "held_out": "problems per evaluation",
+    }
+    for flag, what in help_texts.items():
         sizes = f"{getattr(default.training, flag)}; with --agent {getattr(AGENT_TRAINING, flag)}"
         name = "train-groups" if flag == "groups" else flag.replace("_", "-")
         parser.add_argument(f"--{name}", type=int, metavar="N", dest=f"train_{flag}", help=f"{what} ({sizes})")
@@ -170,8 +182,9 @@ def run_training(url: str, rows: list[Row], settings: Settings, out: Path, conso
     data, trained = prepare(settings, out), dict[str, Trained]()
     for name in (name for name in TRAINED if name in by_variant):
         console.rule(f"training, {title(name, settings)}")
-        trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
-        by_variant[name].update(training_metrics(trained[name]))
+        with other_load() as others:
+            trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
+        by_variant[name].update(training_metrics(trained[name], others.share))
         draw_learning(out / "learning.png", trained, {name: title(name, settings) for name in trained})
 
 

@@ -187,6 +187,8 @@ def test_dry_run_fails_for_what_is_missing(
         (lambda model: (model / "config.json").write_text("[]"), "its config.json is not a JSON object"),
         (lambda model: (model / "config.json").write_text('{"model_type": "qwen3"}'), "has no num_hidden_layers"),
         (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "has no tokenizer"),
+        (lambda model: (model / "model.safetensors").rename(model / "model.bin"), "has no *.safetensors"),
         (lambda model: os.truncate(model / "model.safetensors", 5000), "is truncated: 5,000 of"),
     ],
 )
@@ -248,6 +250,15 @@ def test_wrong_value_names_its_field(tmp_path: Path, text: str, message: str) ->
     (tmp_path / "c.yaml").write_text(f"hf_checkpoint: m\nprompt_data: d\n{text}\n")
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "c.yaml", {})
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^hf_checkpoint: is required, as a field of --config or as --hf-checkpoint$"
+    ):
+        load(None, {"prompt_data": "d"})
+    with pytest.raises(ConfigError, match=r"^--config .*none.yaml: No such file or directory$"):
+        load(tmp_path / "none.yaml", {})
 
 
 def test_unknown_flag_names_the_closest(capsys: pytest.CaptureFixture[str]) -> None:

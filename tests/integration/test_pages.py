@@ -26,8 +26,8 @@ STORY = {
     ("docs/attached-requests.md", 0),
     ("docs/integrations/own.md", 1),
 }
-COMPILED = {("docs/trainer-internals.md", 0)}
-"""Needs a trainer of its own; tests/integration/test_bridge_push.py calls the same functions."""
+COMPILED = {("docs/trainer-internals.md", 0), ("docs/training.md", 1)}
+"""Need a trainer of their own; tests/integration/test_bridge_push.py and test_agent_training.py run such code."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def port(folder: Path) -> Iterator[int]:
 
 
 def test_quickstart(port: int, folder: Path) -> None:
-    """A round, a push and a training run with a reward of one's own."""
+    """A round, a push and a training run with a custom reward."""
     reply = output(block(QUICKSTART, 4).replace("30000", str(port)), folder)
     assert '"end_reason":"quota"' in reply
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)

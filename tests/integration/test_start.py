@@ -66,7 +66,7 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 # What is special about the way of starting: its entry and how the one sentence starts.
 REFUSED_WAYS = {
-    "our_launcher": "--dp-size 2 is not supported",
+    "april_launcher": "--dp-size 2 is not supported",
     "command": "--dp-size 2 is not supported",
     "engine": "--dp-size 2 is not supported",
     "prebuilt": "--dp-size 2 is not supported",
@@ -120,7 +120,7 @@ def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str,
     # What SGLang itself asks for before it takes such a model on a CPU.
     for_recurrent = ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
     return [
-        {"name": "our_launcher", "entry": "module", "module": APRIL_LAUNCHER, "argv": [*common, "--dp-size", "2"]},
+        {"name": "april_launcher", "entry": "module", "module": APRIL_LAUNCHER, "argv": [*common, "--dp-size", "2"]},
         {"name": "command", "entry": "command", "argv": [*common, *QUOTA, "--dp-size", "2"]},
         {"name": "engine", "entry": "engine", "arguments": two_replicas, "env": IN_ENVIRONMENT},
         {"name": "prebuilt", "entry": "prebuilt", "arguments": two_replicas, "env": IN_ENVIRONMENT},
@@ -132,9 +132,9 @@ def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str,
         {**module, "name": "without_target", "entry": "without_target"},
         {**module, "name": "sliding_window", "argv": [*QUOTA, "--model-path", swa]},
         {**module, "name": "recurrent", "argv": [*QUOTA, "--model-path", recurrent, *for_recurrent]},
-        {**module, "name": "hidden_from_theirs", "env": {"SGLANG_PLUGINS": "other"}},
+        {**module, "name": "hidden_from_sglang_launcher", "env": {"SGLANG_PLUGINS": "other"}},
         {**module, "name": "help", "argv": ["--help", *QUOTA]},
-        {**module, "name": "our_help", "module": APRIL_LAUNCHER, "argv": ["--help"]},
+        {**module, "name": "april_help", "module": APRIL_LAUNCHER, "argv": ["--help"]},
         {"name": "inactive", "entry": "inactive", "env": {"SGLANG_APRIL": ""}},
     ]
 
@@ -158,11 +158,11 @@ def test_every_way_of_starting_fails_closed(name: str, outcomes: dict[str, dict[
 
 
 def test_sglang_refuses_april_flags_without_the_plugin(outcomes: dict[str, dict[str, Any]]) -> None:
-    assert outcomes["hidden_from_theirs"]["code"] == 2
-    assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_theirs"]["stderr"]
+    assert outcomes["hidden_from_sglang_launcher"]["code"] == 2
+    assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_sglang_launcher"]["stderr"]
 
 
-@pytest.mark.parametrize("name", ["help", "our_help", "other_version_string"])
+@pytest.mark.parametrize("name", ["help", "april_help", "other_version_string"])
 def test_help_lists_april_flags(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["code"] == 0
     assert all(flag in outcomes[name]["stderr"] for flag in ("--april-quota ", "--april-kv ", "--tp-size "))

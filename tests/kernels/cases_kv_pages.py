@@ -42,11 +42,11 @@ def test_kernel_matches_reference(shape: str, page_tokens: int, device: str) -> 
         assert same((pages, plain, sums), (expected.pages, expected.pages, expected.sums)), (tokens, kind)
         assert torch.equal(triton_impl.checksum(pages, programs=2), sums)
 
-        actual, theirs = (pool(SHAPES[shape], SLOTS, device, empty=True) for _ in range(2))
+        actual, expected_pool = (pool(SHAPES[shape], SLOTS, device, empty=True) for _ in range(2))
         others = torch.where(slots < 0, -1, choose_slots("random", tokens, SLOTS, device, seed=seed + 1))
         triton_impl.unpack(actual, others, pages, programs=7)
-        reference.unpack(theirs, others, pages)
-        assert same(bytes_of(actual), bytes_of(theirs)), (tokens, kind)
+        reference.unpack(expected_pool, others, pages)
+        assert same(bytes_of(actual), bytes_of(expected_pool)), (tokens, kind)
 
 
 def test_kernel_writes_only_its_pages(device: str) -> None:

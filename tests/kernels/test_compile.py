@@ -140,7 +140,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, target: GPUTarget) -> Any:
-    """As a launch compiles it: pointers are 16-byte aligned unless the kernel says otherwise, integers are any."""
+    """As a launch compiles it: pointers are 16-byte aligned unless the kernel declares otherwise, integers are any."""
     signature, attributes = {}, {}
     for parameter in kernel.params:
         name = parameter.name

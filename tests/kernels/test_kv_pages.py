@@ -62,8 +62,8 @@ def test_page_bytes_match_definition(case: tuple[PoolShape, list[int], int]) -> 
     assert [s % 2**64 for s in sums.tolist()] == [model_checksum(page) for page in expected]
     kv_pages.unpack(other, chosen, pages)
     live = chosen[chosen >= 0]
-    for mine, theirs in zip(bytes_of(other), bytes_of(table), strict=True):
-        assert torch.equal(mine[live], theirs[live])
+    for mine, other_bytes in zip(bytes_of(other), bytes_of(table), strict=True):
+        assert torch.equal(mine[live], other_bytes[live])
         mine[live] = POISON
         assert bool((mine == POISON).all())
 

@@ -25,7 +25,7 @@ from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.state import State
 from tests.unit.crash_client import CrashClient, PipeMessage
 from tests.unit.crash_loop import DISK, CrashLoop
-from tests.unit.fault_requests import AGENTS, AttachedRequests
+from tests.unit.fault_requests import AGENTS, FaultedRequests
 from tests.unit.storing_engine import StoringEngine
 
 CLASSES: dict[str, tuple[type, type]] = {
@@ -100,7 +100,7 @@ class FaultLoop(CrashLoop):
     def __init__(self, folder: Path, pipe: int, seed: int, answered: set[str]) -> None:
         super().__init__(folder, pipe, seed)
         self.engine.shares = seed % 3 == 0
-        self.requests = AttachedRequests(self.engine, folder, answered, self.rng, seed)
+        self.requests = FaultedRequests(self.engine, folder, answered, self.rng, seed)
 
     def publish(self, message: PipeMessage) -> None:
         """An answer to an attached request is checked first."""

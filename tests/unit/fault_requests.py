@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     prompt: list[int] = PROMPT
 
 
-class AttachedRequests:
+class FaultedRequests:
     """What one epoch asks of its engine."""
 
     def __init__(self, engine: FakeEngine, folder: Path, answered: set[str], rng: Random, epoch: int) -> None:
@@ -77,7 +77,7 @@ class AttachedRequests:
             self.pending[one.rid] = sample
 
     def abort(self) -> None:
-        """The client of one gives up."""
+        """The client of a request disconnects."""
         if self.pending:
             self._engine.abort_request(self._rng.choice(list(self.pending)))
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from rich.console import Console
 
 from examples.april_demo import __main__ as demo
+from examples.april_demo import other_load as measure
 from examples.april_demo.report import draw_learning, show_training
 from examples.april_demo.settings import AGENT_TRAINING, CHECKPOINTS, Settings, Training
 from examples.april_demo.training import Trained, configuration, prepare, training_metrics
@@ -55,6 +58,27 @@ def test_metrics_of_a_run() -> None:
     assert [point["reward"] for point in inner["evaluations"]] == [0.5, 0.8]
 
 
+def test_children_are_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All CPU time of the machine is that of a child here: running, and ended."""
+    monkeypatch.setattr(measure, "_busy", lambda: busy[0])
+    busy, spin = (
+        [100.0],
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass\nprint(flush=True); input()"],
+    )
+    child = subprocess.Popen(spin, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child, measure.other_load() as while_it_runs:
+        assert child.stdout
+        child.stdout.readline()
+        busy[0] += 1.0
+        child.kill()
+        child.wait()
+    assert while_it_runs.share < 0.5
+    monkeypatch.setattr(measure, "_own", lambda: 0.0)
+    with measure.other_load() as others:
+        busy[0] += 1000.0
+    assert others.share == 1.0
+
+
 def test_a_gain_counts_above_two_standard_errors() -> None:
     assert trained(after=0.71).learned
     assert not trained(after=0.69).learned
@@ -68,13 +92,14 @@ def test_a_variant_that_did_not_train_has_the_fields_without_values() -> None:
 
 def test_table_and_picture(tmp_path: Path) -> None:
     runs = {"synchronous": trained(after=0.69), "april": trained()}
-    rows = [{"variant": name, **training_metrics(run)} for name, run in runs.items()]
+    rows = [{"variant": name, **training_metrics(run, 0.25)} for name, run in runs.items()]
     rows.insert(1, {"variant": "outside", **training_metrics(None)})
     console = Console(record=True, width=80)
     show_training(rows, SETTINGS, console)
     text = console.export_text()
     assert "0.500 → 0.800 +0.300 0.100" in text
     assert "…" not in text, "80 columns are enough"
+    assert "meanwhile other processes used 25% and 25% of the cores" in text
     assert "outside" not in text
     assert text.count("not above two standard errors") == 1
     draw_learning(tmp_path / "learning.png", runs)
@@ -141,7 +166,7 @@ ROW = {
 }
 
 
-def test_a_failed_part_says_why_and_keeps_what_was_measured(
+def test_a_failed_part_names_the_reason_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: Any) -> None:

@@ -43,7 +43,7 @@ POSITIONS = torch.arange(10, 10 + len(ROWS))
 
 
 def expected(rows: list[int]) -> list[int]:
-    """Each seeded row alone, with the full mask; -1 for rows of others."""
+    """Each seeded row alone, with the full mask; -1 for rows of other requests."""
     tokens = []
     for i in rows:
         info, part = info_of([ROWS[i]]), PROBS[i : i + 1]
@@ -82,7 +82,7 @@ def test_only_filtered_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler.draw(stock, None, PROBS, info_of(ROWS), POSITIONS, False)
     assert sorted_rows == [2]
     sampler.draw(stock, None, PROBS[:2], info_of(ROWS[:2]), POSITIONS[:2], False)
-    assert sorted_rows == [2], "another request's top-p needs no mask for our rows"
+    assert sorted_rows == [2], "the top-p of another request needs no mask for the other rows"
 
 
 def test_values_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,23 @@ def test_interrupted_command_leaves_its_contexts_and_prints_one_line(number: sig
     assert errors.splitlines() == ["", "interrupted: two rows are kept"]
 
 
+SHORT = {
+    "bench/gpu/machine.py",
+    "bench/random_checkpoint.py",
+    "bench/traced_server.py",
+    "examples/own_trainer.py",
+    "examples/tiny_model.py",
+}
+"""Commands that end by themselves within seconds, SGLang's own server, and a page's example."""
+
+
+def test_every_long_command_of_bench_and_examples_ends_with_one_line() -> None:
+    files = [path for folder in ("bench", "examples") for path in (ROOT / folder).rglob("*.py")]
+    commands = {str(path.relative_to(ROOT)): path.read_text() for path in files}
+    missing = {name for name, text in commands.items() if '"__main__"' in text and "interrupt.run(" not in text}
+    assert missing == SHORT
+
+
 def test_demo_interrupted_while_its_server_starts_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.april_demo", "--out", str(tmp_path), "--steps", "0"],
@@ -62,3 +79,42 @@ def test_demo_interrupted_while_its_server_starts_leaves_no_process(tmp_path: Pa
     assert "Traceback" not in errors
     assert errors.splitlines()[-1].startswith("interrupted: the demo starts over")
     assert not any(child.is_running() for child in children)
+
+
+SLOW_READ = """
+import pathlib, sys, time
+from trainer_bridge import __main__ as commands
+
+glob = pathlib.Path.glob
+
+def slow(self, pattern):
+    print("started", flush=True)
+    time.sleep(600)
+
+pathlib.Path.glob = pathlib.Path.exists = slow
+sys.exit(getattr(commands, sys.argv.pop(1))())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["convert", "run"], "april-convert: interrupted; the output folder is incomplete; the same command writes it"),
+        (["main", "report", "run"], "april-train: interrupted; nothing was changed"),
+    ],
+)
+def test_interrupted_convert_and_report_print_one_line(command: list[str], line: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SLOW_READ, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [written for written in errors.splitlines() if written][-1].startswith(line)
+    assert "Traceback" not in errors

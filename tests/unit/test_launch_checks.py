@@ -48,7 +48,7 @@ def test_damaged_config_is_refused(model: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"text"'])
-def test_config_that_is_no_object_is_refused(model: Path, content: str) -> None:
+def test_config_that_is_not_an_object_is_refused(model: Path, content: str) -> None:
     (model / "config.json").write_text(content)
     assert damage_of(str(model)) == f"--model-path {model} is damaged: its config.json is not a JSON object"
 
@@ -59,6 +59,15 @@ def test_folder_without_weights_is_refused(model: Path) -> None:
     assert f"--model-path {model} has no weights" in str(reason_not_startable(["--model", str(model), "--port", "0"]))
     dummy = ["--model", str(model), "--load-format", "dummy", "--port", "0"]
     assert reason_not_startable(dummy) is None
+
+
+def test_folder_without_a_tokenizer_is_refused(model: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    given = ["--model", str(model), "--port", "0"]
+    assert f"--model-path {model} has no tokenizer" in str(reason_not_startable(given))
+    assert reason_not_startable([*given, "--tokenizer-path", "elsewhere"]) is None
+    assert reason_not_startable([*given, "--skip-tokenizer-init"]) is None
 
 
 @pytest.mark.parametrize("keep", [4, 100, 0.5, -1])

@@ -65,4 +65,4 @@ def test_classes_have_names_of_their_own() -> None:
                 if isinstance(node, ast.ClassDef):
                     places[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
     shared = {name: sorted(where) for name, where in places.items() if len(where) > 1}
-    assert shared.keys() == SHARED_NAMES.keys(), shared
+    assert shared.keys() == SHARED_NAMES.keys(), shared.keys() ^ SHARED_NAMES.keys()

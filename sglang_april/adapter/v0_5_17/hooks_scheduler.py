@@ -74,7 +74,7 @@ def attach(_: None, s: Scheduler) -> None:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
     if threading.current_thread() is threading.main_thread():
-        # A signal to the whole group must not end a scheduler before the HTTP process says so. It dies with that one.
+        # A signal to the whole group must not end a scheduler before the HTTP process does. It dies with that process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s
@@ -136,7 +136,7 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBa
 
 
 def _compare_decisions(step: int, decisions: Decisions) -> None:
-    """Before the forward: ranks that run different batches would wait for each other for ever."""
+    """Before the forward: ranks that run different batches would wait for each other forever."""
     if Process.engine is not None:
         Process.engine.broadcast.compare(step, decisions.end_step(step))
     if Process.digest_file is not None:
