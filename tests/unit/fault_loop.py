@@ -106,6 +106,8 @@ class FaultLoop(CrashLoop):
         """An answer to an attached request is checked first."""
         if isinstance(message, messages.AttachedEnded):
             self.requests.ended(message)
+        elif isinstance(message, messages.LegEnded):
+            self.requests.leg_ended(message)
         super().publish(message)
 
     def spec(self, **fields: Any) -> messages.RoundSpec:

@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from sglang_april.api import messages
 from sglang_april.scheduler.state import Sample
 from tests.unit.fake_engine import FakeEngine, seed_of
@@ -81,6 +83,12 @@ class FaultedRequests:
         if self.pending:
             self._engine.abort_request(self._rng.choice(list(self.pending)))
 
+    def leg_ended(self, leg: messages.LegEnded) -> None:
+        """The next leg of its trajectory may extend it."""
+        output = np.frombuffer(leg.result.output_ids, "<i4").tolist()
+        assert output == [token(seed_of(leg.rid), t) for t in range(len(output))]
+        self._histories[leg.trajectory] = [*self._asked[leg.rid].prompt, *output]
+
     def ended(self, event: messages.AttachedEnded) -> None:
         """The engine answers a request: once, with its tokens and spans."""
         assert event.rid not in self.answered, f"{event.rid} is answered twice"
@@ -90,8 +98,6 @@ class FaultedRequests:
         if request is not None:
             assert request.output == [token(seed_of(event.rid), t) for t in range(len(request.output))]
             assert event.spans == spans_of(request)
-            if (asked := self._asked[event.rid]).trajectory:
-                self._histories[asked.trajectory] = [*asked.prompt, *request.output]
             assert request.reason["type"] == "abort" or len(request.output) == request.max_new
 
 
