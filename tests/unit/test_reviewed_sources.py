@@ -40,7 +40,7 @@ def test_release_has_what_was_reviewed_and_nothing_else(release: str) -> None:
     manifest = versions.manifests()[release]
     root = source(release)
     assert versions.differing_files(manifest, root) == []
-    found = review(release, root, manifest, None, manifest["adapter"])
+    found = review(release, root, manifest, None, manifest["shape"])
     assert found.changes == ()
     assert found.options == ()
 
