@@ -37,8 +37,9 @@ from tokenizers import Tokenizer
 from bench.record import RESULTS, ROOT, Row, append_rows, provenance
 from sglang_april.api import messages
 from sglang_april.config import AprilConfig
+from sglang_april.http.bodies import MSGPACK
 from sglang_april.http.frontend import Frontend, ServerInfo
-from sglang_april.http.routes import MSGPACK, add_routes
+from sglang_april.http.routes import add_routes
 from sglang_april.http.service import AprilService
 
 FORMS = ("json", "msgpack", "stream")

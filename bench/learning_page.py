@@ -63,11 +63,11 @@ def table(found: dict[str, dict[int, Row]]) -> list[list[str]]:
 
 def _line(name: str, runs: dict[int, Row], base: dict[int, Row], goal: float | None) -> list[str]:
     rows = list(runs.values())
-    ends = {seed: _end(row, base.get(seed, row)) for seed, row in runs.items()}
-    line = [name, str(len(rows)), _mean(rows, "reward_before", ".4f"), format(mean(ends.values()), ".4f")]
+    ended = ends(runs, base)
+    line = [name, str(len(rows)), _mean(rows, "reward_before", ".4f"), format(mean(ended.values()), ".4f")]
     compared = None
     if name != BASE:
-        compared = paired(ends, {seed: row["reward_final"] for seed, row in base.items()})
+        compared = paired(ended, {seed: row["reward_final"] for seed, row in base.items()})
     if compared is None:
         line += ["–", "–", "–"]
     else:
@@ -80,9 +80,13 @@ def _line(name: str, runs: dict[int, Row], base: dict[int, Row], goal: float | N
     return [*line, _mean(rows, "kv_drift", ".4f"), f"{mean(distances):.3f}" if distances else "–"]
 
 
-def _end(row: Row, base: Row) -> float:
-    """Held-out reward at the numbers of samples of the synchronous run's last evaluations."""
-    return reward_at([point["samples_so_far"] for point in base["evaluations"][1:][-LAST:]], row["evaluations"])
+def ends(runs: dict[int, Row], base: dict[int, Row]) -> dict[int, float]:
+    """By seed: held-out reward at the numbers of samples of the synchronous run's last evaluations."""
+    points = {seed: base.get(seed, row)["evaluations"][1:][-LAST:] for seed, row in runs.items()}
+    return {
+        seed: reward_at([point["samples_so_far"] for point in points[seed]], row["evaluations"])
+        for seed, row in runs.items()
+    }
 
 
 def _mean(rows: list[Row], key: str, form: str) -> str:

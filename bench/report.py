@@ -6,7 +6,7 @@
 
 A marker is ``<!-- bench:PRESET DISTRIBUTION -->`` for a table of five columns, or ``<!-- bench:PRESET DISTRIBUTION full
 -->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table comes from the newest run that measured
-it, and rows of two runs are never compared.
+it, and rows of two runs are never compared. Tables of other benchmarks: see `doc_tables.py`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import record
+from bench import doc_tables, record
 from bench.over_sampling import points
 from bench.over_sampling import table as over_sampling_table
 from bench.plots import picture, plot, plot_over_sampling
@@ -27,7 +27,8 @@ from bench.tables import HEADLINE, ablations_of, aims, by_variant, details_of, h
 from examples import interrupt
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
-PAGES = (record.ROOT / "README.md", record.ROOT / "docs" / "benchmarks.md", record.ROOT / "docs" / "paced-rounds.md")
+DOCS = ("benchmarks.md", "paced-rounds.md", "simulator.md", "store.md")
+PAGES = (record.ROOT / "README.md", *(record.ROOT / "docs" / name for name in DOCS))
 PICTURE = record.ROOT / "docs" / "rollout.svg"
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+)( full)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
@@ -193,7 +194,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _fill(path: Path, rows: list[Row], *, check: bool) -> int:
     old = path.read_text()
-    new = readme(old, rows)
+    new = doc_tables.fill(readme(old, rows), rows)
     if check:
         if old != new:
             print(f"{path} differs from the rows: python -m bench.report --readme", file=sys.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData, read_rows
 from trainer_bridge.megatron.shapes import ModelShape, UnsupportedModelError
+from trainer_bridge.memory import estimate
 from trainer_bridge.rewards import load_function
 from trainer_bridge.validate import check, check_model
 
@@ -37,7 +38,8 @@ def dry_run(config: Config) -> list[str]:
         raise ConfigError("\n".join(problems))
     samples = config.rollout_batch_size * (config.n_samples_per_prompt if config.quota_unit == "group" else 1)
     kind = "samples" if config.agent is None else "trajectories"
-    return [*lines, f"a round delivers {samples} {kind}, {config.global_batch_size or samples} per optimiser step"]
+    batch = f"a round delivers {samples} {kind}, {config.global_batch_size or samples} per optimiser step"
+    return [*lines, _memory(config), batch]
 
 
 def _model(config: Config) -> str:
@@ -45,6 +47,22 @@ def _model(config: Config) -> str:
     shape = ModelShape.read(Path(config.hf_checkpoint))
     shape.check_tensor_parallel(config.tensor_model_parallel_size)
     return f"{shape.family}, {shape.layers} layers ({config.hf_checkpoint})"
+
+
+def _memory(config: Config) -> str:
+    """Of a trainer rank; docs/training.md says what the estimate covers."""
+    settings = config.trainer
+    rank = estimate(
+        ModelShape.read(Path(config.hf_checkpoint)),
+        tensor_parallel=settings.tensor_model_parallel_size,
+        data_parallel=settings.world_size // settings.tensor_model_parallel_size,
+        tokens=config.max_tokens_per_gpu,
+        width=2 if config.train_dtype == "bfloat16" else 4,
+    )
+    parts = ("weights", "gradients", "optimizer", "activations")
+    sizes = ", ".join(f"{name} {getattr(rank, name) / 1e9:.3g}" for name in parts)
+    more = "" if config.recompute_granularity == "full" else "; more without recompute_granularity: full"
+    return f"memory of a trainer rank, estimated: {rank.total / 1e9:.3g} GB ({sizes}{more})"
 
 
 def _data(config: Config) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_april.launch_checks import damage_of
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
 
@@ -157,7 +158,9 @@ def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Raises: ConfigError: `hf_checkpoint` is not a model folder."""
+    """Raises: ConfigError: `hf_checkpoint` is not a model folder, or is damaged."""
     folder = Path(config.hf_checkpoint)
     if not (folder / "config.json").exists():
         raise ConfigError(f"hf_checkpoint: {folder} contains no config.json; it must be a Hugging Face folder")
+    if damage := damage_of(str(folder)):
+        raise ConfigError(f"hf_checkpoint: {damage.removeprefix('--model-path ')}")

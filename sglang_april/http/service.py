@@ -1,7 +1,6 @@
 """The service behind the routes; `engine.tokenizer_manager.april` for an SGLang engine started in code."""
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -17,10 +16,11 @@ from sglang_april.http.audit import Audit
 from sglang_april.http.background import Background
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
-from sglang_april.http.prepare import extend_round, open_round, round_spec
+from sglang_april.http.prepare import open_round, round_spec
 from sglang_april.http.pushes import Pushes
 from sglang_april.http.reply import Reply, log_reply
 from sglang_april.http.restored_state import RestoredState
+from sglang_april.http.round_commands import RoundCommands
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
 from sglang_april.http.scheduler_rpc import SchedulerRpc
 from sglang_april.http.trajectories import TrajectoryRecord, TrajectoryRecords
@@ -59,6 +59,9 @@ class AprilService:
         self.closing = ""
         """Why the server is about to end, or empty."""
         self._background = Background()
+        self.round_commands = RoundCommands(
+            engine, self.rpc, self.rounds, self.completed_groups, self._background, journal=config.journal is not None
+        )
 
     # --- called by the routes
 
@@ -106,77 +109,6 @@ class AprilService:
                 reason = f"{reason}; round {round_.id} waits for it: repeat the request with this round_id"
                 raise RequestError(503, JOURNAL, reason)
         return answer.result()
-
-    async def stop(self, round_id: str, deliver: list[str] | None) -> dict[str, Any]:
-        """End a round now, with what has finished; idempotent."""
-        round_ = self.rounds.find(round_id)
-        if round_.state == "opening":
-            self._background.start(self._stop_after_opening(round_, deliver))
-        elif round_.state == "open":
-            try:
-                await self.rpc.call(messages.StopRound(self.rpc.number(), round_id, deliver))
-            except RequestError:
-                if round_.state != "ended":
-                    raise
-        return {"round_id": round_id, "state": round_.state}
-
-    async def judge(self, round_id: str, accept: list[str], reject: list[str]) -> dict[str, Any]:
-        """Accept and reject finished groups of a round with `count: accepted`; idempotent, also after its end.
-
-        A verdict that comes after the end changes nothing, and its id is `late` in the answer.
-        """
-        round_ = self.rounds.find(round_id)
-        await asyncio.shield(round_.opened)
-        command = messages.JudgeRound(self.rpc.number(), round_id, accept, reject)
-        late: list[str] = []
-        try:
-            await self.rpc.call(command, accepted=lambda _: self._judged(round_, accept, reject))
-        except RequestError as error:
-            over = round_.spec.judged and (error.status, error.field) == (409, "round_id")
-            if not over or round_.contradicts(accept, reject):
-                raise
-            late = [name for name in (*accept, *reject) if name not in round_.verdicts]
-        verdicts = list(round_.verdicts.values())
-        counts = {"accepted": verdicts.count(True), "rejected": verdicts.count(False)}
-        return {"round_id": round_id, **counts, "late": late}
-
-    def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
-        round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
-
-    async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
-        """A larger quota and more prompts for an open round; idempotent with a key, also after the round's end."""
-        round_, key = self.rounds.find(round_id), body.idempotency_key
-        if key is None:
-            return await self._extend(round_, body, fingerprint)
-        if key not in round_.extensions:
-            work = asyncio.ensure_future(self._extend(round_, body, fingerprint))
-            work.add_done_callback(lambda done: done.cancelled() or (done.exception() and round_.extensions.pop(key)))
-            round_.extensions[key] = fingerprint, work
-        known, answer = round_.extensions[key]
-        if known != fingerprint:
-            raise RequestError(409, "idempotency_key", f"{key!r} was used with another body")
-        return await asyncio.shield(answer)
-
-    async def _extend(self, round_: RoundRecord, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
-        await asyncio.shield(round_.opened)
-        number = self.rpc.number()
-        command = await self._background.in_thread(extend_round, number, round_.spec, body, fingerprint, self.engine)
-        try:
-            answer = await self.rpc.call(
-                command, accepted=lambda _: self.completed_groups.add_prompts(round_.run, command.prompts)
-            )
-        except RequestError as error:
-            if error.unjournalled:
-                await self._undo(round_, command.prompts, accepted=True)
-            raise
-        return {"round_id": round_.id, **answer.data}
-
-    async def acknowledge(self, round_id: str) -> dict[str, Any]:
-        """The caller has stored the reply."""
-        round_ = self.rounds.acknowledge(round_id)
-        if self.config.journal is not None:
-            await self.rpc.call(messages.Acknowledge(self.rpc.number(), round_.id))
-        return {"round_id": round_.id, "acknowledged": True}
 
     def _reply_deleted(self, round_id: str) -> None:
         """The journal keeps the replies that this process keeps. After a crash before that, this is decided again."""
@@ -296,30 +228,17 @@ class AprilService:
             await self.rpc.call(command, accepted=lambda answer: self._accepted(round_, command.prompts, answer))
         except Exception as error:
             if isinstance(error, RequestError) and error.unjournalled:
-                await self._undo(round_, command.prompts, accepted=False)
+                await self.round_commands.undo(round_, command.prompts, accepted=False)
             if not isinstance(error, RequestError):
                 logger.exception("round %s could not be opened", round_.id)
             await self.weight_lock.release(round_.id)
             self.rounds.refuse(round_, error if isinstance(error, RequestError) else fault(error))
-
-    async def _undo(self, round_: RoundRecord, prompts: list[messages.Prompt], *, accepted: bool) -> None:
-        """Delete prompts that could not be journalled, and end their round: if it was `accepted`, with its reply."""
-        round_id = "" if accepted else round_.id
-        with contextlib.suppress(RequestError):  # the first error is the one to report
-            await self.rpc.call(messages.Drop(self.rpc.number(), round_.run, [p.id for p in prompts], round_id))
-            if accepted:
-                await self.stop(round_.id, None)
 
     def _accepted(self, round_: RoundRecord, prompts: list[messages.Prompt], answer: messages.Answer) -> None:
         self.completed_groups.add_prompts(round_.run, prompts)
         round_.events += self.completed_groups.whole(round_.run, answer.data.get("unjudged", ()))
         self.rounds.mark_open(round_)
         self.weight_lock.acquire_missing(self.rounds.open_ids())  # if a push or pause ended while the round opened
-
-    async def _stop_after_opening(self, round_: RoundRecord, deliver: list[str] | None) -> None:
-        with contextlib.suppress(RequestError):
-            await asyncio.shield(round_.opened)
-            await self.stop(round_.id, deliver)
 
     async def _reply(
         self,

@@ -92,6 +92,7 @@ class Ledger:
         """Remove an attached request that has ended, and its run with the last one."""
         run = sample.group.run
         self.drop(run, [sample.group.id])
+        sample.state = State.FINISHED  # a caller that still holds it, for example to suspend it, leaves it alone
         if not run.groups:
             del self.runs[run.name]
 

@@ -1,5 +1,8 @@
 """Configuration from YAML and flags, slime's spellings, and validation messages."""
 
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +155,7 @@ def test_dry_run_checks_model_data_and_reward(complete: Path, capsys: pytest.Cap
     assert "prompt_data: 1 rows (data.jsonl); the first: '1+1=', label '2'" in output
     assert "reward: trainer_bridge.rewards:math_answer" in output
     assert "over_sampling_batch_size: null" in output
+    assert re.search(r"memory of a trainer rank, estimated: [0-9.]+ GB \(weights .*; more without recompute", output)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,47 @@ def test_dry_run_fails_for_what_is_missing(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert message in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: (model / "config.json").write_text("[]"), "its config.json is not a JSON object"),
+        (lambda model: (model / "config.json").write_text('{"model_type": "qwen3"}'), "has no num_hidden_layers"),
+        (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+        (lambda model: os.truncate(model / "model.safetensors", 5000), "is truncated: 5,000 of"),
+    ],
+)
+def test_dry_run_refuses_a_damaged_model(
+    complete: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], message: str
+) -> None:
+    damage(complete / "model")
+    assert main(dry_run_flags()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("april-train: hf_checkpoint: ")
+    assert message in line
+
+
+AGENT = """
+async def good(task, client):
+    return 1.0
+
+def plain(task, client):
+    return 1.0
+"""
+
+
+def test_dry_run_loads_the_agent(complete: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (complete / "agents.py").write_text(AGENT)
+    assert main(dry_run_flags("--agent", "agents.py:good")) == 0
+    output = capsys.readouterr().out
+    assert "agent: agents.py:good" in output
+    assert "trajectories" in output
+    for agent, message in (("plain", "is not an async function"), ("gone", "AttributeError")):
+        assert main(dry_run_flags("--agent", f"agents.py:{agent}")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"april-train: agent: agents.py:{agent}")
+        assert message in line
 
 
 def test_dry_run_reports_all_problems_at_once(complete: Path, capsys: pytest.CaptureFixture[str]) -> None:

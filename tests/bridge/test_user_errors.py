@@ -23,6 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "pytorch_model.bin").touch()  # not read by these tests
     (tmp_path / "good.jsonl").write_text('{"input": "q", "label": "a"}\n')
     (tmp_path / "bad.jsonl").write_text('{"input": "q", "label": "a"}\n{"input": "q" "label": "a"}\n')
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.http import routes
+from sglang_april.http import bodies, routes
 from tests.unit.http_app import client_of, open_round, run, until
 from tests.unit.scripted_engine import prompt, service
 
@@ -91,7 +91,7 @@ def test_failed_round_end_answers_with_an_error(monkeypatch: pytest.MonkeyPatch)
     run(scenario())
 
 
-@pytest.mark.parametrize(("tokens", "on_the_loop"), [(8, True), (routes.SMALL, False)])
+@pytest.mark.parametrize(("tokens", "on_the_loop"), [(8, True), (bodies.SMALL, False)])
 def test_a_large_event_is_encoded_off_the_loop(tokens: int, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every other request would wait for it."""
     threads, encode = [], routes.encode_event

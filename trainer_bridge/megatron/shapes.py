@@ -69,8 +69,14 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
-        """The shape in `config.json`, as written by transformers before or since version 5."""
-        return cls.of(json.loads((folder / "config.json").read_text()))
+        """The shape in `config.json`, as written by transformers before or since version 5.
+
+        Raises: UnsupportedModelError.
+        """
+        try:
+            return cls.of(json.loads((folder / "config.json").read_text()))
+        except KeyError as error:
+            raise UnsupportedModelError(f"{folder / 'config.json'} has no {error.args[0]}") from error
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> "ModelShape":

@@ -1,0 +1,262 @@
+"""Tables of docs that are computed from rows of the smaller benchmarks.
+
+``<!-- table:NAME -->`` in a page begins the table NAME of `TABLES`; it ends with ``<!-- /table -->``. Each comes from
+the newest run that has it, and begins with a line that names machine and commit.
+"""
+
+import re
+from collections.abc import Callable
+from statistics import mean, median, stdev
+
+from bench import learning_page
+from bench.learning_stats import paired
+from bench.record import Row
+
+Cells = list[list[str]]
+MARKER = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def fill(text: str, rows: list[Row]) -> str:
+    """A page with its tables computed from the rows. Raises: KeyError: a marker names no table."""
+
+    def table(found: re.Match[str]) -> str:
+        used, cells = TABLES[found[2]](rows)
+        if not used:
+            return f"{found[1]}No rows yet.\n{found[3]}"
+        return f"{found[1]}{_source(used)}\n\n{_markdown(cells)}{found[3]}"
+
+    return MARKER.sub(table, text)
+
+
+def _markdown(cells: Cells) -> str:
+    head, *body = cells
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)) + "\n"
+
+
+def _source(rows: list[Row]) -> str:
+    machine, version = rows[0]["machine"], rows[0]["versions"].get("sglang")
+    commits = ", ".join(dict.fromkeys(row["commit"][:8] + row["commit"][40:] for row in rows))
+    load = max(row["load"] for row in rows)
+    days = ", ".join(dict.fromkeys(row["time"][:10] for row in rows))
+    run = f"SGLang {version}; {days}; commit {commits}; load up to {load:.1f}"
+    return f"{machine['cpu']}, {machine['cores']} cores; {run}."
+
+
+def _newest(rows: list[Row], key: str = "run_id") -> list[Row]:
+    """Those of the newest run."""
+    last = max(rows, key=lambda row: row["time"], default=None)
+    return [] if last is None else [row for row in rows if row.get(key) == last.get(key)]
+
+
+def _of(rows: list[Row], bench: str) -> list[Row]:
+    return [row for row in rows if row.get("bench") == bench]
+
+
+def suspend(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """End of a round with running samples, and their return, per tier."""
+    used = _newest(_of(rows, "suspend"))
+    head = ["tier", "quota to reply, ms (p50, p99)", "pages copied after, ms", "stall p99, steps"]
+    cells = [[*head, "request to all running, ms", "stall p99 then, steps"]]
+    for row in used:
+        reply = f"{row['reply_ms_p50']:.1f}, {row['reply_ms_p99']:.1f}" if "reply_ms_p50" in row else ""
+        copied = f"{row['copy_ms_p50']:.0f}" if row["copy_ms_p50"] else ""
+        stall, stall_then = (f"{row[name]:.1f}" for name in ("stall_p99_steps", "resume_stall_p99_steps"))
+        tier = row["tier"].replace("sglang get_cpu_copy", "SGLang's `get_cpu_copy` on the scheduler thread")
+        cells.append([tier, reply, copied, stall, f"{row['resume_ms_p50']:,.0f}", stall_then])
+    return used, cells
+
+
+def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Medians from the last finish to the last byte at the client, in JSON."""
+    used = _newest([row for row in _of(rows, "stop_latency") if row.get("running")])
+    cells = [["running", "batch quota, ms", "tokens after the quota", "client-side, ms", "tokens after the quota"]]
+    for running in sorted({row["running"] for row in used}):
+        line = [str(running)]
+        for way in ("ours", "outside"):
+            mine = [row for row in used if (row["running"], row["way"], row["format"]) == (running, way, "json")]
+            line += [f"{median(row['latency_ms'] for row in mine):.1f}"]
+            line += [f"{median(row['tokens_after_end'] for row in mine):.0f}"]
+        cells.append(line)
+    return used, cells
+
+
+def large_reply(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """The HTTP process and a round of millions of tokens; the newest row of each form."""
+    found = {row["form"]: row for row in sorted(rows, key=lambda row: row["time"]) if "received_mb" in row}
+    head = ["reply", "memory before the round, MB", "with all samples received", "peak", "body, MB"]
+    head += ["from the end of the round to the last byte, s", "CPU time of the server, s"]
+    head += ["longest pause of the event loop, s"]
+    cells = [head]
+    for form, row in found.items():
+        sizes = [str(row[name]) for name in ("empty_mb", "received_mb", "peak_mb", "body_mb")]
+        times = [f"{row[name]:.2f}" for name in ("reply_s", "server_cpu_s")]
+        cells.append([form, *sizes, *times, f"{row['stall_ms'] / 1000:.2f}"])
+    return list(found.values()), cells
+
+
+PARTS = {
+    "forward": ("decode",),
+    "sampling and the rest of `run_batch`": ("sample", "run"),
+    "results: tokens into requests": ("results",),
+    "choosing the next batch": ("next",),
+    "rest of the loop": ("loop",),
+    "prefills of leaders": ("prefill",),
+    "between two rounds: push, request, reply": ("requests", "between"),
+}
+ONLY_IN_ROUNDS = ("prefills of leaders", "between two rounds: push, request, reply")
+
+
+def timeline(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Milliseconds per step of the scheduler's loop, in rounds and with a full batch."""
+    used = _newest(_of(rows, "timeline"))
+    columns = {row["what"]: row for row in used}
+    cells = [["ms per step", *(f"{what}, {row['rows']:.4g} rows" for what, row in columns.items())]]
+    totals = dict.fromkeys(columns, 0.0)
+    for title, names in PARTS.items():
+        line = [title]
+        for what, row in columns.items():
+            ms = sum(row[name] for name in names) * row["seconds"] / row["steps"] * 1000
+            shown = what == "rounds" or title not in ONLY_IN_ROUNDS
+            totals[what] += ms if shown else 0.0
+            line.append(f"{ms:.2f}" if shown else "")
+        cells.append(line)
+    return used, [*cells, ["total", *(f"{total:.2f}" for total in totals.values())]]
+
+
+def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Overhead of the plugin and of its journal, and CPU time of its bookkeeping."""
+    overhead = _newest(_of(rows, "overhead"))
+    cells, used = [["what", "value", "spread"]], list(overhead)
+    for case, title in (("idle", "plugin idle"), ("round open", "beside an open round")):
+        ratios = [row["ratio"] for row in overhead if row["case"] == case]
+        if ratios:
+            spread = (
+                f"mean {mean(ratios):.3f}, standard error {stdev(ratios) / len(ratios) ** 0.5:.3f}, {len(ratios)} pairs"
+            )
+            cells.append([f"output tokens/s, {title}, relative to the stock server", f"{median(ratios):.3f}", spread])
+    if journal := _newest([row for row in rows if "journal_bytes" in row], "time"):
+        runs = [value for values in journal[-1]["runs_tokens_per_s"].values() for value in values]
+        spread = f"{len(runs) // 2} runs each, {min(runs):,.0f} to {max(runs):,.0f} tokens/s"
+        cells.append(["delivered tokens/s with the journal, relative to none", f"{journal[-1]['ratio']:.3f}", spread])
+        used += journal
+    if kept := _newest(_of(rows, "bookkeeping"), "time"):
+        row = kept[-1]
+        for name, title in (("suspend", "suspending"), ("lookup", "looking up"), ("place", "placing")):
+            cells.append([f"CPU time of {title} one of 100,000 partials, µs", f"{row[f'{name}_us']:.1f}", ""])
+        cells.append(
+            ["comparing decisions of TP ranks, step that starts eight samples, µs", f"{row['decision_us']:.0f}", ""]
+        )
+        cells.append(["the same, step that decides nothing, µs", f"{row['plain_step_us']:.1f}", ""])
+        used += kept
+    return used, cells
+
+
+def kernels(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Page copies on a CPU against SGLang's own."""
+    used = [row for row in _newest(_of(rows, "kernels")) if not row.get("skipped")]
+    cells = [
+        [
+            "tokens",
+            "pack, of `get_cpu_copy`'s time",
+            "into new memory",
+            "unpack, of `load_cpu_copy`'s time",
+            "checksum alone",
+        ]
+    ]
+    for tokens in sorted({row["tokens"] for row in used}):
+        ms = {row["name"]: row["ms_p50"] for row in used if row["tokens"] == tokens}
+        (checksum,) = (row for row in used if (row["tokens"], row["name"]) == (tokens, "checksum alone"))
+        line = [f"{tokens:,}"]
+        line += [
+            f"{ms[name] / ms['sglang get_cpu_copy']:.2f}" for name in ("pack, random slots", "pack into new memory")
+        ]
+        line += [f"{ms['unpack, random slots'] / ms['sglang load_cpu_copy']:.2f}", f"{checksum['gb_per_s']:.2f} GB/s"]
+        cells.append(line)
+    return used, cells
+
+
+LEARNERS = {
+    "synchronous": "waiting for all",
+    "recompute": "batch quota, `kv: recompute`",
+    "keep": "batch quota, `kv: keep`",
+    "keep-uncorrected": "the same without a correction",
+    "cohort": "`quota_mode: cohort`",
+}
+QUIET_SEEDS = (2, 3, 4)
+"""Seeds whose runs had the machine to themselves, so that their seconds are compared."""
+
+
+def learning(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Held-out reward after equal numbers of samples, paired over seeds."""
+    used = _newest([row for row in _of(rows, "learning") if row["kind"] == "run"])
+    found = learning_page.by_variant(used)
+    base = {seed: row["reward_final"] for seed, row in found.get("synchronous", {}).items()}
+    head = ["", "seeds", "held-out reward", "minus waiting for all (95 %)", "off-policy", "≥ 3 versions"]
+    cells = [[*head, "on older KV", "length distance", "seconds"]]
+    tables = dict(zip(found, learning_page.table(found)[1:], strict=True))
+    for name, title in LEARNERS.items():
+        runs = found.get(name, {})
+        ends = learning_page.ends(runs, found["synchronous"]) if runs else {}
+        against = paired(ends, base) if runs and name != "synchronous" else None
+        less = (
+            ""
+            if against is None or against.low is None
+            else f"{against.mean:+.3f} ({against.low:+.3f} to {against.high:+.3f})"
+        )
+        quiet = [runs[seed]["seconds"] for seed in QUIET_SEEDS if seed in runs]
+        seconds = f"{mean(quiet):.0f}" if len(quiet) == len(QUIET_SEEDS) else ""
+        shares = [_percent(runs, key) for key in ("off_policy_share", "over_three_versions", "hybrid_share")]
+        cells.append([title, str(len(runs)), f"{mean(ends.values()):.3f}", less, *shares, tables[name][-1], seconds])
+    return used, cells
+
+
+def _percent(runs: dict[int, Row], key: str) -> str:
+    return f"{mean(row[key] for row in runs.values()):.0%}".replace("%", " %")
+
+
+def int8_error(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """What int8 pages change, by the pool's type."""
+    used = [row for row in _newest(_of(rows, "int8_error")) if row["pages"] == "int8"]
+    head = ["pool", "largest error, of the head's maximum", "RMS error", "drift of later logprobs: mean, p99, largest"]
+    cells = [[*head, "same greedy token"]]
+    for row in used:
+        drift = ", ".join(f"{row[f'logprob_drift_{name}']:.3f}" for name in ("mean", "p99", "max"))
+        errors = [f"{row['kv_error_of_head_max']:.4f}", f"{100 * row['kv_error_rms']:.2f} %"]
+        cells.append([row["dtype"], *errors, drift, f"{100 * row['same_greedy_token']:.1f} %"])
+    return used, cells
+
+
+def simulated(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Delivered tokens/s, measured and as the model predicts them."""
+    used = _newest(_of(rows, "simulate validate"))
+    cells = [["", "measured", "model", "ratio", "without the fitted costs"]]
+    for row in used:
+        rates = [f"{row['measured']:,.0f}", f"{row['model']:,.0f}"]
+        cells.append([f"`{row['variant']}`", *rates, f"{row['ratio']:.2f}", f"{row['ratio_without_fit']:.2f}"])
+    return used, cells
+
+
+def projected(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """What the model predicts for GPUs."""
+    used = _newest(_of(rows, "simulate project"))
+    cells = [["setting", "slots", "× synchronous", "× outside", "of the limit"]]
+    for row in used:
+        ratios = [f"{row[name]:.2f}" for name in ("over_synchronous", "over_outside", "share")]
+        cells.append([row["what"], str(row["slots"]), *ratios])
+    return used, cells
+
+
+Table = Callable[[list[Row]], tuple[list[Row], Cells]]
+TABLES: dict[str, Table] = {
+    "suspend": suspend,
+    "stop_latency": stop_latency,
+    "large_reply": large_reply,
+    "timeline": timeline,
+    "costs": costs,
+    "kernels": kernels,
+    "learning": learning,
+    "int8_error": int8_error,
+    "simulated": simulated,
+    "projected": projected,
+}
+"""By the name in the marker."""

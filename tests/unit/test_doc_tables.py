@@ -1,0 +1,58 @@
+"""Tables of docs come from rows: a changed figure is found, and no table with figures is written by hand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import doc_tables, record
+from bench.report import DOCS, all_rows, main
+
+PAGES = [record.ROOT / "docs" / name for name in DOCS]
+GENERATED = re.compile(r"<!-- (table|bench):.*?<!-- /\1 -->", re.DOTALL)
+FIGURE = re.compile(r"(?m)^\|.*\b\d+\.\d+\b.*\|$")
+
+
+def test_every_table_is_on_a_page_and_has_rows() -> None:
+    named = [name for page in PAGES for name in re.findall(r"<!-- table:(\S+) -->", page.read_text())]
+    assert sorted(named) == sorted(doc_tables.TABLES)
+    rows = all_rows(record.RESULTS)
+    for name, table in doc_tables.TABLES.items():
+        used, cells = table(rows)
+        assert used, name
+        assert len(cells) > 1, name
+        assert {len(line) for line in cells} == {len(cells[0])}, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_with_figures_is_written_by_hand(page: Path) -> None:
+    assert FIGURE.findall(GENERATED.sub("", page.read_text())) == []
+
+
+def test_a_changed_figure_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "store.md"
+    page.write_text((record.ROOT / "docs" / "store.md").read_text())
+    command = ["--readme", "--check", "--pages", str(page)]
+    assert main(command) == 0
+    assert "| 0.0039 |" in page.read_text()
+    page.write_text(page.read_text().replace("| 0.0039 |", "| 0.0030 |"))
+    assert main(command) == 1
+    assert f"{page} differs from the rows" in capsys.readouterr().err
+
+
+def test_a_table_comes_from_the_newest_run() -> None:
+    facts = {"machine": {"cpu": "some", "cores": 2}, "versions": {"sglang": "1"}, "commit": "c" * 40, "load": 0.0}
+    base = {"bench": "stop_latency", "running": 16, "format": "json", "tokens_after_end": 0, **facts}
+    rows = [
+        {**base, "run_id": "old", "time": "2026-01-01T", "way": way, "latency_ms": 1.0} for way in ("ours", "outside")
+    ]
+    rows += [
+        {**base, "run_id": "new", "time": "2026-01-02T", "way": way, "latency_ms": value}
+        for way, value in (("ours", 2.0), ("ours", 4.0), ("outside", 8.0))
+    ]
+    text = doc_tables.fill("a\n<!-- table:stop_latency -->\nold\n<!-- /table -->\nb\n", rows)
+    assert "| 16 | 3.0 | 0 | 8.0 | 0 |" in text
+    assert "some, 2 cores; SGLang 1; 2026-01-02; commit cccccccc; load up to 0.0." in text
+    assert text.startswith("a\n<!-- table:stop_latency -->\n")
+    assert text.endswith("<!-- /table -->\nb\n")
+    assert "No rows yet." in doc_tables.fill("<!-- table:suspend -->\n<!-- /table -->", rows)
