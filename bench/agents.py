@@ -7,71 +7,32 @@
 `pairs` runs `sglang.bench_serving` on a stock and on a patched server in turn. The requests of `attached` belong to a
 run; those of `unattached` do not. A row has output tokens/s, and the ratio to the stock server of the same pair.
 
-`turns`: agents work at a time, each through trajectories of several turns. A turn is one `/generate` request with
-everything so far as its prompt; then a tool takes its time and adds tokens. Meanwhile weights are pushed at fixed
-intervals, by one of four variants:
-
-- `attached`: the requests belong to a run. The push suspends them, and their callers wait.
-- `trajectory`: they also name their trajectory, which may keep their KV for the next turn.
-- `resend`: on a stock server, generation is paused by `abort`; callers keep what they have and, after the push,
-  send prompt and tokens again.
-- `in_place`: on a stock server, generation is paused by `in_place`, and requests continue on the older policy's KV.
-
-A row has delivered trajectories/s, and the prefilled tokens that are neither a prompt nor a tool's output seen for the
-first time: at least one for each turn but the first, because the last token of a response has no KV. Ratios are to
-`resend` within one run.
+`turns` runs agents of several turns over pushes (`bench/agent_turns.py`); its ratios are to `resend` within one run.
 """
 
 import argparse
 import asyncio
 import json
-import random
 import tempfile
-import time
 import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from bench import record
+from bench.agent_turns import ATTACHED, HEADERS, VARIANTS, Agents, Load
 from bench.overhead import PROMPTS, serve
 from bench.pace_tables import TABLES
 from bench.random_checkpoint import SHAPES
 from bench.random_checkpoint import make as make_shape
-from bench.rollout.engine_client import EngineClient, EngineError
+from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, both_servers
 from examples import interrupt
 from examples.tiny_model import make
 
-Variant = Literal["attached", "trajectory", "resend", "in_place"]
-VARIANTS: tuple[Variant, ...] = ("attached", "trajectory", "resend", "in_place")
-ATTACHED = ("attached", "trajectory")
-RUN = "agents"
-HEADERS = {"x-april-run": RUN}
-
 
 @dataclass(frozen=True)
-class Load:
-    """What the agents of one row do."""
-
-    agents: int
-    trajectories: int
-    """In all, before the row ends."""
-    turns: int
-    prompt: int
-    """Tokens of the first prompt."""
-    response: int
-    """Mean tokens of a turn; lengths are drawn from 1/4 to 7/4 of it."""
-    tool_tokens: int
-    tool_s: float
-    """Mean seconds of a tool call, drawn from 0 to twice as many."""
-    push_s: float
-    """Seconds between the end of a push and the next one; 0: no push."""
-
-
-@dataclass(frozen=True)
-class Preset:
+class AgentsPreset:
     """Sizes of the servers, and the loads."""
 
     name: str
@@ -102,136 +63,15 @@ def _grid(base: Load) -> tuple[Load, ...]:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("smoke", 8, 2048, (_SMOKE,), 1),
-        Preset("cpu", 32, 4096, _grid(_CPU), 3),
-        Preset("paced", 64, 8192, _grid(_PACED), 1, "paced", TABLES / "qwen3-4b-h100.json"),
+        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3),
+        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, "paced", TABLES / "qwen3-4b-h100.json"),
     )
 }
 
 
-class Agents:
-    """One row: all trajectories of a load on one server, over pushes."""
-
-    def __init__(
-        self, engine: EngineClient, variant: Variant, load: Load, checkpoints: tuple[Path, Path], seed: int
-    ) -> None:
-        self._engine, self._variant, self._load, self._checkpoints = engine, variant, load, checkpoints
-        self._rng, self._name = random.Random(seed), uuid.uuid4().hex[:8]
-        self._left = load.trajectories
-        self._may_ask = asyncio.Event()
-        self.own_tokens = 0
-        """Tokens of prompts and tools, each counted once."""
-        self.generated = 0
-        self.resent = 0
-        self.pushes = 0
-        self.push_s = 0.0
-
-    async def run(self) -> record.Row:
-        """Returns the measurements."""
-        engine = self._engine
-        await engine.flush()
-        self._may_ask.set()
-        before = await engine.settled()
-        began = time.monotonic()
-        pushing = asyncio.create_task(self._push_repeatedly()) if self._load.push_s else None
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._load.agents):
-                group.create_task(self._agent())
-        seconds = time.monotonic() - began
-        if pushing is not None:
-            pushing.cancel()
-            await asyncio.gather(pushing, return_exceptions=True)
-            await self._resume()
-        after = await engine.settled()
-        prefilled = after.prefilled - before.prefilled
-        return {
-            "seconds": seconds,
-            "trajectories_per_s": self._load.trajectories / seconds,
-            "generated_tokens": self.generated,
-            "prefilled_tokens": prefilled,
-            "reprefilled_tokens": prefilled - self.own_tokens,
-            "resent_requests": self.resent,
-            "pushes": self.pushes,
-            "push_seconds": self.push_s,
-        }
-
-    async def _agent(self) -> None:
-        load, rng = self._load, self._rng
-        while self._left:
-            self._left -= 1
-            headers = self._headers(str(self._left))
-            ids = self._tokens(load.prompt)
-            for turn in range(load.turns):
-                ids += await self._turn(ids, headers, rng.randint(load.response // 4, 7 * load.response // 4))
-                if turn + 1 < load.turns:
-                    await asyncio.sleep(rng.uniform(0, 2 * load.tool_s))
-                    ids += self._tokens(load.tool_tokens)
-
-    def _tokens(self, count: int) -> list[int]:
-        self.own_tokens += count
-        return [self._rng.randint(6, 500) for _ in range(count)]
-
-    def _headers(self, trajectory: str) -> dict[str, str]:
-        if self._variant == "trajectory":
-            return {**HEADERS, "x-april-trajectory": f"{self._name}-{trajectory}"}
-        return HEADERS if self._variant == "attached" else {}
-
-    async def _turn(self, prompt: list[int], headers: dict[str, str], length: int) -> list[int]:
-        """The response, in as many requests as the variant needs."""
-        drawn: list[int] = []
-        while len(drawn) < length:
-            await self._may_ask.wait()
-            params = {"max_new_tokens": length - len(drawn), "ignore_eos": True, "temperature": 1.0}
-            body = {"input_ids": prompt + drawn, "sampling_params": params, "return_logprob": True}
-            try:
-                answer = await self._engine.post("/generate", body, headers)
-            except EngineError as error:  # aborted before it reached the scheduler
-                if self._variant != "resend" or b"abort" not in error.content.lower():
-                    raise
-                self.resent += 1
-                continue
-            drawn += answer["output_ids"]
-            if len(drawn) < length:
-                if answer["meta_info"]["finish_reason"]["type"] != "abort":
-                    raise RuntimeError(f"a request ended early: {answer['meta_info']['finish_reason']}")
-                self.resent += 1
-        self.generated += length
-        return drawn
-
-    async def _push_repeatedly(self) -> None:
-        while True:
-            await asyncio.sleep(self._load.push_s)
-            began = time.monotonic()
-            await self._push(self._checkpoints[(self.pushes + 1) % 2])
-            self.push_s += time.monotonic() - began
-            self.pushes += 1
-
-    async def _push(self, checkpoint: Path) -> None:
-        engine = self._engine
-        if self._variant in ATTACHED:
-            await engine.post("/april/push/begin", {})
-            await engine.load_weights(checkpoint, flush=False)
-            await engine.post("/april/push/end", {})
-            return
-        stock = {"resend": "abort", "in_place": "in_place"}
-        self._may_ask.clear()
-        await engine.post("/pause_generation", {"mode": stock[self._variant]})
-        await engine.load_weights(checkpoint, flush=self._variant == "resend")
-        await self._resume()
-
-    async def _resume(self) -> None:
-        """Also after a push that the end of the row has cut short."""
-        if self._variant in ATTACHED:
-            if (await self._engine.get("/april/state"))["push_open"]:
-                await self._engine.load_weights(self._checkpoints[0], flush=False)
-                await self._engine.post("/april/push/end", {})
-            return
-        await self._engine.post("/continue_generation", {})
-        self._may_ask.set()
-
-
 async def measure_turns(
-    stock: EngineClient, april: EngineClient, preset: Preset, checkpoints: tuple[Path, Path], facts: record.Row
+    stock: EngineClient, april: EngineClient, preset: AgentsPreset, checkpoints: tuple[Path, Path], facts: record.Row
 ) -> list[record.Row]:
     """One row per load, repetition and variant; the order of the variants rotates."""
     rows: list[record.Row] = []
@@ -271,14 +111,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.agents", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("pairs", "turns"))
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes of `turns` (%(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="the shortest run of it; its figures say nothing")
-    parser.add_argument("--base-only", action="store_true", help="only the first load of the preset")
-    parser.add_argument("--repetitions", type=int, help="default: 8 pairs, or those of the preset")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes for `turns` (%(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="a short run, as a test; its rates are not measurements")
+    parser.add_argument("--base-only", action="store_true", help="measure only the first load of the preset")
+    parser.add_argument("--repetitions", type=int, help="repetitions (default: 8 for pairs, the preset's for turns)")
     parser.add_argument(
-        "--prompts", type=int, default=PROMPTS, help="requests of a measurement of `pairs` (%(default)s)"
+        "--prompts", type=int, default=PROMPTS, help="requests per measurement of `pairs` (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "agents.json", help="for rows (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=record.RESULTS / "agents.json", help="file to which rows are appended (%(default)s)"
+    )
     return parser.parse_args(given)
 
 
@@ -309,13 +151,13 @@ def main(given: list[str] | None = None) -> int:
 
 
 async def _turns(
-    urls: tuple[str, str], preset: Preset, checkpoints: tuple[Path, Path], facts: record.Row
+    urls: tuple[str, str], preset: AgentsPreset, checkpoints: tuple[Path, Path], facts: record.Row
 ) -> list[record.Row]:
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
         return await measure_turns(stock, april, preset, checkpoints, facts)
 
 
-def _checkpoints(preset: Preset, folder: Path) -> tuple[Path, Path]:
+def _checkpoints(preset: AgentsPreset, folder: Path) -> tuple[Path, Path]:
     if preset.shape == "tiny":
         return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
     shape = SHAPES[preset.shape]

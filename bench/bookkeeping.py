@@ -172,8 +172,8 @@ def token_bytes(samples: int = 16, tokens: int = 4000) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=100_000, help="partials (%(default)s)")
-    parser.add_argument("--repeat", type=int, default=5, help="best of so many (%(default)s)")
+    parser.add_argument("--samples", type=int, default=100_000, help="number of partials (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions, of which the fastest counts (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the row to bench/results/bookkeeping.json")
     args = parser.parse_args()
     runs = [measure(args.samples) for _ in range(args.repeat)]

@@ -72,8 +72,10 @@ def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
     cells = [["running", "batch quota, ms", "tokens after the quota", "client-side, ms", "tokens after the quota"]]
     for running in sorted({row["running"] for row in used}):
         line = [str(running)]
-        for way in ("ours", "outside"):
-            mine = [row for row in used if (row["running"], row["way"], row["format"]) == (running, way, "json")]
+        for variant in ("april", "outside"):
+            mine = [
+                row for row in used if (row["running"], row["variant"], row["format"]) == (running, variant, "json")
+            ]
             line += [f"{median(row['latency_ms'] for row in mine):.1f}"]
             line += [f"{median(row['tokens_after_end'] for row in mine):.0f}"]
         cells.append(line)
@@ -82,7 +84,7 @@ def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def large_reply(rows: list[Row]) -> tuple[list[Row], Cells]:
     """The HTTP process and a round of millions of tokens; the newest row of each form."""
-    found = {row["form"]: row for row in sorted(rows, key=lambda row: row["time"]) if "received_mb" in row}
+    found = {row["encoding"]: row for row in sorted(rows, key=lambda row: row["time"]) if "received_mb" in row}
     head = ["reply", "memory before the round, MB", "with all samples received", "peak", "body, MB"]
     head += ["from the end of the round to the last byte, s", "CPU time of the server, s"]
     head += ["longest pause of the event loop, s"]

@@ -29,11 +29,11 @@ from sglang_april.kv.page_store import PageStore
 PAGE = 16
 
 
-def through_the_store(form: str, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def through_the_store(name: str, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy planes [tokens, heads, dim] to the host tier and back into other slots; returns the restored planes."""
     tokens = len(planes[0])
     pools = [torch.cat([plane, torch.zeros_like(plane)]) for plane in planes]
-    copier = CpuCopier(PAGE_FORMATS[form](PlaneTable.of(pools), PAGE))
+    copier = CpuCopier(PAGE_FORMATS[name](PlaneTable.of(pools), PAGE))
     ends: dict[int, str] = {}
     store = PageStore(copier, HostArena(-(-tokens // PAGE), copier.page_words, pinned=False), None, ends.__setitem__)
     there = torch.arange(tokens, 2 * tokens)
@@ -80,15 +80,15 @@ def measure(dtype: str, sequences: int, length: int, seed: int) -> list[record.R
         return out.logits.double().log_softmax(-1)
 
     wanted, rows = logprobs(kept), []
-    for form in PAGE_FORMATS:
-        back = through_the_store(form, kept)
+    for name in PAGE_FORMATS:
+        back = through_the_store(name, kept)
         errors = [(b - a).double() for a, b in zip(kept, back, strict=True)]
         sizes = [a.double() for a in kept]
         found = logprobs(back)
         drift = (found - wanted).gather(-1, chosen).abs().flatten()
         rows.append(
             {
-                "pages": form,
+                "pages": name,
                 "dtype": dtype,
                 "kv_error_of_head_max": max(
                     float((e.abs() / a.abs().amax(-1, keepdim=True)).max()) for e, a in zip(errors, sizes, strict=True)
@@ -110,9 +110,9 @@ def measure(dtype: str, sequences: int, length: int, seed: int) -> list[record.R
 def main(given: list[str] | None = None) -> int:
     """Print one line per page format and dtype; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.int8_error", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sequences", type=int, default=16, help="so many (%(default)s)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of each (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="%(default)s")
+    parser.add_argument("--sequences", type=int, default=16, help="number of sequences (%(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sequences (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/int8_error.json")
     args = parser.parse_args(given)
     config = {"sequences": args.sequences, "length": args.length, "seed": args.seed}

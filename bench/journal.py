@@ -93,16 +93,23 @@ def measure(options: argparse.Namespace) -> record.Row:
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.journal", description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5, help="runs with and without the journal each")
-    parser.add_argument("--rounds", type=int, default=8, help="measured rounds of a run")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
-    parser.add_argument("--quota", type=int, default=8, help="groups that a round delivers")
-    parser.add_argument("--samples", type=int, default=4, help="samples of a group")
-    parser.add_argument("--slots", type=int, default=32, help="samples that run at once")
-    parser.add_argument("--sync", choices=("normal", "full"), default="normal", help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the journal is written: the disk that is to be measured")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "journal.json", help="for rows (%(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="runs with and without the journal (%(default)s each)")
+    parser.add_argument("--rounds", type=int, default=8, help="measured rounds per run (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before the measured ones (%(default)s)")
+    parser.add_argument("--quota", type=int, default=8, help="quota of a round in groups (%(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="samples per group (%(default)s)")
+    parser.add_argument("--slots", type=int, default=32, help="samples that run at the same time (%(default)s)")
+    parser.add_argument(
+        "--sync", choices=("normal", "full"), default="normal", help="value of --april-journal-sync (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and lengths (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder of the journal, on the disk to measure")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "journal.json",
+        help="file to which rows are appended (%(default)s)",
+    )
     return parser.parse_args(arguments)
 
 

@@ -31,7 +31,7 @@ class KernelConfig:
 
 
 @dataclass
-class Case:
+class KernelCase:
     name: str
     run: Callable[[], object]
     peak: str | None
@@ -97,7 +97,7 @@ def _sglang_pool(config: KernelConfig, size: int, dtype: torch.dtype, device: st
         return None, f"no SGLang pool: {error!r}"[:300]
 
 
-def cases(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+def cases(testbed: KernelTestbed) -> Iterator[KernelCase | Missing]:
     yield from _within_memory(testbed)
     yield from _sglang_copies(testbed)
     if testbed.device == "cpu":
@@ -108,21 +108,23 @@ def cases(testbed: KernelTestbed) -> Iterator[Case | Missing]:
     yield from _flashinfer(testbed)
 
 
-def _within_memory(testbed: KernelTestbed) -> Iterator[Case]:
+def _within_memory(testbed: KernelTestbed) -> Iterator[KernelCase]:
     table, page_tokens, pages = testbed.table, testbed.config.page_tokens, testbed.pages
     page_bytes = 4 * pages.numel()
 
     def pack(slots: torch.Tensor, **options: Any) -> Callable[[], object]:
         return lambda: kv_pages.pack(table, slots, page_tokens, out=pages, **options)
 
-    yield Case("copy peak", lambda: testbed.other_pages.copy_(pages), None, 2, kv_bytes=page_bytes)
-    yield Case("pack, random slots", pack(testbed.random), "copy peak", 2)
-    yield Case("pack, contiguous slots", pack(testbed.contiguous), "copy peak", 2)
-    yield Case("pack into new memory", lambda: kv_pages.pack(table, testbed.random, page_tokens), "copy peak", 2)
-    yield Case("pack and checksum", pack(testbed.random, checksum=True), "copy peak", 2)
-    yield Case("checksum alone", lambda: kv_pages.checksum(pages), "copy peak", 1, kv_bytes=page_bytes)
-    yield Case("unpack, random slots", lambda: kv_pages.unpack(table, testbed.random, pages), "copy peak", 2)
-    yield Case("unpack, contiguous slots", lambda: kv_pages.unpack(table, testbed.contiguous, pages), "copy peak", 2)
+    yield KernelCase("copy peak", lambda: testbed.other_pages.copy_(pages), None, 2, kv_bytes=page_bytes)
+    yield KernelCase("pack, random slots", pack(testbed.random), "copy peak", 2)
+    yield KernelCase("pack, contiguous slots", pack(testbed.contiguous), "copy peak", 2)
+    yield KernelCase("pack into new memory", lambda: kv_pages.pack(table, testbed.random, page_tokens), "copy peak", 2)
+    yield KernelCase("pack and checksum", pack(testbed.random, checksum=True), "copy peak", 2)
+    yield KernelCase("checksum alone", lambda: kv_pages.checksum(pages), "copy peak", 1, kv_bytes=page_bytes)
+    yield KernelCase("unpack, random slots", lambda: kv_pages.unpack(table, testbed.random, pages), "copy peak", 2)
+    yield KernelCase(
+        "unpack, contiguous slots", lambda: kv_pages.unpack(table, testbed.contiguous, pages), "copy peak", 2
+    )
 
     rows = [torch.empty((testbed.tokens, *b.shape[1:]), dtype=b.dtype, device=b.device) for b in table.buffers]
 
@@ -134,11 +136,11 @@ def _within_memory(testbed: KernelTestbed) -> Iterator[Case]:
         for buffer, row in zip(table.buffers, rows, strict=True):
             buffer.index_copy_(0, testbed.random, row)
 
-    yield Case("torch index_select", gather, "copy peak", 2)
-    yield Case("torch index_copy_", scatter, "copy peak", 2)
+    yield KernelCase("torch index_select", gather, "copy peak", 2)
+    yield KernelCase("torch index_copy_", scatter, "copy peak", 2)
 
 
-def _sglang_copies(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+def _sglang_copies(testbed: KernelTestbed) -> Iterator[KernelCase | Missing]:
     pool = testbed.sglang
     if pool is None:
         yield Missing("sglang get_cpu_copy", testbed.why_not)
@@ -146,16 +148,16 @@ def _sglang_copies(testbed: KernelTestbed) -> Iterator[Case | Missing]:
     over_link = testbed.device != "cpu"
     peaks, passes = (("d2h peak", "h2d peak"), 1) if over_link else (("copy peak",) * 2, 2)
     copy = pool.get_cpu_copy(testbed.random)
-    yield Case("sglang get_cpu_copy", lambda: pool.get_cpu_copy(testbed.random), peaks[0], passes)
-    yield Case("sglang load_cpu_copy", lambda: pool.load_cpu_copy(copy, testbed.random), peaks[1], passes)
+    yield KernelCase("sglang get_cpu_copy", lambda: pool.get_cpu_copy(testbed.random), peaks[0], passes)
+    yield KernelCase("sglang load_cpu_copy", lambda: pool.load_cpu_copy(copy, testbed.random), peaks[1], passes)
 
 
-def _over_the_link(testbed: KernelTestbed) -> Iterator[Case]:
+def _over_the_link(testbed: KernelTestbed) -> Iterator[KernelCase]:
     pages, pinned, page_bytes = testbed.pages, testbed.pinned, 4 * testbed.pages.numel()
-    yield Case("d2h peak", lambda: pinned.copy_(pages, non_blocking=True), None, 1, kv_bytes=page_bytes)
-    yield Case("h2d peak", lambda: pages.copy_(pinned, non_blocking=True), None, 1, kv_bytes=page_bytes)
-    yield Case("staged pack to host", _staged(testbed, to_host=True), "d2h peak", 1)
-    yield Case("staged unpack from host", _staged(testbed, to_host=False), "h2d peak", 1)
+    yield KernelCase("d2h peak", lambda: pinned.copy_(pages, non_blocking=True), None, 1, kv_bytes=page_bytes)
+    yield KernelCase("h2d peak", lambda: pages.copy_(pinned, non_blocking=True), None, 1, kv_bytes=page_bytes)
+    yield KernelCase("staged pack to host", _staged(testbed, to_host=True), "d2h peak", 1)
+    yield KernelCase("staged unpack from host", _staged(testbed, to_host=False), "h2d peak", 1)
     for programs in ZERO_COPY_PROGRAMS:
 
         def zero_copy(programs: int = programs) -> object:
@@ -163,7 +165,7 @@ def _over_the_link(testbed: KernelTestbed) -> Iterator[Case]:
                 testbed.table, testbed.random, testbed.config.page_tokens, out=pinned, programs=programs
             )
 
-        yield Case("zero-copy pack to host", zero_copy, "d2h peak", 1, programs)
+        yield KernelCase("zero-copy pack to host", zero_copy, "d2h peak", 1, programs)
 
 
 def _staged(testbed: KernelTestbed, *, to_host: bool) -> Callable[[], None]:
@@ -200,7 +202,7 @@ def _staged(testbed: KernelTestbed, *, to_host: bool) -> Callable[[], None]:
     return run
 
 
-def _sglang_kernels(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+def _sglang_kernels(testbed: KernelTestbed) -> Iterator[KernelCase | Missing]:
     try:
         from sgl_kernel.kvcacheio import transfer_kv_all_layer_lf_pf as transfer
     except Exception as error:  # noqa: BLE001 (see _sglang_pool)
@@ -219,10 +221,10 @@ def _sglang_kernels(testbed: KernelTestbed) -> Iterator[Case | Missing]:
             def run(to_k: torch.Tensor = to_k, to_v: torch.Tensor = to_v, blocks: int = blocks) -> None:
                 transfer(k_table, to_k, v_table, to_v, testbed.random, places, row, row * layers, layers, blocks)
 
-            yield Case(f"sglang transfer_kv_all_layer_lf_pf to {where}", run, peak, passes, blocks)
+            yield KernelCase(f"sglang transfer_kv_all_layer_lf_pf to {where}", run, peak, passes, blocks)
 
 
-def _flashinfer(testbed: KernelTestbed) -> Iterator[Case | Missing]:
+def _flashinfer(testbed: KernelTestbed) -> Iterator[KernelCase | Missing]:
     """Attention over resumed pages against pages that never moved, and flashinfer's append against this unpack."""
     try:
         import flashinfer
@@ -246,9 +248,9 @@ def _flashinfer(testbed: KernelTestbed) -> Iterator[Case | Missing]:
         wrapper.plan(indptr, pages_of_one, last, 4 * heads, heads, dim, 1, q_data_type=dtype, kv_data_type=dtype)
         return lambda: [wrapper.run(query, cache) for cache in caches]
 
-    yield Case("flashinfer decode, pages that never moved", attention(testbed.random), None, 1)
+    yield KernelCase("flashinfer decode, pages that never moved", attention(testbed.random), None, 1)
     kv_pages.unpack(testbed.table, resumed, pages)
-    yield Case("flashinfer decode, resumed pages", attention(resumed), None, 1)
+    yield KernelCase("flashinfer decode, resumed pages", attention(resumed), None, 1)
 
     rows = [torch.empty((testbed.tokens, heads, dim), dtype=dtype, device=testbed.device) for _ in range(2)]
     batch, positions = torch.zeros(testbed.tokens, **ints), torch.arange(testbed.tokens, **ints)
@@ -258,4 +260,4 @@ def _flashinfer(testbed: KernelTestbed) -> Iterator[Case | Missing]:
         for cache in caches:
             flashinfer.append_paged_kv_cache(*rows, batch, positions, cache, append_to, indptr, last)
 
-    yield Case("flashinfer append_paged_kv_cache", append, "copy peak", 2)
+    yield KernelCase("flashinfer append_paged_kv_cache", append, "copy peak", 2)

@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from bench import record
-from bench.kernel_cases import Case, KernelConfig, KernelTestbed, Missing, cases
+from bench.kernel_cases import KernelCase, KernelConfig, KernelTestbed, Missing, cases
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
@@ -68,7 +68,7 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
     """One row per case, with its share of the peak."""
     testbed = KernelTestbed(config, tokens, device)
     found = [_tried(case) for case in cases(testbed)]
-    times = iter(timed([case.run for case in found if isinstance(case, Case)], device))
+    times = iter(timed([case.run for case in found if isinstance(case, KernelCase)], device))
     rows: list[dict[str, Any]] = []
     for case in found:
         if isinstance(case, Missing):
@@ -86,9 +86,9 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
     return rows
 
 
-def _tried(case: Case | Missing) -> Case | Missing:
+def _tried(case: KernelCase | Missing) -> KernelCase | Missing:
     """The case after a first call, which also compiles it; a case that fails costs its own row alone."""
-    if isinstance(case, Case):
+    if isinstance(case, KernelCase):
         try:
             case.run()
         except Exception as error:  # noqa: BLE001 - whatever a kernel or its compiler raises
@@ -168,21 +168,31 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="cuda is ROCm's name too")
-    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8, help="of the pool (%(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="device of the pool; cuda also names ROCm devices",
+    )
+    parser.add_argument("--layers", type=int, default=36 if on_gpu else 8, help="layers of the KV pool (%(default)s)")
     parser.add_argument("--heads", type=int, default=8, help="KV heads (%(default)s)")
-    parser.add_argument("--dim", type=int, default=128, help="size of a head (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the pool (%(default)s)")
-    parser.add_argument("--page-tokens", type=int, default=16, help="tokens of a stored page (%(default)s)")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="data type of the KV pool (%(default)s)")
+    parser.add_argument("--page-tokens", type=int, default=16, help="tokens per stored page (%(default)s)")
     parser.add_argument(
         "--tokens",
         type=int,
         nargs="+",
         default=[256, 1024, 4096, 16384, 65536] if on_gpu else [256, 1024, 4096],
-        help="of a sample (%(default)s)",
+        help="tokens of a sample (%(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "kernels.json", help="for rows (%(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw this run into FOLDER")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "kernels.json",
+        help="file to which rows are appended (%(default)s)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="folder for plots of this run")
     return parser.parse_args(arguments)
 
 

@@ -1,9 +1,9 @@
 """Memory and time of the HTTP process and of a client for one large round: 256 samples × 16,384 tokens by default.
 
-    python -m bench.large_reply [--samples 256] [--tokens 16384] [--form json msgpack stream] [--record]
+    python -m bench.large_reply [--samples 256] [--tokens 16384] [--encoding json msgpack stream] [--record]
 
 The HTTP process is real (routes, service, decoding of text, encoding, uvicorn); the scheduler's messages are made up
-beforehand with the size and types of real ones, eight samples in each. Every form runs in processes of its own.
+beforehand with the size and types of real ones, eight samples in each. Every encoding runs in processes of its own.
 `received_mb` is the HTTP process's memory once all samples have arrived and their texts are decoded; `peak_mb` its
 maximum until the client has everything; `empty_mb` its memory before the round. `body_mb` is the size of the body.
 From the end of the round: `reply_s` until the client has the last byte, `server_cpu_s` the HTTP process's CPU time,
@@ -42,7 +42,7 @@ from sglang_april.http.frontend import Frontend, ServerInfo
 from sglang_april.http.routes import add_routes
 from sglang_april.http.service import AprilService
 
-FORMS = ("json", "msgpack", "stream")
+ENCODINGS = ("json", "msgpack", "stream")
 GROUP = 8
 """Samples of a group, which finish in one step."""
 SPANS = 4
@@ -207,8 +207,8 @@ def ids(groups: int) -> list[str]:
     return [f"p{i}" for i in range(groups)]
 
 
-def measure(form: str, samples: int, tokens: int) -> Row:
-    """One round in one form: the client asks, all groups finish, the round ends, the client has the last byte."""
+def measure(encoding: str, samples: int, tokens: int) -> Row:
+    """One round in one encoding: the client asks, all groups finish, the round ends, the client has the last byte."""
     groups = samples // GROUP
     prompts = [{"id": name, "n": GROUP, "input_ids": [5] * 512} for name in ids(groups)]
     body = {
@@ -216,13 +216,13 @@ def measure(form: str, samples: int, tokens: int) -> Row:
         "round_id": "bench",
         "quota": groups,
         "prompts": prompts,
-        "stream": form == "stream",
-        "previews": form == "stream",
+        "stream": encoding == "stream",
+        "previews": encoding == "stream",
     }
     body["sampling_params"] = {"max_new_tokens": tokens}
     with http_process(samples, tokens) as client, ThreadPoolExecutor() as threads:
         empty = client.post("/bench/memory").json()
-        reply = threads.submit(read, client, body, form)
+        reply = threads.submit(read, client, body, encoding)
         while client.get("/april/rounds/bench").json().get("state") != "open":
             time.sleep(0.05)
         received = client.post("/bench/finish").raise_for_status().json()
@@ -231,7 +231,7 @@ def measure(form: str, samples: int, tokens: int) -> Row:
         last, size = reply.result()
         after = client.post("/bench/memory").json()
     return {
-        "form": form,
+        "encoding": encoding,
         "samples": samples,
         "tokens": samples * tokens,
         "empty_mb": round(empty["rss_mb"]),
@@ -244,9 +244,9 @@ def measure(form: str, samples: int, tokens: int) -> Row:
     }
 
 
-def read(client: httpx.Client, body: dict[str, Any], form: str) -> tuple[float, int]:
+def read(client: httpx.Client, body: dict[str, Any], encoding: str) -> tuple[float, int]:
     """Run the round and read its reply: when the last byte arrived, and the size in bytes."""
-    headers = {"accept": MSGPACK} if form == "msgpack" else {}
+    headers = {"accept": MSGPACK} if encoding == "msgpack" else {}
     with client.stream("POST", "/april/rollout", json=body, headers=headers) as answer:
         answer.raise_for_status()
         size = sum(len(chunk) for chunk in answer.iter_raw())
@@ -257,14 +257,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=int, default=256, help=f"samples of the round, a multiple of {GROUP}")
     parser.add_argument("--tokens", type=int, default=16384, help="output tokens of each sample")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=FORMS, help="forms of the reply to measure")
+    parser.add_argument(
+        "--encoding", nargs="+", choices=ENCODINGS, default=ENCODINGS, help="encodings of the reply to measure"
+    )
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/large_reply.json")
     args = parser.parse_args()
     if args.samples < GROUP or args.samples % GROUP or args.tokens < 1:
         parser.error(f"--samples must be a multiple of {GROUP}, and --tokens at least 1")
     rows = []
-    for form in args.form:
-        rows.append(provenance() | measure(form, args.samples, args.tokens))
+    for encoding in args.encoding:
+        rows.append(provenance() | measure(encoding, args.samples, args.tokens))
         print(json.dumps({name: value for name, value in rows[-1].items() if name not in provenance()}), flush=True)
     if args.record:
         append_rows(Path(RESULTS) / "large_reply.json", rows)

@@ -58,26 +58,53 @@ class RunFailed(RuntimeError):  # noqa: N818
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.learning", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--budget-minutes", type=float, default=240.0, help="the server's start included (%(default)s)")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=240.0, help="time limit, server start included (%(default)s)"
+    )
     parser.add_argument("--run-id", help="continue this run")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "learning.json", help="for rows (%(default)s)")
-    parser.add_argument("--folder", type=Path, default=record.ROOT / "out" / "learning", help="the training runs")
-    parser.add_argument("--server", metavar="URL", help="a running server with the warm-up checkpoint")
-    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="only these")
-    parser.add_argument("--seeds", type=int, help="so many for each variant, instead of five or three")
-    parser.add_argument("--steps", type=int, default=60, help="of each run (%(default)s)")
-    parser.add_argument("--groups", type=int, default=4, help="the quota (%(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="of a group (%(default)s)")
-    parser.add_argument("--pool", type=int, default=32, help="prompts in the engine at a round's start (%(default)s)")
-    parser.add_argument("--slots", type=int, default=128, help="at once: many make short rounds (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "learning.json",
+        help="file to which rows are appended (%(default)s)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=record.ROOT / "out" / "learning", help="folder of the training runs"
+    )
+    parser.add_argument("--server", metavar="URL", help="URL of a running server with the warm-up checkpoint")
+    parser.add_argument(
+        "--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="train only these variants"
+    )
+    parser.add_argument("--seeds", type=int, help="seeds per variant (default: five or three)")
+    parser.add_argument("--steps", type=int, default=60, help="training steps per run (%(default)s)")
+    parser.add_argument("--groups", type=int, default=4, help="quota of a round in groups (%(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="samples per group (%(default)s)")
+    parser.add_argument(
+        "--pool", type=int, default=32, help="prompts in the engine at the start of a round (%(default)s)"
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=128,
+        help="samples that run at the same time; more slots make rounds shorter (%(default)s)",
+    )
     parser.add_argument("--longest", type=int, default=320, help="longest list to sort (%(default)s)")
-    parser.add_argument("--alpha", type=float, default=1.0, help="of the lengths' Pareto law (%(default)s)")
-    parser.add_argument("--max-staleness", type=int, default=24, help="versions: few make long rounds (%(default)s)")
-    parser.add_argument("--held-out", type=int, default=512, help="prompts of an evaluation (%(default)s)")
-    parser.add_argument("--eval-interval", type=int, default=5, help="steps (%(default)s)")
+    parser.add_argument(
+        "--alpha", type=float, default=1.0, help="exponent of the Pareto distribution of lengths (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-staleness",
+        type=int,
+        default=24,
+        help="staleness bound in versions; a smaller bound makes rounds longer (%(default)s)",
+    )
+    parser.add_argument("--held-out", type=int, default=512, help="prompts per evaluation (%(default)s)")
+    parser.add_argument("--eval-interval", type=int, default=5, help="steps between evaluations (%(default)s)")
     parser.add_argument("--lr", type=float, default=Training.lr, help="learning rate (%(default)s)")
-    parser.add_argument("--checkpoint", type=Path, default=Training().checkpoint, help="to begin with (%(default)s)")
-    parser.add_argument("--anyway", action="store_true", help="train outside of the regime too")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Training().checkpoint, help="initial checkpoint (%(default)s)"
+    )
+    parser.add_argument("--anyway", action="store_true", help="train even if the rounds are not as stale as intended")
     parser.add_argument("--page", action="store_true", help="only write the page from the rows")
     return parser.parse_args(given)
 
@@ -166,7 +193,7 @@ def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
     return True
 
 
-def figures(folder: Path) -> record.Row:
+def run_metrics(folder: Path) -> record.Row:
     """Results of a finished run. Shares are of tokens, over all steps; `lengths` counts trained samples."""
     steps, evaluations = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
     tokens = sum(row["delivered_tokens"] for row in steps)
@@ -237,7 +264,7 @@ class Bench:
             fields = self._fields(variant, seed)
             if self._left() < ABOUT_TO_END_S or not train(fields, self._console, self._left()):
                 return
-            row = self._append("run", variant, seed, figures(Path(fields["save"])))
+            row = self._append("run", variant, seed, run_metrics(Path(fields["save"])))
             self._console.print(
                 f"{variant}, seed {seed}: held-out {row['reward_before']:.3f} → {row['reward_final']:.3f} "
                 f"in {row['seconds']:.0f} s"

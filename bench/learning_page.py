@@ -174,7 +174,7 @@ def _summary(rows: list[Row], found: dict[str, dict[int, Row]]) -> str:
         inside = "inside" if in_regime(*seen) else "OUTSIDE"
         lines.append(
             f"Regime of the check: {seen[0]:.0%} of the tokens off-policy, {seen[1]:.0%} of the samples over ≥ 3 "
-            f"versions: {inside} of where the comparison says something."
+            f"versions: {inside} of where the comparison is meaningful."
         )
     goal = target(found.get(BASE, {}))
     if goal is not None:

@@ -148,12 +148,12 @@ class OverheadRun:
     def __init__(self, urls: dict[str, str], model: Path, prompts: int, at_once: int) -> None:
         self._urls, self._model, self._prompts, self._at_once = urls, model, prompts, at_once
         self._seed = 0
-        self.ratios: dict[str, list[float]] = {ours: [] for _, ours in PAIRS}
+        self.ratios: dict[str, list[float]] = {patched: [] for _, patched in PAIRS}
 
     def case(self, case: str) -> float:
         """Output tokens/s of one run of a case."""
         patched = case in self.ratios
-        url = self._urls["ours" if patched else "stock"]
+        url = self._urls["april" if patched else "stock"]
         beside = case in PAIRS[1]
         self._seed += 1
         with (open_round(url) if patched else plain_request(url)) if beside else contextlib.nullcontext():
@@ -175,19 +175,26 @@ class OverheadRun:
 def main(given: list[str] | None = None) -> int:
     """Append four rows per repetition; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=8, help="four measurements each (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests of a measurement (%(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "overhead.json", help="for rows (%(default)s)")
+    parser.add_argument(
+        "--repetitions", type=int, default=8, help="repetitions of four measurements each (%(default)s)"
+    )
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests per measurement (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "overhead.json",
+        help="file to which rows are appended (%(default)s)",
+    )
     args, console = parser.parse_args(given), Console(highlight=False)
     plan = PRESETS["cpu"].plan
     facts = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         model = make(Path(folder) / "v0")
         size = Size(model, plan.slots, CONTEXT, 140_000)
-        with both_servers(size, record.ROOT / "out" / "bench") as (stock, ours):
+        with both_servers(size, record.ROOT / "out" / "bench") as (stock, april):
             # One slot is left for what decodes beside.
-            measured = OverheadRun({"stock": stock, "ours": ours}, model, args.prompts, plan.slots - 1)
-            for url in (stock, ours):
+            measured = OverheadRun({"stock": stock, "april": april}, model, args.prompts, plan.slots - 1)
+            for url in (stock, april):
                 serve(url, model, plan.slots, plan.slots - 1, 0)
             for number in range(args.repetitions):
                 rows = measured.repetition(number)

@@ -174,10 +174,14 @@ def main(given: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("model", help="write the modelled tables")
     measure = commands.add_parser("measure", help="measure a table on this machine's GPU")
-    measure.add_argument("--model", type=Path, required=True, help="a checkpoint")
-    measure.add_argument("--out", type=Path, required=True, help="the table")
-    measure.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="batches (%(default)s)")
-    measure.add_argument("--contexts", type=int, nargs="+", default=[16, 1024, 4096], help="tokens (%(default)s)")
+    measure.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    measure.add_argument("--out", type=Path, required=True, help="file for the table")
+    measure.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="batch sizes (%(default)s)"
+    )
+    measure.add_argument(
+        "--contexts", type=int, nargs="+", default=[16, 1024, 4096], help="context lengths in tokens (%(default)s)"
+    )
     args = parser.parse_args(given)
     if args.command == "model":
         for model_name, model in MODELS.items():

@@ -98,8 +98,8 @@ def main(given: list[str] | None = None) -> int:
         prog="python -m bench.random_checkpoint", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("path", type=Path, help="folder to write")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-4b", help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-4b", help="shape of the model (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (%(default)s)")
     args = parser.parse_args(given)
     print(make(args.path, SHAPES[args.shape], args.seed))
     return 0

@@ -90,15 +90,17 @@ def passed(row: record.Row, tolerance: float) -> bool:
 def main(given: list[str] | None = None) -> int:
     """Returns 0, or 1 if a tier changes samples."""
     parser = argparse.ArgumentParser(prog="python -m bench.resume", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=16, help="resumed in each tier (%(default)s)")
-    parser.add_argument("--prompt", type=int, default=96, help="tokens")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a response")
-    parser.add_argument("--tolerance", type=float, help="of logprobs (1e-5 on a CPU, 0.1 on a GPU)")
-    parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
-    parser.add_argument("--server-options", default="", help="more flags of the server")
+    parser.add_argument("--samples", type=int, default=16, help="samples to resume in each tier (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=96, help="tokens of a prompt (%(default)s)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a response (%(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, help="allowed difference of logprobs (default: 1e-5 on a CPU, 0.1 on a GPU)"
+    )
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the tiny model)")
+    parser.add_argument("--server-options", default="", help="further flags of the server, in one string")
     parser.add_argument(
         "--record", nargs="?", type=Path, const=record.RESULTS / "resume.json", metavar="FILE",
-        help="append the rows to this file (without one: bench/results/resume.json)",
+        help="append the rows to this file (without a value: bench/results/resume.json)",
     )  # fmt: skip
     args = parser.parse_args(given)
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCE["gpu" if has_gpu() else "cpu"]

@@ -40,7 +40,7 @@ MOST_S = 0.05
 """Upper bound of the fitted costs `finish_s` and `follow_s`."""
 BATCHING = (0.0, 0.25, 0.5, 1.0, 2.0)
 """Values of `PrefillBatcher.STEPS` to compare; 0: a prefill whenever a sample ends."""
-LOOKS = 6
+PROBES = 6
 SIMULATED = ("synchronous", "outside", "april-keep", "april-recompute")
 
 
@@ -186,14 +186,14 @@ def _projected(gpus: int, preset: Preset, costs: Costs, distribution: str) -> re
     rates = {variant: rate(variant) for variant in SIMULATED if variant != "outside"}
     factors = {factor: rate("outside", factor) for factor in PROJECTED}
     best = max(factors, key=lambda factor: factors[factor])
-    ours, rates["outside"] = rates["april-keep"], factors[best]
+    april, rates["outside"] = rates["april-keep"], factors[best]
     return {
         "slots": plan.slots,
-        "over_synchronous": ours / rates["synchronous"],
-        "over_outside": ours / rates["outside"],
+        "over_synchronous": april / rates["synchronous"],
+        "over_outside": april / rates["outside"],
         "outside_factor": best,
         "recompute_over_outside": rates["april-recompute"] / rates["outside"],
-        "share": ours / costs.full_rate(plan.slots, context),
+        "share": april / costs.full_rate(plan.slots, context),
     }
 
 
@@ -211,7 +211,7 @@ def measure(url: str | None, checkpoint: Path | None, preset: Preset) -> Costs:
 async def _probes(url: str, checkpoint: Path, preset: Preset) -> Costs:
     async with EngineClient(url, patched=False) as engine:
         testbed = Testbed(engine, engine, (checkpoint, checkpoint), preset)
-        for _ in range(LOOKS):
+        for _ in range(PROBES):
             await testbed.probe("lognormal")
     return testbed.observed.costs()
 
@@ -228,13 +228,26 @@ def costs_of(rows: list[record.Row], preset: Preset) -> Costs:
 def main(given: list[str] | None = None) -> int:
     """Returns the exit status; `validate` fails without rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("measure", "validate", "reach", "project"), help="see above")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
-    parser.add_argument("--costs", type=Path, help="seconds as `measure` writes them (else: the rows', an H100's)")
+    parser.add_argument(
+        "what",
+        choices=("measure", "validate", "reach", "project"),
+        help="measure step costs; validate the model against rows; reach: where the time goes; project to large runs",
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="preset of sizes (%(default)s)")
+    parser.add_argument(
+        "--costs", type=Path, help="step times written by `measure` (default: those of the rows, or of an H100)"
+    )
     parser.add_argument("--server", metavar="URL", help="measure: a running stock server (default: one is started)")
-    parser.add_argument("--checkpoint", type=Path, help="measure: what is pushed")
-    parser.add_argument("--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured (%(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "simulate.json", help="for rows (%(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="measure: checkpoint that is pushed")
+    parser.add_argument(
+        "--rows", type=Path, default=record.RESULTS / "rollout.json", help="measured rows (%(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "simulate.json",
+        help="file to which rows are appended (%(default)s)",
+    )
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
     if args.what == "measure":

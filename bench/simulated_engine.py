@@ -192,17 +192,17 @@ class SimulatedEngine:
 
     def _leaders(self, free: int) -> list[SimulatedSample]:
         """One sample of each group, for as many groups as fill a batch (as in `scheduler/prompts.py`)."""
-        room, led, chosen = free + len(self.running), set[SimulatedGroup](), list[SimulatedSample]()
+        free_slots, led, chosen = free + len(self.running), set[SimulatedGroup](), list[SimulatedSample]()
         for sample in self.queue:
-            if len(chosen) == free or room <= 0:
+            if len(chosen) == free or free_slots <= 0:
                 break
             if sample.done:
-                room -= 1
+                free_slots -= 1
             elif sample.group in led:
                 continue
             else:
                 led.add(sample.group)
-                room -= sum(not other.done for other in sample.group.samples)
+                free_slots -= sum(not other.done for other in sample.group.samples)
             chosen.append(sample)
         return chosen
 

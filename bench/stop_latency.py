@@ -90,7 +90,9 @@ async def big_reply(engine: EngineClient, running: int, tokens: int) -> Iterable
         body = {"run": run, "prompts": prompts, "sampling_params": params, "quota": count}
         stats = (await engine.rollout(body)).stats if packed else (await engine.post("/april/rollout", body))["stats"]
         latency = 1e3 * (time.time() - stats["t_quota_met"])
-        rows.append({"way": "ours", "format": _format(packed), "reply_tokens": count * length, "latency_ms": latency})
+        rows.append(
+            {"variant": "april", "format": _format(packed), "reply_tokens": count * length, "latency_ms": latency}
+        )
     return rows
 
 
@@ -110,9 +112,9 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record
             for running in args.running:
                 common = {"running": running, "repetition": repetition}
                 for packed in (False, True):
-                    row = {"way": "ours", "format": _format(packed), **await batch_quota(april, running, packed)}
+                    row = {"variant": "april", "format": _format(packed), **await batch_quota(april, running, packed)}
                     keep({**row, **common})
-                keep({"way": "outside", "format": "json", **await outside(stock, running), **common})
+                keep({"variant": "outside", "format": "json", **await outside(stock, running), **common})
         if args.reply_tokens:
             for row in await big_reply(april, max(args.running), args.reply_tokens):
                 keep(row)
@@ -123,14 +125,29 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.stop_latency", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256], help="samples at once (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=5, help="of each (%(default)s)")
-    parser.add_argument("--reply-tokens", type=int, default=0, help="also a reply of so many tokens, e.g. 1000000")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "stop_latency.json", help="for rows (%(default)s)")
+    parser.add_argument(
+        "--running", type=int, nargs="+", default=[16, 64, 256], help="samples that run at the same time (%(default)s)"
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each case (%(default)s)")
+    parser.add_argument(
+        "--reply-tokens", type=int, default=0, help="also measure a reply with this many tokens, e.g. 1000000"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.RESULTS / "stop_latency.json",
+        help="file to which rows are appended (%(default)s)",
+    )
     parser.add_argument("--server", metavar="URL", help="URL of a running patched server")
-    parser.add_argument("--stock-server", metavar="URL", help="with --server; else the same is used for both")
-    parser.add_argument("--model", type=Path, help="instead of a tiny one, which some attention backends do not take")
-    parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")
+    parser.add_argument(
+        "--stock-server", metavar="URL", help="with --server: URL of a stock server (default: the patched one)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder of a checkpoint (default: a tiny model, which some attention backends do not support)",
+    )
+    parser.add_argument("--server-options", default="", help="further flags of both servers, in one string")
     args = parser.parse_args(given)
     facts = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
     if args.server:

@@ -197,12 +197,12 @@ async def measure(url: str, folder: Path, plan: SuspendPlan, weights: Path, on_g
         for number in range(plan.repetitions):
             for at, tier in enumerate(TIERS):
                 await once(engine, plan, steps, tier, 1 + number * len(TIERS) + at, weights, seen[tier])
-    rows = [{"tier": tier, **figures(one, seen["device"], plan)} for tier, one in seen.items()]
+    rows = [{"tier": tier, **tier_metrics(one, seen["device"], plan)} for tier, one in seen.items()]
     config = json.loads((weights / "config.json").read_text())
     return [*rows, sglang_copy(config, plan, on_gpu, median(seen["device"].steps))]
 
 
-def figures(one: TierTimes, device: TierTimes, plan: SuspendPlan) -> record.Row:
+def tier_metrics(one: TierTimes, device: TierTimes, plan: SuspendPlan) -> record.Row:
     usual = median(device.steps)
     calm, calm_resume = (float(np.percentile(of, 99)) for of in (device.steps, device.resume_steps))
     return {
@@ -262,8 +262,8 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.suspend", description=(__doc__ or "").partition("\n")[0])
     for name, default in asdict(SuspendPlan()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help="%(default)s")
-    parser.add_argument("--model", type=Path, help="a checkpoint (default: the tiny model)")
-    parser.add_argument("--server-options", default="", help="more flags of the server")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the tiny model)")
+    parser.add_argument("--server-options", default="", help="further flags of the server, in one string")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/suspend.json")
     return parser.parse_args(given)
 

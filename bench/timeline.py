@@ -113,8 +113,8 @@ async def _rounds(track: Track, count: int) -> tuple[list[Window], int]:
 def main(given: list[str] | None = None) -> int:
     """Measure and print or record the rows; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes (%(default)s)")
-    parser.add_argument("--variant", choices=BATCH_QUOTA, default="april-keep", help="%(default)s")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="preset of sizes (%(default)s)")
+    parser.add_argument("--variant", choices=BATCH_QUOTA, default="april-keep", help="variant to trace (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]

@@ -107,16 +107,16 @@ def answer_logits(model: Qwen3ForCausalLM, batch: list[Problem]) -> tuple[torch.
 
 def quality(model: Qwen3ForCausalLM, seed: int = 5) -> dict[str, float]:
     """Per list length: share of answer tokens that the model ranks first, and its probability of ending at the end."""
-    figures: dict[str, float] = {}
+    accuracy: dict[str, float] = {}
     model.eval()
     with torch.no_grad():
         for length in (8, 16, 64, 300):
             rng = random.Random(seed)
             logits, answer = answer_logits(model, [make_problem(rng, length) for _ in range(4)])
-            figures[f"right_{length}"] = round((logits.argmax(-1) == answer).float().mean().item(), 3)
-            figures[f"ends_{length}"] = round(logits.softmax(-1)[:, -1, EOS].mean().item(), 3)
+            accuracy[f"right_{length}"] = round((logits.argmax(-1) == answer).float().mean().item(), 3)
+            accuracy[f"ends_{length}"] = round(logits.softmax(-1)[:, -1, EOS].mean().item(), 3)
     model.train()
-    return figures
+    return accuracy
 
 
 def save(model: Qwen3ForCausalLM, path: Path) -> None:

@@ -156,17 +156,22 @@ FLAGS: tuple[Flag, ...] = (
         "kv_pages",
         choice("full", "int8"),
         "{full,int8}",
-        "pages of the host and disk tiers: as they are, or lossy in about half the bytes (default: full)",
+        "format of pages in the host and disk tiers; int8 is lossy and takes about half the bytes (default: full)",
     ),
-    Flag("carry_tokens", whole(1), "N", "undelivered output tokens from which on no new prompts are accepted"),
-    Flag("replies", whole(1), "N", "replies kept per run, to be asked for again by round_id"),
-    Flag("reply_gb", gigabytes, "GB", "memory for replies that wait for their ack, and as much again for all others"),
+    Flag("carry_tokens", whole(1), "N", "limit of undelivered output tokens, above which new prompts are refused"),
+    Flag("replies", whole(1), "N", "replies kept per run, for repeated requests with the same round_id"),
+    Flag(
+        "reply_gb",
+        gigabytes,
+        "GB",
+        "memory for replies that wait for their ack, and the same amount for all other replies",
+    ),
     Flag("max_body_mb", whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
     Flag(
         "concurrency",
         concurrency,
         "{N,auto}",
-        "samples of one run that run at once (default: all slots; auto: as many as still pay, by measured step times)",
+        "samples of one run that run at the same time (default: all slots; auto: found from measured step times)",
     ),
     Flag(
         "attach",
@@ -178,24 +183,24 @@ FLAGS: tuple[Flag, ...] = (
         "model",
         text,
         "PATH",
-        "be active only if this is --model-path, and leave other servers plain SGLang: for SGLANG_APRIL in the "
-        "environment of a job with several servers",
+        "activate the plugin only if --model-path is PATH; other servers stay plain SGLang (for SGLANG_APRIL in the "
+        "environment of a job with several servers)",
     ),
     Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
     Flag(
         "journal",
         path,
         "PATH",
-        "file of the journal, from which a killed server restarts",
+        "journal file, from which a restarted server restores its state",
     ),
     Flag(
         "journal_sync",
         choice("normal", "full"),
         "{normal,full}",
-        "survives the death of the process, or loss of power",
+        "whether the journal survives the death of the process (normal) or also a loss of power (full)",
     ),
     Flag("shutdown_s", seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
-    Flag("journal_interval", whole(1), "N", "output tokens of a running sample after which they are journalled"),
+    Flag("journal_interval", whole(1), "N", "output tokens of a running sample between two journal records"),
     Flag("audit", whole(0), "N", "samples of each policy version that a plain prefill rescores (default: 0, none)"),
     Flag(
         "audit_tolerance",
@@ -268,7 +273,7 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
         if value is not None:
             checked[field] = _BY_FIELD[field].read(value)
     if (checked.get("disk_dir") is None) != (not checked.get("disk_gb")):
-        raise ConfigError("--april-disk-dir and --april-disk-gb make a disk tier together, and one of them is missing")
+        raise ConfigError("--april-disk-dir and --april-disk-gb must be set together")
     return AprilConfig(**checked)
 
 

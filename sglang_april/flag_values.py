@@ -1,4 +1,4 @@
-"""Parsers of flag values, from the command line or JSON. Each raises ValueError: the rest of a sentence."""
+"""Parsers of flag values, from the command line or JSON. Each raises ValueError; the message continues "--flag …"."""
 
 import math
 import os
@@ -97,5 +97,5 @@ def path(value: Any) -> str:
 
 def text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("must be a text that is not empty")
+        raise ValueError("must be a non-empty string")
     return value

@@ -1,4 +1,4 @@
-"""Ctrl-C: a server ends with exit status 130 and one line that says what is kept."""
+"""Ctrl-C: a server ends with exit status 130 and one line that names what is kept."""
 
 import os
 import signal

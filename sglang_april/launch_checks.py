@@ -9,6 +9,7 @@ from pathlib import Path
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """What `--load-format auto` can read."""
+TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 
 def reason_not_startable(argv: Sequence[str]) -> str | None:
@@ -18,6 +19,8 @@ def reason_not_startable(argv: Sequence[str]) -> str | None:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--tokenizer-path")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     try:
         args, _ = parser.parse_known_args(argv)
@@ -29,7 +32,10 @@ def reason_not_startable(argv: Sequence[str]) -> str | None:
 
 
 def _damage_of(args: argparse.Namespace) -> str | None:
-    return damage_of(args.model_path, args.load_format) if args.model_path else None
+    if not args.model_path:
+        return None
+    has_tokenizer = args.skip_tokenizer_init or args.tokenizer_path
+    return damage_of(args.model_path, args.load_format) or (None if has_tokenizer else no_tokenizer(args.model_path))
 
 
 def _port_in_use(host: str, port: int) -> str | None:
@@ -40,9 +46,9 @@ def _port_in_use(host: str, port: int) -> str | None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"port {port} of {host} is in use, perhaps by another server; --port chooses another one"
+                return f"port {port} of {host} is in use, perhaps by another server; choose another one with --port"
             if error.errno == errno.EACCES:
-                return f"port {port} needs privileges that this user lacks; --port chooses another one"
+                return f"port {port} needs privileges that this user lacks; choose another one with --port"
     return None
 
 
@@ -73,6 +79,14 @@ def damage_of(model: str, load_format: str = "auto") -> str | None:
     if load_format == "auto" and not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         return f"--model-path {model} has no weights: none of {', '.join(WEIGHTS)}"
     return next((reason for path in sorted(folder.glob("*.safetensors")) if (reason := _truncated(path))), None)
+
+
+def no_tokenizer(model: str) -> str | None:
+    """That the folder `model` has no file of a tokenizer, or None."""
+    folder = Path(model)
+    if not folder.is_dir() or any(path for pattern in TOKENIZERS for path in folder.glob(pattern)):
+        return None
+    return f"--model-path {model} has no tokenizer; --tokenizer-path names another folder that has one"
 
 
 def _truncated(path: Path) -> str | None:

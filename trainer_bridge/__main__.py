@@ -7,32 +7,51 @@ There are no imports at the top, because reward processes import this module aga
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 
 def main() -> int:
     """Run the command; returns its exit status."""
+
+    def load() -> Callable[[], int]:
+        from trainer_bridge.cli import main
+
+        return main
+
+    return _run("april-train", load, "nothing was changed")
+
+
+def convert() -> int:
+    """Run `april-convert`; returns its exit status."""
+
+    def load() -> Callable[[], int]:
+        from trainer_bridge.megatron.convert import main
+
+        return main
+
+    return _run("april-convert", load, "the output folder is incomplete; the same command writes it again")
+
+
+def _run(command: str, load: Callable[[], Callable[[], int]], kept: str) -> int:
+    """The status of the function that `load` imports.
+
+    Ctrl-C that it does not handle itself ends with status 130 and a line that says what is `kept`.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell starts background jobs without it
     try:
         try:
-            from trainer_bridge.cli import main as run
+            run = load()
         except ModuleNotFoundError as missing:
-            return _not_installed("april-train", missing)
+            return _not_installed(command, missing)
         status = run()
-    except KeyboardInterrupt:  # before the run has installed its handlers
+    except KeyboardInterrupt:
+        print(f"\n{command}: interrupted; {kept}", file=sys.stderr)  # noqa: T201
         status = 128 + signal.SIGINT
     if status > 128:  # threads may wait for servers that are not this run's
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(status)
     return status
-
-
-def convert() -> int:
-    """Run `april-convert`; returns its exit status."""
-    try:
-        from trainer_bridge.megatron.convert import main as run
-    except ModuleNotFoundError as missing:
-        return _not_installed("april-convert", missing)
-    return run()
 
 
 def _not_installed(command: str, missing: ModuleNotFoundError) -> int:

@@ -5,17 +5,15 @@ thread takes their results (`agent_trajectories.py`). When the quota is met the 
 others; their agents only wait longer, and continue in the next round.
 """
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.client import AprilClient, AprilError, RolloutReply
 from sglang_april.client.types import RecordedTrajectory, RolloutSummary
+from trainer_bridge.agent_round import AgentRound
 from trainer_bridge.agent_runner import AgentError, AgentRunner
 from trainer_bridge.agent_trajectories import AgentTrajectories
 from trainer_bridge.agents import AgentFinished
@@ -26,30 +24,8 @@ from trainer_bridge.evaluation import evaluation_metrics, evaluation_round_id
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Score, TrainingPrompt
 from trainer_bridge.rollout_collector import ScoredRollout
+from trainer_bridge.sampling import agent_params
 from trainer_bridge.trajectory_samples import TrajectoryGroup
-
-OPEN_POLL_S = 0.02
-"""Interval of the question whether a round is open."""
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """A round while it is open. Later errors wait in `events` for the next one."""
-
-    id: str
-    trains: bool = False
-    """Groups that are given up or rejected are replaced by other prompts."""
-    stops: bool = False
-    """It has no quota, and is stopped when all agents have finished."""
-    events: "queue.SimpleQueue[RolloutReply | BaseException]" = field(default_factory=queue.SimpleQueue)
-    """The reply, or the error that ends it."""
-    extensions: list[str] = field(default_factory=list)
-    """Prompts that replaced others."""
-    rejected: int = 0
-    """Groups whose rewards are all equal, with `dynamic_sampling`."""
-    given_up: int = 0
-    """Groups whose agents failed."""
-    problems: list[str] = field(default_factory=list)
 
 
 class AgentRollouts:
@@ -73,7 +49,7 @@ class AgentRollouts:
         """{0} if the engine has this run's trajectories, else empty."""
         self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent results")
         """The thread that handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
-        self._round = _Round("")
+        self._round = AgentRound("")
         """The open round, or one that receives errors in between."""
         self._carried: list[dict[str, Any]] = []
         """Trajectories that the last round has left at the engine."""
@@ -109,11 +85,11 @@ class AgentRollouts:
         if reply is None:
             self.client.drop(run)
             trajectories = self._evaluation = self._trajectories(
-                run, config.n_samples_per_eval_prompt, config.agent_sampling(evaluation=True), whole_groups=False
+                run, config.n_samples_per_eval_prompt, agent_params(config, evaluation=True), whole_groups=False
             )
             body = {"run": run, "round_id": round_id, "quota_unit": "trajectory", "quota": None, "keep_until_ack": True}
             try:
-                reply = self._open_and_wait(_Round(round_id, stops=True), body, trajectories, prompts)
+                reply = self._open_and_wait(AgentRound(round_id, stops=True), body, trajectories, prompts)
             except Exception:
                 self._abandon()
                 raise
@@ -158,7 +134,7 @@ class AgentRollouts:
             pool.remove(prompt_id)
         self._gone = []
         pool.draw(max(0, config.pool_size - len(pool)) if fill else 0)
-        current = _Round(round_id, trains=quota is not None, stops=quota is None)
+        current = AgentRound(round_id, trains=quota is not None, stops=quota is None)
         started, reply = time.monotonic(), None
         if self._training is None:
             current.extensions += [prompt.id for prompt in pool.draw(len(self._store.extended(round_id)))]
@@ -167,7 +143,7 @@ class AgentRollouts:
             if self._training is None:
                 self.client.drop(self._run)  # what an earlier process has left; its agents are gone
                 self._training = self._trajectories(
-                    self._run, config.n_samples_per_prompt, config.agent_sampling(), config.quota_unit == "group"
+                    self._run, config.n_samples_per_prompt, agent_params(config), config.quota_unit == "group"
                 )
             new = [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id not in self._training.prompts]
             reply = self._open_and_wait(current, self._request(round_id, quota), self._training, new)
@@ -177,11 +153,10 @@ class AgentRollouts:
         return rollout
 
     def _open_and_wait(
-        self, current: _Round, body: dict[str, Any], trajectories: AgentTrajectories, new: Sequence[TrainingPrompt]
+        self, current: AgentRound, body: dict[str, Any], trajectories: AgentTrajectories, new: Sequence[TrainingPrompt]
     ) -> RolloutReply:
         """Open a round, start the agents of new prompts, and wait for the reply."""
-        threading.Thread(target=self._request_round, args=(body, current.events), daemon=True, name="round").start()
-        self._wait_until_open(current)
+        current.open(self.client, body)
 
         def begin() -> None:
             self._round = current
@@ -192,23 +167,10 @@ class AgentRollouts:
         with self._runner.clock(trajectories.run):
             self._in_results(begin)
             reply = current.events.get()
-        self._in_results(lambda: setattr(self, "_round", _Round("")))  # nothing changes the pool from here on
+        self._in_results(lambda: setattr(self, "_round", AgentRound("")))  # nothing changes the pool from here on
         if isinstance(reply, BaseException):
             raise reply
         return reply
-
-    def _request_round(self, body: dict[str, Any], events: "queue.SimpleQueue[RolloutReply | BaseException]") -> None:
-        try:
-            events.put(self.client.rollout(**body))
-        except BaseException as error:  # noqa: BLE001 - raised where the events are read
-            events.put(error)
-
-    def _wait_until_open(self, current: _Round) -> None:
-        """Wait until the engine has the round, so that no agent begins before it, or it has failed."""
-        while current.events.empty():
-            if any(row["round_id"] == current.id for row in self.client.state()["rounds"]):
-                return
-            time.sleep(OPEN_POLL_S)
 
     def _request(self, round_id: str, quota: int | None) -> dict[str, Any]:
         """The request. It depends on checkpoint and configuration only, so that a repeated one is identical."""
@@ -235,7 +197,7 @@ class AgentRollouts:
                 raise
             return None
 
-    def _assemble(self, reply: RolloutReply, current: _Round) -> ScoredRollout:
+    def _assemble(self, reply: RolloutReply, current: AgentRound) -> ScoredRollout:
         groups: dict[str, TrajectoryGroup] = {}
         for trajectory in reply.trajectories:
             prompt_id = trajectory.metadata["prompt"]
@@ -326,7 +288,7 @@ class AgentRollouts:
         if not self._round.events.empty():
             error = self._round.events.get()
             assert isinstance(error, BaseException)
-            self._round = _Round("")
+            self._round = AgentRound("")
             raise error
 
     def _abandon(self) -> None:
@@ -337,7 +299,7 @@ class AgentRollouts:
                 if trajectories is not None:
                     trajectories.cancel()
             self._training = self._evaluation = None
-            self._round = _Round("")
+            self._round = AgentRound("")
 
         self._in_results(forget)
 

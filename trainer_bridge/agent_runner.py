@@ -26,7 +26,7 @@ class AgentError(Exception):
     """The agent function cannot be imported."""
 
 
-class _Worker:
+class AgentWorker:
     """A worker process, and the threads that receive from it and send to it: a hung agent blocks no caller."""
 
     def __init__(self, arguments: tuple[str, str, str | None], received: Callable[[AgentFinished], None]) -> None:
@@ -110,7 +110,7 @@ class _Worker:
 class _Running:
     """A trajectory in a worker."""
 
-    worker: _Worker
+    worker: AgentWorker
     run: str
     left_s: float
     """Of its timeout."""
@@ -145,10 +145,10 @@ class AgentRunner:
         """Runs whose clock runs."""
         self._closed = threading.Event()
         self._arguments = (path, url, api_key)
-        self._workers: list[_Worker] = []
+        self._workers: list[AgentWorker] = []
         try:
             for _ in range(workers):
-                self._workers.append(_Worker(self._arguments, self._receive))
+                self._workers.append(AgentWorker(self._arguments, self._receive))
         except AgentError:
             self.close()
             raise
@@ -163,7 +163,7 @@ class AgentRunner:
                 self._running[start.id] = _Running(worker, run, self._timeout)
             if worker.start(start):
                 return
-            self._workers[number] = _Worker(self._arguments, self._receive)
+            self._workers[number] = AgentWorker(self._arguments, self._receive)
 
     def cancel(self, ids: Iterable[str]) -> list[str]:
         """Cancel trajectories, which are not reported as finished; returns those that were running."""
@@ -224,7 +224,7 @@ class AgentRunner:
 
 
 def _problem_at_start(connection: Connection) -> str:
-    """What a worker's first message says of its import; empty if it succeeded."""
+    """The error of the import, from a worker's first message; empty if it succeeded."""
     try:
         if not connection.poll(START_TIMEOUT_S):
             return f"the agent function was not imported within {START_TIMEOUT_S:g} s"

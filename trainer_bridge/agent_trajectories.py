@@ -26,7 +26,7 @@ CALL_ATTEMPTS = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class PromptTrajectories:
     """The trajectories of a prompt, by their index."""
 
     prompt: TrainingPrompt
@@ -63,8 +63,8 @@ class AgentTrajectories:
         """
         self._client, self._runner, self.run, self._n, self._sampling = client, runner, run, n, sampling
         self._whole_groups, self._accept, self._replace, self._warn = whole_groups, accept, replace, warn
-        self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, tuple[_Group, int]] = {}
+        self._groups: dict[str, PromptTrajectories] = {}
+        self._group_of: dict[str, tuple[PromptTrajectories, int]] = {}
         """Group and index of each trajectory whose agent runs."""
         self._attempt = uuid.uuid4().hex[:6]
         """Part of the names, so that those of an earlier process or of a lost engine do not return."""
@@ -84,7 +84,7 @@ class AgentTrajectories:
 
     def start(self, prompt: TrainingPrompt) -> None:
         """Start the agents of a prompt."""
-        group = self._groups[prompt.id] = _Group(prompt)
+        group = self._groups[prompt.id] = PromptTrajectories(prompt)
         for index in range(self._n):
             self._start(group, index)
 
@@ -133,7 +133,7 @@ class AgentTrajectories:
 
     # One trajectory
 
-    def _start(self, group: _Group, index: int) -> None:
+    def _start(self, group: PromptTrajectories, index: int) -> None:
         prompt, failures = group.prompt, group.failures.get(index, 0)
         name = f"{prompt.id}.{index}.{self._attempt}{failures}"
         task_id = f"{prompt.id}.{index}"
@@ -146,13 +146,13 @@ class AgentTrajectories:
         self._group_of[name] = group, index
         self._runner.start(self.run, StartAgent(name, task, headers))
 
-    def _names(self, group: _Group) -> list[str]:
+    def _names(self, group: PromptTrajectories) -> list[str]:
         return [*group.running.values(), *(name for name, _ in group.finished.values())]
 
-    def _group_name(self, group: _Group) -> str:
+    def _group_name(self, group: PromptTrajectories) -> str:
         return f"{group.prompt.id}.{self._attempt}"
 
-    def _failed(self, group: _Group, index: int, name: str, problem: str) -> None:
+    def _failed(self, group: PromptTrajectories, index: int, name: str, problem: str) -> None:
         """Repeat a trajectory that failed, or give its group up."""
         self.failed += 1
         self._failures_in_a_row += 1
@@ -169,12 +169,12 @@ class AgentTrajectories:
         elif not group.running and not group.finished:
             self.delivered(group.prompt.id, index)
 
-    def _give_up(self, group: _Group, reason: str) -> None:
+    def _give_up(self, group: PromptTrajectories, reason: str) -> None:
         """Reject a whole group."""
         self.reject([group.prompt.id])
         self._replace(group.prompt, reason)
 
-    def _judge(self, group: _Group) -> None:
+    def _judge(self, group: PromptTrajectories) -> None:
         if self._accept([reward for _, reward in group.finished.values()]):
             self._done(group, list(group.finished))
         else:
@@ -182,7 +182,7 @@ class AgentTrajectories:
 
     # At the engine
 
-    def _done(self, group: _Group, indices: list[int]) -> None:
+    def _done(self, group: PromptTrajectories, indices: list[int]) -> None:
         """End trajectories that have a reward. Those of agents that made no request do not exist, and have failed."""
         names = {index: group.finished[index][0] for index in indices}
         ends = {

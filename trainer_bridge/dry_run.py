@@ -44,6 +44,8 @@ def dry_run(config: Config) -> list[str]:
 
 def _model(config: Config) -> str:
     check_model(config)
+    if not any(Path(config.hf_checkpoint).glob("*.safetensors")):
+        raise ConfigError(f"{config.hf_checkpoint} has no *.safetensors, which the trainer reads")
     shape = ModelShape.read(Path(config.hf_checkpoint))
     shape.check_tensor_parallel(config.tensor_model_parallel_size)
     return f"{shape.family}, {shape.layers} layers ({config.hf_checkpoint})"

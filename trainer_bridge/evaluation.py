@@ -1,7 +1,6 @@
 """Evaluation on held-out prompts, as a run of its own at the engine (`<run>/eval`)."""
 
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from sglang_april.client.types import RolloutGroup
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
 from trainer_bridge.rewards import Rewards, RewardSample, Score
+from trainer_bridge.sampling import evaluation_params
 
 
 def evaluation_round_id(run: str, step: int) -> str:
@@ -29,24 +29,13 @@ def evaluate(
     """
     data.position = 0
     prompts = {prompt.id: prompt for prompt in data.take(len(data))}
-    params: dict[str, Any] = {
-        "temperature": config.eval_temperature,
-        "max_new_tokens": config.eval_max_response_len or config.rollout_max_response_len,
-        "sampling_seed": config.rollout_seed,
-    }
-    if config.eval_top_p < 1:
-        params["top_p"] = config.eval_top_p
-    if config.rollout_stop:
-        params["stop"] = config.rollout_stop
-    if config.rollout_stop_token_ids:
-        params["stop_token_ids"] = config.rollout_stop_token_ids
     scores: list[Future[list[Score]]] = []
     lengths: list[int] = []
     for event in client.stream(
         run=f"{run}/eval",
         round_id=evaluation_round_id(run, step),
         prompts=[prompt.body(config.n_samples_per_eval_prompt) for prompt in prompts.values()],
-        sampling_params=params,
+        sampling_params=evaluation_params(config),
         quota=None,
         quota_unit="group",
         keep_until_ack=True,

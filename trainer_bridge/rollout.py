@@ -11,6 +11,7 @@ from trainer_bridge.evaluation import evaluate
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, TrainingPrompt
 from trainer_bridge.rollout_collector import RolloutCollector, ScoredRollout
+from trainer_bridge.sampling import rollout_params
 
 
 class RolloutSource(Protocol):
@@ -118,7 +119,7 @@ class RolloutDriver:
             "run": self._run,
             "round_id": round_id,
             "prompts": [self.pool.body(prompt, config.n_samples_per_prompt) for prompt in prompts],
-            "sampling_params": config.rollout_params,
+            "sampling_params": rollout_params(config),
             "quota": quota,
             "quota_unit": config.quota_unit,
             "count": "accepted" if config.dynamic_sampling and quota is not None else "finished",

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.launch_checks import damage_of
+from sglang_april.launch_checks import damage_of, no_tokenizer
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
+from trainer_bridge.sampling import rollout_params
 
 NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
@@ -32,7 +33,7 @@ class RunError(RuntimeError):
 
 def modified_sampling(config: Config) -> list[str]:
     """The sampling parameters of a training round that make the trainer's ratios approximate."""
-    params = config.rollout_params
+    params = rollout_params(config)
     return [
         name
         for name in MODIFYING_SAMPLING
@@ -162,5 +163,7 @@ def check_model(config: Config) -> None:
     folder = Path(config.hf_checkpoint)
     if not (folder / "config.json").exists():
         raise ConfigError(f"hf_checkpoint: {folder} contains no config.json; it must be a Hugging Face folder")
-    if damage := damage_of(str(folder)):
+    flags = " ".join(config.server_flags)
+    own = config.server is None and "--tokenizer-path" not in flags and "--skip-tokenizer-init" not in flags
+    if damage := damage_of(str(folder)) or (no_tokenizer(str(folder)) if own else None):
         raise ConfigError(f"hf_checkpoint: {damage.removeprefix('--model-path ')}")

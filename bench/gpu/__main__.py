@@ -4,7 +4,7 @@
     make gpu GPU_ARGS="--only resume live"       # only pieces whose names start so
     make gpu GPU_ARGS=--rehearse                 # the same pieces at their smallest, on the CPU platform
 
-The page at the end says what passed. Nothing is downloaded.
+The page at the end lists what passed. Nothing is downloaded.
 """
 
 import argparse
@@ -31,15 +31,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--rehearse", action="store_true", help="the same pieces at their smallest, on the CPU platform"
+        "--rehearse", action="store_true", help="run the smallest form of each piece on the CPU platform"
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only pieces whose names start so")
-    parser.add_argument("--again", action="store_true", help="also pieces that passed before")
-    parser.add_argument("--list", action="store_true", help="print the pieces and their commands, and run none")
     parser.add_argument(
-        "--checkpoints", nargs=2, type=Path, metavar="DIR", help="two checkpoints of Qwen3-0.6B's shape"
+        "--only", nargs="+", default=[], metavar="NAME", help="run only pieces whose names start with NAME"
     )
-    parser.add_argument("--out", type=Path, help="folder of logs, state and page (out/gpu, out/gpu-rehearsal)")
+    parser.add_argument("--again", action="store_true", help="also run pieces that have passed")
+    parser.add_argument("--list", action="store_true", help="print the pieces and their commands without running them")
+    parser.add_argument(
+        "--checkpoints", nargs=2, type=Path, metavar="DIR", help="two checkpoints with the shape of Qwen3-0.6B"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for logs, state and page (default: out/gpu or out/gpu-rehearsal)"
+    )
     return parser.parse_args(given)
 
 

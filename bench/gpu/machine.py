@@ -19,7 +19,7 @@ BACKENDS = ("flashinfer", "sgl_kernel", "aiter", "triton")
 def main(given: list[str] | None = None) -> int:
     """Returns 0 if the pieces can run here."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.machine", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--no-gpu", action="store_true", help="a rehearsal: no GPU is expected")
+    parser.add_argument("--no-gpu", action="store_true", help="expect no GPU (rehearsal)")
     args = parser.parse_args(given)
     machine = record.machine()
     print(f"{machine['cpu']}, {machine['cores']} cores; {machine['os']}")

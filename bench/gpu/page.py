@@ -88,8 +88,8 @@ def _stop(rows: list[Row]) -> list[list[str]]:
     took: dict[tuple[str, ...], list[float]] = {}
     for row in _newest(rows):
         size = f"{row['running']} running" if "running" in row else f"{row['reply_tokens']:,} tokens"
-        took.setdefault((size, row["way"], row["format"]), []).append(row["latency_ms"])
-    return [["case", "way", "format", "ms, median"], *([*case, f"{median(ms):.1f}"] for case, ms in took.items())]
+        took.setdefault((size, row["variant"], row["format"]), []).append(row["latency_ms"])
+    return [["case", "variant", "format", "ms, median"], *([*case, f"{median(ms):.1f}"] for case, ms in took.items())]
 
 
 def _kernels(rows: list[Row]) -> list[list[str]]:

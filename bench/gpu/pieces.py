@@ -15,12 +15,12 @@ PLAIN = "--attention-backend triton --sampling-backend pytorch"
 """Backends that take any head size and float32, as the tiny models have them."""
 BACKENDS = {"cuda": ("default", "flashinfer", "fa3", "triton"), "rocm": ("default", "aiter", "triton")}
 CONTINUES = "the budget was too small"
-"""What bench.rollout says if cells are left; the next call measures them under the same run id."""
+"""What bench.rollout prints if cells are left; the next call measures them under the same run id."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One command. It passed if it ends with status 0 and does not say `CONTINUES`."""
+    """One command. It passed if it ends with status 0 and does not print `CONTINUES`."""
 
     name: str
     command: tuple[str, ...]

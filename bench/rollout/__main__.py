@@ -34,25 +34,40 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         prog="python -m bench.rollout",
         description="Rollout rounds with real weight pushes between them, for every variant, in the steady state.",
     )
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes and tables (%(default)s)")
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), default="cpu", help="preset of sizes and tables (%(default)s)"
+    )
     parser.add_argument(
         "--budget-minutes", type=float, default=60.0,
-        help="servers' start included (%(default)s); under 30 the main table has three repetitions",
+        help="time limit, server start included (%(default)s); below 30 the main table has three repetitions",
     )  # fmt: skip
     parser.add_argument("--run-id", help="continue this run: cells that have rows are not measured again")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "rollout.json", help="for rows (%(default)s)")
-    parser.add_argument("--variants", nargs="+", choices=tuple(KINDS), help="only these")
-    parser.add_argument("--ablation", help="only the tables of this one, e.g. over-sampling, knobs, drain, 'n 8'")
-    parser.add_argument("--distribution", help="instead of the preset's cells: this one, e.g. trace:lengths.json")
-    parser.add_argument("--repetitions", type=int, help="of the main table")
-    parser.add_argument("--warm-rounds", type=int, help="rounds after which measuring begins, steady or not")
     parser.add_argument(
-        "--over-sampling", type=float, help="over-sampling factor of client-side variants, if none is measured"
+        "--out",
+        type=Path,
+        default=record.RESULTS / "rollout.json",
+        help="file to which rows are appended (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
-    parser.add_argument("--gpu-gb", type=float, help="memory of the GPU that a /8 preset is for (default: 141)")
-    parser.add_argument("--pace", type=Path, help="table of step times of a paced preset (Qwen3-4B on one H100)")
-    parser.add_argument("--checkpoints", nargs=2, type=Path, metavar="DIR", help="two policies of one model")
+    parser.add_argument("--variants", nargs="+", choices=tuple(KINDS), help="measure only these variants")
+    parser.add_argument(
+        "--ablation", help="measure only the tables of this ablation, e.g. over-sampling, knobs, drain, 'n 8'"
+    )
+    parser.add_argument(
+        "--distribution", help="measure this length distribution instead of the preset's cells, e.g. trace:lengths.json"
+    )
+    parser.add_argument("--repetitions", type=int, help="repetitions of the main table")
+    parser.add_argument(
+        "--warm-rounds", type=int, help="rounds after which measuring begins even if the carry is not steady"
+    )
+    parser.add_argument(
+        "--over-sampling", type=float, help="over-sampling factor of client-side variants for which none is measured"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and lengths (%(default)s)")
+    parser.add_argument("--gpu-gb", type=float, help="memory in GB of the GPU that a /8 preset is for (default: 141)")
+    parser.add_argument("--pace", type=Path, help="step times of a paced preset (default: Qwen3-4B on one H100)")
+    parser.add_argument(
+        "--checkpoints", nargs=2, type=Path, metavar="DIR", help="checkpoints of two policies of one model"
+    )
     parser.add_argument("--server", metavar="URL", help="URL of a running patched server, used for all variants")
     parser.add_argument("--stock-server", metavar="URL", help="with --server: URL of a stock server for the baselines")
     parser.add_argument("--server-options", default="", help="more flags for both servers, in one string")

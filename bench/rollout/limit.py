@@ -76,8 +76,8 @@ def prompts(count: int, tokens: int) -> list[list[int]]:
 
 def of_snapshots(seen: Sequence[Counters], batch: int, prompt_tokens: int = 0) -> Decoded:
     """The decode rate from counters read while the full batch ran and nothing waited."""
-    full = [look for look in seen if look.running == batch and not look.waiting]
-    full = [look for number, look in enumerate(full) if not number or look.steps > full[number - 1].steps]
+    full = [probe for probe in seen if probe.running == batch and not probe.waiting]
+    full = [probe for number, probe in enumerate(full) if not number or probe.steps > full[number - 1].steps]
     if len(full) < 2:
         raise NeverFullError(f"the batch of {batch} was never seen full twice: give it more tokens, or a larger pool")
     begun = seen[0].decoded

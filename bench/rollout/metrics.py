@@ -74,7 +74,7 @@ def check_identity(blocks: Sequence[Block]) -> bool | None:
     return True
 
 
-def figures(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Sequence[float]) -> dict[str, Any]:
+def round_metrics(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits: Sequence[float]) -> dict[str, Any]:
     """The measured part of a row. `limits`: full-batch decode rates in tokens/s before, between and after the rounds,
     each over the same number of tokens, so that their harmonic mean is the overall rate."""
     rounds = [measured for block in blocks for measured in block.rounds]

@@ -138,7 +138,7 @@ class Preset:
         for repetition in range(self.repetitions):
             yield from (Cell("lognormal", variant, repetition) for variant in MAIN)
         for table in self._tables():
-            # One repetition says which factor is best.
+            # One repetition is enough to choose the factor.
             yield from table if table[0].tries else self._twice(table)
 
     def _twice(self, table: list[Cell]) -> Iterator[Cell]:
@@ -225,7 +225,7 @@ class FewVariants(Preset):
 
 
 class Tiny(Preset):
-    """Every variant once, a filter and a drain: a smoke test whose figures mean nothing."""
+    """Every variant once, a filter and a drain: a smoke test whose rates are not measurements."""
 
     def cells(self) -> Iterator[Cell]:
         yield from (Cell("lognormal", variant) for variant in (*MAIN, *OTHERS))

@@ -11,7 +11,7 @@ from bench.record import Row
 from bench.rollout import april, baselines, in_flight
 from bench.rollout.engine_client import Counters, EngineError
 from bench.rollout.interleaving import BLOCK, Interleaving, interleaved_groups, kind, shuffled
-from bench.rollout.metrics import Block, IdentityError, Measured, between, figures, grown
+from bench.rollout.metrics import Block, IdentityError, Measured, between, grown, round_metrics
 from bench.rollout.presets import Cell
 from bench.rollout.steady_state import carry_is_level, is_steady
 from bench.rollout.testbed import MachineProbe, Testbed
@@ -251,7 +251,7 @@ class Runner:
             "trainer_s": track.trainer_s,
             "step_ms_by_batch": machine.observed.step_ms(),
             "costs": machine.costs(),
-            **figures(blocks, track.plan, track.lengths, machine.limits),
+            **round_metrics(blocks, track.plan, track.lengths, machine.limits),
             "carry_source": "counter" if blocks[0].rounds[0].round.generated is None else "client",
         }
         row["samples_lost"], row["samples_twice"] = lost(track.variant, track.plan.n)

@@ -96,10 +96,10 @@ async def agent(task: AgentTask, client: AsyncOpenAI) -> float:
     messages = [{"role": "user", "content": task.content}]
     for turn in range(MAX_TURNS):
         reply = await client.chat.completions.create(model="default", messages=messages, **task.sampling)  # type: ignore[arg-type]
-        said = reply.choices[0].message.content or ""
-        match said.split():
+        answer = reply.choices[0].message.content or ""
+        match answer.split():
             case ["answer", word] if word.isdecimal():
                 return reward(numbers, int(word))
         await asyncio.sleep(tool_seconds(task.id, turn))
-        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": calculate(said)}]
+        messages += [{"role": "assistant", "content": answer}, {"role": "tool", "content": calculate(answer)}]
     return 0.0

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.rollout.engine_client import EngineClient
 from examples import interrupt
+from examples.april_demo.other_load import other_load
 from examples.april_demo.report import (
     TITLES,
     draw_learning,
@@ -30,13 +31,20 @@ from examples.april_demo.report import (
 from examples.april_demo.rounds import VARIANTS, Result, make_variants, metrics, run_interleaved
 from examples.april_demo.server import has_gpu, running_server
 from examples.april_demo.settings import ROOT, Settings, Training
-from examples.april_demo.training import TRAINED, Trained, configuration, import_trainer, prepare, train
-from examples.april_demo.training import figures as training_figures
+from examples.april_demo.training import (
+    TRAINED,
+    Trained,
+    configuration,
+    import_trainer,
+    prepare,
+    train,
+    training_metrics,
+)
 from sglang_april.client import AprilError
 
 Row = dict[str, Any]
 FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HTTPError, aiohttp.ClientError)
-"""What the server, the engine's routes and the trainer raise, each with a message that says why."""
+"""What the server, the engine's routes and the trainer raise, each with a message that names the reason."""
 
 
 BUSY_PERCENT = 20.0
@@ -44,7 +52,7 @@ BUSY_PERCENT = 20.0
 
 
 def busy_warning(percent: float) -> str:
-    """What to know about figures from a machine of which other processes use so much; empty if they use little."""
+    """A warning if other processes use this share of the machine; empty if they use little."""
     if percent <= BUSY_PERCENT:
         return ""
     return (
@@ -76,10 +84,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--server", metavar="URL", help="use a running server (started with the demo's model)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder for the results")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="measured rounds (%(default)s)")
-    parser.add_argument("--warmup-rounds", type=int, default=default.warmup_rounds, help="rounds before (%(default)s)")
+    parser.add_argument(
+        "--warmup-rounds", type=int, default=default.warmup_rounds, help="rounds before the measured ones (%(default)s)"
+    )
     parser.add_argument("--groups", type=int, default=default.groups, help="groups per round (%(default)s)")
-    parser.add_argument("--samples-per-group", type=int, default=default.samples_per_group, help="n (%(default)s)")
-    parser.add_argument("--slots", type=int, default=default.slots, help="samples at once (%(default)s)")
+    parser.add_argument(
+        "--samples-per-group", type=int, default=default.samples_per_group, help="samples per group (%(default)s)"
+    )
+    parser.add_argument(
+        "--slots", type=int, default=default.slots, help="samples that run at the same time (%(default)s)"
+    )
     parser.add_argument(
         "--over-provision",
         type=float,
@@ -87,11 +101,15 @@ def arguments() -> argparse.Namespace:
         help="over-sampling factor of the client-side baseline (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of prompts and sampling (%(default)s)")
-    parser.add_argument("--steps", type=int, default=default.training.steps, help="of training; 0: none (%(default)s)")
     parser.add_argument(
-        "--train-groups", type=int, default=default.training.groups, help="groups per step (%(default)s)"
+        "--steps", type=int, default=default.training.steps, help="training steps; 0 skips the training (%(default)s)"
     )
-    parser.add_argument("--held-out", type=int, default=default.training.held_out, help="problems (%(default)s)")
+    parser.add_argument(
+        "--train-groups", type=int, default=default.training.groups, help="groups per training step (%(default)s)"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=default.training.held_out, help="problems per evaluation (%(default)s)"
+    )
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(default.variants))
     parser.add_argument("server_options", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -144,7 +162,7 @@ async def run_all(url: str, settings: Settings, console: Console, started: float
 def run_rounds(url: str, settings: Settings, out: Path, console: Console, started: float) -> tuple[list[Row], float]:
     """First part: the variants' rounds in turn; their rows, and the seconds to the first finished round."""
     results, first = asyncio.run(run_all(url, settings, console, started))
-    rows = [metrics(result, settings) | training_figures(None) for result in results]
+    rows = [metrics(result, settings) | training_metrics(None) for result in results]
     draw_timeline(out / "running_batch.png", results, rows, settings)
     return rows, first
 
@@ -155,8 +173,9 @@ def run_training(url: str, rows: list[Row], settings: Settings, out: Path, conso
     data, trained = prepare(settings, out), dict[str, Trained]()
     for name in (name for name in TRAINED if name in by_variant):
         console.rule(f"training, {TITLES[name]}")
-        trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
-        by_variant[name].update(training_figures(trained[name]))
+        with other_load() as others:
+            trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
+        by_variant[name].update(training_metrics(trained[name], others.share))
         draw_learning(out / "learning.png", trained)
 
 

@@ -54,7 +54,7 @@ TRAINING_COLUMNS = {
 
 
 def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
-    """The figures side by side."""
+    """The results side by side."""
     title = (
         f"{settings.rounds} rounds of {settings.groups} groups × {settings.samples_per_group} samples, "
         f"{settings.slots} slots, a push before every round; client-side over-sampling {settings.over_provision:g} ×"
@@ -101,6 +101,8 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
         }
         table.add_row(*(shown[key] for key in TRAINING_COLUMNS))
     console.print(table)
+    loads = " and ".join(f"{row['training']['other_load']:.0%}" for row in trained)
+    console.print(f"the runs follow each other; meanwhile other processes used {loads} of the cores", soft_wrap=True)
     for row in trained:
         if not row["training"]["learned"]:
             console.print(f"[yellow]{row['variant']}: the gain is not above two standard errors of the held-out set")

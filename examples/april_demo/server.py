@@ -21,7 +21,7 @@ START_TIMEOUT_S = 600.0
 
 
 class ServerError(RuntimeError):
-    """The server did not come up; the message says where its log is."""
+    """The server did not come up; the message names its log."""
 
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

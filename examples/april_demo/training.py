@@ -1,8 +1,10 @@
 """Training on the demo's server: waiting for all, then with the batch quota; Megatron runs on the CPU.
 
 Both runs start from the same weights, learn from the same prompts in the same order with the same seeds, and take the
-same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs do
-not take turns, because the server has the weights of one of them.
+same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs
+follow each other: a server has the weights of one policy, and its versions, from which staleness is counted, are those
+of one run. To take turns they would need a server each. Instead, each run reports what other processes used of the
+cores meanwhile, so that a difference of seconds that the machine made is seen.
 """
 
 from __future__ import annotations
@@ -137,8 +139,12 @@ def import_trainer() -> None:
     import trainer_bridge.megatron.policy  # noqa: F401
 
 
-def figures(trained: Trained | None) -> Row:
-    """What training adds to a variant's row; None for a variant that did not train."""
+def training_metrics(trained: Trained | None, other_load: float = 0.0) -> Row:
+    """What training adds to a variant's row; None for a variant that did not train.
+
+    Args:
+        other_load: share of the cores that other processes used during the run.
+    """
     names = ("reward_before", "reward_after", "reward_se", "seconds", "training")
     if trained is None:
         return dict.fromkeys(names)
@@ -154,6 +160,7 @@ def figures(trained: Trained | None) -> Row:
             "steps": len(steps),
             "samples": last["samples_so_far"],
             "held_out": first["prompts"],
+            "other_load": round(other_load, 3),
             "gain": round(trained.gain, 4),
             "learned": trained.learned,
             "seconds_per_step": round(last["seconds_so_far"] / len(steps), 3),

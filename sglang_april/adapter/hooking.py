@@ -24,7 +24,7 @@ class HookError(RuntimeError):
 _applied: list[tuple[str, str, Handler]] = []
 """(path, kind, handler) of every hook, in the order of the table."""
 _verified: list[str] = []
-_stood_down: list[bool] = []
+_disabled: list[bool] = []
 """Not empty: this process is a server that stays plain SGLang."""
 
 
@@ -53,9 +53,9 @@ def apply() -> None:
     HookRegistry.apply_hooks = apply_and_verify
 
 
-def stand_down() -> None:
+def disable() -> None:
     """No handler does anything from now on, and child processes register none: the server is plain SGLang."""
-    _stood_down.append(True)
+    _disabled.append(True)
     os.environ.pop(config.ENV, None)
 
 
@@ -96,7 +96,7 @@ def _lazy(package: str, row: Hook) -> Callable[..., Any]:
         return pkgutil.resolve_name(path)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _stood_down:  # an `around` handler calls SGLang's function, and the others may do nothing
+        if _disabled:  # an `around` handler calls SGLang's function, and the others may do nothing
             return args[0](*args[1:], **kwargs) if row.kind == "around" else None
         return fail_stop.run_handler(row, resolve(), args, kwargs)
 

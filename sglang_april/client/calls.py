@@ -28,10 +28,10 @@ Exchange = Generator[httpx.Request, httpx.Response, T]
 
 
 class AprilError(Exception):
-    """An error reply of the server: `status` (HTTP), `field` and `reason`."""
+    """An error reply of the server: `status` (HTTP; 0 without a reply), `field` and `reason`."""
 
     def __init__(self, status: int, field: str, reason: str) -> None:
-        super().__init__(f"{status} {field}: {reason}")
+        super().__init__(f"{status} {field}: {reason}" if status else reason)
         self.status, self.field, self.reason = status, field, reason
 
 

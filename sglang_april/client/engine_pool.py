@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_april.client.calls import AprilError, push_stays_open
+from sglang_april.client.calls import AprilError, push_stays_open, with_round_id
 from sglang_april.client.client import AprilClient
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
@@ -29,7 +29,12 @@ class EnginePool:
         self._open: dict[str, SharedRound] = {}
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
-        """`AprilClient.stream` over all engines: with previews, groups as they finish; at the end one summary."""
+        """`AprilClient.stream` over all engines: with previews, groups as they finish; at the end one summary.
+
+        Raises:
+            AprilError: an engine refused the round, or was lost (`ServerLostError`); groups stay at their engines.
+        """
+        body = with_round_id(body)
         shared = self._open[body["round_id"]] = SharedRound(self.clients, body)
         try:
             yield from shared.run()

@@ -1,6 +1,6 @@
 """`--april-cpu-pace FILE`: forwards on the CPU platform end no earlier than a GPU's would.
 
-The small model's forward runs inline, with real tokens and KV pages. A clock stands for the GPU: a forward begins when
+The small model's forward runs inline, with real tokens and KV pages. A clock models the GPU: a forward begins when
 it is launched or when the previous one ends, whichever is later, and takes the time of the table. Nothing is slept at
 launch: the events that SGLang records on its streams carry the clock's reading, and waiting for one sleeps until then,
 so the overlap loop hides host work behind a step as it does on a GPU. Forwards are one stream, so they queue.

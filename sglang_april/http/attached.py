@@ -1,4 +1,4 @@
-"""What the scheduler says of attached requests when they end, until their answers take it (`attached-request`)."""
+"""What the scheduler reports of an attached request at its end, until the answer contains it (`attached-request`)."""
 
 import asyncio
 from collections import OrderedDict

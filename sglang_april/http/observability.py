@@ -32,12 +32,12 @@ Asgi = Callable[..., Awaitable[None]]
 
 def add_open_routes(app: FastAPI) -> None:
     """Add all three. `/metrics` comes before SGLang's, which is added when the server starts."""
-    states: dict[AprilService, _State] = {}
+    states: dict[AprilService, StateReader] = {}
 
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus's text format."""
         april = request.app.state.april
-        state = await states.setdefault(april, _State(april)).get()
+        state = await states.setdefault(april, StateReader(april)).get()
         content = await asyncio.to_thread(april.metrics.exposition, state)
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -49,7 +49,7 @@ def add_open_routes(app: FastAPI) -> None:
     app.build_middleware_stack = lambda: _before_keys(build())  # type: ignore[method-assign]
 
 
-class _State:
+class StateReader:
     """The state of a server for scrapes: one command at a time, however many there are."""
 
     def __init__(self, april: AprilService) -> None:

@@ -19,7 +19,7 @@ MAX_TOP_LOGPROBS = 60_000_000
 GREEDY = 1e-6
 """SGLang draws greedily below this temperature, from logits that it does not divide."""
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-PENALTIES_LAG = "penalties need --disable-overlap-schedule: in the overlap loop they lag by a token"
+PENALTIES_LAG = "penalties need --disable-overlap-schedule: in the overlap loop they are one token late"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RequestBuilder:
 
     def _need_tokenizer(self, field: str) -> None:
         if not self._server.has_tokenizer:
-            raise bad(field, "the server runs without a tokenizer: give input_ids")
+            raise bad(field, "the server has no tokenizer; use input_ids")
 
     def _prompt(self, prompt: PromptBody, raw: bytes, at: str) -> messages.Prompt:
         source = "text" if prompt.text is not None else "messages" if prompt.messages is not None else "input_ids"
@@ -92,7 +92,7 @@ class RequestBuilder:
         self._check_length(raw, params, f"{at}.{source}", _where("max_new_tokens", prompt.sampling_params, at))
         self._check_top_logprobs(prompt, raw, params, f"{at}.top_logprobs_num")
         if prompt.priority is not None and not self._server.priority:
-            raise bad(f"{at}.priority", "the server does not schedule by priority (--enable-priority-scheduling)")
+            raise bad(f"{at}.priority", "requires a server with --enable-priority-scheduling")
         metadata = b"" if prompt.metadata is None else msgspec.msgpack.encode(prompt.metadata)
         return messages.Prompt(
             id=prompt.id,
@@ -172,7 +172,7 @@ class RequestBuilder:
         if len(grammars) > 1:
             raise bad(grammars[1], f"only one grammar may be set, and {grammars[0]} is")
         if grammars and not server.grammar:
-            raise bad(grammars[0], "the server runs without a grammar backend")
+            raise bad(grammars[0], "the server has no grammar backend")
         for name in ("stop_token_ids", "logit_bias"):
             for token in map(int, merged.get(name) or ()):
                 if token >= server.vocab_size:
@@ -206,7 +206,7 @@ def open_round(
         RequestError: a prompt, a parameter or the tier cannot be served; the error names the field.
     """
     if body.tier == "disk" and config.disk_dir is None:
-        raise bad("tier", "disk needs a server with --april-disk-dir")
+        raise bad("tier", "disk requires a server with --april-disk-dir")
     builder = RequestBuilder(engine, body.sampling_params)
     return messages.OpenRound(seq, spec, builder.prompts(body.prompts), builder.params)
 

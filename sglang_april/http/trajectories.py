@@ -26,7 +26,7 @@ class TrajectoryRecord:
     legs: dict[int, messages.LegEnded] = field(default_factory=dict)
     """The ended legs by number."""
     ended: DoneBody | None = None
-    """What its caller said when it was done."""
+    """Reward and metadata from the `done` call."""
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +179,7 @@ class TrajectoryRecords:
         return self._records.get((run, name))
 
     def done(self, run: str, ended: dict[str, DoneBody]) -> None:
-        """Trajectories are done; what was said first counts."""
+        """Trajectories are done; the first call counts."""
         for name, body in ended.items():
             record = self.of(run, name)
             record.ended = record.ended or body

@@ -18,14 +18,14 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 def check_rollout(body: RolloutBody, packed: bool) -> str:
     """Check a request, convert its `input_ids` to bytes, and return the request's fingerprint.
 
-    The fingerprint distinguishes a repeated request from a different one with the same `round_id`. The form of the
-    reply (`stream`, `previews`, JSON or msgpack) is not part of it.
+    The fingerprint distinguishes a repeated request from a different one with the same `round_id`. The
+    encoding of the reply (`stream`, `previews`, JSON or msgpack) is not part of it.
 
     Raises:
         RequestError: 400 with the field.
     """
     if body.round_id in (".", ".."):
-        raise bad("round_id", "must not be . or .., which no URL can name")
+        raise bad("round_id", "must not be . or .., which cannot be used in a URL")
     if body.sampling_params is not None:
         _check_sampling(body.sampling_params, "sampling_params")
     check_prompts(body.prompts, packed)
@@ -34,17 +34,17 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
 
 
 def _check_trajectories(body: RolloutBody) -> None:
-    """Refuse what a round of trajectories does not have, and its fields in a round of prompts."""
+    """Refuse fields that a round of trajectories does not support, and its own fields in other rounds."""
     grouped = body.trajectories and body.quota_unit == "group"
     if body.trajectories and body.quota_unit not in ("group", "trajectory"):
-        raise bad("quota_unit", "must be given as group or trajectory in a round of trajectories")
+        raise bad("quota_unit", "must be group or trajectory in a round of trajectories")
     if (body.n is not None) != grouped:
         raise bad("n", "is needed with quota_unit group and trajectories true, and belongs to the prompt otherwise")
     if not (body.trajectories or body.quota_unit == "trajectory"):
         return
     for name in ("prompts", "sampling_params", "proximal", "stream"):
         if getattr(body, name):
-            raise bad(name, "has no meaning in a round of trajectories")
+            raise bad(name, "is not supported in a round of trajectories")
     for name, value in (("count", "finished"), ("quota_mode", "first")):
         if getattr(body, name) != value:
             raise bad(name, f"must be {value} in a round of trajectories")
@@ -151,13 +151,13 @@ def _check_lengths(params: SamplingBody, field: str, n: int | None) -> None:
     if not isinstance(lengths, list):
         return
     if n is None:
-        raise bad(field, "may be a list only on a prompt, whose n samples it is for")
+        raise bad(field, "may be a list only in the sampling_params of a prompt, with one number per sample")
     if len(lengths) != n:
         raise bad(field, f"has {len(lengths)} numbers for {n} samples")
 
 
 def _check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """Metadata is returned as JSON or msgpack, so it may hold only what both can express."""
+    """Metadata is returned as JSON or msgpack, so only values that both can represent are accepted."""
     if depth > MAX_DEPTH:
         raise bad(field, f"is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, (str, bool)):

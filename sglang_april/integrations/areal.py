@@ -37,7 +37,7 @@ class Backend(SGLangBackend):
         if with_lora or req.image_data or req.metadata.get("return_routed_experts"):
             return request
         params = request.payload["sampling_params"]
-        if params["top_k"] >= 10**6:  # AReaL's way to say all
+        if params["top_k"] >= 10**6:  # AReaL's value for "all"
             params["top_k"] = -1
         if not params["frequency_penalty"]:
             del params["frequency_penalty"]

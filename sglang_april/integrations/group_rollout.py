@@ -178,7 +178,7 @@ class _Rollout:
     # --- while it runs
 
     async def _judge(self, group: RolloutGroup) -> None:
-        """Reward and filter a finished group, tell its engine, and replace it if it is dropped."""
+        """Reward and filter a finished group, send the verdict to its engine, and replace it if it is dropped."""
         samples = await self._score(group)
         reason = self._framework.drop_reason(self._args, samples, self._remaining)
         try:

@@ -82,7 +82,7 @@ class JournalSnapshot(msgspec.Struct):
     gone: list[str] = []
     """Ids of rounds whose replies are no longer kept."""
     ids: list[tuple[str, str, int]] = []
-    """(run, prompt id, next incarnation), the least recently accepted first; an empty id stands for all others."""
+    """(run, prompt id, next incarnation), the least recently accepted first; an empty id means all others."""
     rounds_opened: dict[str, int] = {}
     epoch: str = ""
     """Name of the last server epoch with this journal; the lock files of the disk tier contain it too."""

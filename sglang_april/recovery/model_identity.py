@@ -10,17 +10,17 @@ import msgspec
 
 
 class ModelIdentity(msgspec.Struct):
-    """The path of a model, and what must not differ: values by the names that a refusal uses."""
+    """The path of a model, and the properties that must not differ, by the names that a refusal uses."""
 
     path: str
-    facts: dict[str, str]
+    properties: dict[str, str]
 
     def difference(self, other: "ModelIdentity") -> str:
-        """The first fact that differs from the `other` model's, with both values; empty if there is none."""
-        for name in {**self.facts, **other.facts}:
-            here, there = self.facts.get(name, "unknown"), other.facts.get(name, "unknown")
-            if here != there:
-                return f"{name} {here} in {self.path} and {there} in {other.path}"
+        """The first property that differs from those of the `other` model, with both values; empty if there is none."""
+        for name in {**self.properties, **other.properties}:
+            own, others = self.properties.get(name, "unknown"), other.properties.get(name, "unknown")
+            if own != others:
+                return f"{name} {own} in {self.path} and {others} in {other.path}"
         return ""
 
 

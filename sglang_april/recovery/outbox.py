@@ -2,8 +2,8 @@
 
 Acceptance is written before the round's 200, finished samples before a stream shows them, delivery before its reply.
 The scheduler's loop never waits for a disk: such an event waits here until the writer's thread releases it. Later
-events wait behind it; answers without a record are sent at once. If the record can never be written, the event says so
-instead of its promise.
+events wait behind it; answers without a record are sent at once. If the record can never be written, the event
+carries the error instead.
 """
 
 import threading

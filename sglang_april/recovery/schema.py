@@ -103,7 +103,7 @@ def _insert_groups(db: sqlite3.Connection, run: str, groups: list[NewGroup]) -> 
 
 
 def _forget_ids(db: sqlite3.Connection, forgotten: list[ForgottenIds]) -> None:
-    """The empty id, which no prompt has, stands for all that are not remembered."""
+    """The empty id, which no prompt has, means all ids that are not remembered."""
     for run, ids, first in forgotten:
         if ids is None:
             db.execute("DELETE FROM ids WHERE run=?", (run,))
@@ -143,7 +143,7 @@ def ended(event: RoundEnded) -> Op:
             delivered,
         ).rowcount
         if not known or found < len(delivered):
-            raise RecordError("it lacks the round's acceptance or a sample of the reply; the server's log says why")
+            raise RecordError("it lacks the round's acceptance or a sample of the reply; see the server's log")
 
     return op
 

@@ -94,7 +94,7 @@ class Attached:
         return saved if same else None
 
     def end(self, sample: Sample, reason: dict[str, Any] | None = None) -> None:
-        """SGLang has answered the request, finished or aborted, or is about to: tell the HTTP process how it was drawn.
+        """Report spans and version of a request that SGLang has answered or is about to answer, finished or aborted.
 
         The engine's request stays with SGLang, which may report it again: a request that has ended is ignored.
 

@@ -80,39 +80,42 @@ class PeerComparison:
         self._rank, self._peer = rank, peer
         self._step = -1
         self._own: deque[Decided] = deque()
-        self._theirs: deque[Decided] = deque()
+        self._reported: deque[Decided] = deque()
         self._lock = threading.Lock()
 
     def launched(self, step: int, own: Decided | None) -> None:
         """This rank is about to launch the forward of a step, after these decisions."""
         self._step = step
-        if own is not None or self._theirs:
+        if own is not None or self._reported:
             with self._lock:
                 if own is not None:
                     self._own.append(own)
                 self._compare()
 
-    def received(self, theirs: Decided) -> None:
+    def received(self, reported: Decided) -> None:
         """The other rank's next report; it is compared as soon as this rank has come as far."""
         with self._lock:
-            self._theirs.append(theirs)
+            self._reported.append(reported)
             self._compare()
 
     def _compare(self) -> None:
-        while self._theirs and self._theirs[0].step <= self._step:
-            theirs = self._theirs.popleft()
+        while self._reported and self._reported[0].step <= self._step:
+            reported = self._reported.popleft()
             # Reports come in order: the peer has not made an earlier decision that it has not reported.
-            own = self._own.popleft() if self._own and self._own[0].step <= theirs.step else None
-            if own != theirs:
-                raise RanksDifferError(self._sentence(own, theirs))
+            own = self._own.popleft() if self._own and self._own[0].step <= reported.step else None
+            if own != reported:
+                raise RanksDifferError(self._sentence(own, reported))
 
-    def _sentence(self, own: Decided | None, theirs: Decided) -> str:
-        step = theirs.step if own is None else own.step
-        here = own.text if own is not None else "nothing"
-        there = theirs.text if theirs.step == step else "nothing"
-        if here == there:
-            here, there = f"{here} (digest {own.digest if own else 0:08x})", f"{there} (digest {theirs.digest:08x})"
+    def _sentence(self, own: Decided | None, reported: Decided) -> str:
+        step = reported.step if own is None else own.step
+        own_text = own.text if own is not None else "nothing"
+        peer_text = reported.text if reported.step == step else "nothing"
+        if own_text == peer_text:
+            own_text, peer_text = (
+                f"{own_text} (digest {own.digest if own else 0:08x})",
+                f"{peer_text} (digest {reported.digest:08x})",
+            )
         return (
-            f"TP ranks decided differently at step {step}: rank {self._peer} decided {there}; "
-            f"rank {self._rank} decided {here}"
+            f"TP ranks decided differently at step {step}: rank {self._peer} decided {peer_text}; "
+            f"rank {self._rank} decided {own_text}"
         )

@@ -25,7 +25,7 @@ MAX_BRANCHES = 32
 
 Ids = np.ndarray
 """int32, one dimension."""
-Ending = Literal["done", "rejected"]
+Outcome = Literal["done", "rejected"]
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +88,7 @@ class Trajectory:
             common = _common_prefix(sequence.ids, prompt)
             if common and common >= shared:
                 best, shared = sequence, common
-        path = _cut(best.legs, shared) if best is not None else []
+        path = _prefix(best.legs, shared) if best is not None else []
         extends = best if best is not None and shared == len(best.ids) else None
         self.branches += bool(self.sequences) and extends is None
         parent = path[-1][0] if path else None
@@ -138,7 +138,7 @@ class TrajectoryRun:
     """Those that have not left, the one that was used last at the end."""
     done: dict[Trajectory, None] = field(default_factory=dict)
     """Those of them that are done, in order."""
-    ended: "OrderedDict[str, Ending]" = field(default_factory=OrderedDict)
+    ended: "OrderedDict[str, Outcome]" = field(default_factory=OrderedDict)
     """How trajectories have ended, the last ones, delivered ones included."""
     rejected: list[str] = field(default_factory=list)
     """Those that have been rejected since the last reply."""
@@ -175,27 +175,27 @@ class TrajectoryRun:
         Raises:
             RequestError: 404 or 409.
         """
-        wanted: tuple[tuple[str, Ending, Iterable[str]], ...] = (
+        wanted: tuple[tuple[str, Outcome, Iterable[str]], ...] = (
             ("trajectories", "done", done),
             ("reject", "rejected", reject),
         )
-        for name, ending, ids in wanted:
+        for name, outcome, ids in wanted:
             for i in ids:
                 before = self.ended.get(i)
                 if before is None and i not in self.active:
                     raise RequestError(404, name, f"run {self.name!r} has no trajectory {i!r}")
-                if before is not None and before != ending:
+                if before is not None and before != outcome:
                     raise RequestError(409, name, f"trajectory {i!r} has ended: {before}")
 
-    def end(self, name: str, ending: Ending) -> Trajectory | None:
+    def end(self, name: str, outcome: Outcome) -> Trajectory | None:
         """A trajectory that `check` has passed ends; None if it had ended before."""
         if name in self.ended:
             return None
-        self.ended[name] = ending
+        self.ended[name] = outcome
         if len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
         trajectory = self.active[name]
-        if ending == "done":
+        if outcome == "done":
             self.done[trajectory] = None
         else:
             del self.active[name]
@@ -222,11 +222,11 @@ def _common_prefix(a: Ids, b: Ids) -> int:
     return int(differ[0]) if differ.size else length
 
 
-def _cut(legs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+def _prefix(legs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """The legs of the first `length` tokens."""
-    cut: list[tuple[int, int]] = []
+    prefix: list[tuple[int, int]] = []
     for number, end in legs:
-        cut.append((number, min(end, length)))
+        prefix.append((number, min(end, length)))
         if end >= length:
             break
-    return cut
+    return prefix

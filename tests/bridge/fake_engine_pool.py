@@ -21,7 +21,7 @@ class EngineRound:
     ended: RolloutSummary | None = None
 
 
-class FakeEngine:
+class FakePoolEngine:
     """Finishes groups in order of arrival, up to `may_finish` of them."""
 
     def __init__(self) -> None:

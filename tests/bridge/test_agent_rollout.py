@@ -25,7 +25,7 @@ Outcome = Callable[[StartAgent], float | str | None]
 
 
 class FakeRunner:
-    """Ends each trajectory at once, as `outcome` says."""
+    """Ends each trajectory at once, with the result of `outcome`."""
 
     outcome: Outcome
 
@@ -54,7 +54,7 @@ class FakeRunner:
         pass
 
 
-class FakeEngine:
+class FakeAgentEngine:
     """Counts groups whose `n` trajectories are done, and delivers them in that order."""
 
     def __init__(self) -> None:
@@ -142,12 +142,12 @@ class FakeEngine:
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine() -> FakeAgentEngine:
+    return FakeAgentEngine()
 
 
 @pytest.fixture
-def make(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def make(engine: FakeAgentEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(agent_rollout, "AgentRunner", FakeRunner)
     made: list[AgentRollouts] = []
 
@@ -180,7 +180,7 @@ def started(rollouts: AgentRollouts) -> list[str]:
 
 
 def test_groups_are_ended_together_and_carried_ones_are_not_started_again(
-    make: Callable[..., Any], engine: FakeEngine
+    make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
     rollouts = make(lambda start: float(start.task.index))
     first = rollouts.round("r.1", 2)
@@ -206,7 +206,7 @@ def test_the_seed_of_a_trajectory_is_the_same_in_every_attempt_and_run(make: Cal
     assert len(set(seeds.values())) == len(seeds)
 
 
-def test_a_failed_trajectory_is_rejected_logged_and_repeated(make: Callable[..., Any], engine: FakeEngine) -> None:
+def test_a_failed_trajectory_is_rejected_logged_and_repeated(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     failed: list[str] = []
 
     def outcome(start: StartAgent) -> float | str:
@@ -224,7 +224,9 @@ def test_a_failed_trajectory_is_rejected_logged_and_repeated(make: Callable[...,
     assert Counter(started(rollouts))["e0-0.1"] == 2
 
 
-def test_a_group_whose_agent_fails_twice_is_given_up_and_replaced(make: Callable[..., Any], engine: FakeEngine) -> None:
+def test_a_group_whose_agent_fails_twice_is_given_up_and_replaced(
+    make: Callable[..., Any], engine: FakeAgentEngine
+) -> None:
     rollouts = make(lambda start: "broken" if start.task.id == "e0-1.0" else 1.0)
     rollout = rollouts.round("r.1", 3)
     assert [prompt for prompt, _ in delivered(rollout)] == ["e0-0", "e0-2", "e0-3"]
@@ -234,7 +236,7 @@ def test_a_group_whose_agent_fails_twice_is_given_up_and_replaced(make: Callable
 
 
 def test_with_dynamic_sampling_groups_of_equal_rewards_are_rejected(
-    make: Callable[..., Any], engine: FakeEngine
+    make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
     rollouts = make(
         lambda start: 1.0 if start.task.id.startswith("e0-0.") else float(start.task.index), dynamic_sampling=True
@@ -250,7 +252,7 @@ def test_an_agent_that_always_fails_ends_the_run(make: Callable[..., Any]) -> No
         make(lambda start: "broken").round("r.1", 2)
 
 
-def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], engine: FakeEngine) -> None:
+def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     def outcome(start: StartAgent) -> float:
         if start.task.id == "e0-0.0" and start.id.endswith("0"):
             engine.unknown.add(start.id)
@@ -263,7 +265,7 @@ def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], eng
 
 
 def test_after_the_engine_was_lost_all_agents_of_the_pool_start_anew(
-    make: Callable[..., Any], engine: FakeEngine
+    make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
     hangs = True
     rollouts = make(lambda start: None if hangs else 1.0)
@@ -291,7 +293,7 @@ def test_after_the_engine_was_lost_all_agents_of_the_pool_start_anew(
 
 
 def test_a_round_that_was_answered_before_a_restart_starts_no_agent(
-    make: Callable[..., Any], engine: FakeEngine
+    make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
     record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-1", "index": 0}, [], [])
     engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
@@ -302,14 +304,14 @@ def test_a_round_that_was_answered_before_a_restart_starts_no_agent(
     assert set(started(rollouts)) == {f"e0-{i}.{j}" for i in (0, 2, 3) for j in range(2)}
 
 
-def test_single_trajectories_are_a_quota_too(make: Callable[..., Any], engine: FakeEngine) -> None:
+def test_single_trajectories_are_a_quota_too(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     rollouts = make(lambda start: 1.0, quota_unit="sample", advantage_estimator="reinforce", over_sampling_batch_size=2)
     assert delivered(rollouts.round("r.1", 3)) == [("e0-0", [1.0, 1.0]), ("e0-1", [1.0])]
     assert list(rollouts.pool.prompts) == ["e0-1"]
     assert "n" not in engine.bodies[0]
 
 
-def test_the_drain_ends_when_all_agents_have_finished(make: Callable[..., Any], engine: FakeEngine) -> None:
+def test_the_drain_ends_when_all_agents_have_finished(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     rollouts = make(lambda start: None if start.task.id.startswith("e0-2.") else 1.0)
     rollouts.round("r.1", 2)
     rollouts._carried = []
@@ -318,7 +320,7 @@ def test_the_drain_ends_when_all_agents_have_finished(make: Callable[..., Any], 
     assert sorted(name.rpartition(".")[0] for name in engine.rejected) == ["e0-2.0", "e0-2.1"]
 
 
-def test_an_evaluation_counts_failed_trajectories(make: Callable[..., Any], engine: FakeEngine) -> None:
+def test_an_evaluation_counts_failed_trajectories(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     fields = {"eval_prompt_data": "d", "n_samples_per_eval_prompt": 2, "eval_temperature": 0.5}
     rollouts = make(lambda start: "broken" if start.task.id == "e0-1.0" else float(start.task.index), **fields)
     config = rollouts._config

@@ -15,7 +15,7 @@ from trainer_bridge.push.transport import WeightBucket
 pytestmark = pytest.mark.timeout(60)
 
 
-class RefusingEngine:
+class RefusingTarget:
     """Refuses each bucket; never takes part in a broadcast."""
 
     url, info = "http://127.0.0.1:1", SimpleNamespace(tp_size=1)
@@ -25,7 +25,7 @@ class RefusingEngine:
             raise WeightCallError("refused")
 
 
-class Group:
+class FakeProcessGroup:
     """A process group of this backend that notes how it ends."""
 
     def __init__(self, backend: str) -> None:
@@ -42,7 +42,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A broadcast that does not return before this event is set; groups are destroyed by name only."""
     released = threading.Event()
 
-    def destroy(group: Group) -> None:
+    def destroy(group: FakeProcessGroup) -> None:
         group.calls.append("destroy")
         group.ended.set()
 
@@ -56,9 +56,9 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_refusal_is_noticed_while_the_first_broadcast_blocks(
     blocked: threading.Event, backend: str, ends: list[str]
 ) -> None:
-    engines: Any = [RefusingEngine()]
+    engines: Any = [RefusingTarget()]
     transport = DistributedTransport(engines, torch.device("cpu"), "127.0.0.1")
-    transport._group = group = Group(backend)
+    transport._group = group = FakeProcessGroup(backend)
     with pytest.raises(WeightCallError, match="refused"):
         transport.send(WeightBucket.of([("w", torch.ones(4))]))
     assert not blocked.is_set(), "the broadcast still blocks"

@@ -187,6 +187,8 @@ def test_dry_run_fails_for_what_is_missing(
         (lambda model: (model / "config.json").write_text("[]"), "its config.json is not a JSON object"),
         (lambda model: (model / "config.json").write_text('{"model_type": "qwen3"}'), "has no num_hidden_layers"),
         (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "has no tokenizer"),
+        (lambda model: (model / "model.safetensors").rename(model / "model.bin"), "has no *.safetensors"),
         (lambda model: os.truncate(model / "model.safetensors", 5000), "is truncated: 5,000 of"),
     ],
 )

@@ -12,12 +12,12 @@ from sglang_april.client import AprilError, PushLeftOpenError
 from sglang_april.client.async_engine_pool import AsyncEnginePool
 from sglang_april.client.engine_pool import EnginePool, merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
-from tests.bridge.fake_engine_pool import FakeEngine
+from tests.bridge.fake_engine_pool import FakePoolEngine
 from tests.support.live import until
 
 
-def engine_pool(count: int = 2) -> tuple[EnginePool, list[FakeEngine]]:
-    engines = [FakeEngine() for _ in range(count)]
+def engine_pool(count: int = 2) -> tuple[EnginePool, list[FakePoolEngine]]:
+    engines = [FakePoolEngine() for _ in range(count)]
     return EnginePool(engines), engines  # type: ignore[arg-type]
 
 

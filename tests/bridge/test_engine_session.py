@@ -17,7 +17,7 @@ from trainer_bridge.server_process import EngineGoneError
 UNNAMED = "the journal is at policy version 3: name the version by --april-version or by a push"
 
 
-class FakeServer:
+class FakeEngineAndTrainer:
     """Engine and trainer in one: a policy version, the runs and rounds at the engine, and the pushes to it."""
 
     url = "http://engine"
@@ -29,11 +29,11 @@ class FakeServer:
         self.connections = 0
 
     @property
-    def client(self) -> "FakeServer":
+    def client(self) -> "FakeEngineAndTrainer":
         return self
 
     @property
-    def each(self) -> list["FakeServer"]:
+    def each(self) -> list["FakeEngineAndTrainer"]:
         return [self]
 
     def wait_until_ready(self) -> None:
@@ -62,7 +62,7 @@ class FakeServer:
         return SimpleNamespace(version=self.version)
 
 
-def make_session(server: FakeServer, folder: Path, step: int = 0) -> tuple[EngineSession, Any]:
+def make_session(server: FakeEngineAndTrainer, folder: Path, step: int = 0) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
     rollouts: Any = SimpleNamespace(engines_with_carry=set())
@@ -77,7 +77,7 @@ def connect(session: EngineSession) -> None:
 
 
 def test_new_run_pushes_once_and_then_once_per_step(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     server.version = 6
     session, rollouts = make_session(server, tmp_path)
     connect(session)
@@ -90,7 +90,7 @@ def test_new_run_pushes_once_and_then_once_per_step(tmp_path: Path) -> None:
 
 
 def test_trainer_restarted_from_a_checkpoint_does_not_push_to_an_engine_that_is_ahead(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     session, rollouts = make_session(server, tmp_path)
     connect(session)
     server.version, server.runs = 4, {"r"}
@@ -108,9 +108,9 @@ def test_trainer_restarted_from_a_checkpoint_does_not_push_to_an_engine_that_is_
 
 
 def test_new_engine_gets_the_weights_of_the_step_under_their_version(tmp_path: Path) -> None:
-    session, _ = make_session(FakeServer(), tmp_path)
+    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
     connect(session)
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     again, rollouts = make_session(server, tmp_path, step=5)
     connect(again)
     assert not rollouts.engines_with_carry
@@ -118,9 +118,9 @@ def test_new_engine_gets_the_weights_of_the_step_under_their_version(tmp_path: P
 
 
 def test_foreign_engine_with_a_higher_version_continues_from_its_own_version(tmp_path: Path) -> None:
-    session, _ = make_session(FakeServer(), tmp_path)
+    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
     connect(session)
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     server.version = 40
     again, _ = make_session(server, tmp_path, step=5)
     connect(again)
@@ -128,9 +128,9 @@ def test_foreign_engine_with_a_higher_version_continues_from_its_own_version(tmp
 
 
 def test_engine_restored_from_its_journal_is_pushed_to_under_the_same_version(tmp_path: Path) -> None:
-    session, _ = make_session(FakeServer(), tmp_path)
+    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
     connect(session)
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     server.version, server.runs, server.closed = 3, {"r"}, UNNAMED
     again, rollouts = make_session(server, tmp_path, step=2)
     connect(again)
@@ -139,7 +139,7 @@ def test_engine_restored_from_its_journal_is_pushed_to_under_the_same_version(tm
 
 
 def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     server.rounds = {"r.3"}
     session, rollouts = make_session(server, tmp_path, step=2)
     connect(session)
@@ -147,7 +147,7 @@ def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> 
 
 
 def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:
-    server, warnings = FakeServer(), list[str]()
+    server, warnings = FakeEngineAndTrainer(), list[str]()
     server.failing = 1
     session, _ = make_session(server, tmp_path)
     session.call(session.sync_weights, warnings.append)
@@ -155,7 +155,7 @@ def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:
 
 
 def test_engine_that_is_lost_repeatedly_ends_the_run(tmp_path: Path) -> None:
-    session, _ = make_session(FakeServer(), tmp_path)
+    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
 
     def lost() -> None:
         raise httpx.ConnectError("refused")
@@ -165,7 +165,7 @@ def test_engine_that_is_lost_repeatedly_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_engine_that_does_not_become_ready_is_not_waited_for_again(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     waits: list[int] = []
 
@@ -181,7 +181,7 @@ def test_engine_that_does_not_become_ready_is_not_waited_for_again(tmp_path: Pat
 
 def test_trainer_killed_during_a_push_repeats_its_round_before_it_pushes(tmp_path: Path) -> None:
     """The engine has mixed weights and no usable version, but its kept reply needs neither."""
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
     server.version, server.runs, server.push_open, server.closed = 3, {"r"}, True, "a push is open"
@@ -195,7 +195,7 @@ def test_trainer_killed_during_a_push_repeats_its_round_before_it_pushes(tmp_pat
 
 
 def test_interrupted_push_is_repeated_if_the_next_round_has_no_reply(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
     server.version, server.runs, server.push_open, server.closed = 3, {"r"}, True, "a push is open"
@@ -205,7 +205,7 @@ def test_interrupted_push_is_repeated_if_the_next_round_has_no_reply(tmp_path: P
 
 
 def test_restored_engine_that_is_ahead_answers_before_its_version_is_named(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
     server.version, server.runs, server.closed, server.rounds = 3, {"r"}, UNNAMED, {"r.2"}
@@ -218,7 +218,7 @@ def test_restored_engine_that_is_ahead_answers_before_its_version_is_named(tmp_p
 
 
 def test_refusal_is_not_treated_as_a_lost_engine(tmp_path: Path) -> None:
-    session, _ = make_session(FakeServer(), tmp_path)
+    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
 
     def refused() -> None:
         raise AprilError(400, "prompts", "too long")

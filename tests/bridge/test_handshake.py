@@ -58,7 +58,7 @@ def test_engine_that_does_not_match_is_refused_with_the_reason(reported: dict[st
     assert "\n" not in str(refused.value)
 
 
-class Stock(BaseHTTPRequestHandler):
+class StockServer(BaseHTTPRequestHandler):
     """SGLang without the plugin has no /april/state."""
 
     def do_GET(self) -> None:
@@ -75,7 +75,7 @@ class Stock(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stock() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stock)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StockServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -19,7 +19,7 @@ from trainer_bridge.validate import RunError
 EVALUATIONS = {"eval_interval": 5, "save_interval": 20}
 
 
-class FakeServer:
+class FakeReplies:
     """Keeps replies by id: unacknowledged ones, and the last two of a run (`kept-replies`)."""
 
     def __init__(self) -> None:
@@ -114,12 +114,12 @@ class FakeTrainer:
 
 
 @pytest.fixture
-def server() -> FakeServer:
-    return FakeServer()
+def server() -> FakeReplies:
+    return FakeReplies()
 
 
 @pytest.fixture
-def loop(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingLoop]]:
+def loop(server: FakeReplies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingLoop]]:
     """Creates loops for the same run, each resuming from the checkpoints of the previous one."""
     rewards = SimpleNamespace(submit=FakeRewards().submit, close=lambda: None)
     monkeypatch.setattr("trainer_bridge.loop._start_rewards", lambda _: rewards)
@@ -144,7 +144,7 @@ def loop(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         each.close()
 
 
-def run_steps(loop: TrainingLoop, server: FakeServer, last: int) -> None:
+def run_steps(loop: TrainingLoop, server: FakeReplies, last: int) -> None:
     """Run from the last checkpoint (or the start) to step `last`, like `TrainingLoop.run` but without training."""
     loop._restore()
     loop._evaluate()
@@ -161,7 +161,7 @@ def evaluated_steps(folder: Path) -> list[int]:
 
 
 def test_restarted_trainer_repeats_all_evaluations_since_its_checkpoint(
-    loop: Callable[..., TrainingLoop], server: FakeServer, tmp_path: Path
+    loop: Callable[..., TrainingLoop], server: FakeReplies, tmp_path: Path
 ) -> None:
     run_steps(loop(**EVALUATIONS), server, 19)
     assert evaluated_steps(tmp_path) == [0, 5, 10, 15]
@@ -174,7 +174,7 @@ def test_restarted_trainer_repeats_all_evaluations_since_its_checkpoint(
 
 @pytest.mark.parametrize("acks", range(1, 27))
 def test_crash_between_two_acknowledgements_loses_none(
-    loop: Callable[..., TrainingLoop], server: FakeServer, acks: int
+    loop: Callable[..., TrainingLoop], server: FakeReplies, acks: int
 ) -> None:
     """The order is: evaluation 0; with the checkpoint 20 rounds and 3 evaluations; evaluation 20."""
     server.acks_until_crash = acks
@@ -188,7 +188,7 @@ def test_crash_between_two_acknowledgements_loses_none(
     assert server.waiting == []
 
 
-def test_rounds_are_acknowledged_with_their_checkpoint(loop: Callable[..., TrainingLoop], server: FakeServer) -> None:
+def test_rounds_are_acknowledged_with_their_checkpoint(loop: Callable[..., TrainingLoop], server: FakeReplies) -> None:
     run_steps(loop(save_interval=2), server, 5)
     assert [name.rpartition(".")[2] for name in server.waiting] == ["5"]
     assert len(server.generated) == 5
@@ -196,7 +196,7 @@ def test_rounds_are_acknowledged_with_their_checkpoint(loop: Callable[..., Train
 
 @pytest.mark.parametrize(("on_end", "calls"), [("drop", ["drop None"]), ("drain", ["partials", "drop ['e0-7']"])])
 def test_calls_at_the_end_of_the_run_are_repeated_if_the_server_is_lost(
-    loop: Callable[..., TrainingLoop], server: FakeServer, on_end: str, calls: list[str]
+    loop: Callable[..., TrainingLoop], server: FakeReplies, on_end: str, calls: list[str]
 ) -> None:
     server.failures = 1
     loop(on_end=on_end)._end()
@@ -212,7 +212,7 @@ def test_calls_at_the_end_of_the_run_are_repeated_if_the_server_is_lost(
     ],
 )
 def test_checkpoint_that_cannot_be_written_ends_the_run_and_is_named(
-    loop: Callable[..., TrainingLoop], server: FakeServer, error: Exception, kind: type[Exception], message: str
+    loop: Callable[..., TrainingLoop], server: FakeReplies, error: Exception, kind: type[Exception], message: str
 ) -> None:
     training_loop = loop(save_interval=20)
 

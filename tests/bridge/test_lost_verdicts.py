@@ -12,7 +12,7 @@ from sglang_april.client import AprilError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge import fake_engine_pool
 from tests.bridge.test_engine_pool import engine_pool, request
-from tests.bridge.test_rollout import FakeEngine, finished_group, group_ids
+from tests.bridge.test_rollout import FakeRolloutEngine, finished_group, group_ids
 from tests.bridge.test_rollout import rollout_driver as single_engine_driver
 from tests.bridge.test_rollout_pool import rollout_driver as multi_engine_driver
 from trainer_bridge.rewards import Score
@@ -23,8 +23,8 @@ CONNECTION_CLOSED = ServerLostError(0, "server", "http://engine: no answer to PO
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine()
+def engine() -> Iterator[FakeRolloutEngine]:
+    engine = FakeRolloutEngine()
     yield engine
     engine.gone = True
 
@@ -43,7 +43,7 @@ def with_timeout(call: Callable[[], ScoredRollout]) -> ScoredRollout:
     return done.result(TIMEOUT_S)
 
 
-def test_verdict_on_a_closed_connection_is_sent_again(engine: FakeEngine, tmp_path: Path) -> None:
+def test_verdict_on_a_closed_connection_is_sent_again(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     engine.refusals = [CONNECTION_CLOSED, CONNECTION_CLOSED]
     driver = single_engine_driver(engine, tmp_path, ["ok"] * 9, over_sampling_batch_size=2, dynamic_sampling=True)
     assert group_ids(with_timeout(lambda: driver.round("r.1", 2))) == ["e0-0", "e0-1"]
@@ -52,7 +52,7 @@ def test_verdict_on_a_closed_connection_is_sent_again(engine: FakeEngine, tmp_pa
 
 @pytest.mark.parametrize("refusals", [[AprilError(500, "server", "a fault")], [CONNECTION_CLOSED] * 3])
 def test_lost_verdict_fails_the_round_without_waiting_for_the_engine(
-    engine: FakeEngine, tmp_path: Path, refusals: list[Exception]
+    engine: FakeRolloutEngine, tmp_path: Path, refusals: list[Exception]
 ) -> None:
     """The engine waits for this verdict, so its stream would never end."""
     engine.refusals = list(refusals)
@@ -120,7 +120,7 @@ def test_stream_of_a_failed_round_is_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["judge", "stop"])
 def test_failed_call_caused_by_a_verdict_is_repeated(tmp_path: Path, call: str) -> None:
     """The whole verdict is repeated: no effect of the failed attempt is assumed."""
-    engines = [fake_engine_pool.FakeEngine(), fake_engine_pool.FakeEngine()]
+    engines = [fake_engine_pool.FakePoolEngine(), fake_engine_pool.FakePoolEngine()]
     real, failures = getattr(engines[1], call), [CONNECTION_CLOSED]
 
     def flaky(*args: Any, **fields: Any) -> Any:

@@ -141,13 +141,13 @@ def of_recipe(path: Path) -> tuple[str, MemoryEstimate]:
 
 
 def test_recipes_fit_the_gpus_that_the_documentation_names() -> None:
-    """The table of docs/training.md has these figures. A GPU's memory is in units of 10⁹ bytes, as its vendor's."""
+    """The table of docs/training.md has these sizes. A GPU's memory is in units of 10⁹ bytes, as its vendor's."""
     page = (ROOT / "docs" / "training.md").read_text()
     for name, memory in map(of_recipe, RECIPES):
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
-        figures = " | ".join(f"{size / 1e9:.1f}" for size in parts)
+        sizes = " | ".join(f"{size / 1e9:.1f}" for size in parts)
         fits = " | ".join("yes" if memory.total / 1e9 + RESERVE_GB < size else "no" for size in (80, 192))
-        assert f"| {name} | {figures} | {fits} |" in page
+        assert f"| {name} | {sizes} | {fits} |" in page
         assert "no" not in fits
 
 

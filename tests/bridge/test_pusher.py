@@ -55,7 +55,7 @@ class FakeApril:
         pass
 
 
-class FakeEngine:
+class FakePushTarget:
     def __init__(self, name: str, version: int, log: CallLog) -> None:
         self.april = FakeApril(name, version, log)
 
@@ -86,7 +86,7 @@ class FakeTransport:
 
 
 def make(log: CallLog, versions: tuple[int, int] = (4, 7)) -> tuple[Pusher, list[Any]]:
-    engines: list[Any] = [FakeEngine(name, v, log) for name, v in zip("ab", versions, strict=True)]
+    engines: list[Any] = [FakePushTarget(name, v, log) for name, v in zip("ab", versions, strict=True)]
     return Pusher(engines, FakeTransport(log)), engines
 
 

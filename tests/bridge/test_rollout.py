@@ -23,7 +23,7 @@ from trainer_bridge.rollout_collector import ScoredRollout
 STATS = {"duration_s": 1.0, "tokens_after_quota": 0, "reprefilled_tokens": 0, "over_bound": 0, "timeline": []}
 
 
-class FakeEngine:
+class FakeRolloutEngine:
     """Finishes groups in order of arrival. A round ends at its quota and can be repeated."""
 
     def __init__(self) -> None:
@@ -106,11 +106,11 @@ class FakeRewards:
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine() -> FakeRolloutEngine:
+    return FakeRolloutEngine()
 
 
-def rollout_driver(engine: FakeEngine, folder: Path, labels: list[str], **fields: Any) -> RolloutDriver:
+def rollout_driver(engine: FakeRolloutEngine, folder: Path, labels: list[str], **fields: Any) -> RolloutDriver:
     config = Config(hf_checkpoint="m", prompt_data="d", rollout_batch_size=2, n_samples_per_prompt=2, **fields)
     data = PromptData([{"input": f"q{i}", "label": label} for i, label in enumerate(labels)], config)
     return RolloutDriver(engine, "run", PromptPool(data), FakeRewards(), config, Checkpoints(folder, 1))  # type: ignore[arg-type]
@@ -120,11 +120,11 @@ def group_ids(rollout: ScoredRollout) -> list[str]:
     return [scored.group.id for scored in rollout.groups]
 
 
-def sent_prompts(engine: FakeEngine) -> list[list[str]]:
+def sent_prompts(engine: FakeRolloutEngine) -> list[list[str]]:
     return [[prompt["id"] for prompt in body["prompts"]] for body in engine.bodies]
 
 
-def test_pool_is_filled_and_no_prompt_is_sent_twice(engine: FakeEngine, tmp_path: Path) -> None:
+def test_pool_is_filled_and_no_prompt_is_sent_twice(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     driver = rollout_driver(engine, tmp_path, ["ok"] * 20, over_sampling_batch_size=5)
     assert group_ids(driver.round("r.1", 2)) == ["e0-0", "e0-1"]
     assert group_ids(driver.round("r.2", 2)) == ["e0-2", "e0-3"]
@@ -132,7 +132,9 @@ def test_pool_is_filled_and_no_prompt_is_sent_twice(engine: FakeEngine, tmp_path
     assert list(driver.pool.prompts) == ["e0-4", "e0-5", "e0-6"]
 
 
-def test_failed_round_leaves_the_pool_unchanged_and_is_repeated_identically(engine: FakeEngine, tmp_path: Path) -> None:
+def test_failed_round_leaves_the_pool_unchanged_and_is_repeated_identically(
+    engine: FakeRolloutEngine, tmp_path: Path
+) -> None:
     driver = rollout_driver(engine, tmp_path, ["ok"] * 20, over_sampling_batch_size=4)
     driver.round("r.1", 2)
     before = list(driver.pool.prompts)
@@ -145,7 +147,7 @@ def test_failed_round_leaves_the_pool_unchanged_and_is_repeated_identically(engi
     assert engine.bodies[1] == engine.bodies[2]
 
 
-def test_new_engine_gets_all_prompts_of_the_pool(engine: FakeEngine, tmp_path: Path) -> None:
+def test_new_engine_gets_all_prompts_of_the_pool(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     driver = rollout_driver(engine, tmp_path, ["ok"] * 20, over_sampling_batch_size=4)
     driver.round("r.1", 2)
     driver.engines_with_carry, engine.waiting = set(), []
@@ -153,7 +155,7 @@ def test_new_engine_gets_all_prompts_of_the_pool(engine: FakeEngine, tmp_path: P
     assert sent_prompts(engine)[1] == ["e0-2", "e0-3", "e0-4", "e0-5"]
 
 
-def test_pool_is_restored_from_a_checkpoint(engine: FakeEngine, tmp_path: Path) -> None:
+def test_pool_is_restored_from_a_checkpoint(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     first = rollout_driver(engine, tmp_path, ["ok"] * 20)
     first.round("r.1", 2)
     again = rollout_driver(engine, tmp_path, ["ok"] * 20)
@@ -161,7 +163,7 @@ def test_pool_is_restored_from_a_checkpoint(engine: FakeEngine, tmp_path: Path) 
     assert again.pool.prompts == first.pool.prompts
 
 
-def test_groups_with_equal_rewards_are_rejected_and_replaced(engine: FakeEngine, tmp_path: Path) -> None:
+def test_groups_with_equal_rewards_are_rejected_and_replaced(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     labels = ["equal", "ok", "none", "ok", *["ok"] * 8]
     driver = rollout_driver(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)
     rollout = driver.round("r.1", 2)
@@ -171,7 +173,7 @@ def test_groups_with_equal_rewards_are_rejected_and_replaced(engine: FakeEngine,
     assert engine.verdicts == {"e0-0": False, "e0-1": True, "e0-2": False, "e0-3": True}
 
 
-def test_group_with_fewer_than_two_rewards_is_excluded_and_counted(engine: FakeEngine, tmp_path: Path) -> None:
+def test_group_with_fewer_than_two_rewards_is_excluded_and_counted(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     driver = rollout_driver(engine, tmp_path, ["half", *["ok"] * 9], over_sampling_batch_size=4)
     rollout = driver.round("r.1", 2)
     assert rollout.unscored == 1
@@ -180,7 +182,7 @@ def test_group_with_fewer_than_two_rewards_is_excluded_and_counted(engine: FakeE
     assert len(rollout.groups) == 1 + rollout.replaced
 
 
-def test_extensions_are_stored_before_they_are_sent(engine: FakeEngine, tmp_path: Path) -> None:
+def test_extensions_are_stored_before_they_are_sent(engine: FakeRolloutEngine, tmp_path: Path) -> None:
     """After a crash in between, the engine has a prompt that is not in the checkpoint, but in the note."""
     labels = ["equal", "ok", "ok", "ok", "ok", "ok"]
     driver = rollout_driver(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_april.client.engine_pool import EnginePool
-from tests.bridge.fake_engine_pool import FakeEngine
+from tests.bridge.fake_engine_pool import FakePoolEngine
 from tests.bridge.test_rollout import FakeRewards
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.checkpoints import Checkpoints
@@ -25,7 +25,7 @@ BASE = {"hf_checkpoint": "m", "prompt_data": "d", "rollout_batch_size": 4, "n_sa
 
 
 def rollout_driver(
-    engines: list[FakeEngine], folder: Path, labels: Sequence[str] = ("ok",) * 400, **fields: Any
+    engines: list[FakePoolEngine], folder: Path, labels: Sequence[str] = ("ok",) * 400, **fields: Any
 ) -> RolloutDriver:
     config = Config.from_fields({**BASE, **fields})
     data = PromptData([{"input": f"q{i}", "label": label} for i, label in enumerate(labels)], config)
@@ -38,7 +38,7 @@ def rollout_driver(
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_prompt_is_delivered_once_over_many_rounds(tmp_path: Path, dynamic: bool) -> None:
     """Unusable groups are replaced, the speeds of the engines vary, and every prompt sent is delivered exactly once."""
-    engines, rng = [FakeEngine(), FakeEngine(), FakeEngine()], random.Random(1)
+    engines, rng = [FakePoolEngine(), FakePoolEngine(), FakePoolEngine()], random.Random(1)
     kinds = random.Random(0).choices(("ok", "ok", "equal", "half"), k=400)
     driver = rollout_driver(engines, tmp_path, kinds, over_sampling_batch_size=12, dynamic_sampling=dynamic)
     trained: Counter[str] = Counter()
@@ -64,7 +64,7 @@ def test_every_prompt_is_delivered_once_over_many_rounds(tmp_path: Path, dynamic
 
 
 def test_prompts_go_to_the_least_loaded_engine_and_a_new_engine_gets_the_lost_ones(tmp_path: Path) -> None:
-    engines = [FakeEngine(), FakeEngine()]
+    engines = [FakePoolEngine(), FakePoolEngine()]
     engines[0].may_finish = 0
     driver = rollout_driver(engines, tmp_path, over_sampling_batch_size=12)
     driver.round("run.1", 2)
@@ -73,7 +73,7 @@ def test_prompts_go_to_the_least_loaded_engine_and_a_new_engine_gets_the_lost_on
     sent = [len(engine.bodies[1]["prompts"]) for engine in engines]
     assert left[0] + sent[0] == left[1] + sent[1] == 6
     lost = [name for name, engine in driver.pool.engine_of.items() if engine == 1]
-    engines[1] = driver.client.clients[1] = FakeEngine()  # type: ignore[union-attr,index,call-overload]
+    engines[1] = driver.client.clients[1] = FakePoolEngine()  # type: ignore[union-attr,index,call-overload]
     driver.engines_with_carry = {0}
     driver.round("run.3", 2)
     assert {prompt["id"] for prompt in engines[1].bodies[0]["prompts"]} >= set(lost)
@@ -83,7 +83,7 @@ def test_prompts_go_to_the_least_loaded_engine_and_a_new_engine_gets_the_lost_on
 @pytest.mark.parametrize("arrived", [False, True])
 def test_replacement_in_flight_at_a_crash_is_sent_again_and_not_duplicated(tmp_path: Path, arrived: bool) -> None:
     """The first of four groups is unusable: its replacement is stored and sent, but the reply is lost."""
-    engines = [FakeEngine()]
+    engines = [FakePoolEngine()]
     extend, died = engines[0].extend, threading.Event()
 
     def failing_extend(*args: Any, **fields: Any) -> None:
@@ -145,7 +145,7 @@ def test_nothing_is_carried_with_a_staleness_bound_of_zero(tmp_path: Path, field
     """Two engines, one of them slow; an unusable group is replaced in the same round."""
     fields = {**fields, "over_sampling_batch_size": 4, "dynamic_sampling": True, "advantage_estimator": "dapo"}
     check(load(None, {**BASE, "engines": 2, **fields}))
-    engines = [FakeEngine(), FakeEngine()]
+    engines = [FakePoolEngine(), FakePoolEngine()]
     driver = rollout_driver(engines, tmp_path, ("equal", *["ok"] * 20), **fields)
     for number in range(3):
         rollout = driver.round(f"run.{number}", 4)

@@ -18,7 +18,7 @@ mapped: Counter[int] = Counter()
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it lies on a GPU."""
+    """A tensor that reports a GPU as its device."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]

@@ -55,7 +55,7 @@ def test_invalid_input_is_reported_before_the_run(run: Run, flags: list[str], me
     assert message in errors[0]
 
 
-class FailingLoop:
+class LoopThatFails:
     """A loop that fails after the checkpoint of step 4."""
 
     error: Exception
@@ -84,8 +84,8 @@ class FailingLoop:
 def test_errors_during_the_run_are_reported(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int | None
 ) -> None:
-    monkeypatch.setattr(FailingLoop, "error", error, raising=False)
-    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", FailingLoop)
+    monkeypatch.setattr(LoopThatFails, "error", error, raising=False)
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", LoopThatFails)
     if status is None:
         with pytest.raises(type(error)):
             run()

@@ -38,7 +38,7 @@ def engine(config: InferenceEngineConfig, live: LiveServer) -> Iterator[SGLangEn
 
 
 @pytest.fixture
-def theirs(config: InferenceEngineConfig, live: LiveServer) -> Iterator[RemoteSGLangEngine]:
+def areal_engine(config: InferenceEngineConfig, live: LiveServer) -> Iterator[RemoteSGLangEngine]:
     made = RemoteSGLangEngine(config)
     made.initialize(addr=f"127.0.0.1:{live.server.port}")
     made.set_version(live.version)
@@ -105,13 +105,13 @@ def test_versions_of_every_token_are_exact(engine: SGLangEngine, live: LiveServe
     check(live, response, first, kv="kept")
 
 
-def test_areals_own_engine_prefills_again(theirs: RemoteSGLangEngine, live: LiveServer) -> None:
+def test_areals_own_engine_prefills_again(areal_engine: RemoteSGLangEngine, live: LiveServer) -> None:
     """The same push with AReaL's engine on the same server: the request ends, and prompt and tokens are sent again."""
     first = live.version
     with live.server.slowed(0.05):
-        answer = begin(theirs, live, request())
+        answer = begin(areal_engine, live, request())
         prefills = sum(not row["decode"] for row in live.server.forwards())
-        push(theirs, live, 1)
+        push(areal_engine, live, 1)
     check(live, live.result_of(answer), first, kv="recomputed")
     assert sum(not row["decode"] for row in live.server.forwards()) == prefills + 1
 

@@ -1,15 +1,12 @@
 """verl's agent loops, clients and weight adapter on a live server. Run by tests/integration/test_verl.py."""
 
 import asyncio
-import copy
 import os
 import pickle
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -17,7 +14,7 @@ from safetensors.torch import load_file
 from sglang.srt.utils import MultiprocessingSerializer, patch_torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager as TheirManager
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager as VerlManager
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -32,55 +29,12 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from sglang_april.client import AprilError, PushLeftOpenError
 from sglang_april.integrations.verl.agent_loop import AgentLoopManager, AttachedClient
 from sglang_april.integrations.verl.weights import ServerAdapter
+from tests.frameworks.verl_server import Handle, connected_adapter, connected_server
 from tests.support.live import LiveServer, until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(tokyo|new york)"\}\}\n</tool_call>'
 IDS = [9, 8, 7, 6, 5]
-
-
-class Handle:
-    """An object behind the interface of a Ray actor's handle."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__ray_call__":
-            return SimpleNamespace(remote=lambda call, *args: _started(call(self._target, *args)))
-        call = getattr(self._target, name)
-        return SimpleNamespace(remote=lambda *args, **named: _started(call(*args, **_copied(named))))
-
-
-def _copied(named: dict[str, Any]) -> dict[str, Any]:
-    """The receiver's own copy of plain data, as Ray makes it: verl's server changes the parameters it is given."""
-    return {key: copy.deepcopy(value) if isinstance(value, dict | list) else value for key, value in named.items()}
-
-
-def _started(result: Any) -> Awaitable[Any]:
-    if asyncio.iscoroutine(result):
-        return asyncio.ensure_future(result)
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(result)
-    return future
-
-
-class TokenizerManager:
-    """SGLang's interface in the server's process, over HTTP: verl's server runs in another process here."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=180)
-
-    async def generate_request(self, request: Any, _: None) -> Any:
-        names = ("rid", "input_ids", "sampling_params", "return_logprob")
-        answer = await self._http.post("/generate", json={name: getattr(request, name) for name in names})
-        yield answer.raise_for_status().json()
-
-    async def pause_generation(self, request: Any) -> None:
-        (await self._http.post("/pause_generation", json={"mode": request.mode})).raise_for_status()
-
-    async def continue_generation(self, _request: Any) -> None:
-        (await self._http.post("/continue_generation", json={})).raise_for_status()
 
 
 @pytest.fixture
@@ -98,27 +52,19 @@ def config(live: LiveServer) -> Any:
 
 @pytest.fixture
 def server(live: LiveServer) -> SGLangHttpServer:
-    """verl's server object, without its launch: the live server is the engine behind it."""
-    made = object.__new__(SGLangHttpServer)
-    made.config = SimpleNamespace(
-        max_model_len=2048, prompt_length=400, response_length=300, enable_rollout_routing_replay=False, mtp=None
-    )
-    made.model_config = SimpleNamespace(lora_rank=0, lora={}, lora_adapter_path=None)
-    made.tokenizer_manager = TokenizerManager(live.server.url)
-    made.replica_rank, made.node_rank, made.global_steps, made._disaggregation_role = 0, 0, None, "null"
-    return made
+    return connected_server(live)
 
 
 @pytest.fixture
-def theirs(config: Any, server: SGLangHttpServer, live: LiveServer) -> FullyAsyncLLMServerClient:
+def verl_client(config: Any, server: SGLangHttpServer, live: LiveServer) -> FullyAsyncLLMServerClient:
     """verl's client of partial rollouts: it collects tokens over aborts, and sends them again."""
     balancer = GlobalRequestLoadBalancer({f"127.0.0.1:{live.server.port}": Handle(server)})
     return FullyAsyncLLMServerClient(config, Handle(balancer))
 
 
 @pytest.fixture
-def ours(theirs: FullyAsyncLLMServerClient) -> AttachedClient:
-    return AttachedClient(theirs)
+def attached_client(verl_client: FullyAsyncLLMServerClient) -> AttachedClient:
+    return AttachedClient(verl_client)
 
 
 @pytest.fixture(scope="module")
@@ -131,20 +77,11 @@ def mesh() -> Iterator[Any]:
 
 @pytest.fixture
 def adapter(mesh: Any, live: LiveServer, server: SGLangHttpServer, monkeypatch: pytest.MonkeyPatch) -> ServerAdapter:
-    """The weight adapter with verl's own HTTP engine, connected as its `_init_server_adapter` does with Ray."""
     # There is no GPU whose memory could be shared: the tensors themselves are sent.
     monkeypatch.setattr(sglang_rollout, "_to_ipc_device", lambda tensor: tensor)
     monkeypatch.setattr(patch_torch, "monkey_patch_torch_reductions", lambda: None)
     monkeypatch.setattr(MultiprocessingSerializer, "serialize", staticmethod(pickle.dumps))
-    made = object.__new__(ServerAdapter)
-    made.config = OmegaConf.create({"checkpoint_engine": {"update_weights_bucket_megabytes": 1}, "quantization": None})
-    made.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
-    made.device_mesh, made._pd_role, made._has_server = mesh, None, True
-    made.server_actor = Handle(server)
-    made._engine = object.__new__(sglang_rollout.AsyncHttpServerAdapter)
-    made._engine.server_args = SimpleNamespace(host="127.0.0.1", port=live.server.port)
-    made._engine.__dict__ |= {"node_rank": 0, "timeout": 60.0, "max_attempts": 3, "max_connections": 100}
-    return made
+    return connected_adapter(mesh, live, server)
 
 
 async def push(adapter: ServerAdapter, live: LiveServer, seed: int, step: int | None) -> int:
@@ -176,8 +113,8 @@ def test_weight_adapter_is_registered() -> None:
     assert get_rollout_class("sglang") is ServerAdapter
 
 
-def test_one_request_spans_two_steps_where_verls_own_takes_two(
-    live: LiveServer, ours: AttachedClient, theirs: FullyAsyncLLMServerClient, server: SGLangHttpServer,
+def test_one_request_spans_two_steps_where_verl_takes_two(
+    live: LiveServer, attached_client: AttachedClient, verl_client: FullyAsyncLLMServerClient, server: SGLangHttpServer,
     adapter: ServerAdapter,
 ) -> None:  # fmt: skip
     """verl's sequence of a push: abort (a pause), buckets, resume. Both clients deliver all tokens, with both steps."""
@@ -193,8 +130,8 @@ def test_one_request_spans_two_steps_where_verls_own_takes_two(
 
     async def scenario() -> None:
         first = await push(adapter, live, 0, 7)
-        mine = await over_a_push(ours, 9)
-        other = await over_a_push(theirs, 11)
+        mine = await over_a_push(attached_client, 9)
+        other = await over_a_push(verl_client, 11)
         for output, steps in ((mine, (7, 9)), (other, (9, 11))):
             assert len(output.token_ids) == len(output.log_probs) == 60
             assert output.stop_reason == "length"
@@ -210,20 +147,20 @@ def test_one_request_spans_two_steps_where_verls_own_takes_two(
 
 
 def test_tokens_and_logprobs_over_a_push_are_those_of_a_replay(
-    live: LiveServer, ours: AttachedClient, server: SGLangHttpServer, adapter: ServerAdapter
+    live: LiveServer, attached_client: AttachedClient, server: SGLangHttpServer, adapter: ServerAdapter
 ) -> None:
     async def scenario() -> None:
         answers: list[Any] = []
-        send = ours._send
+        send = attached_client._send
 
         async def kept(*args: Any, **named: Any) -> Any:
             answers.append(await send(*args, **named))
             return answers[-1]
 
-        ours._send = kept  # type: ignore[method-assign]
+        attached_client._send = kept  # type: ignore[method-assign]
         await push(adapter, live, 0, 1)
         with live.server.slowed(0.05):
-            task = asyncio.create_task(generate(ours, temperature=0.8, sampling_seed=5))
+            task = asyncio.create_task(generate(attached_client, temperature=0.8, sampling_seed=5))
             await decoding(live, task)
             await server.abort_all_requests()
             await push(adapter, live, 1, 2)
@@ -239,27 +176,29 @@ def test_tokens_and_logprobs_over_a_push_are_those_of_a_replay(
 
 
 def test_a_push_of_validation_has_the_step_before(
-    live: LiveServer, ours: AttachedClient, adapter: ServerAdapter, server: SGLangHttpServer
+    live: LiveServer, attached_client: AttachedClient, adapter: ServerAdapter, server: SGLangHttpServer
 ) -> None:
     """verl pushes the same weights again after a validation, without a step: the version moves, the step does not."""
 
     async def scenario() -> None:
         await push(adapter, live, 0, 3)
         await push(adapter, live, 0, None)
-        assert (await generate(ours, 4)).extra_fields["global_steps"] == 3
+        assert (await generate(attached_client, 4)).extra_fields["global_steps"] == 3
         await push(adapter, live, 1, 4)
-        assert (await generate(ours, 4)).extra_fields["global_steps"] == 4
+        assert (await generate(attached_client, 4)).extra_fields["global_steps"] == 4
 
     run(scenario)
 
 
-def test_a_version_that_no_push_has_made_is_an_error(live: LiveServer, ours: AttachedClient) -> None:
+def test_a_version_that_no_push_has_made_is_an_error(live: LiveServer, attached_client: AttachedClient) -> None:
     live.push(1)
     with pytest.raises(RuntimeError, match="weight adapter"):
-        run(lambda: generate(ours, 4))
+        run(lambda: generate(attached_client, 4))
 
 
-def test_a_failed_push_keeps_requests_waiting(live: LiveServer, ours: AttachedClient, adapter: ServerAdapter) -> None:
+def test_a_failed_push_keeps_requests_waiting(
+    live: LiveServer, attached_client: AttachedClient, adapter: ServerAdapter
+) -> None:
     def broken() -> Iterator[Any]:
         yield from list(load_file(live.model(1) / "model.safetensors").items())[:3]
         raise OSError("the trainer failed")
@@ -267,7 +206,7 @@ def test_a_failed_push_keeps_requests_waiting(live: LiveServer, ours: AttachedCl
     async def scenario() -> None:
         await push(adapter, live, 0, 1)
         with live.server.slowed(0.05):
-            task = asyncio.create_task(generate(ours))
+            task = asyncio.create_task(generate(attached_client))
             await decoding(live, task)
             with pytest.raises(PushLeftOpenError):
                 await adapter.update_weights(broken(), global_steps=2)
@@ -281,7 +220,7 @@ def test_a_failed_push_keeps_requests_waiting(live: LiveServer, ours: AttachedCl
 
 
 def test_lengths_are_clamped_as_verl_clamps_them(
-    live: LiveServer, ours: AttachedClient, theirs: FullyAsyncLLMServerClient, adapter: ServerAdapter
+    live: LiveServer, attached_client: AttachedClient, verl_client: FullyAsyncLLMServerClient, adapter: ServerAdapter
 ) -> None:
     async def scenario() -> None:
         await push(adapter, live, 0, 1)
@@ -290,16 +229,16 @@ def test_lengths_are_clamped_as_verl_clamps_them(
             params = {**GREEDY, "ignore_eos": True, **given}
             lengths = [
                 len((await client.generate("r", prompt_ids=prompt, sampling_params=dict(params))).token_ids)
-                for client in (ours, theirs)
+                for client in (attached_client, verl_client)
             ]
             assert lengths == [46, 46]  # both ask for 47, and SGLang keeps one more position free
         default = {**GREEDY, "ignore_eos": True}
-        assert len((await ours.generate("r", prompt_ids=IDS, sampling_params=default)).token_ids) == 300
+        assert len((await attached_client.generate("r", prompt_ids=IDS, sampling_params=default)).token_ids) == 300
         assert default == {**GREEDY, "ignore_eos": True}, "the caller's parameters are unchanged"
         with pytest.raises(ValueError, match="context"):
-            await ours.generate("r", prompt_ids=prompt + prompt, sampling_params=params)
+            await attached_client.generate("r", prompt_ids=prompt + prompt, sampling_params=params)
         with pytest.raises(AprilError, match="input_ids"):
-            await ours.generate("r", prompt_ids=[10**6], sampling_params=params)
+            await attached_client.generate("r", prompt_ids=[10**6], sampling_params=params)
 
     run(scenario)
 
@@ -316,11 +255,11 @@ def loop_options(config: Any, live: LiveServer) -> dict[str, Any]:
 
 
 def test_single_turn_agent_loop(
-    live: LiveServer, ours: AttachedClient, loop_options: dict[str, Any], adapter: ServerAdapter
+    live: LiveServer, attached_client: AttachedClient, loop_options: dict[str, Any], adapter: ServerAdapter
 ) -> None:
     async def scenario() -> None:
         await push(adapter, live, 0, 1)
-        loop = SingleTurnAgentLoop(server_manager=ours, **loop_options)
+        loop = SingleTurnAgentLoop(server_manager=attached_client, **loop_options)
         params = {**GREEDY, "max_tokens": 30, "ignore_eos": True}
         output = await loop.run(dict(params), raw_prompt=[{"role": "user", "content": "one two"}])
         assert len(output.response_ids) == len(output.response_logprobs) == 30
@@ -331,7 +270,7 @@ def test_single_turn_agent_loop(
 
 
 def test_tool_agent_loop_over_a_push(
-    live: LiveServer, ours: AttachedClient, loop_options: dict[str, Any], server: SGLangHttpServer,
+    live: LiveServer, attached_client: AttachedClient, loop_options: dict[str, Any], server: SGLangHttpServer,
     adapter: ServerAdapter,
 ) -> None:  # fmt: skip
     """Three turns, each a tool call; a push suspends the first one."""
@@ -342,7 +281,7 @@ def test_tool_agent_loop_over_a_push(
 
     async def scenario() -> None:
         await push(adapter, live, 0, 1)
-        loop = ToolAgentLoop(server_manager=ours, tools=ToolListWrap(tools), **loop_options)
+        loop = ToolAgentLoop(server_manager=attached_client, tools=ToolListWrap(tools), **loop_options)
         with live.server.slowed(0.03):
             task = asyncio.create_task(
                 loop.run({**GREEDY, "regex": CALL}, raw_prompt=[{"role": "user", "content": "how is the weather"}])
@@ -366,36 +305,36 @@ def test_tool_agent_loop_over_a_push(
 
 
 def test_a_cancelled_agent_loop_ends_its_request(
-    live: LiveServer, ours: AttachedClient, adapter: ServerAdapter
+    live: LiveServer, attached_client: AttachedClient, adapter: ServerAdapter
 ) -> None:
     async def scenario() -> None:
         await push(adapter, live, 0, 1)
         with live.server.slowed(0.05):
-            task = asyncio.create_task(generate(ours, 500))
+            task = asyncio.create_task(generate(attached_client, 500))
             await decoding(live, task)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.to_thread(until, lambda: live.server.state()["attached"] == {}, "the request is gone")
-        balancer = ours._client._load_balancer._target
+        balancer = attached_client._client._load_balancer._target
         assert balancer.get_total_inflight() == 0
 
     run(scenario)
 
 
-def test_managers_give_their_workers_our_client(config: Any, theirs: FullyAsyncLLMServerClient) -> None:
-    manager = AgentLoopManager(config, theirs)
-    assert isinstance(manager, TheirManager)
+def test_managers_give_their_workers_the_attached_client(config: Any, verl_client: FullyAsyncLLMServerClient) -> None:
+    manager = AgentLoopManager(config, verl_client)
+    assert isinstance(manager, VerlManager)
     assert isinstance(manager.llm_client, AttachedClient)
     config.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
     with pytest.raises(ValueError, match="routing_replay"):
-        AgentLoopManager(config, theirs)
+        AgentLoopManager(config, verl_client)
 
 
 def test_without_the_weight_adapter_no_manager_starts(
-    config: Any, theirs: FullyAsyncLLMServerClient, monkeypatch: pytest.MonkeyPatch
+    config: Any, verl_client: FullyAsyncLLMServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verl.workers.rollout import base
 
-    monkeypatch.setitem(base._ROLLOUT_REGISTRY, ("sglang", "async"), "theirs")
+    monkeypatch.setitem(base._ROLLOUT_REGISTRY, ("sglang", "async"), "verl_client")
     with pytest.raises(RuntimeError, match="SGLANG_APRIL"):
-        AgentLoopManager(config, theirs)
+        AgentLoopManager(config, verl_client)

@@ -51,7 +51,7 @@ def test_concurrency_limits_a_run(server: Server, run: str) -> None:
     reply = server.rollout(run=run, prompts=[prompt(f"p{i}", 4 + i, n=3) for i in range(6)], quota=None, concurrency=5)
     rows = count.rows(decode=True)
     assert max(rows) == 5
-    # A prefill draws the first token of each group; whoever follows draws it in a decode step.
+    # A prefill draws the first token of each group; the other members draw it in a decode step.
     assert sum(rows) == reply["stats"]["tokens_generated"] - 6
     assert max(n for _, n in reply["stats"]["timeline"]) == 5
 

@@ -101,7 +101,7 @@ class Client:
         return {"id": self.rid, "prompt_ids": self.prompt, "samples": [sample]}
 
 
-class Story:
+class AttachedStory:
     """Operations one after the other, while clients wait for their answers."""
 
     def __init__(self, live: LiveServer, numbers: "itertools.count[int]", run: str) -> None:
@@ -206,7 +206,7 @@ def test_stories(live: LiveServer, run: str) -> None:
         plan=st.lists(operations, min_size=4, max_size=10),
     )
     def stories(asked: list[tuple[int, bool]], plan: list[tuple[Any, ...]]) -> None:
-        story = Story(live, numbers, f"{run}-{len(played)}")
+        story = AttachedStory(live, numbers, f"{run}-{len(played)}")
         sampled = story.play([*(("ask", *one) for one in asked), ("wait", 2), *plan])
         live.check(sampled, {group["id"]: PARAMS for group in sampled})
         played.append(len(sampled))

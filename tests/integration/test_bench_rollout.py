@@ -1,4 +1,4 @@
-"""Benchmarks on a live server: every way of running rounds keeps its books, every stop ends. No figure is asserted."""
+"""Benchmarks on a live server: every variant accounts for its tokens, every stop ends. No rate is asserted."""
 
 import asyncio
 import time

@@ -58,11 +58,11 @@ def with_wrong_shape(seed: int) -> Batches:
     return made
 
 
-def push(pusher: Pusher, seed: int, *lives: LiveServer) -> int:
-    for live in lives:
+def push(pusher: Pusher, seed: int, *servers: LiveServer) -> int:
+    for live in servers:
         live.server.loaded = live.model(seed)
     version = pusher.push(policy(seed)).version
-    for live in lives:
+    for live in servers:
         assert live.version == version
         live.policies[version] = live.model(seed)
     return version

@@ -42,8 +42,8 @@ class EventSequence:
 
     def __init__(self, live: LiveServer, run: str) -> None:
         self.live, self.server, self.run = live, live.server, run
-        self.books = {run: DeliveryRecord(), f"{run}-other": DeliveryRecord()}
-        self.rounds = dict.fromkeys(self.books, 0)
+        self.records = {run: DeliveryRecord(), f"{run}-other": DeliveryRecord()}
+        self.rounds = dict.fromkeys(self.records, 0)
 
     def run_plan(self, plan: dict[str, Any]) -> None:
         rng = random.Random(plan["seed"])
@@ -59,17 +59,17 @@ class EventSequence:
 
     def round(self, run: str, rng: random.Random, plan: dict[str, Any]) -> None:
         """Run one round; if it reuses an active id, check that it is refused without effect."""
-        book = self.books[run]
-        free = [name for name in IDS if name not in book.in_use]
+        record = self.records[run]
+        free = [name for name in IDS if name not in record.in_use]
         chosen = rng.sample(free, min(plan["prompts"], len(free)))
         prompts = [prompt(name, rng.randint(1, 24), ids=rng.choice([3, 9, 40]), n=rng.randint(1, 3)) for name in chosen]
         fields = ("quota", "quota_unit", "kv", "max_staleness", "surplus", "tier", "concurrency")
         body = {"run": run, "round_id": f"{run}-{self.rounds[run]}", **{name: plan[name] for name in fields}}
-        if book.in_use and rng.random() < 0.2:
-            used = prompt(rng.choice(sorted(book.in_use)), 3)
+        if record.in_use and rng.random() < 0.2:
+            used = prompt(rng.choice(sorted(record.in_use)), 3)
             self.server.rollout(**body, prompts=[*prompts, used], status=409)
-        book.accept(prompts)
-        book.deliver(self.server.rollout(**body, prompts=prompts))
+        record.accept(prompts)
+        record.deliver(self.server.rollout(**body, prompts=prompts))
         self.rounds[run] += 1
 
     def trigger(self, event: str, rng: random.Random, plan: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class EventSequence:
 
     def drop(self, rng: random.Random) -> None:
         ids = rng.sample(IDS, 4) if rng.random() < 0.7 else None
-        self.books[self.run].drop(self.server.post("/april/drop", {"run": self.run, "ids": ids}))
+        self.records[self.run].drop(self.server.post("/april/drop", {"run": self.run, "ids": ids}))
 
     def stock(self, rng: random.Random) -> None:
         params = {"max_new_tokens": rng.randint(1, 20), "ignore_eos": True}
@@ -115,9 +115,9 @@ class EventSequence:
 
     def end(self) -> None:
         """Drain both runs and check that everything is delivered and no memory is held."""
-        for run, book in self.books.items():
-            book.deliver(self.server.rollout(run=run, prompts=[], quota=None))
-            book.close()
+        for run, record in self.records.items():
+            record.deliver(self.server.rollout(run=run, prompts=[], quota=None))
+            record.close()
         state = self.server.state()
         assert (state["closed"], sum(state["samples"].values()), state["pool"]["held"]) == ("", 0, 0)
         assert not any(state["tokens"].values()), state["tokens"]

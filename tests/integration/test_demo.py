@@ -1,4 +1,4 @@
-"""The demo's training part on a live server: both runs to their end, rows, books, picture. No gain is asserted."""
+"""The demo's training part on a live server: both runs, rows, token accounting, picture. No gain is asserted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.console import Console
 from examples.april_demo.__main__ import run_training
 from examples.april_demo.report import TITLES
 from examples.april_demo.settings import Settings, Training
-from examples.april_demo.training import figures
+from examples.april_demo.training import training_metrics
 from examples.sorting_task import ListLengths
 from tests.support.live import LiveServer
 from trainer_bridge.progress import read_rows
@@ -22,7 +22,7 @@ def test_both_runs_train_and_fill_their_rows(
         steps=2, groups=3, samples_per_group=2, pool=6, held_out=6, eval_interval=1, checkpoint=models("qwen3", 0)
     )
     settings = Settings(lengths=ListLengths(2, 6), training=training)
-    rows = [{"variant": name, **THROUGHPUT, **figures(None)} for name in ("synchronous", "outside", "april")]
+    rows = [{"variant": name, **THROUGHPUT, **training_metrics(None)} for name in ("synchronous", "outside", "april")]
     console = Console(record=True, width=200)
     before = normal.server.state()["policy_version"]
     run_training(normal.server.url, rows, settings, tmp_path, console)

@@ -1,4 +1,4 @@
-"""A journal on a full disk: nothing new is accepted, `/health` says why, and what waits is answered later."""
+"""A journal on a full disk: nothing new is accepted, `/health` gives the reason, and what waits is answered later."""
 
 import contextlib
 import json

@@ -82,7 +82,7 @@ def test_server_ends_and_its_journal_delivers_everything_once(
     prompts = [prompt(f"p{i}", LENGTH, n=2, **PARAMS) for i in range(3)]
     first = server.rollout(run=run, prompts=[*prompts, prompt("short", 12, **PARAMS)], quota=1, tier="host")
     round_ = {"run": run, "round_id": f"{run}-open", "prompts": [], "quota": None}
-    with server.slowed(0.05):  # also while it starts: the round goes on by itself
+    with server.slowed(0.05):  # also while it starts: the round continues by itself
         for fault in faults:
             ended_by(live, fault, round_)
             assert server.process is not None

@@ -73,7 +73,7 @@ def test_judge_and_extend_refusals_change_nothing(april: AprilClient, run: str) 
     for ids, expected in (
         ({"accept": ["a"]}, (409, "accept[0]")),
         ({"accept": ["b", "long"]}, (409, "accept[1]")),
-        ({"accept": ["b"], "reject": ["nobody"]}, (404, "reject[0]")),
+        ({"accept": ["b"], "reject": ["unknown"]}, (404, "reject[0]")),
         ({"accept": ["b"], "reject": ["b"]}, (400, "reject[0]")),
     ):
         with pytest.raises(AprilError) as error:

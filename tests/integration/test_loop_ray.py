@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 """Server starts, which are slow on a busy machine."""
 
 
-class Killed(RecordingLoop):
+class ServerKilledByRay(RecordingLoop):
     """A loop whose server's actor is killed −9 after the first group of round 2; the server goes with it."""
 
     def __init__(self, config: Any) -> None:
@@ -63,7 +63,7 @@ def test_ray_actors_train_on_the_same_samples_as_processes_despite_kills(
     own = {"server": None, "server_flags": [*COMMON, *NORMAL], "ray": True}
     made = configuration(tmp_path / "actors", "", model, **same, **own)
     others = set(psutil.Process().children(recursive=True))
-    with training(made, Killed) as loop:
+    with training(made, ServerKilledByRay) as loop:
         assert loop.run().step == 3
         state = loop.engines.client.state()
         started = set(psutil.Process().children(recursive=True)) - others

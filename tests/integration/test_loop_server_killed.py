@@ -77,7 +77,9 @@ def test_run_survives_kills_of_its_own_server(
     done = read_rows(Path(made.save) / "steps.jsonl")
     assert [row["step"] for row in done] == list(range(1, len(done) + 1))
     assert [row["groups"] for row in done[:3]] == [4] * 3
-    assert [row["version"] for row in done] == list(range(1, len(done) + 1)), "one version a step, whoever died"
+    assert [row["version"] for row in done] == list(range(1, len(done) + 1)), (
+        "one version a step, whichever process died"
+    )
     samples = Counter(key for part in loop.trained for key in sample_keys(part))
     assert set(samples.values()) == {1}
     assert len({prompt for prompt, _ in samples}) * 4 == len(samples) == done[-1]["samples_so_far"]

@@ -27,14 +27,14 @@ def scheduler_mb(live: LiveServer) -> float:
 
 def test_memory_stays_flat_over_fifty_rounds_with_a_growing_backlog(small: LiveServer, run: str) -> None:
     """Memory stays flat, no group exceeds the staleness bound, none is lost."""
-    book, server = DeliveryRecord(), small.server
+    record, server = DeliveryRecord(), small.server
     cap, settled = server.state()["host_cap_tokens"], 0.0
     fallen_back = over = 0
     for i in range(ROUNDS):
         prompts = [prompt(f"p{i}-{j}", 20 + (7 * i + 11 * j) % 80, ids=8, n=2) for j in range(ARRIVING)]
-        book.accept(prompts)
+        record.accept(prompts)
         reply = server.rollout(run=run, prompts=prompts, quota=QUOTA, max_staleness=BOUND)
-        book.deliver(reply)
+        record.deliver(reply)
         carried: dict[str, Any] = reply["carried"]
         assert carried["tokens_by_tier"]["host"] <= cap
         assert carried["oldest_staleness"] <= BOUND
@@ -48,9 +48,9 @@ def test_memory_stays_flat_over_fifty_rounds_with_a_growing_backlog(small: LiveS
         if i == SETTLED:
             settled = scheduler_mb(small)
     grown = scheduler_mb(small) - settled
-    print(f"{len(book.missing)} samples carried, below the host after {fallen_back} pushes, {grown:.0f} MB more")
-    assert (over, fallen_back > 0, len(book.missing) > 50) == (0, True, True)
+    print(f"{len(record.missing)} samples carried, below the host after {fallen_back} pushes, {grown:.0f} MB more")
+    assert (over, fallen_back > 0, len(record.missing) > 50) == (0, True, True)
     assert grown < GROWTH_MB
-    book.deliver(server.rollout(run=run, prompts=[], quota=None))
-    book.close()
+    record.deliver(server.rollout(run=run, prompts=[], quota=None))
+    record.close()
     assert server.state()["pool"]["held"] == 0

@@ -26,7 +26,7 @@ def paced(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer
 
 
 def test_paced_steps_take_the_tables_time_and_their_samples_are_exact(paced: LiveServer, run: str) -> None:
-    """A step is no shorter than the table says: a lower bound, which no load of the machine breaks."""
+    """A step is no shorter than its table entry: a lower bound, which no load of the machine breaks."""
     server = paced.server
     requested = [prompt("greedy", LENGTH, temperature=0), prompt("drawn", LENGTH, n=3, temperature=1.0)]
     before = len(server.forwards())

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.pages import ROOT, Block, block, blocks, check_command, commands
+from tests.support.pages import ROOT, CodeBlock, block, blocks, check_command, commands
 from tests.support.server import START_LIMIT_S, free_port
 
 QUICKSTART, README = "docs/quickstart.md", "README.md"
@@ -50,9 +50,9 @@ def bash(text: str, folder: Path, **popen: Any) -> "subprocess.Popen[str]":
 
 def output(text: str, folder: Path) -> str:
     with bash(text, folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        said, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, said[-3000:]
-    return str(said)
+        printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed[-3000:]
+    return str(printed)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def test_quickstart(port: int, folder: Path) -> None:
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)
     assert "(0, 'fresh'), (1, 'kept')" in spans, "the carried group"
     output(block(QUICKSTART, 6), folder)
-    said = output(block(QUICKSTART, 7), folder)
-    assert list((folder / "out/quickstart/run").rglob("*.safetensors")), said[-2000:]
+    printed = output(block(QUICKSTART, 7), folder)
+    assert list((folder / "out/quickstart/run").rglob("*.safetensors")), printed[-2000:]
 
 
 def test_readme(port: int, folder: Path) -> None:
@@ -132,7 +132,7 @@ def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize("found", blocks("bash"), ids=lambda found: found.name)
-def test_commands(found: Block) -> None:
+def test_commands(found: CodeBlock) -> None:
     if (found.page, found.number) not in STORY:
         assert commands(found.text)
         for words in commands(found.text):
@@ -140,7 +140,7 @@ def test_commands(found: Block) -> None:
 
 
 @pytest.mark.parametrize("found", blocks("python"), ids=lambda found: found.name)
-def test_every_python_block_runs(found: Block) -> None:
+def test_every_python_block_runs(found: CodeBlock) -> None:
     if (found.page, found.number) in COMPILED:
         exec("\n".join(line for line in found.text.splitlines() if line.startswith("from ")), {})
         compile(found.text, found.page, "exec")

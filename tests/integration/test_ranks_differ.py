@@ -45,7 +45,7 @@ def test_ranks_with_different_flags_do_not_start(started_with: Callable[[str], S
         started_with("other flag")
     log = (pool.folder / "tp2-start" / "tp2-start.log").read_text(errors="replace")
     sentence = "sglang-april: all TP ranks must agree on --april-quota, but rank 1 has 5 and rank 0 has 4."
-    assert log.count(sentence) == 2, "each rank says so"
+    assert log.count(sentence) == 2, "each rank reports it"
 
 
 def test_smallest_budget_of_all_ranks_counts(started_with: Callable[[str], Server]) -> None:

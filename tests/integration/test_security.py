@@ -1,4 +1,4 @@
-"""What docs/security.md says of keys, on a server with both."""
+"""What docs/security.md specifies about keys, on a server with both."""
 
 import httpx
 

@@ -127,8 +127,8 @@ def test_ctrl_c_stores_as_sigterm_does_and_says_what_is_kept(journalled: Server,
         end(server, signal.SIGINT)
     log = server.log.read_text()
     assert "Traceback" not in log
-    said = "sglang-april: interrupted. The journal "
-    assert log.splitlines()[-1].startswith(said), log[-2000:]
+    last_line = "sglang-april: interrupted. The journal "
+    assert log.splitlines()[-1].startswith(last_line), log[-2000:]
     restart(server)
     found = [p for tier in ("device", "host") for p in server.partials(f"{run}-{tier}")]
     assert {(p["id"], p["index"]): p["tokens"] for p in found} == before

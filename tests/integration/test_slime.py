@@ -215,20 +215,20 @@ def test_paths_of_the_rollout_functions(framework: Framework, args: Namespace) -
     assert len(function(args, 0, source(framework, args), evaluation=False).samples) == 4
 
 
-def test_samples_have_the_form_of_slimes_own_partial_rollout(
+def test_samples_have_the_fields_of_slimes_own_partial_rollout(
     framework: Framework, args: Namespace, normal: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if framework.package != "slime":
         pytest.skip("miles's own rollout needs sglang-router")
     own = importlib.import_module("slime.rollout.sglang_rollout")
     importlib.import_module("slime.utils.http_utils").init_http_client(args)
-    theirs = own.generate_rollout(args, 0, source(framework, args))
-    ours = Rollouts(framework).generate_rollout(args, 0, source(framework, args), False)
-    assert len(theirs.samples) == len(ours.samples) == 4
-    for their_group, our_group in zip(theirs.samples, ours.samples, strict=True):
-        for their, our in zip(their_group, our_group, strict=True):
-            assert form(our) == form(their)
-            for sample in (their, our):
+    slime_output = own.generate_rollout(args, 0, source(framework, args))
+    april_output = Rollouts(framework).generate_rollout(args, 0, source(framework, args), False)
+    assert len(slime_output.samples) == len(april_output.samples) == 4
+    for slime_group, april_group in zip(slime_output.samples, april_output.samples, strict=True):
+        for slime_sample, april_sample in zip(slime_group, april_group, strict=True):
+            assert fields(april_sample) == fields(slime_sample)
+            for sample in (slime_sample, april_sample):
                 check_sample(framework, sample)
                 prompt = framework.tokenizer(args).encode(sample.prompt, add_special_tokens=False)
                 assert sample.tokens[: -sample.response_length] == prompt
@@ -244,12 +244,12 @@ def test_time_per_rollout_beside_slimes_own(
     importlib.import_module("slime.utils.http_utils").init_http_client(args)
     own.GenerateState.clear_instances()  # an earlier test's router has gone
     args.rollout_stop_token_ids, args.rollout_max_response_len = list(range(6, 20)), 400  # one token in 36 ends
-    ways = {"slime's own": own.generate_rollout, "here": Rollouts(framework).generate_rollout}
-    sources = {name: source(framework, args) for name in ways}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    groups: dict[str, list[int]] = {name: [] for name in ways}
+    rollouts = {"slime's own": own.generate_rollout, "here": Rollouts(framework).generate_rollout}
+    sources = {name: source(framework, args) for name in rollouts}
+    seconds: dict[str, list[float]] = {name: [] for name in rollouts}
+    groups: dict[str, list[int]] = {name: [] for name in rollouts}
     for rollout_id in range(6):
-        for name, generate in ways.items():
+        for name, generate in rollouts.items():
             normal.push(rollout_id % 2)
             began = time.monotonic()
             output = generate(args, rollout_id, sources[name], False)
@@ -277,6 +277,6 @@ def test_contract_of_slimes_rollout_functions(framework: Framework) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def form(sample: Any) -> dict[str, type]:
+def fields(sample: Any) -> dict[str, type]:
     """The type of each field that training reads: not of the router's session, nor of slime's own trace."""
     return {name: type(value) for name, value in sample.__dict__.items() if name not in ("session_id", "trace")}

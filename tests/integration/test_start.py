@@ -1,31 +1,20 @@
-"""Real server starts: each serves, or ends with one sentence and no process left (`fail-closed`)."""
+"""Real server starts that are refused: each ends with one sentence and no process left (`fail-closed`)."""
 
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from examples import tiny_model
 from sglang_april.adapter import versions
-from sglang_april.adapter.v0_5_17 import hook_table
+from tests.support.starts import IN_ENVIRONMENT, QUOTA, ROOT, SGLANG_LAUNCHER, SMALL, environment, free_port
 
-ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 300
-SMALL = ["--mem-fraction-static", "0.6", "--max-total-tokens", "4096"]
-QUOTA = ["--april-quota", "4"]
-IN_ENVIRONMENT = {"SGLANG_APRIL": '{"quota": 4}'}
 APRIL_LAUNCHER = "sglang_april.launch_server"
-SGLANG_LAUNCHER = "sglang.launch_server"
 
 # name: arguments, environment, and how the one sentence starts
 REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
@@ -77,7 +66,7 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 # What is special about the way of starting: its entry and how the one sentence starts.
 REFUSED_WAYS = {
-    "our_launcher": "--dp-size 2 is not supported",
+    "april_launcher": "--dp-size 2 is not supported",
     "command": "--dp-size 2 is not supported",
     "engine": "--dp-size 2 is not supported",
     "prebuilt": "--dp-size 2 is not supported",
@@ -131,7 +120,7 @@ def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str,
     # What SGLang itself asks for before it takes such a model on a CPU.
     for_recurrent = ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
     return [
-        {"name": "our_launcher", "entry": "module", "module": APRIL_LAUNCHER, "argv": [*common, "--dp-size", "2"]},
+        {"name": "april_launcher", "entry": "module", "module": APRIL_LAUNCHER, "argv": [*common, "--dp-size", "2"]},
         {"name": "command", "entry": "command", "argv": [*common, *QUOTA, "--dp-size", "2"]},
         {"name": "engine", "entry": "engine", "arguments": two_replicas, "env": IN_ENVIRONMENT},
         {"name": "prebuilt", "entry": "prebuilt", "arguments": two_replicas, "env": IN_ENVIRONMENT},
@@ -143,9 +132,9 @@ def ways_to_start(common: list[str], model: str, folder: Path) -> list[dict[str,
         {**module, "name": "without_target", "entry": "without_target"},
         {**module, "name": "sliding_window", "argv": [*QUOTA, "--model-path", swa]},
         {**module, "name": "recurrent", "argv": [*QUOTA, "--model-path", recurrent, *for_recurrent]},
-        {**module, "name": "hidden_from_theirs", "env": {"SGLANG_PLUGINS": "other"}},
+        {**module, "name": "hidden_from_sglang_launcher", "env": {"SGLANG_PLUGINS": "other"}},
         {**module, "name": "help", "argv": ["--help", *QUOTA]},
-        {**module, "name": "our_help", "module": APRIL_LAUNCHER, "argv": ["--help"]},
+        {**module, "name": "april_help", "module": APRIL_LAUNCHER, "argv": ["--help"]},
         {"name": "inactive", "entry": "inactive", "env": {"SGLANG_APRIL": ""}},
     ]
 
@@ -169,11 +158,11 @@ def test_every_way_of_starting_fails_closed(name: str, outcomes: dict[str, dict[
 
 
 def test_sglang_refuses_april_flags_without_the_plugin(outcomes: dict[str, dict[str, Any]]) -> None:
-    assert outcomes["hidden_from_theirs"]["code"] == 2
-    assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_theirs"]["stderr"]
+    assert outcomes["hidden_from_sglang_launcher"]["code"] == 2
+    assert "unrecognized arguments: --april-quota 4" in outcomes["hidden_from_sglang_launcher"]["stderr"]
 
 
-@pytest.mark.parametrize("name", ["help", "our_help", "other_version_string"])
+@pytest.mark.parametrize("name", ["help", "april_help", "other_version_string"])
 def test_help_lists_april_flags(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes[name]["code"] == 0
     assert all(flag in outcomes[name]["stderr"] for flag in ("--april-quota ", "--april-kv ", "--tp-size "))
@@ -201,112 +190,6 @@ def test_changed_hook_target_ends_the_start(model: str, tmp_path: Path) -> None:
     assert f"compared with {reviewed}, {sentence}\n" in done.stderr
 
 
-IN_CODE = """
-import multiprocessing, sys
-from sglang.srt.entrypoints.http_server import launch_server
-from sglang.srt.server_args import ServerArgs
-
-if __name__ == "__main__":
-    # As slime and verl do: the arguments are objects, and the server is a child that never sees a command line.
-    args = ServerArgs(model_path=sys.argv[1], port=int(sys.argv[2]), mem_fraction_static=0.6, max_total_tokens=4096)
-    child = multiprocessing.get_context("spawn").Process(target=launch_server, args=(args,))
-    child.start()
-    child.join()
-"""
-
-
-@pytest.fixture(params=["SGLang's launcher with our flag", "launch_server(ServerArgs) in a spawned process"])
-def sglang_server(request: pytest.FixtureRequest, model: str, tmp_path: Path) -> Iterator[str]:
-    """A server started without sglang-april's launcher."""
-    port = str(free_port())
-    if request.param.startswith("SGLang"):
-        command, extra = ["-m", SGLANG_LAUNCHER, "--model-path", model, "--port", port, *SMALL, *QUOTA], {}
-    else:
-        (tmp_path / "script.py").write_text(IN_CODE)
-        command, extra = [str(tmp_path / "script.py"), model, port], IN_ENVIRONMENT
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment(**extra),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process, tmp_path / "log")
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: str) -> None:
-    """Also where code builds `ServerArgs` in a process that loads no plugins."""
-    info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
-    assert_all_hooks(info["april"])
-    body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}
-    assert httpx.post(f"{sglang_server}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 4
-    requested = {"prompts": [{"id": "a", "text": "1 2 3"}], "quota": 1, "sampling_params": {"max_new_tokens": 4}}
-    reply = httpx.post(f"{sglang_server}/april/rollout", json=requested, timeout=60).json()
-    assert [group["id"] for group in reply["finished"]] == ["a"]
-
-
-def test_server_of_another_model_is_plain_sglang(model: str, tmp_path: Path) -> None:
-    """A job-wide environment names the model that is trained; a reward server, with an argument that is refused."""
-    (tmp_path / "script.py").write_text(
-        IN_CODE.replace("max_total_tokens", "enable_mixed_chunk=True, max_total_tokens")
-    )
-    port, settings = str(free_port()), json.dumps({"quota": 4, "model": str(tmp_path)})
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), model, port],
-            cwd=ROOT,
-            env=environment(SGLANG_APRIL=settings, SGLANG_APRIL_CPU="1"),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process, tmp_path / "log")
-        assert httpx.get(f"{url}/april/state", timeout=30).status_code == 404
-        assert "april" not in httpx.get(f"{url}/server_info", timeout=30).json()
-        body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4, "custom_params": {"x-april-run": "r"}}}
-        meta = httpx.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
-        assert (meta["completion_tokens"], "april" in meta) == (4, False)
-        assert "this server is plain SGLang: --april-model is not" in (tmp_path / "log").read_text()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None:
-    """And its requests can belong to a run (`attached-request`)."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys, sglang\n"
-        "if __name__ == '__main__':\n"
-        "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.6, max_total_tokens=4096)\n"
-        "    params = {'max_new_tokens': 4, 'custom_params': {'x-april-run': 'r', 'x-april-trajectory': 't'}}\n"
-        "    answer = engine.generate('1 2 3', params)\n"
-        "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']]))\n"
-        "    engine.shutdown()\n"
-    )
-    command = [sys.executable, str(script), model]
-    done = subprocess.run(
-        command, env=environment(**IN_ENVIRONMENT), capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    report, meta = json.loads(done.stdout.splitlines()[-1])
-    assert_all_hooks(report)
-    assert meta["completion_tokens"] == 4
-    spans = [{"start": 0, "end": 4, "version": 0, "kv": "fresh"}]
-    named = {"run": "r", "trajectory": "t", "group": None}
-    assert meta["april"] == {**named, "spans": spans, "policy_version": 0, "staleness": 0}
-
-
 def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
     reported = [line for line in outcome["stderr"].splitlines() if line.startswith("sglang-april: ")]
     assert outcome["code"] == 1, outcome["stderr"][-2000:]
@@ -314,33 +197,3 @@ def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
     assert reported[0].startswith(f"sglang-april: {sentence}")
     assert "Traceback" not in outcome["stderr"].split(reported[0])[1]
     assert not outcome["left_behind"]
-
-
-def assert_all_hooks(report: dict[str, Any]) -> None:
-    assert report["hooks"] == [f"{path} [{row.kind}]" for row in hook_table.HOOKS for path in row.paths]
-    assert report["sglang"] == versions.installed()["sglang"]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    actual = ("SGLANG_APRIL", "SGLANG_APRIL_CPU", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
-    return {name: value for name, value in os.environ.items() if name not in actual} | extra
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-2000:]
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise AssertionError(log.read_text()[-2000:])

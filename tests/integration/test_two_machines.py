@@ -55,4 +55,4 @@ def test_machines_with_different_flags_do_not_serve(start: Start) -> None:
         first.wait()
     sentence = "sglang-april: all TP ranks must agree on --april-max-staleness, but rank 1 has 3 and rank 0 has 5."
     for node in (first, second):
-        until(lambda node=node: sentence in node.log.read_text(errors="replace"), "each machine says so")
+        until(lambda node=node: sentence in node.log.read_text(errors="replace"), "each machine reports it")

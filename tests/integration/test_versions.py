@@ -179,7 +179,9 @@ def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, ru
     assert prefilled_by_round("a") < len(prompt)
     for seed in (1, 0):
         live.push(seed, flush=False)
-        assert prefilled_by_round(f"b{seed}") == len(prompt), "our prompt stood on KV of an older policy"
+        assert prefilled_by_round(f"b{seed}") == len(prompt), (
+            "the prompt is prefilled again, not matched in KV of an older policy"
+        )
         assert prefilled_by_round(f"c{seed}") < len(prompt)
         assert cached_tokens() > 0
         live.push(seed, flush=False)
@@ -195,7 +197,7 @@ def test_prefixes_of_older_policies_are_evicted(live: LiveServer, run: str) -> N
     live.push(1, flush=False)
     pool = server.state()["pool"]
     assert pool["evictable"] == 0
-    assert pool["protected"] > 0, "a partial stands on its prompt"
+    assert pool["protected"] > 0, "a partial uses the KV of its prompt"
     assert len(server.drain(run, kv="keep")) == 1
 
 

@@ -44,10 +44,10 @@ def test_kernel_and_reference_agree(shape: str, page_tokens: int, tokens: int, d
     assert int(difference.max()) <= 1
     assert float(difference.to(torch.float32).mean()) < 1e-3
 
-    actual, theirs = normal_pool(shape, device, seed=1), normal_pool(shape, device, seed=1)
+    actual, expected_pool = normal_pool(shape, device, seed=1), normal_pool(shape, device, seed=1)
     int8_triton.dequantize(actual, slots, page_tokens, expected)
-    int8_reference.dequantize(theirs, slots, page_tokens, expected)
-    for mine, their in zip(actual.table.buffers, theirs.table.buffers, strict=True):
+    int8_reference.dequantize(expected_pool, slots, page_tokens, expected)
+    for mine, their in zip(actual.table.buffers, expected_pool.table.buffers, strict=True):
         # The interpreter truncates float32 to bfloat16 where a GPU rounds: one unit in the last place.
         torch.testing.assert_close(mine, their, rtol=2**-7 if mine.dtype == torch.bfloat16 else 1e-3, atol=1e-30)
 

@@ -4,23 +4,23 @@ import pytest
 import torch
 
 from april_kernels.kv_pages import PlaneTable, page_count, reference, triton_impl
-from tests.kernels.pools import POISON, Shape, bytes_of, choose_slots, huge, poisoned_allocations, pool, same
+from tests.kernels.pools import POISON, PoolShape, bytes_of, choose_slots, huge, poisoned_allocations, pool, same
 
 BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
 
 SHAPES = {
-    "bf16 4x128": Shape(((4, 128), (4, 128)), BF16, layers=1),
-    "fp16 K 2x96, V 2x64": Shape(((2, 96), (2, 64)), FP16, layers=1),
-    "fp8 5x80": Shape(((5, 80), (5, 80)), FP8, layers=1),
-    "fp32 3x64": Shape(((3, 64), (3, 64)), FP32, layers=1),
-    "bf16 MLA 576": Shape(((1, 576),), BF16),
-    "fp8 MLA 656": Shape(((1, 656),), FP8, layers=1),
-    "bf16 7x20: rows of 8-byte units": Shape(((7, 20), (7, 20)), BF16, layers=1),
-    "fp8 3x12: rows of 4-byte units": Shape(((3, 12), (3, 12)), FP8),
-    "bf16 1x2: a row is one word": Shape(((1, 2),), BF16),
+    "bf16 4x128": PoolShape(((4, 128), (4, 128)), BF16, layers=1),
+    "fp16 K 2x96, V 2x64": PoolShape(((2, 96), (2, 64)), FP16, layers=1),
+    "fp8 5x80": PoolShape(((5, 80), (5, 80)), FP8, layers=1),
+    "fp32 3x64": PoolShape(((3, 64), (3, 64)), FP32, layers=1),
+    "bf16 MLA 576": PoolShape(((1, 576),), BF16),
+    "fp8 MLA 656": PoolShape(((1, 656),), FP8, layers=1),
+    "bf16 7x20: rows of 8-byte units": PoolShape(((7, 20), (7, 20)), BF16, layers=1),
+    "fp8 3x12: rows of 4-byte units": PoolShape(((3, 12), (3, 12)), FP8),
+    "bf16 1x2: a row is one word": PoolShape(((1, 2),), BF16),
 }
 SLOTS = 150
-MOVES = {
+COPIES = {
     1: ((0, "random"), (1, "contiguous"), (5, "holes")),
     16: ((16, "contiguous"), (33, "random"), (20, "holes")),
     64: ((64, "holes"), (70, "random")),
@@ -28,11 +28,11 @@ MOVES = {
 """Page size → (tokens, kind of slots): no pages, whole ones, partial last ones."""
 
 
-@pytest.mark.parametrize("page_tokens", MOVES)
+@pytest.mark.parametrize("page_tokens", COPIES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel_matches_reference(shape: str, page_tokens: int, device: str) -> None:
     table = pool(SHAPES[shape], SLOTS, device)
-    for seed, (tokens, kind) in enumerate(MOVES[page_tokens]):
+    for seed, (tokens, kind) in enumerate(COPIES[page_tokens]):
         slots = choose_slots(kind, tokens, SLOTS, device, seed=seed)
         expected = reference.pack(table, slots, page_tokens, checksum=True)
         with poisoned_allocations():
@@ -42,23 +42,23 @@ def test_kernel_matches_reference(shape: str, page_tokens: int, device: str) -> 
         assert same((pages, plain, sums), (expected.pages, expected.pages, expected.sums)), (tokens, kind)
         assert torch.equal(triton_impl.checksum(pages, programs=2), sums)
 
-        actual, theirs = (pool(SHAPES[shape], SLOTS, device, empty=True) for _ in range(2))
+        actual, expected_pool = (pool(SHAPES[shape], SLOTS, device, empty=True) for _ in range(2))
         others = torch.where(slots < 0, -1, choose_slots("random", tokens, SLOTS, device, seed=seed + 1))
         triton_impl.unpack(actual, others, pages, programs=7)
-        reference.unpack(theirs, others, pages)
-        assert same(bytes_of(actual), bytes_of(theirs)), (tokens, kind)
+        reference.unpack(expected_pool, others, pages)
+        assert same(bytes_of(actual), bytes_of(expected_pool)), (tokens, kind)
 
 
 def test_kernel_writes_only_its_pages(device: str) -> None:
     table = pool(SHAPES["fp16 K 2x96, V 2x64"], SLOTS, device)
     slots = choose_slots("holes", 37, SLOTS, device)
     words = table.page_words(16)
-    room = torch.full((5, words + 64), 0x7F7F7F7F, dtype=torch.int32, device=device)
-    inside = room[1:4, 32:-32]
+    guarded = torch.full((5, words + 64), 0x7F7F7F7F, dtype=torch.int32, device=device)
+    inside = guarded[1:4, 32:-32]
     triton_impl.pack(table, slots, 16, out=inside)
     assert torch.equal(inside, reference.pack(table, slots, 16).pages)
     inside.fill_(0x7F7F7F7F)
-    assert bool((room == 0x7F7F7F7F).all())
+    assert bool((guarded == 0x7F7F7F7F).all())
 
 
 def test_out_of_range_slots_access_nothing(device: str) -> None:
@@ -138,16 +138,16 @@ def test_pool_beyond_2_31_words(device: str) -> None:
 
 def test_pages_beyond_2_31_words(device: str) -> None:
     """The last page lies beyond; all others are padding and share their memory with nothing."""
-    table = pool(Shape(((1, 4 * ROW),), FP8), 8, device)
+    table = pool(PoolShape(((1, 4 * ROW),), FP8), 8, device)
     stride = 2**31 // 2 + 4096
-    room = huge(3 * stride, device).view(3, stride)[:, : table.page_words(4)]
+    guarded = huge(3 * stride, device).view(3, stride)[:, : table.page_words(4)]
     slots = torch.tensor([-1] * 8 + [3, 1, 2, 0], device=device)
-    _, sums = triton_impl.pack(table, slots, 4, out=room, checksum=True)
+    _, sums = triton_impl.pack(table, slots, 4, out=guarded, checksum=True)
     expected = reference.pack(table, slots, 4, checksum=True)
-    assert torch.equal(room, expected.pages)
-    assert same((sums, triton_impl.checksum(room)), (expected.sums, expected.sums))
-    restored = pool(Shape(((1, 4 * ROW),), FP8), 8, device, empty=True)
-    triton_impl.unpack(restored, slots, room)
+    assert torch.equal(guarded, expected.pages)
+    assert same((sums, triton_impl.checksum(guarded)), (expected.sums, expected.sums))
+    restored = pool(PoolShape(((1, 4 * ROW),), FP8), 8, device, empty=True)
+    triton_impl.unpack(restored, slots, guarded)
     assert all(torch.equal(a[:4], b[:4]) for a, b in zip(bytes_of(restored), bytes_of(table), strict=True))
     assert bool((bytes_of(restored)[0][4:] == POISON).all())
     assert page_count(slots.numel(), 4) == 3

@@ -14,7 +14,7 @@ POISON = 0x7F
 """Byte of uninitialized memory; a NaN in float16 and in float8."""
 
 
-class Shape(NamedTuple):
+class PoolShape(NamedTuple):
     """Planes of one layer, (heads, dim) each: K and V, or the latent alone."""
 
     planes: tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     layers: int = 2
 
 
-def pool(shape: Shape, slots: int, device: str, *, seed: int = 0, empty: bool = False) -> PlaneTable:
+def pool(shape: PoolShape, slots: int, device: str, *, seed: int = 0, empty: bool = False) -> PlaneTable:
     """A pool of random bytes (any bits, NaNs among them), or of poison where `empty`."""
     generator = torch.Generator().manual_seed(seed)
     buffers = []

@@ -91,7 +91,7 @@ def _sample(*, keep: bool) -> Any:
     return sampling.block_best_kernel, lambda warp: (constants, sampling.NUM_WARPS)
 
 
-class Case(NamedTuple):
+class KernelCompilation(NamedTuple):
     kernel: Any
     launch: Callable[[int], tuple[dict[str, Any], int]]
     """Constants and warps, by warp size."""
@@ -105,27 +105,27 @@ _SCALE_STORE, _SCALE_LOAD = frozenset({("store", 32)}), frozenset({("load", 32)}
 _LOAD, _BEST_COLUMN = frozenset({"load"}), frozenset({("store", 32)})
 
 CASES = {
-    "pack": Case(*_move(16, 2048, pack=True)),
-    "pack, page of 1": Case(*_move(1, 2048, pack=True)),
-    "pack and checksum": Case(*_move(64, 2048, pack=True, checksum=True)),
-    "pack, K and V differ": Case(*_move(16, 384, pack=True, checksum=True, equal=False)),
-    "pack, MLA": Case(*_move(16, 1152, pack=True)),
-    "pack, fp8 head of 80": Case(*_move(16, 80, pack=True)),
-    "unpack": Case(*_move(16, 2048, pack=False)),
-    "unpack, K and V differ": Case(*_move(16, 384, pack=False, equal=False)),
-    "unpack, MLA": Case(*_move(16, 1152, pack=False)),
-    "checksum": Case(pages.checksum_kernel, _checksum, _LOAD),
-    "int8 pack": Case(*_int8(8, 128, tl.bfloat16, pack=True), narrow=_SCALE_STORE),
-    "int8 pack, MLA": Case(*_int8(1, 576, tl.bfloat16, pack=True), narrow=_SCALE_STORE),
-    "int8 unpack": Case(*_int8(8, 128, tl.bfloat16, pack=False), narrow=_SCALE_LOAD),
-    "int8 unpack, MLA": Case(*_int8(1, 576, tl.bfloat16, pack=False), narrow=_SCALE_LOAD),
-    "int8 pack, fp16": Case(*_int8(4, 64, tl.float16, pack=True), narrow=_SCALE_STORE),
-    "int8 unpack, fp16 heads of 96": Case(*_int8(2, 96, tl.float16, pack=False), narrow=_SCALE_LOAD),
-    "int8 pack, fp32": Case(*_int8(8, 128, tl.float32, pack=True), narrow=_SCALE_STORE),
-    "sampling": Case(*_sample(keep=False), _LOAD, _BEST_COLUMN),
+    "pack": KernelCompilation(*_move(16, 2048, pack=True)),
+    "pack, page of 1": KernelCompilation(*_move(1, 2048, pack=True)),
+    "pack and checksum": KernelCompilation(*_move(64, 2048, pack=True, checksum=True)),
+    "pack, K and V differ": KernelCompilation(*_move(16, 384, pack=True, checksum=True, equal=False)),
+    "pack, MLA": KernelCompilation(*_move(16, 1152, pack=True)),
+    "pack, fp8 head of 80": KernelCompilation(*_move(16, 80, pack=True)),
+    "unpack": KernelCompilation(*_move(16, 2048, pack=False)),
+    "unpack, K and V differ": KernelCompilation(*_move(16, 384, pack=False, equal=False)),
+    "unpack, MLA": KernelCompilation(*_move(16, 1152, pack=False)),
+    "checksum": KernelCompilation(pages.checksum_kernel, _checksum, _LOAD),
+    "int8 pack": KernelCompilation(*_int8(8, 128, tl.bfloat16, pack=True), narrow=_SCALE_STORE),
+    "int8 pack, MLA": KernelCompilation(*_int8(1, 576, tl.bfloat16, pack=True), narrow=_SCALE_STORE),
+    "int8 unpack": KernelCompilation(*_int8(8, 128, tl.bfloat16, pack=False), narrow=_SCALE_LOAD),
+    "int8 unpack, MLA": KernelCompilation(*_int8(1, 576, tl.bfloat16, pack=False), narrow=_SCALE_LOAD),
+    "int8 pack, fp16": KernelCompilation(*_int8(4, 64, tl.float16, pack=True), narrow=_SCALE_STORE),
+    "int8 unpack, fp16 heads of 96": KernelCompilation(*_int8(2, 96, tl.float16, pack=False), narrow=_SCALE_LOAD),
+    "int8 pack, fp32": KernelCompilation(*_int8(8, 128, tl.float32, pack=True), narrow=_SCALE_STORE),
+    "sampling": KernelCompilation(*_sample(keep=False), _LOAD, _BEST_COLUMN),
     # The mask has a byte per column: four columns of a thread are 32 bits where a warp has 64 lanes.
-    "sampling with mask": Case(*_sample(keep=True), _LOAD, _BEST_COLUMN | {("load", 32)}),
-    "sampling, best of a row": Case(
+    "sampling with mask": KernelCompilation(*_sample(keep=True), _LOAD, _BEST_COLUMN | {("load", 32)}),
+    "sampling, best of a row": KernelCompilation(
         sampling.row_best_kernel, lambda _: ({"BLOCKS": 128}, 4), frozenset(), frozenset({("load", 32)})
     ),
 }
@@ -140,7 +140,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, target: GPUTarget) -> Any:
-    """As a launch compiles it: pointers are 16-byte aligned unless the kernel says otherwise, integers are any."""
+    """As a launch compiles it: pointers are 16-byte aligned unless the kernel declares otherwise, integers are any."""
     signature, attributes = {}, {}
     for parameter in kernel.params:
         name = parameter.name

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from april_kernels import kv_pages
 from april_kernels.kv_pages import PlaneTable, blocks
-from tests.kernels.pools import POISON, Shape, bytes_of, choose_slots, poisoned_allocations, pool, same
+from tests.kernels.pools import POISON, PoolShape, bytes_of, choose_slots, poisoned_allocations, pool, same
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32]
 
@@ -38,7 +38,7 @@ def model_checksum(page: bytes) -> int:
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[Shape, list[int], int]:
+def moves(draw: st.DrawFn) -> tuple[PoolShape, list[int], int]:
     dtype = draw(st.sampled_from(DTYPES))
     dims = st.integers(1, 6).map(lambda n: n * 4 // dtype.itemsize)
     plane = st.tuples(st.integers(1, 5), dims)
@@ -46,12 +46,12 @@ def moves(draw: st.DrawFn) -> tuple[Shape, list[int], int]:
     slots = draw(st.lists(st.integers(0, 29), unique=True, max_size=30))
     for hole in draw(st.lists(st.integers(0, len(slots) - 1), max_size=4)) if slots else []:
         slots[hole] = -1
-    return Shape(tuple(planes), dtype), slots, draw(st.sampled_from([1, 3, 16, 64]))
+    return PoolShape(tuple(planes), dtype), slots, draw(st.sampled_from([1, 3, 16, 64]))
 
 
 @settings(max_examples=60, deadline=None)
 @given(moves())
-def test_page_bytes_match_definition(case: tuple[Shape, list[int], int]) -> None:
+def test_page_bytes_match_definition(case: tuple[PoolShape, list[int], int]) -> None:
     shape, slots, page_tokens = case
     table, other = pool(shape, 30, "cpu"), pool(shape, 30, "cpu", empty=True)
     chosen = torch.tensor(slots, dtype=torch.int64)
@@ -62,15 +62,15 @@ def test_page_bytes_match_definition(case: tuple[Shape, list[int], int]) -> None
     assert [s % 2**64 for s in sums.tolist()] == [model_checksum(page) for page in expected]
     kv_pages.unpack(other, chosen, pages)
     live = chosen[chosen >= 0]
-    for mine, theirs in zip(bytes_of(other), bytes_of(table), strict=True):
-        assert torch.equal(mine[live], theirs[live])
+    for mine, other_bytes in zip(bytes_of(other), bytes_of(table), strict=True):
+        assert torch.equal(mine[live], other_bytes[live])
         mine[live] = POISON
         assert bool((mine == POISON).all())
 
 
 def test_page_bytes_are_independent_of_slots() -> None:
     """The same tokens at other slots, or with another index dtype, give the same bytes."""
-    shape = Shape(((2, 8), (2, 4)), torch.bfloat16)
+    shape = PoolShape(((2, 8), (2, 4)), torch.bfloat16)
     table, moved = pool(shape, 40, "cpu"), pool(shape, 40, "cpu", empty=True)
     slots, others = choose_slots("random", 21, 40, "cpu"), choose_slots("random", 21, 40, "cpu", seed=1)
     pages, _ = kv_pages.pack(table, slots, 16)
@@ -80,13 +80,13 @@ def test_page_bytes_are_independent_of_slots() -> None:
 
 
 def test_strided_output_writes_only_its_pages() -> None:
-    table = pool(Shape(((2, 8),), torch.float32), 40, "cpu")
+    table = pool(PoolShape(((2, 8),), torch.float32), 40, "cpu")
     slots, words = choose_slots("random", 20, 40, "cpu"), table.page_words(16)
-    room = torch.full((2, words + 8), 0x7F7F7F7F, dtype=torch.int32)
-    pages, _ = kv_pages.pack(table, slots, 16, out=room[:, :words])
-    assert pages.data_ptr() == room.data_ptr()
-    assert torch.equal(room[:, :words], kv_pages.pack(table, slots, 16).pages)
-    assert bool((room[:, words:] == 0x7F7F7F7F).all())
+    guarded = torch.full((2, words + 8), 0x7F7F7F7F, dtype=torch.int32)
+    pages, _ = kv_pages.pack(table, slots, 16, out=guarded[:, :words])
+    assert pages.data_ptr() == guarded.data_ptr()
+    assert torch.equal(guarded[:, :words], kv_pages.pack(table, slots, 16).pages)
+    assert bool((guarded[:, words:] == 0x7F7F7F7F).all())
 
 
 def test_any_flipped_bit_changes_the_checksum() -> None:
@@ -184,7 +184,7 @@ def test_buffers_may_be_slices_of_one_tensor() -> None:
 
 
 def test_warm_up_does_not_change_pool() -> None:
-    table = pool(Shape(((2, 8),), torch.float32), 40, "cpu")
+    table = pool(PoolShape(((2, 8),), torch.float32), 40, "cpu")
     before = bytes_of(table)
     kv_pages.warm_up(table, 16)
     assert same(before, bytes_of(table))

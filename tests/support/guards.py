@@ -71,7 +71,7 @@ def _old_as_new(guarded: Callable[..., Any], sample: Any, version: int, kv: str)
 
 
 def _fail(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    raise RuntimeError("nobody leaves")
+    raise RuntimeError("the guard is removed")
 
 
 GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -100,7 +100,7 @@ def switch(name: str) -> str:
 
 
 def removable(name: str, without: Callable[..., Any]) -> Callable[..., Any]:
-    """An AROUND hook: `without(guarded, *args)` stands in while the guard `name` is removed."""
+    """An AROUND hook: `without(guarded, *args)` is called instead while the guard `name` is removed."""
 
     def hook(guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return without(guarded, *args, **kwargs) if switch("guard") == name else guarded(*args, **kwargs)
@@ -120,7 +120,7 @@ def detect_stalls(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
-    """An AROUND hook: `faulty(armed, stock, *args)` stands in on rank 1 while the fault `name` is on."""
+    """An AROUND hook: `faulty(armed, stock, *args)` is called instead on rank 1 while the fault `name` is on."""
     from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
 
     def armed() -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -50,6 +51,22 @@ IDS: tuple[Any, ...] = (
     None,
 )
 LENGTHS: tuple[Any, ...] = (0, 1, 3, 20, 200, 10**6, 2**31, -1, 1.5, "7", None)
+NAMES: tuple[Any, ...] = (
+    "agents",
+    "neighbour",
+    "",
+    "a" * 256,
+    "a" * 257,
+    "\0attached agents",
+    "april.0",
+    "é",
+    7,
+    None,
+    ["a"],
+)
+"""Of runs, trajectories and groups."""
+PLAIN_NAMES = tuple(name for name in NAMES if isinstance(name, str) and name.isascii() and "\0" not in name)
+"""Those that fit into a header."""
 MODES = ("abort", "in_place", "retract", "none", 3)
 CALLS = {
     "generate": 12,
@@ -64,6 +81,7 @@ CALLS = {
     "release": 1,
     "resume": 2,
     "april": 4,
+    "trajectories": 2,
     "push": 1,
     "read": 3,
 }
@@ -85,6 +103,8 @@ class Neighbour:
     seed: int
     kinds: Sequence[str] = tuple(CALLS)
     """The kinds of calls to draw from."""
+    runs: tuple[str, ...] = ()
+    """Runs of others, which its attached requests name too."""
     statuses: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -109,9 +129,18 @@ class Neighbour:
         answer = self.http.post(path, json=body, headers=headers, **options)  # type: ignore[arg-type]
         self.statuses[str(answer.status_code)] += 1
 
-    def _headers(self, rng: random.Random) -> dict[str, str]:
-        """Of requests that may belong to a run: every second one does (`attached-request`)."""
-        return {"x-april-run": rng.choice(["agents", "neighbour", ""])} if rng.random() < 0.5 else {}
+    def _attach(self, rng: random.Random, body: dict[str, Any]) -> dict[str, str]:
+        """Let every second request name a run, its own or another's, and some a trajectory (`attached-request`).
+
+        Returns the headers; `/generate` may name them in its parameters instead, with any values.
+        """
+        if rng.random() < 0.5:
+            return {}
+        keys = ["x-april-run", *(("x-april-trajectory", "x-april-group") if rng.random() < 0.4 else ())]
+        if "sampling_params" in body and rng.random() < 0.4:
+            body["sampling_params"]["custom_params"] = {key: rng.choice((*NAMES, *self.runs)) for key in keys}
+            return {}
+        return {key: rng.choice((*PLAIN_NAMES, *self.runs)) for key in keys}
 
     def _some(self, rng: random.Random, **choices: tuple[Any, ...]) -> dict[str, Any]:
         return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.6}
@@ -140,21 +169,22 @@ class Neighbour:
             extra_key=("k", "|v0", ""),
             stream=(False, False, True),
         )
+        headers = self._attach(rng, body)
         if rng.random() < 0.3:  # a disconnect
             with contextlib.suppress(httpx.TimeoutException):
-                self._post("/generate", body, timeout=rng.choice([0.01, 0.1, 0.5]), headers=self._headers(rng))
+                self._post("/generate", body, timeout=rng.choice([0.01, 0.1, 0.5]), headers=headers)
             return
-        self._post("/generate", body, timeout=5, headers=self._headers(rng))
+        self._post("/generate", body, timeout=5, headers=headers)
 
     def chat(self, rng: random.Random) -> None:
         body = {"model": "m", "messages": rng.choice([[{"role": "user", "content": "1"}], [], "no", [{"role": 3}]])}
         body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, stream=(True, False), n=(1, 3, -1), logprobs=(True,))
-        self._post("/v1/chat/completions", body, timeout=5, headers=self._headers(rng))
+        self._post("/v1/chat/completions", body, timeout=5, headers=self._attach(rng, body))
 
     def completions(self, rng: random.Random) -> None:
         body = {"model": "m", "prompt": rng.choice(["1 2", [1, 2, 3], [], ["1", "2"], None])}
         body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, echo=(True, False), stream=(True, False))
-        self._post("/v1/completions", body, timeout=5, headers=self._headers(rng))
+        self._post("/v1/completions", body, timeout=5, headers=self._attach(rng, body))
 
     def abort(self, rng: random.Random) -> None:
         body = {"rid": rng.choice(RIDS)} if rng.random() < 0.9 else {"abort_all": True}
@@ -211,6 +241,25 @@ class Neighbour:
         self._post(
             path, rng.choice([bodies[path], [], "text", None]) if rng.random() < 0.3 else bodies[path], timeout=5
         )
+
+    def trajectories(self, rng: random.Random) -> None:
+        """Rounds of trajectories of its own, and the ends and records of any trajectory."""
+        run, name = rng.choice((f"neighbour-{self.seed}", *NAMES, *self.runs)), rng.choice(NAMES)
+        body: dict[str, Any]
+        match rng.randrange(4):
+            case 0:
+                body = {"run": f"neighbour-{self.seed}", "quota_unit": "trajectory", "quota": rng.choice([1, None, 0])}
+                self._post("/april/rollout", body, timeout=1)
+            case 1:
+                ended: tuple[Any, ...] = ({str(name): {"reward": 1}}, {}, [], None)
+                body = {"run": run, "trajectories": rng.choice(ended)} | self._some(rng, reject=([name], [], 7))
+                self._post("/april/trajectories/done", body, timeout=5)
+            case 2:
+                body = {"trajectories": {str(name): {}}}
+                self._post(f"/april/rounds/{rng.choice(('none', *self.runs))}/done", body, timeout=5)
+            case _:
+                answer = self.http.get(f"/april/trajectories/{quote(str(name))}", params={"run": str(run)}, timeout=5)
+                self.statuses[str(answer.status_code)] += 1
 
     def push(self, rng: random.Random) -> None:
         self._post(

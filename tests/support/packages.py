@@ -24,7 +24,7 @@ def unpacked(requirements: list[str], folder: Path) -> Path:
         if done.returncode:
             pytest.skip(f"these packages cannot be had: {' '.join(requirements)}: {done.stderr.strip()[-300:]}")
         if (path / "tests").exists():
-            (path / "tests").rename(path / "package_tests")  # it would hide ours
+            (path / "tests").rename(path / "package_tests")  # it would hide this repository's tests
         (path / "complete").touch()
     return path
 

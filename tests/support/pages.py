@@ -15,7 +15,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     """A fenced block."""
 
     page: str
@@ -30,12 +30,12 @@ class Block:
         return f"{self.page}[{self.number}]"
 
 
-def blocks(language: str) -> list[Block]:
+def blocks(language: str) -> list[CodeBlock]:
     """All blocks of a language."""
     found = []
     for path in PAGES:
         fences = enumerate(FENCE.findall(path.read_text()))
-        found += [Block(str(path.relative_to(ROOT)), i, kind, text) for i, (_, kind, text) in fences]
+        found += [CodeBlock(str(path.relative_to(ROOT)), i, kind, text) for i, (_, kind, text) in fences]
     return [block for block in found if block.language == language]
 
 
@@ -62,6 +62,8 @@ def commands(text: str) -> list[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Raise an AssertionError if the command does not exist, or would refuse its arguments."""
+    while re.match(r"[A-Z_]+=", words[0]):  # variables of its environment
+        words = words[1:]
     program = " ".join(words[:3]) if words[0] == "python" else words[0]
     assert program in CHECKS, f"no check for {program!r}"
     CHECKS[program](words[3:] if words[0] == "python" else words[1:])
@@ -98,6 +100,7 @@ def _train(words: list[str]) -> None:
 def _pip(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert words[0] == "install"
+    assert words[1].startswith((".", "sglang_april-")), "the package is on no index"
     for name in ",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(","):
         assert name in extras
 
@@ -125,6 +128,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "curl": _curl,
     "april-train": _train,
     "prometheus": _files_exist,
+    "pytest": lambda words: _files_exist([word for word in words if word.endswith(".py")]),
     "python -m sglang_april.launch_server": _launch,
     "python -m sglang_april.top": _module("sglang_april.top"),
 }

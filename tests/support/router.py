@@ -15,7 +15,7 @@ class Router:
     def __init__(self, urls: Sequence[str]) -> None:
         workers = json.dumps({"workers": [{"url": url} for url in urls]}).encode()
 
-        class Handler(BaseHTTPRequestHandler):
+        class RouterHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self._answer(200, workers)
 
@@ -34,7 +34,7 @@ class Router:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), RouterHandler)
 
     @property
     def port(self) -> int:

@@ -57,11 +57,15 @@ def _synchronises(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
         # A mask that is assigned one value is masked_fill, which does not synchronise.
         fills = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
         return "" if fills else f"{name} with a mask"
-    if name == "to" and kwargs.get("device") == "cpu":
-        return "to cpu"
+    if name == "to" and any(map(_is_device, (*args[1:], *kwargs.values()))) and not kwargs.get("non_blocking"):
+        return "to a device, blocking"
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "repeat_interleave without output_size"
     return ""
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, str | torch.device)
 
 
 def _has_mask(index: Any) -> bool:

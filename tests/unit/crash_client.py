@@ -101,7 +101,7 @@ class CrashClient:
             if reply.spec.round_id not in self.replies:
                 self._replied(reply.ended, reply.samples)
         assert kept.keys() | set(epoch.gone) == self.replies.keys()
-        assert all(self.replies[name] == said for name, said in kept.items()), "a reply has changed"
+        assert all(self.replies[name] == answer for name, answer in kept.items()), "a reply has changed"
         for order in self.order.values():
             assert not set(order[-KEPT:]) & set(epoch.gone), "a reply is lost"
 

@@ -25,7 +25,7 @@ from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
 from tests.unit.crash_client import RUNS, CrashClient, PipeMessage
-from tests.unit.crashing_harness import KEPT, recall_all
+from tests.unit.crashing_harness import KEPT, restore_tokens
 from tests.unit.recount import recount, samples_of
 from tests.unit.storing_engine import StoringEngine, key_of
 
@@ -81,11 +81,11 @@ class CrashLoop:
         self.context.clock.unnamed = unnamed
         search = KvSearch(self.engine.disk, saved.epoch)
         self.engine.controller.restore(saved, lambda wanted: search.find_all([(key_of(s), kv) for s, kv in wanted]))
-        recall_all(self.engine)
+        restore_tokens(self.engine)
         recount(self.engine, self.context.ledger)
         back = [key_of(s) for s in samples_of(self.context.ledger) if s.kv.pages is not None]
         self.engine.disk.begin(saved.next_epoch, back)
-        with (folder / "regained").open("a") as out:
+        with (folder / "recovered").open("a") as out:
             out.writelines(f"{key}\n" for key in back)
         self.busy |= {r.spec.run for r in saved.rounds}
         self.replies = [(r.spec.run, r.spec.round_id) for r in saved.replies]

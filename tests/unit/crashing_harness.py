@@ -52,7 +52,7 @@ class CrashingHarness(ControllerHarness):
         self.disk_cap = engine.get("disk_cap", 0)
         self.histories: dict[SampleKey, list[Any]] = {}
         """History of each sample's tokens, up to its end or the last crash."""
-        self.regained = 0
+        self.recovered = 0
         """Partials that had their KV again, over all restarts."""
         super().__init__(replicas, every, **engine)
 
@@ -70,7 +70,7 @@ class CrashingHarness(ControllerHarness):
             context.clock.version = e.version = version
             context.clock.unnamed = unnamed
             e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._look)
-            recall_all(e, self.histories)
+            restore_tokens(e, self.histories)
         self._begin(saved.next_epoch)
         self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, self.interval)
         self.recorder.epoch(saved.next_epoch)
@@ -84,7 +84,7 @@ class CrashingHarness(ControllerHarness):
         for e in self.engines:
             back = [s for s in samples_of(e.controller.context.ledger) if s.kv.pages is not None]
             e.copies.folder.begin(epoch, [sample_key(s) for s in back])
-        self.regained += len(back)
+        self.recovered += len(back)
 
     @staticmethod
     def _same(sent: list[bytes], other: list[bytes]) -> bool:
@@ -130,7 +130,7 @@ class CrashingHarness(ControllerHarness):
         assert after.keys() == before.keys(), "a sample is lost or restored after its delivery"
         for name, sample in after.items():
             self._check(sample, before[name], drawn.get(name), step if lost else -1)
-        self.ahead.clear()  # after a restart nothing runs ahead until a round is opened, and its figures are lost
+        self.ahead.clear()  # after a restart nothing runs ahead until a round is opened, and its metrics are lost
         for run, rnd in self.rounds.items():
             rnd.generated = rnd.reprefilled = 0
             rnd.before = None
@@ -193,7 +193,7 @@ class CrashingHarness(ControllerHarness):
                 assert [p.id for p in reply.prompts] == [d.id for d in reply.ended.deliver]
 
 
-def recall_all(engine: FakeEngine, histories: Mapping[SampleKey, list[Any]] | None = None) -> None:
+def restore_tokens(engine: FakeEngine, histories: Mapping[SampleKey, list[Any]] | None = None) -> None:
     """Builds requests of restored samples when the engine first needs them, and records their tokens."""
     ledger = engine.controller.context.ledger
     for sample in samples_of(ledger):

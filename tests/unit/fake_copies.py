@@ -52,7 +52,7 @@ class Folder:
 
 
 @dataclass(eq=False, slots=True)
-class Order:
+class StartedCopy:
     number: int
     act: Callable[[], str]
     """Carries the order out; returns why it failed, or an empty string."""
@@ -72,7 +72,7 @@ class Copies:
         self._key: dict[int, tuple[SampleKey, File]] = {}
         """Per copy, the sample and the file that it is or would be."""
         self._delay, self._fail_every = delay, fail_every
-        self._orders: list[Order] = []
+        self._orders: list[StartedCopy] = []
         self._step = 0
         self._discarded: set[int] = set()
 
@@ -178,9 +178,9 @@ class Copies:
         return messages.Moved(done, failed) if done or failed else None
 
     def _give(self, number: int, act: Callable[[], str]) -> None:
-        self._orders.append(Order(number, act, self._step + 1 + self._delay))
+        self._orders.append(StartedCopy(number, act, self._step + 1 + self._delay))
 
-    def _act(self, order: Order) -> None:
+    def _act(self, order: StartedCopy) -> None:
         if order.failure is None:
             fails = self._fail_every and order.number >= 0 and order.number % self._fail_every == 0
             order.failure = "injected" if fails else order.act()

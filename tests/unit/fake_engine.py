@@ -1,5 +1,6 @@
 """An in-memory `sglang_april.scheduler.engine.Engine` under the real controller: no SGLang, no tensors."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +25,23 @@ def build(sample: Sample) -> Request:
     prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
     name = f"{group.order}.{sample.index}"
     request = sample.request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
+    remember(request)
+    return request
+
+
+def remember(request: Request) -> None:
+    """The tokens of a sample that was restored from a journal."""
+    sample = request.sample
     if sample.journal.snapshot is not None:
         request.output = np.frombuffer(sample.journal.snapshot.output_ids, "<i4").tolist()
         request.drawn_under = [(s.version, s.kv) for s in sample.journal.snapshot.spans for _ in range(s.start, s.end)]
+        request.epochs = [0] * len(request.output)
         sample.journal.snapshot = None
-    return request
+
+
+def seed_of(rid: str) -> int:
+    """Of an attached request, whose tokens depend on its `rid` alone."""
+    return zlib.crc32(rid.encode())
 
 
 def sample_key(sample: Sample) -> SampleKey:
@@ -181,16 +194,25 @@ class FakeEngine(FakeLoop):
         sample.request = None
 
     def attach_request(self, run: str, rid: str, ids: Sequence[int], length: int, *names: str) -> Sample | None:
-        """A request of SGLang's own routes that draws `length` tokens; `names`: its trajectory, and the group."""
+        """A request of SGLang's own routes that draws `length` tokens; `names`: its trajectory, and the group.
+
+        One that the journal has continues, or is answered again.
+        """
         attached = self.controller.attached
         if attached.refusal(run, *(*names, None, None)[:2]):
             attached.refused(rid)
             return None
-        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), b"", *names)
-        sample.group.params = msgspec.msgpack.encode(-length)
-        request = sample.request = Request(rid, len(rid), len(ids), length, ends_early=False, sample=sample)
+        params = msgspec.msgpack.encode(-length)
+        sample = attached.begin(run, rid, np.array(ids, "<i4").tobytes(), params, *names)
+        request = sample.request = Request(rid, seed_of(rid), len(ids), length, ends_early=False, sample=sample)
+        remember(request)
+        request.recomputed = bool(request.output)
         self.queue(request)
-        if sample.state is State.RUNNING:
+        if sample.journal.answered is not None:
+            self.controller.suspender.suspend_now([sample])
+            request.reason = sample.journal.answered.finish_reason
+            attached.end(sample)
+        elif sample.state is State.RUNNING:
             attached.created(sample)
         return sample
 
@@ -202,10 +224,15 @@ class FakeEngine(FakeLoop):
         sample.request.reason = {"type": "abort"}
 
     def finished(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
-        request, group = sample.request, sample.group
-        output = request.output
-        self.ended[group.run.name, group.id, group.incarnation, sample.index] = request
-        result = messages.FinishedSample(
+        self.ended[sample_key(sample)] = sample.request
+        result = self._result(sample, reason or sample.request.reason)
+        self.forget(sample)
+        return result
+
+    @staticmethod
+    def _result(sample: Sample, reason: dict[str, Any]) -> messages.FinishedSample:
+        group, output = sample.group, sample.request.output
+        return messages.FinishedSample(
             group.run.name,
             group.id,
             group.incarnation,
@@ -213,14 +240,13 @@ class FakeEngine(FakeLoop):
             np.array(output, "<i4").tobytes(),
             np.full(len(output), -1, "<f4").tobytes(),
             sample.closed_spans(),
-            reason or request.reason,
+            reason,
             sample.seed,
         )
-        self.forget(sample)
-        return result
 
     def answered(self, sample: Sample) -> messages.FinishedSample | None:
-        return None
+        reason = sample.request.reason if sample.request is not None else None
+        return None if reason is None or reason["type"] == "abort" else self._result(sample, reason)
 
     def record(self, sample: Sample, start: int) -> Chunk:
         tokens = sample.request.output[start:]

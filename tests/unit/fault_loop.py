@@ -1,7 +1,7 @@
 """A `CrashLoop` in which one call between adapter and scheduler raises, which ends its process (`fail-stop`).
 
-The calls are the methods of the `Engine` protocol in one direction, those of the `Controller` in the other, and those
-of the recorder. They are read from the code, so a new method is covered without a change here.
+The calls are the methods of the `Engine` protocol in one direction, those of the `Controller` and of `Attached` in the
+other, and those of the recorder. They are read from the code, so a new method is covered without a change here.
 """
 
 import inspect
@@ -18,29 +18,28 @@ from typing import Any, Literal
 import msgspec
 
 from sglang_april.api import messages
+from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.state import State
-from tests.unit.crash_client import CrashClient
+from tests.unit.crash_client import CrashClient, PipeMessage
 from tests.unit.crash_loop import DISK, CrashLoop
+from tests.unit.fault_requests import AGENTS, FaultedRequests
 from tests.unit.storing_engine import StoringEngine
 
 CLASSES: dict[str, tuple[type, type]] = {
     "engine": (Engine, StoringEngine),
     "controller": (Controller, Controller),
+    "attached": (Attached, Attached),
     "recorder": (Recorder, Recorder),
 }
 """Where a call belongs: the class that declares its methods, and the one whose methods fail."""
 UNUSED = {
     "recorder.close": "only tests call it",
     "engine.rebuild_request": "the engine in memory has requests for all samples once it is restored",
-    "engine.answer_aborted": "the crash loop has no attached requests",
-    "engine.answered": "the crash loop has no attached requests",
-    "recorder.asked_again": "the crash loop has no attached requests",
-    "recorder.attached_ended": "the crash loop has no attached requests",
 }
-TURNS = 60
+CALLS = 60
 """Of an epoch whose fault does not come."""
 FAILED, NO_FAULT = 3, 4
 """Exit statuses."""
@@ -98,9 +97,16 @@ class FaultLoop(CrashLoop):
     caps = MappingProxyType({"pool": 60, "host_cap": 40, "disk_cap": DISK})
     tiers = ("auto", "host", "disk", "disk", "none")
 
-    def __init__(self, folder: Path, pipe: int, seed: int) -> None:
+    def __init__(self, folder: Path, pipe: int, seed: int, answered: set[str]) -> None:
         super().__init__(folder, pipe, seed)
         self.engine.shares = seed % 3 == 0
+        self.requests = FaultedRequests(self.engine, folder, answered, self.rng, seed)
+
+    def publish(self, message: PipeMessage) -> None:
+        """An answer to an attached request is checked first."""
+        if isinstance(message, messages.AttachedEnded):
+            self.requests.ended(message)
+        super().publish(message)
 
     def spec(self, **fields: Any) -> messages.RoundSpec:
         """Half of the rounds count what their caller accepts."""
@@ -110,16 +116,24 @@ class FaultLoop(CrashLoop):
 
     def live_with_fault(self) -> None:
         self.name_the_version()
-        for _ in range(TURNS):
+        for _ in range(CALLS):
             self.turn()
+            self.requests.ask()
             self.engine.controller.has_work()
             self.rng.choice(self.disturbances())()
+
+    def finish(self) -> None:
+        """Everything that was asked is answered, too."""
+        self.name_the_version()
+        self.requests.ask_all()
+        super().finish()
+        assert not self.requests.pending
 
     def disturbances(self) -> list[Callable[[], Any]]:
         return [
             self.disturb,
             self.pause,
-            self.look,
+            self.get_replies,
             self.judge_all,
             self.extend_one,
             self.foreign,
@@ -129,14 +143,47 @@ class FaultLoop(CrashLoop):
             lambda: self.engine.weight_call(ok=True, whole=True, flush=False),
             lambda: self.engine.controller.abort_everything(),
             self.release,
+            self.requests.abort,
+            self.push_beside_requests,
+            self.round_of_trajectories,
+            self.end_trajectories,
         ]
+
+    def push_beside_requests(self) -> None:
+        """Requests that arrive while a push is open wait for its end."""
+        self.issue(messages.PushBegin)
+        self.requests.ask()
+        self.engine.step()
+        self.issue(messages.PushEnd)
+
+    def round_of_trajectories(self) -> None:
+        """Begin one, or stop it."""
+        rnd = next((r for r in self.context.rounds.values() if r.spec.run == AGENTS), None)
+        if rnd is not None:
+            self.issue(messages.StopRound, round_id=rnd.spec.round_id)
+            return
+        name = f"{AGENTS}.{self.seed}.{self.seq}"
+        spec = messages.RoundSpec(name, AGENTS, 2, "trajectory", "keep", 5, trajectories=True)
+        self.issue(messages.OpenRound, spec=spec, prompts=[], params=[])
+
+    def end_trajectories(self) -> None:
+        """Some are done or rejected, or all are dropped."""
+        run = self.context.trajectories.get(AGENTS)
+        if run is None or not run.active:
+            return
+        if self.rng.random() < 0.2:
+            self.issue(messages.Drop, run=AGENTS, ids=None)
+            return
+        name = [self.rng.choice(list(run.active))]
+        done, reject = (name, []) if self.rng.random() < 0.7 else ([], name)
+        self.issue(messages.EndTrajectories, run=AGENTS, done=done, reject=reject)
 
     def pause(self) -> None:
         self.engine.controller.freeze()
         self.engine.step()
         self.engine.controller.thaw()
 
-    def look(self) -> None:
+    def get_replies(self) -> None:
         self.issue(messages.GetState)
         self.issue(messages.GetState, check=True)
         self.issue(messages.GetPartials)
@@ -180,11 +227,34 @@ class FaultLoop(CrashLoop):
 
 
 class FaultClient(CrashClient):
-    """Knows that a round may end before a verdict or a prompt reaches it."""
+    """Knows that a round may end before a verdict or a prompt reaches it, and what was answered of attached requests.
+
+    The journal has no trajectories and no rounds of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: set[str] = set()
+        """The `rid`s of answered ones."""
+
+    def observe(self, message: PipeMessage) -> None:
+        match message:
+            case messages.AttachedEnded():
+                assert message.rid not in self.requests, f"{message.rid} is answered twice"
+                self.requests.add(message.rid)
+            case messages.LegEnded() | messages.TrajectoriesRemoved() | messages.RoundEnded(run="agents"):
+                pass
+            case _:
+                super().observe(message)
 
     def _answered(self, answer: messages.Answer) -> None:
         command = self.issued.get(answer.seq)
-        if answer.status == 409 and isinstance(command, messages.JudgeRound | messages.ExtendRound):
+        if isinstance(command, messages.OpenRound) and command.spec.trajectories:
+            assert answer.status == 200
+            del self.issued[answer.seq]
+            return
+        ended = messages.JudgeRound | messages.ExtendRound | messages.EndTrajectories
+        if answer.status == 409 and isinstance(command, ended):
             del self.issued[answer.seq]
             return
         super()._answered(answer)
@@ -201,7 +271,7 @@ class FaultClient(CrashClient):
         super()._restored(epoch)
 
 
-def failing_epoch(folder: Path, pipe: int, seed: int, fault: Fault) -> None:
+def failing_epoch(folder: Path, pipe: int, seed: int, fault: Fault, answered: set[str]) -> None:
     """In a forked process: live until the fault, and end as a scheduler process does."""
 
     def thread_ended(failed: threading.ExceptHookArgs) -> None:
@@ -210,7 +280,7 @@ def failing_epoch(folder: Path, pipe: int, seed: int, fault: Fault) -> None:
     threading.excepthook = thread_ended
     inject(fault)
     try:
-        FaultLoop(folder, pipe, seed).live_with_fault()
+        FaultLoop(folder, pipe, seed, answered).live_with_fault()
     except InjectedError:
         os._exit(FAILED)
     os._exit(NO_FAULT)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
-from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_engine import FakeEngine, seed_of
 from tests.unit.fake_loop import token
 from tests.unit.recount import recount
 
@@ -98,7 +98,7 @@ class LegHarness:
             leg = self.ended(rid)
             if leg is not None:
                 output = np.frombuffer(leg.result.output_ids, "<i4").tolist()
-                assert output == [token(len(rid), t) for t in range(len(output))]
+                assert output == [token(seed_of(rid), t) for t in range(len(output))]
         for run in self.context.trajectories.values():
             for trajectory in run.active.values():
                 assert all(leg.trajectory is trajectory for leg in trajectory.pending.values())

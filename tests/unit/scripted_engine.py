@@ -45,7 +45,7 @@ class ScriptedEngine:
         self.taken: set[tuple[str, str]] = set()
         self.version = 0
         self.running = 0
-        """Samples that run, as the audit is told."""
+        """Samples that run, as `GetState` reports them to the audit."""
         self.rescored: list[tuple[str, list[int], int, float]] = []
         """Calls of `rescore`."""
         self.rescoring: dict[str, asyncio.Future[list[float]]] = {}

@@ -101,10 +101,10 @@ def test_the_same_ledger_gives_the_same_choice() -> None:
     assert chosen() == chosen()
 
 
-def waits(gathering: PrefillBatcher, rnd: Round, slots: int) -> int:
+def waits(batcher: PrefillBatcher, rnd: Round, slots: int) -> int:
     """Steps for which the batcher delays a prefill for `slots` free slots."""
     steps = 0
-    while not gathering.is_due([rnd], pick([rnd], slots), slots):
+    while not batcher.is_due([rnd], pick([rnd], slots), slots):
         steps += 1
     return steps
 
@@ -121,8 +121,8 @@ def test_prefill_waits_until_idle_slots_have_lost_its_cost() -> None:
     """A prefill stalls all running samples for about a step; a free slot loses one token per step."""
     assert [waits(PrefillBatcher(), crowd(60), free) for free in (1, 4, 7, 60)] == [59, 14, 8, 0]
     assert waits(PrefillBatcher(), crowd(0), 64) == 0
-    gathering, rnd = PrefillBatcher(), crowd(6)
-    due = [gathering.is_due([rnd], pick([rnd], free), free) for free in (1, 2, 3, 1)]
+    batcher, rnd = PrefillBatcher(), crowd(6)
+    due = [batcher.is_due([rnd], pick([rnd], free), free) for free in (1, 2, 3, 1)]
     assert due == [False, False, True, False]
 
 

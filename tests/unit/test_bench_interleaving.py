@@ -185,7 +185,7 @@ def test_number_of_probes_is_bounded(rounds: int, rounds_before: list[int]) -> N
 
 
 def test_variants_of_a_table_are_measured_at_the_same_position_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose carry takes longer to become steady has had more prompts; a later look may find what the first did not."""
+    """Whose carry takes longer to become steady has had more prompts; a later probe may find what the first did not."""
     testbed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"], given_limit=1.0)
     runner = Runner(testbed, {}, "run", lambda row: None)
     growing = {"synchronous": [0] * 99, "outside": [0, 20, 40] + [50] * 99, "april-keep": [1, 2] * 99}

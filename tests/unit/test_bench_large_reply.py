@@ -1,13 +1,13 @@
-"""The benchmark of large replies carries every sample in every form."""
+"""The benchmark of large replies carries every sample in every encoding."""
 
 import pytest
 
-from bench.large_reply import FORMS, GROUP, measure
+from bench.large_reply import ENCODINGS, GROUP, measure
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_token_arrives(form: str) -> None:
-    row = measure(form, samples=2 * GROUP, tokens=2000)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_token_arrives(encoding: str) -> None:
+    row = measure(encoding, samples=2 * GROUP, tokens=2000)
     assert row["tokens"] == 2 * GROUP * 2000
     ids_and_logprobs = 8 * row["tokens"]
     assert row["body_mb"] * 2**20 > ids_and_logprobs

@@ -176,7 +176,9 @@ def test_run_continues_and_refuses_other_sizes(tmp_path: Path, monkeypatch: pyte
         return True
 
     monkeypatch.setattr("bench.learning.train", train)
-    monkeypatch.setattr("bench.learning.figures", lambda _: {"reward_before": 0.5, "reward_final": 0.8, "seconds": 1.0})
+    monkeypatch.setattr(
+        "bench.learning.run_metrics", lambda _: {"reward_before": 0.5, "reward_final": 0.8, "seconds": 1.0}
+    )
     bench = Bench(args, "http://there", float("inf"), Console(quiet=True))
     bench.all()
     bench.all()

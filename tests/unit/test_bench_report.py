@@ -81,7 +81,7 @@ def test_cells_measured_separately_are_compared_by_medians() -> None:
 
 
 def test_each_table_comes_from_the_newest_run_that_measured_it() -> None:
-    """A new main table does not hide what only an older run has; rows of two runs never stand in one table."""
+    """A new main table does not hide what only an older run has; rows of two runs never share a table."""
     new = {"run_id": "new", "time": "2026-02-01"}
     rows = [*ROWS, row("synchronous", 100, 10, **new), row("april-keep", 250, 25, **new)]
     found = newest(rows, "cpu")

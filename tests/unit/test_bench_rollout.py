@@ -14,7 +14,7 @@ from bench.rollout.baselines import OpenGroup, Outside, RequestLeg
 from bench.rollout.engine_client import Counters
 from bench.rollout.lengths import SIGMA, named
 from bench.rollout.limit import DecodeRate, decode_rate, of_snapshots
-from bench.rollout.metrics import Block, IdentityError, between, check_identity, figures, grown
+from bench.rollout.metrics import Block, IdentityError, between, check_identity, grown, round_metrics
 from bench.rollout.presets import PRESETS, Cell
 from bench.rollout.runner import Track, _blocks_level
 from bench.rollout.steady_state import is_steady
@@ -112,7 +112,7 @@ def test_a_row() -> None:
         measured(round_of(10, 20, generated=30, carry=0, bytes_by_tier={"host": 7}), 1.0, decoded=28, steps=14),
         measured(round_of(4, 6, generated=10, carry=0, prolonged=True, bytes_by_tier={"host": 3}), 3.0, after_end=9),
     ]
-    row = figures([Block(0, rounds[:1]), Block(0, rounds[1:])], PLAN, lengths, limits=(15.0, 25.0))
+    row = round_metrics([Block(0, rounds[:1]), Block(0, rounds[1:])], PLAN, lengths, limits=(15.0, 25.0))
     assert (row["delivered_tokens_per_s"], row["delivered_groups_per_s"]) == (10, 0.5)
     assert row["share_of_limit"] == 10 / 18.75  # as many tokens at 15 a second as at 25
     assert (row["off_policy_share"], row["hybrid_share"]) == (4 / 40, 2 / 40)
@@ -132,7 +132,7 @@ def test_a_row_that_delivers_its_carry_is_not_steady() -> None:
 def test_without_the_long_responses_extreme_is_biased() -> None:
     lengths = named("extreme:100", 20, 2000)
     block = [Block(0, [measured(round_of(*[20] * 96, generated=1920, carry=0))])]
-    assert figures(block, PLAN, lengths, limits=(1.0,))["biased"]
+    assert round_metrics(block, PLAN, lengths, limits=(1.0,))["biased"]
 
 
 def test_the_carry_of_requests_in_flight_is_what_was_drawn_and_not_delivered() -> None:
@@ -168,7 +168,7 @@ def test_batch_that_no_probe_saw_is_decoded_again() -> None:
     requested: list[int] = []
 
     class Quick:
-        """A server whose first batch is over at once, and nobody has seen the second half of."""
+        """A server whose first batch is over at once, and whose second half is not observed."""
 
         async def post(self, _route: str, body: dict[str, Any]) -> None:
             requested.append(len(body["input_ids"]))

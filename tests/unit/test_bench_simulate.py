@@ -1,4 +1,4 @@
-"""bench.simulate: the model against what can be said without it."""
+"""bench.simulate: the model against known results."""
 
 from dataclasses import asdict, replace
 from math import ceil

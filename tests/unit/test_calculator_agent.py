@@ -45,7 +45,7 @@ def test_a_call_takes_as_long_in_every_run_and_few_take_long() -> None:
 
 
 class ScriptedClient:
-    """Says one line after another."""
+    """Answers with one line after another."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = list(lines)

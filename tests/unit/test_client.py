@@ -162,7 +162,7 @@ def test_asynchronous_client_has_the_same_calls(url: str) -> None:
             assert await client.get_round(reply.round_id)
             assert (await client.stop(reply.round_id))["state"] == "ended"
             assert (await client.ack(reply.round_id))["acknowledged"]
-            assert await client.drop("nobody")
+            assert await client.drop("unknown")
             assert await client.partials()
             async with client.push():
                 assert (await client.state())["http"]["hooks"]

@@ -18,6 +18,8 @@ import pytest
 from sglang_april.client import (
     AprilClient,
     AsyncAprilClient,
+    AsyncEnginePool,
+    EnginePool,
     ServerLostError,
 )
 from sglang_april.client.keep_alive import SOCKET_OPTIONS, with_keep_alive
@@ -166,6 +168,34 @@ def test_unreachable_server_is_one_error() -> None:
 
     with pytest.raises(ServerLostError):
         asyncio.run(asynchronous())
+
+
+def test_unreachable_server_is_one_error_of_the_asynchronous_clients_too() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+        async def calls() -> list[BaseException]:
+            async with AsyncAprilClient(dead) as client:
+                pool = AsyncEnginePool(EnginePool([AprilClient(dead), AprilClient(dead)]))
+
+                async def follow(stream: Any) -> None:
+                    async for _ in stream:
+                        pass
+
+                async def push(of: AsyncAprilClient | AsyncEnginePool) -> None:
+                    async with of.push():
+                        pass
+
+                body = {"run": "r", "prompts": [prompt()], "quota": 1}
+                attempts = [client.rollout(**body), pool.partials("r"), push(client), push(pool)]
+                attempts += [follow(client.stream(**body)), follow(pool.stream(**body))]
+                return await asyncio.gather(*attempts, return_exceptions=True)
+
+        for error in asyncio.run(calls()):
+            assert isinstance(error, ServerLostError)
+            assert str(error).startswith(f"{dead}: no answer to ")
+            assert len(traceback.format_exception(error)) < 30
 
 
 def test_several_events_of_one_group_are_not_repetitions() -> None:

@@ -143,18 +143,18 @@ def test_delivery_statistics() -> None:
         [messages.Span(0, 4, 1, "fresh"), messages.Span(4, 10, 2, "kept")],
         [messages.Span(0, 1, 1, "fresh"), messages.Span(1, 5, 2, "recomputed"), messages.Span(5, 10, 2, "fresh")],
     )
-    figures = delivery_stats(parts, policy_version=2)
-    assert (figures["groups"], figures["samples"], figures["tokens"]) == (1, 2, 20)
-    assert figures["tokens_by_version"] == {"1": 5, "2": 15}
-    assert figures["tokens_by_kv"] == {"fresh": 10, "kept": 6, "recomputed": 4}
-    assert figures["off_policy_share"] == 0.25
-    assert figures["hybrid_share"] == 0.3
-    assert figures["length"]["mean"] == 10
+    stats = delivery_stats(parts, policy_version=2)
+    assert (stats["groups"], stats["samples"], stats["tokens"]) == (1, 2, 20)
+    assert stats["tokens_by_version"] == {"1": 5, "2": 15}
+    assert stats["tokens_by_kv"] == {"fresh": 10, "kept": 6, "recomputed": 4}
+    assert stats["off_policy_share"] == 0.25
+    assert stats["hybrid_share"] == 0.3
+    assert stats["length"]["mean"] == 10
 
 
 def test_statistics_of_an_empty_delivery() -> None:
-    figures = delivery_stats([], 0)
-    assert (figures["tokens"], figures["off_policy_share"], figures["length"]) == (0, 0.0, {})
+    stats = delivery_stats([], 0)
+    assert (stats["tokens"], stats["off_policy_share"], stats["length"]) == (0, 0.0, {})
 
 
 def test_a_reply_waits_for_its_texts_and_warns_of_truncated_sampling() -> None:

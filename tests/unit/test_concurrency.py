@@ -12,7 +12,7 @@ from sglang_april.scheduler.concurrency import FORGET_STEPS, ConcurrencyTuner
 from sglang_april.scheduler.state import State
 from tests.unit.controller_harness import Build, ControllerHarness
 
-LOOK = 128
+TUNING_STEPS = 128
 Curve = Callable[[int], float]
 
 
@@ -37,7 +37,7 @@ def run(tuner: ConcurrencyTuner, curve: Curve, steps: int, noise: float = 0.0, s
         batch = max(1, tuner.limit - rng.randrange(1 + tuner.limit // 12))
         hiccup = 50.0 if rng.random() < 0.02 else 1.0
         tuner.note(batch, curve(batch) * hiccup * (1 + noise * rng.gauss(0, 1)))
-        if step % LOOK == LOOK - 1:
+        if step % TUNING_STEPS == TUNING_STEPS - 1:
             limits.append(tuner.tune())
     return limits
 
@@ -49,7 +49,7 @@ def test_the_limit_settles_where_more_samples_stop_paying_off(
 ) -> None:
     """Constant step time: all slots. Step time proportional to the batch: one sample."""
     for seed in range(5):
-        limits = run(ConcurrencyTuner(256), curve, LOOK * 40, noise, seed)
+        limits = run(ConcurrencyTuner(256), curve, TUNING_STEPS * 40, noise, seed)
         settled = limits[20:]
         assert sum(least <= limit <= most for limit in settled) >= 0.9 * len(settled), limits
 
@@ -58,7 +58,7 @@ def test_a_smaller_batch_is_tried_once() -> None:
     """Without a comparison, the gain of the largest level is unknown."""
     tuner = ConcurrencyTuner(64)
     assert tuner.tune() == 64
-    limits = run(tuner, flat, LOOK * 30)
+    limits = run(tuner, flat, TUNING_STEPS * 30)
     assert limits[0] == 45
     assert set(limits[2:]) == {64}
 
@@ -66,9 +66,9 @@ def test_a_smaller_batch_is_tried_once() -> None:
 def test_old_measurements_expire() -> None:
     """Contexts grow and steps with them: the limit follows, in both directions."""
     tuner = ConcurrencyTuner(64)
-    assert run(tuner, flat, LOOK * 10)[-1] == 64
-    assert run(tuner, linear, FORGET_STEPS + LOOK * 20)[-1] == 1
-    assert 64 in run(tuner, flat, 2 * FORGET_STEPS + LOOK * 40)
+    assert run(tuner, flat, TUNING_STEPS * 10)[-1] == 64
+    assert run(tuner, linear, FORGET_STEPS + TUNING_STEPS * 20)[-1] == 1
+    assert 64 in run(tuner, flat, 2 * FORGET_STEPS + TUNING_STEPS * 40)
 
 
 def test_drifting_machine_speed_does_not_move_the_limit() -> None:
@@ -79,7 +79,7 @@ def test_drifting_machine_speed_does_not_move_the_limit() -> None:
             speed = 1.5 + 0.5 * math.sin(2 * math.pi * step / period)
             batch = tuner.limit - rng.randrange(1 + tuner.limit // 5)
             tuner.note(batch, speed * (0.0042 + 0.00016 * batch))
-            if step % LOOK == LOOK - 1:
+            if step % TUNING_STEPS == TUNING_STEPS - 1:
                 limits.append(tuner.tune())
         assert limits.count(64) >= 0.9 * len(limits), (period, limits)
 
@@ -89,20 +89,20 @@ def test_steps_before_a_pause_are_not_compared(pauses: bool, then: int) -> None:
     """In between, other rounds or none used the engine. Compared, the larger batch would seem to have a negative gain;
     not compared, it is tried again."""
     tuner = ConcurrencyTuner(64)
-    assert run(tuner, linear, LOOK) == [45]
+    assert run(tuner, linear, TUNING_STEPS) == [45]
     if pauses:
         tuner.pause()
-    assert run(tuner, flat, LOOK) == [then]
+    assert run(tuner, flat, TUNING_STEPS) == [then]
 
 
 def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
     """With a pause after every hundred steps there is no comparison: the smaller level is tried once."""
     tuner, limits = ConcurrencyTuner(64), []
-    for step in range(LOOK * 40):
+    for step in range(TUNING_STEPS * 40):
         if step % 100 == 0:
             tuner.pause()
         tuner.note(tuner.limit, flat(tuner.limit))
-        if step % LOOK == LOOK - 1:
+        if step % TUNING_STEPS == TUNING_STEPS - 1:
             limits.append(tuner.tune())
     assert limits.count(45) == 1
     assert limits.count(64) == 39
@@ -111,9 +111,9 @@ def test_rounds_too_short_for_a_comparison_have_all_slots() -> None:
 def test_a_move_that_does_not_change_the_batch_measures_nothing() -> None:
     """With fewer samples than the limit, the smaller one is tried once and left."""
     tuner, limits = ConcurrencyTuner(64), []
-    for step in range(LOOK * 20):
+    for step in range(TUNING_STEPS * 20):
         tuner.note(20, 0.01)
-        if step % LOOK == LOOK - 1:
+        if step % TUNING_STEPS == TUNING_STEPS - 1:
             limits.append(tuner.tune())
     assert limits[:3] == [45, 64, 64]
     assert set(limits[2:]) == {64}
@@ -123,8 +123,8 @@ def test_a_move_that_does_not_change_the_batch_measures_nothing() -> None:
 def test_limits_for_any_number_of_slots(slots: int) -> None:
     assert (
         1
-        <= min(run(ConcurrencyTuner(slots), linear, LOOK * 60))
-        <= max(run(ConcurrencyTuner(slots), flat, LOOK * 60))
+        <= min(run(ConcurrencyTuner(slots), linear, TUNING_STEPS * 60))
+        <= max(run(ConcurrencyTuner(slots), flat, TUNING_STEPS * 60))
         == slots
     )
 

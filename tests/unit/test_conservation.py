@@ -237,7 +237,7 @@ def interrupt(harness: ControllerHarness, rng: random.Random) -> None:
 
 
 def calm(harness: ControllerHarness) -> None:
-    """Whoever paused or pushed continues."""
+    """Continue every open pause and push."""
     harness.freeze(False)
     if harness.controller.context.clock.closed:
         harness.push_begin()

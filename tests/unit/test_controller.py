@@ -141,7 +141,7 @@ def test_a_drop_can_end_a_round_and_deletes_nothing_else(harness: Build) -> None
     assert not w.replies
     w.drop("run", ["p2"])
     assert (w.replies[-1].end_reason, ids(w.replies[-1])) == ("exhausted", ["p0"])
-    w.drop("nobody")
+    w.drop("unknown")
 
 
 def test_the_step_in_flight_can_meet_the_quota_before_a_drop() -> None:

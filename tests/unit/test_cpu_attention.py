@@ -25,7 +25,7 @@ def backend(kind: type, pages: int = 1) -> Any:
     return kind(SimpleNamespace(device="cpu", req_to_token_pool=pool, token_to_kv_pool=None))
 
 
-class Case:
+class AttentionCase:
     """Queries, caches and rows for a batch of `LENGTHS`; both backends answer from the same pools."""
 
     def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype, size: int = 32, pages: int = 1) -> None:
@@ -62,7 +62,7 @@ class Case:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("pages", [1, 4])
 def test_decode_matches_the_parent(heads: int, kv_heads: int, dtype: torch.dtype, pages: int) -> None:
-    case = Case(heads, kv_heads, dtype, pages=pages)
+    case = AttentionCase(heads, kv_heads, dtype, pages=pages)
     actual, parent = case.answer(case.actual), case.answer(case.parent)
     assert actual.dtype is dtype
     assert (actual - parent).abs().max() <= TOLERANCE[dtype]
@@ -71,14 +71,14 @@ def test_decode_matches_the_parent(heads: int, kv_heads: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, size: int) -> None:
-    case = Case(4, 2, dtype, size)
+    case = AttentionCase(4, 2, dtype, size)
     whole = case.answer(case.actual)
     for pick in ([0], [4], [5, 1], [3, 2, 4, 0], [5, 4, 3, 2, 1, 0]):
         assert torch.equal(case.answer(case.actual, pick), whole[pick])
 
 
 def test_nan_stays_in_its_own_request() -> None:
-    case = Case(4, 2, torch.float32)
+    case = AttentionCase(4, 2, torch.float32)
     whole = case.answer(case.actual)
     case.query[3, 1] = float("nan")
     got = case.answer(case.actual)
@@ -88,14 +88,14 @@ def test_nan_stays_in_its_own_request() -> None:
 
 
 def test_scores_far_below_the_largest_have_no_weight() -> None:
-    case = Case(4, 4, torch.float32)
+    case = AttentionCase(4, 4, torch.float32)
     case.query *= 300
     actual, parent = case.answer(case.actual), case.answer(case.parent)
     assert (actual - parent).abs().max() <= TOLERANCE[torch.float32] * 10
 
 
 def test_slots_are_looked_up_once_per_step() -> None:
-    case = Case(4, 2, torch.bfloat16)
+    case = AttentionCase(4, 2, torch.bfloat16)
     assert not torch.equal(case.answer(case.actual, [0]), case.answer(case.actual, [1]))
     step = case.actual._step
     case.actual.use_sliding_window_kv_pool = False
@@ -107,14 +107,14 @@ def test_slots_are_looked_up_once_per_step() -> None:
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_a_sliding_window_falls_back(window: int) -> None:
-    case = Case(4, 2, torch.float32)
+    case = AttentionCase(4, 2, torch.float32)
     actual = case.answer(case.actual, sliding_window_size=window)
     assert torch.equal(actual, case.answer(case.parent, sliding_window_size=window))
     assert case.actual._step is None
 
 
 def test_a_cache_of_another_type_falls_back() -> None:
-    case = Case(4, 2, torch.bfloat16)
+    case = AttentionCase(4, 2, torch.bfloat16)
     case.query = case.query.float()
     assert torch.equal(case.answer(case.actual), case.answer(case.parent))
 

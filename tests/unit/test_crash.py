@@ -83,7 +83,7 @@ def run_ahead(harness: CrashingHarness) -> None:
     assert harness.ahead["run"].generated > 0
 
 
-def test_nothing_runs_ahead_after_a_restart_and_its_figures_are_lost(harness: CrashingHarness) -> None:
+def test_nothing_runs_ahead_after_a_restart_and_its_metrics_are_lost(harness: CrashingHarness) -> None:
     run_ahead(harness)
     harness.crash()
     forwards = harness.engine.forwards
@@ -93,7 +93,7 @@ def test_nothing_runs_ahead_after_a_restart_and_its_figures_are_lost(harness: Cr
     assert harness.reply().stats["ahead"] is None
 
 
-def test_figures_of_running_ahead_are_lost_with_a_crash_in_the_next_round(harness: CrashingHarness) -> None:
+def test_metrics_of_running_ahead_are_lost_with_a_crash_in_the_next_round(harness: CrashingHarness) -> None:
     run_ahead(harness)
     harness.open("run", {}, quota=None)
     harness.crash()

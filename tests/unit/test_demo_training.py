@@ -1,7 +1,9 @@
-"""The demo's training runs: their configurations, and figures, table and picture from made-up rows."""
+"""The demo's training runs: their configurations, and metrics, table and picture from made-up rows."""
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 from rich.console import Console
 
 from examples.april_demo import __main__ as demo
+from examples.april_demo import other_load as measure
 from examples.april_demo.report import draw_learning, show_training
 from examples.april_demo.settings import Settings, Training
-from examples.april_demo.training import Trained, configuration, figures, prepare
+from examples.april_demo.training import Trained, configuration, prepare, training_metrics
 from examples.sorting_task import EOS, SORT, problems, reward, write_prompts
 from examples.train_checkpoints import IGNORED, give_up
 from trainer_bridge.data import PromptData, read_rows
@@ -43,8 +46,8 @@ def trained(after: float = 0.8) -> Trained:
     return Trained(steps, [evaluation(0, 0.5, 0.1), evaluation(2, after, 0.05)])
 
 
-def test_figures_of_a_run() -> None:
-    row = figures(trained())
+def test_metrics_of_a_run() -> None:
+    row = training_metrics(trained())
     assert (row["reward_before"], row["reward_after"], row["reward_se"], row["seconds"]) == (0.5, 0.8, 0.1, 6.0)
     inner = row["training"]
     assert inner["delivered_tokens_per_s"] == 100.0
@@ -55,26 +58,48 @@ def test_figures_of_a_run() -> None:
     assert [point["reward"] for point in inner["evaluations"]] == [0.5, 0.8]
 
 
+def test_children_are_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All CPU time of the machine is that of a child here: running, and ended."""
+    monkeypatch.setattr(measure, "_busy", lambda: busy[0])
+    busy, spin = (
+        [100.0],
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass\nprint(flush=True); input()"],
+    )
+    child = subprocess.Popen(spin, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child, measure.other_load() as while_it_runs:
+        assert child.stdout
+        child.stdout.readline()
+        busy[0] += 1.0
+        child.kill()
+        child.wait()
+    assert while_it_runs.share < 0.5
+    monkeypatch.setattr(measure, "_own", lambda: 0.0)
+    with measure.other_load() as others:
+        busy[0] += 1000.0
+    assert others.share == 1.0
+
+
 def test_a_gain_counts_above_two_standard_errors() -> None:
     assert trained(after=0.71).learned
     assert not trained(after=0.69).learned
 
 
-def test_a_variant_that_did_not_train_has_the_fields_and_no_figures() -> None:
-    row = figures(None)
-    assert row.keys() == figures(trained()).keys()
+def test_a_variant_that_did_not_train_has_the_fields_without_values() -> None:
+    row = training_metrics(None)
+    assert row.keys() == training_metrics(trained()).keys()
     assert set(row.values()) == {None}
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
     runs = {"synchronous": trained(after=0.69), "april": trained()}
-    rows = [{"variant": name, **figures(run)} for name, run in runs.items()]
-    rows.insert(1, {"variant": "outside", **figures(None)})
+    rows = [{"variant": name, **training_metrics(run, 0.25)} for name, run in runs.items()]
+    rows.insert(1, {"variant": "outside", **training_metrics(None)})
     console = Console(record=True, width=80)
     show_training(rows, SETTINGS, console)
     text = console.export_text()
     assert "0.500 → 0.800 +0.300 0.100" in text
     assert "…" not in text, "80 columns are enough"
+    assert "meanwhile other processes used 25% and 25% of the cores" in text
     assert "outside" not in text
     assert text.count("not above two standard errors") == 1
     draw_learning(tmp_path / "learning.png", runs)
@@ -130,7 +155,7 @@ def test_a_failed_part_says_why_and_keeps_what_was_measured(
         raise RuntimeError("the engine [at home] is gone")
 
     monkeypatch.setattr(demo, "import_trainer", lambda: None)
-    monkeypatch.setattr(demo, "run_rounds", lambda *_: ([ROW | figures(None)], 1.0))
+    monkeypatch.setattr(demo, "run_rounds", lambda *_: ([ROW | training_metrics(None)], 1.0))
     monkeypatch.setattr(demo, "run_training", fails)
     monkeypatch.setattr("sys.argv", ["demo", "--server", "http://there", "--out", str(tmp_path), "--steps", "2"])
     assert demo.main() == 1
@@ -149,8 +174,8 @@ def test_busy_machine_is_named() -> None:
 
 def test_next_steps_exist(tmp_path: Path) -> None:
     root = Path(demo.__file__).parents[2]
-    said = demo.next_steps(tmp_path, trained=True)
-    assert f"april-train report {tmp_path / 'training' / 'april'}" in said
+    output = demo.next_steps(tmp_path, trained=True)
+    assert f"april-train report {tmp_path / 'training' / 'april'}" in output
     assert "april-train" not in demo.next_steps(tmp_path, trained=False)
     assert (root / "docs" / "quickstart.md").exists()
     assert "bench:" in (root / "Makefile").read_text()

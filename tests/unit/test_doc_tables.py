@@ -44,11 +44,12 @@ def test_a_table_comes_from_the_newest_run() -> None:
     facts = {"machine": {"cpu": "some", "cores": 2}, "versions": {"sglang": "1"}, "commit": "c" * 40, "load": 0.0}
     base = {"bench": "stop_latency", "running": 16, "format": "json", "tokens_after_end": 0, **facts}
     rows = [
-        {**base, "run_id": "old", "time": "2026-01-01T", "way": way, "latency_ms": 1.0} for way in ("ours", "outside")
+        {**base, "run_id": "old", "time": "2026-01-01T", "variant": variant, "latency_ms": 1.0}
+        for variant in ("april", "outside")
     ]
     rows += [
-        {**base, "run_id": "new", "time": "2026-01-02T", "way": way, "latency_ms": value}
-        for way, value in (("ours", 2.0), ("ours", 4.0), ("outside", 8.0))
+        {**base, "run_id": "new", "time": "2026-01-02T", "variant": variant, "latency_ms": value}
+        for variant, value in (("april", 2.0), ("april", 4.0), ("outside", 8.0))
     ]
     text = doc_tables.fill("a\n<!-- table:stop_latency -->\nold\n<!-- /table -->\nb\n", rows)
     assert "| 16 | 3.0 | 0 | 8.0 | 0 |" in text

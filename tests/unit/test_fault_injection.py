@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.crash_loop import forked, one_epoch
-from tests.unit.fault_loop import FAILED, NO_FAULT, FaultClient, calls, failing_epoch, faults
+from tests.unit.crash_loop import forked
+from tests.unit.fault_loop import FAILED, NO_FAULT, FaultClient, FaultLoop, calls, failing_epoch, faults
+from tests.unit.fault_requests import read
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 50
@@ -31,17 +32,24 @@ def inject_all(folder: Path) -> None:
     for fault in faults(7):
         for _ in range(SEEDS if fault.nth == 1 else 1):
             epoch += 1
-            _, status = forked(lambda pipe, f=fault, seed=epoch: failing_epoch(folder, pipe, seed, f), client)
+            _, status = forked(
+                lambda pipe, f=fault, seed=epoch: failing_epoch(folder, pipe, seed, f, client.requests), client
+            )
             assert status in (FAILED, NO_FAULT), f"{fault} in epoch {epoch}: exit status {status}"
             if status == FAILED:
                 failed.add((fault.call, fault.when))
                 break
-    one_epoch(folder, client, epoch + 1, None)
+    _, status = forked(lambda pipe: FaultLoop(folder, pipe, epoch + 1, client.requests).finish(), client)
+    assert status == 0
     assert not list(client.undelivered())
     assert not client.open
+    assert {one.rid for one in read(folder)} == client.requests
     missed = {(call, when) for call in calls() for when in ("before", "after")} - failed
     assert not missed, f"no epoch made these calls: {sorted(missed)}"
-    print(f"{epoch} epochs, {len(failed)} faults, {len(client.replies)} replies, {len(client.delivered)} samples")
+    print(
+        f"{epoch} epochs, {len(failed)} faults, {len(client.replies)} replies, {len(client.delivered)} samples, "
+        f"{len(client.requests)} attached requests"
+    )
 
 
 if __name__ == "__main__":

@@ -115,13 +115,13 @@ def test_page_says_which_cells_can_be_replaced(tmp_path: Path, monkeypatch: pyte
     there = GpuSetting("cuda", tmp_path, tmp_path, 80)
     state = {piece.name: {"state": "passed", "seconds": 1.0} for piece in pieces(there)}
     state["live kill"] = {"state": "failed", "seconds": 9.0}
-    rows = [{"run_id": "r", "machine": machine, "running": 64, "way": "ours", "format": "json", "latency_ms": 5.0}]
+    rows = [{"run_id": "r", "machine": machine, "running": 64, "variant": "april", "format": "json", "latency_ms": 5.0}]
     record.append_rows(tmp_path / "stop_latency.json", rows)
     text = page(there, pieces(there), state)
     assert "| resume is exact | yes (GPU X) |" in text
     assert "| every sample delivered exactly once | not yet (live kill) |" in text
     assert "| trainer equals Hugging Face | not yet (needs Megatron on the GPU; no piece has it) |" in text
-    assert "| 64 running | ours | json | 5.0 |" in text
+    assert "| 64 running | april | json | 5.0 |" in text
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(monkeypatch: pytest.MonkeyPatch) -> None:

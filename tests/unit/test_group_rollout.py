@@ -13,7 +13,7 @@ from sglang_april.integrations.group_rollout import _Rollout
 from tests.bridge.fake_engine_pool import group
 
 
-class Framework:
+class FakeFramework:
     """A trainer whose groups have one sample."""
 
     package = "trainer"
@@ -34,7 +34,7 @@ class Framework:
         return SimpleNamespace(samples=samples, metrics=metrics)
 
 
-class Pool:
+class FakeEnginePool:
     """Engines that have an accepted group of an earlier rollout, which meets the quota at once."""
 
     clients: tuple[()] = ()
@@ -50,7 +50,7 @@ class Pool:
 def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
     """The engine keeps the verdict of a rollout that was cut off, and shows no preview of the group again."""
     args = Namespace(over_sampling_batch_size=1, rollout_batch_size=1, partial_rollout=True)
-    made: Any = (Framework(), Pool(), None, args, 0, lambda _groups: [], [])
+    made: Any = (FakeFramework(), FakeEnginePool(), None, args, 0, lambda _groups: [], [])
     output = asyncio.run(_Rollout(*made).run(set()))
     assert [[sample.index for sample in samples] for samples in output.samples] == [[7]]
     assert output.samples[0][0].reward == 1.0

@@ -82,7 +82,17 @@ def test_only_filtered_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler.draw(stock, None, PROBS, info_of(ROWS), POSITIONS, False)
     assert sorted_rows == [2]
     sampler.draw(stock, None, PROBS[:2], info_of(ROWS[:2]), POSITIONS[:2], False)
-    assert sorted_rows == [2], "another request's top-p needs no mask for our rows"
+    assert sorted_rows == [2], "the top-p of another request needs no mask for the other rows"
+
+
+def test_values_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[list[int]] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: pinned.append(host.tolist()) or host)
+    with SyncDetector() as detector:
+        copied = host_to_device.to_device([3, 4], torch.int64, "meta")
+    assert (copied.device.type, copied.dtype) == ("meta", torch.int64)
+    assert pinned == [[3, 4]]
+    assert not any("blocking" in call for call in detector.reviewed)
 
 
 def test_tensors_of_one_copy_are_aligned_and_apart() -> None:

@@ -22,7 +22,7 @@ PAGE, SLOTS, TOKENS = 4, 64, 21
 KEY = Key("run", "prompt", 0, 1)
 
 
-class Rank:
+class StoreOfHalfPool:
     """A store on a bfloat16 pool of two layers, with heads of 128 as real models have them."""
 
     def __init__(self, folder: Path) -> None:
@@ -48,14 +48,14 @@ class Rank:
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    rank = Rank(tmp_path)
+def rank(tmp_path: Path) -> Iterator[StoreOfHalfPool]:
+    rank = StoreOfHalfPool(tmp_path)
     yield rank
     rank.store.close()
     rank.disk.close()
 
 
-def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
+def store(rank: StoreOfHalfPool, way: str, slots: torch.Tensor) -> None:
     if way == "disk":
         rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
@@ -67,7 +67,7 @@ def store(rank: Rank, way: str, slots: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_round_trip_error_is_within_documented_bound(rank: Rank, way: str) -> None:
+def test_round_trip_error_is_within_documented_bound(rank: StoreOfHalfPool, way: str) -> None:
     """At most half a code step, max|x| / 254 of a token's head, and bfloat16's own rounding; 0.7 % of the RMS."""
     slots, elsewhere = torch.randperm(SLOTS // 2)[:TOKENS], torch.arange(SLOTS // 2, SLOTS)
     wanted, others = rank.rows(slots), rank.rows(elsewhere[TOKENS:])
@@ -81,7 +81,7 @@ def test_round_trip_error_is_within_documented_bound(rank: Rank, way: str) -> No
     assert torch.equal(rank.rows(elsewhere[TOKENS:]), others)
 
 
-def test_repeated_round_trips_do_not_accumulate_error(rank: Rank) -> None:
+def test_repeated_round_trips_do_not_accumulate_error(rank: StoreOfHalfPool) -> None:
     """KV that is stored and loaded in every round does not degrade further."""
     slots = torch.arange(TOKENS)
     seen = []
@@ -95,7 +95,7 @@ def test_repeated_round_trips_do_not_accumulate_error(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_damage_is_detected(rank: Rank, where: str, tmp_path: Path) -> None:
+def test_damage_is_detected(rank: StoreOfHalfPool, where: str, tmp_path: Path) -> None:
     store(rank, where, torch.arange(TOKENS))
     if where == "disk":
         (path,) = tmp_path.glob("*.kv")
@@ -110,18 +110,18 @@ def test_damage_is_detected(rank: Rank, where: str, tmp_path: Path) -> None:
     assert "damaged" in rank.outcome(3)
 
 
-def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: Rank) -> None:
-    forms: dict[str, PageFormat] = {
+def test_int8_halves_the_bytes_and_refuses_unsupported_pools(rank: StoreOfHalfPool) -> None:
+    formats: dict[str, PageFormat] = {
         name: page_format(rank.page_format.table, PAGE) for name, page_format in PAGE_FORMATS.items()
     }
-    assert isinstance(forms["full"], RawPages)
-    assert forms["int8"].page_words / forms["full"].page_words == pytest.approx(0.516, abs=0.001)
+    assert isinstance(formats["full"], RawPages)
+    assert formats["int8"].page_words / formats["full"].page_words == pytest.approx(0.516, abs=0.001)
     fp8 = PlaneTable.of([torch.zeros(8, 2, 16, dtype=torch.float8_e4m3fn)])
     with pytest.raises(ValueError, match="int8 pages need one dtype"):
         QuantizedPages(fp8, PAGE)
 
 
-def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: Rank) -> None:
+def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: StoreOfHalfPool) -> None:
     """With the flag, the same gigabytes hold more tokens, and the file header names the page format."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.radix_cache import RadixCache

@@ -51,12 +51,12 @@ def test_entry_point_of_verl_replaces_its_weight_adapter_only_when_activated() -
         "    sys.modules[name] = types.ModuleType(name)\n"
         "base = sys.modules['verl.workers.rollout.base']\n"
         "sys.modules['verl.workers.rollout'].base = base\n"
-        "base._ROLLOUT_REGISTRY = {('sglang', 'async'): 'theirs'}\n"
+        "base._ROLLOUT_REGISTRY = {('sglang', 'async'): 'verl'}\n"
         f"import {verl_plugin()} as plugin\n"
         "print(base._ROLLOUT_REGISTRY['sglang', 'async'])"
     )
     for settings, expected in (
-        ("", "theirs"),
+        ("", "verl"),
         ('{"quota": 8}', "sglang_april.integrations.verl.weights.ServerAdapter"),
     ):
         environment = {"PYTHONPATH": str(ROOT), "SGLANG_APRIL": settings}

@@ -24,7 +24,7 @@ PACKAGE = "sglang_april.adapter.v0_5_17"
 
 
 class ServerEndedError(Exception):
-    """Stands for the end of the process."""
+    """Replaces the end of the process."""
 
 
 def fails(*_: Any, **__: Any) -> NoReturn:

@@ -62,3 +62,42 @@ def test_demo_interrupted_while_its_server_starts_leaves_no_process(tmp_path: Pa
     assert "Traceback" not in errors
     assert errors.splitlines()[-1].startswith("interrupted: the demo starts over")
     assert not any(child.is_running() for child in children)
+
+
+SLOW_READ = """
+import pathlib, sys, time
+from trainer_bridge import __main__ as commands
+
+glob = pathlib.Path.glob
+
+def slow(self, pattern):
+    print("started", flush=True)
+    time.sleep(600)
+
+pathlib.Path.glob = pathlib.Path.exists = slow
+sys.exit(getattr(commands, sys.argv.pop(1))())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["convert", "run"], "april-convert: interrupted; the output folder is incomplete; the same command writes it"),
+        (["main", "report", "run"], "april-train: interrupted; nothing was changed"),
+    ],
+)
+def test_interrupted_convert_and_report_print_one_line(command: list[str], line: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SLOW_READ, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [written for written in errors.splitlines() if written][-1].startswith(line)
+    assert "Traceback" not in errors

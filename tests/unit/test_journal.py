@@ -215,7 +215,7 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
         reported.append((last, error))
         states.append(journal.state())
-        if len(reported) == 2:  # in the writer's thread: somebody makes room
+        if len(reported) == 2:  # in the writer's thread: space is freed
             journal._db.execute("PRAGMA max_page_count=1000000")
         if not error:
             again.set()

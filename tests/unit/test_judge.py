@@ -90,7 +90,7 @@ def test_judging_is_idempotent_and_all_or_nothing(harness: Build) -> None:
     assert [w.judge("run", {"p0": True}) for _ in range(2)] == [200, 200]
     assert w.judge("run", {"p0": False}) == 409
     assert w.judge("run", {"p1": True, "p2": True}) == 409
-    assert w.judge("run", {"p1": True, "nobody": False}) == 404
+    assert w.judge("run", {"p1": True, "unknown": False}) == 404
     w.step(2)
     assert not w.replies
     w.judge("run", {"p1": False})

@@ -33,12 +33,12 @@ def kills(tmp_path: Path) -> None:
     assert not list(client.undelivered())
     assert not client.open
     print(f"{KILLS} kills, {words} words, {len(client.replies)} replies, {len(client.delivered)} samples delivered")
-    regained = len((tmp_path / "regained").read_text().splitlines())
-    print(f"{whole} files of pages outlived a process, {halves} were killed half written, {regained} were resumed from")
+    recovered = len((tmp_path / "recovered").read_text().splitlines())
+    print(f"{whole} files of pages outlived a process, {halves} were killed half written, {recovered} resumed from")
     # An epoch is paced by its messages, so these counts do not depend on the speed of the machine or its disk.
     assert len(client.replies) > KILLS
     assert len(client.delivered) > 2 * KILLS
-    assert regained
+    assert recovered
     assert whole > KILLS // 100
 
 

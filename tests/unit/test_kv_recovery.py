@@ -103,7 +103,7 @@ def test_file_missing_on_one_rank_is_used_on_none(harness: CrashingHarness, rank
     report = harness.controller.tiers.report()
     assert report["lost"] == (fault == "flip")
     assert (f"rank {rank}: " in report["last_failure"]) == (fault == "flip")
-    assert all(len(folder.files) == 1 for folder in harness.folders), "what nobody uses is removed everywhere"
+    assert all(len(folder.files) == 1 for folder in harness.folders), "unused files are removed everywhere"
     stats = rest(harness)
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["kv_lost"]) == (1, 1, int(fault == "flip"))
 
@@ -170,7 +170,7 @@ def test_combined_outcome_is_the_worst_of_all_ranks(reported: list[list[Outcome]
     assert combine_outcomes(reported) == together
 
 
-class Lives:
+class RestartLoop:
     """A random story: put, promote, demote, evict, resume, drop, crash, reopen."""
 
     def __init__(self, path: Path, seed: int) -> None:
@@ -229,11 +229,11 @@ class Lives:
 
 def test_any_sequence_of_epochs_with_a_disk_tier(tmp_path: Path) -> None:
     """After every crash: KV of other tokens is never used, and what is sound on all ranks is used."""
-    regained = crashes = 0
+    recovered = crashes = 0
     for seed in range(STORIES):
-        lives = Lives(tmp_path / str(seed), seed)
-        lives.emit(EVENTS)
-        regained += lives.harness.regained
-        crashes += lives.harness.crashes
-    print(f"{crashes} crashes, {regained} partials had their KV again")
-    assert regained > STORIES
+        loop = RestartLoop(tmp_path / str(seed), seed)
+        loop.emit(EVENTS)
+        recovered += loop.harness.recovered
+        crashes += loop.harness.crashes
+    print(f"{crashes} crashes, {recovered} partials had their KV again")
+    assert recovered > STORIES

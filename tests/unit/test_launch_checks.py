@@ -61,6 +61,15 @@ def test_folder_without_weights_is_refused(model: Path) -> None:
     assert reason_not_startable(dummy) is None
 
 
+def test_folder_without_a_tokenizer_is_refused(model: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    given = ["--model", str(model), "--port", "0"]
+    assert f"--model-path {model} has no tokenizer" in str(reason_not_startable(given))
+    assert reason_not_startable([*given, "--tokenizer-path", "elsewhere"]) is None
+    assert reason_not_startable([*given, "--skip-tokenizer-init"]) is None
+
+
 @pytest.mark.parametrize("keep", [4, 100, 0.5, -1])
 def test_truncated_weights_are_refused(model: Path, keep: float) -> None:
     weights = model / "model.safetensors"

@@ -69,7 +69,7 @@ class ReceivedEvents:
 
 
 class SmallDisk(Journal):
-    """A journal that cannot grow until there is `room`.
+    """A journal that cannot grow until it `has_space`.
 
     Only the writer's thread may use the connection: an error of one thread's statement is lost in Python's sqlite3 when
     another thread's succeeds at that moment.
@@ -77,14 +77,14 @@ class SmallDisk(Journal):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.room = threading.Event()
+        self.has_space = threading.Event()
         self._limit(self._db.execute("PRAGMA page_count").fetchone()[0])
 
     def _limit(self, pages: int) -> None:
         self._db.execute(f"PRAGMA max_page_count={pages}")
 
     def _transaction(self, ops: list[Op]) -> str:
-        if self.room.is_set():
+        if self.has_space.is_set():
             self._limit(1_000_000)
         return super()._transaction(ops)
 
@@ -108,7 +108,7 @@ def test_full_disk_holds_back_only_events_with_records(tmp_path: Path) -> None:
     assert not received.of(messages.RoundEnded)
     (fault,) = received.of(messages.JournalFault)
     assert "database or disk is full" in fault.reason
-    journal.room.set()
+    journal.has_space.set()
     received.wait(lambda events: len(events) == 6)
     assert [type(e) for e in received.events] == [
         messages.JournalFault,

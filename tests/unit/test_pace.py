@@ -106,7 +106,7 @@ def test_flag_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.Monke
     assert chosen.name == "test"
 
 
-class Runner:
+class FakeModelRunner:
     """Replaces SGLang's `ModelRunner`."""
 
     def __init__(self, *, overlap: bool) -> None:
@@ -128,7 +128,7 @@ DECODE = batch_of("decode", batch_size=1, seq_lens_cpu=torch.tensor([0]))
 
 @pytest.mark.usefixtures("patched")
 def test_launches_return_at_once_and_their_events_follow_one_another(tmp_path: Path) -> None:
-    runner: Any = Runner(overlap=True)
+    runner: Any = FakeModelRunner(overlap=True)
     pace.install(runner, table(tmp_path, decode=60_000))
     events = []
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_launches_return_at_once_and_their_events_follow_one_another(tmp_path: P
 
 @pytest.mark.usefixtures("patched")
 def test_an_event_waits_for_what_was_launched_before_it(tmp_path: Path) -> None:
-    runner: Any = Runner(overlap=True)
+    runner: Any = FakeModelRunner(overlap=True)
     pace.install(runner, table(tmp_path, decode=30))
     runner.forward(DECODE)
     event = torch.cpu.Event()
@@ -161,7 +161,7 @@ def test_an_event_waits_for_what_was_launched_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("patched")
 def test_without_overlap_a_forward_waits_for_its_end(tmp_path: Path) -> None:
-    runner: Any = Runner(overlap=False)
+    runner: Any = FakeModelRunner(overlap=False)
     pace.install(runner, table(tmp_path, decode=20))
     runner.forward(DECODE)
     event = torch.cpu.Event()

@@ -138,11 +138,11 @@ def test_a_flush_moves_pages_to_the_host_within_its_cap(harness: Build) -> None:
     held = {f"p{i}": w.sample("run", f"p{i}").kv.pages.length for i in range(4)}
     assert w.do(FakeEngine.flush)
     kept = {name for name in held if w.sample("run", name).kv.pages is not None}
-    room, expected = 12, set()
+    capacity, expected = 12, set()
     for name in sorted(held, key=held.__getitem__, reverse=True):
-        if held[name] <= room:
+        if held[name] <= capacity:
             expected.add(name)
-            room -= held[name]
+            capacity -= held[name]
     assert kept == expected
     assert 0 < len(kept) < 4
     w.open("run", {}, quota=None)

@@ -1,4 +1,4 @@
-"""bench.random_checkpoint: a folder that Hugging Face loads, of the size that it says."""
+"""bench.random_checkpoint: a folder that Hugging Face loads, of the size that it reports."""
 
 from pathlib import Path
 

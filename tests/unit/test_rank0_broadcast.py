@@ -1,6 +1,6 @@
 """Observations of ranks reach the scheduler's inbox once all ranks have reported, as failed if one rank failed.
 
-Between machines the ranks' inboxes are TCP ports: whatever a stranger sends there changes nothing.
+Between machines the ranks' inboxes are TCP ports: what other programs send there changes nothing.
 """
 
 import contextlib
@@ -122,12 +122,12 @@ def test_copy_is_ready_on_all_ranks_or_failed_on_any(start: Callable[..., Ranks]
 
 
 def hostile(address: str, own: bytes) -> list[bytes]:
-    """What a stranger may send to a rank's port."""
+    """What another program may send to a rank's port."""
     forged = rank_channel._encoder.encode(rank_channel._Message(1, 0, 10**6, Copied(1, "forged")))
     return [b"", b"\xc1", b"nonsense" * 100, bytes(200_000), forged, rank_channel._mac(bytes(32), forged) + forged, own]
 
 
-def test_a_hostile_sender_changes_nothing_and_the_channel_goes_on(
+def test_a_hostile_sender_changes_nothing_and_the_channel_continues(
     start: Callable[..., Ranks], own_context: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Malformed, forged, huge and repeated messages on the TCP port of rank 0; the log has one line of them."""
@@ -142,12 +142,12 @@ def test_a_hostile_sender_changes_nothing_and_the_channel_goes_on(
     ranks[1].report(1)
     own = sent[0]
     monkeypatch.setattr(rank_channel, "_mac", original)
-    stranger = own_context.socket(zmq.PUSH)
-    stranger.connect(address)
+    other_program = own_context.socket(zmq.PUSH)
+    other_program.connect(address)
     with caplog.at_level(logging.WARNING, logger="sglang_april"):
         for message in hostile(address, own) * 20:
-            stranger.send(message)
-        stranger.send_multipart([own, own])
+            other_program.send(message)
+        other_program.send_multipart([own, own])
         huge = own_context.socket(zmq.PUSH)
         huge.connect(address)
         huge.send(bytes(8 << 20))
@@ -210,6 +210,6 @@ def test_neighbours_that_decide_differently_end_the_server(start: Callable[..., 
 
 def test_exception_of_the_handler_ends_the_server(start: Callable[..., Ranks], ended: list[Exception]) -> None:
     _, ranks = start(2)
-    ranks[0]._failures_by_move = None  # type: ignore[assignment]
+    ranks[0]._failures_by_transfer = None  # type: ignore[assignment]
     ranks[1].report(1)
     until(lambda: ended, "the thread fails")

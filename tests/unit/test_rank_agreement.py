@@ -32,8 +32,8 @@ def scheduler(**changes: Any) -> Any:
 def agreed(monkeypatch: pytest.MonkeyPatch, mine: tuple[Any, ...], other: tuple[Any, ...]) -> TierBudgets:
     """Rank 0 has `mine`, rank 1 `other`: (scheduler, settings, budgets)."""
 
-    def gather(out: list[Any], facts: Any, group: Any) -> None:
-        out[:] = [facts, rank_agreement.Facts(rank_agreement._compared(other[0], other[1], FORMAT), other[2], "")]
+    def gather(out: list[Any], report: Any, group: Any) -> None:
+        out[:] = [report, rank_agreement.RankReport(rank_agreement._compared(other[0], other[1], FORMAT), other[2], "")]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     return rank_agreement.agree(mine[0], mine[1], FORMAT, mine[2]).budgets

@@ -11,7 +11,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_april.adapter.v0_5_17 import page_pool
 from tests.support.delayed_relay import delay
 
-SLOT, STRANGERS, OURS = 3, 111, 222
+SLOT, FOREIGN, OWN = 3, 111, 222
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def scheduler() -> Any:
 def test_slot_of_a_request_that_ended_in_the_forward_in_flight(scheduler: Any) -> None:
     slots = torch.tensor([SLOT])
     with scheduler.forward_stream_ctx:  # the forward in flight still has the request that had the slot before
-        scheduler.future_map.stash(slots, RelayPayload(bonus_tokens=torch.tensor([STRANGERS])))
-    page_pool._relay(scheduler, slots, torch.tensor([OURS]))
+        scheduler.future_map.stash(slots, RelayPayload(bonus_tokens=torch.tensor([FOREIGN])))
+    page_pool._relay(scheduler, slots, torch.tensor([OWN]))
     with scheduler.forward_stream_ctx:  # the next forward reads its inputs
-        assert scheduler.future_map.output_tokens_buf[SLOT] == OURS
+        assert scheduler.future_map.output_tokens_buf[SLOT] == OWN

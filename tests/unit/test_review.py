@@ -203,9 +203,9 @@ def test_patched_tree_is_reviewed_under_its_own_name(run: Run, wheel: Wheel, tmp
     root = review.source_of(wheel("9.9.1", engine=("tokens + 1", "tokens + 3")), tmp_path / "other")
     with pytest.raises(SystemExit, match=r"give the source in .* a name with --name"):
         run(str(root))
-    assert run(str(root), "--name", "9.9.1+theirs", "--accept") == 0
+    assert run(str(root), "--name", "9.9.1+patched", "--accept") == 0
     versions._read.cache_clear()
-    assert versions.select(root, versions.FINGERPRINTS)["sglang"] == "9.9.1+theirs"
+    assert versions.select(root, versions.FINGERPRINTS)["sglang"] == "9.9.1+patched"
     assert run() == 0, "of all reviewed sources, those of releases are checked"
 
 

@@ -165,7 +165,7 @@ def test_a_stream_has_only_what_the_round_delivers() -> None:
 
 
 def test_a_stream_with_previews_and_its_replay() -> None:
-    """A preview says that it is one; what the round delivers beyond them follows at its end, once."""
+    """A preview is marked as one; what the round delivers beyond them follows at its end, once."""
 
     async def scenario() -> None:
         april, engine = service()

@@ -1,4 +1,4 @@
-"""What docs/security.md says of keys, against SGLang's own middleware on the real routes."""
+"""What docs/security.md specifies about keys, against SGLang's own middleware on the real routes."""
 
 import itertools
 import re

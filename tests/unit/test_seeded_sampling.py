@@ -125,9 +125,9 @@ def test_masks_match_sglang(cuts: tuple[torch.Tensor, ...], monkeypatch: pytest.
     probs, top_ks, top_ps, min_ps = cuts
     sampler.top_k_top_p_min_p_sampling_from_probs_torch(probs.clone(), top_ks, top_ps, min_ps, True, None, None)
     order = probs.sort(dim=-1, descending=True).indices
-    theirs = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, seen[0] > 0)
-    assert torch.equal(keep_mask(probs, top_ks, top_ps, min_ps), theirs)
-    assert 1 < int(theirs.sum(-1).max()) <= 200
+    sglang_mask = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, seen[0] > 0)
+    assert torch.equal(keep_mask(probs, top_ks, top_ps, min_ps), sglang_mask)
+    assert 1 < int(sglang_mask.sum(-1).max()) <= 200
 
 
 @BOTH

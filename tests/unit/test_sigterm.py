@@ -20,7 +20,7 @@ async def forever(*_: Any) -> None:
 async def at_once(*_: Any) -> None: ...
 
 
-class FakeServer:
+class FakeManager:
     """A manager and its schedulers, which end by `ShutdownReq` unless they hang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Callable[..., Awaitable[None]], limit: float) -> None:
@@ -60,7 +60,7 @@ def test_the_server_ends_within_the_limit(
 ) -> None:
     async def story() -> None:
         monkeypatch.setattr(shutdown, "STORING", 1e-4)
-        server = FakeServer(monkeypatch, store, limit)
+        server = FakeManager(monkeypatch, store, limit)
         server.hangs = hangs
         server.shutdown.signalled()
         assert server.manager.gracefully_exit, "/health answers 503"
@@ -72,7 +72,7 @@ def test_the_server_ends_within_the_limit(
 
 def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        server = FakeServer(monkeypatch, forever, 600.0)
+        server = FakeManager(monkeypatch, forever, 600.0)
         server.shutdown.signalled()
         server.shutdown.signalled()
         assert server.statuses == [1]
@@ -82,7 +82,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_of_sglang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        server = FakeServer(monkeypatch, at_once, 600.0)
+        server = FakeManager(monkeypatch, at_once, 600.0)
         server.manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(sampling_params={}))
         server.shutdown.signalled()
         await asyncio.sleep(0.1)
@@ -104,7 +104,7 @@ def test_ctrl_c_stores_does_not_wait_for_requests_of_sglang_and_ends_with_its_st
         async def store(april: Any) -> None:
             stored.append(april)
 
-        server = FakeServer(monkeypatch, store, 600.0)
+        server = FakeManager(monkeypatch, store, 600.0)
         server.manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(sampling_params={}))
         server.shutdown.interrupted()
         await server.ended.wait()
@@ -117,7 +117,7 @@ def test_ctrl_c_stores_does_not_wait_for_requests_of_sglang_and_ends_with_its_st
 @pytest.mark.parametrize("first", ["signalled", "interrupted"])
 def test_ctrl_c_during_a_shutdown_ends_at_once(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     async def story() -> None:
-        server = FakeServer(monkeypatch, forever, 600.0)
+        server = FakeManager(monkeypatch, forever, 600.0)
         getattr(server.shutdown, first)()
         server.shutdown.interrupted()
         assert server.statuses == [130]

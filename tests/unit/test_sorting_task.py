@@ -1,4 +1,4 @@
-"""The sorting task: long-tailed lengths, answers that end, a reward that tells exact from nearly."""
+"""The sorting task: long-tailed lengths, answers that end, a reward that distinguishes exact from nearly right."""
 
 import itertools
 import random

@@ -14,7 +14,7 @@ from sglang_april.recovery.kv_recovery import KvSearch
 from tests.unit.rank_store import ELSEWHERE, PAGE, RankStore, slots_of
 
 
-class Story(RuleBasedStateMachine):
+class StoreStory(RuleBasedStateMachine):
     """Copy, spill, load, drop, crash and reopen in any order."""
 
     folder: Path
@@ -121,7 +121,7 @@ class Story(RuleBasedStateMachine):
 
 def test_any_sequence_of_store_operations(tmp_path: Path) -> None:
     """Stored KV is always loaded bit for bit."""
-    machine: Any = type("StoryHere", (Story,), {"folder": tmp_path})
+    machine: Any = type("StoryHere", (StoreStory,), {"folder": tmp_path})
     run_state_machine_as_test(
         machine,
         settings=settings(

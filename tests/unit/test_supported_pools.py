@@ -171,7 +171,7 @@ class Subclass(memory_pool.ReqToTokenPool):
 
 
 class RadixCacheCpp(radix_cache.RadixCache):
-    """Stands in for SGLang's class of this name, whose module compiles C++ when it is imported."""
+    """Replaces SGLang's class of this name, whose module compiles C++ when it is imported."""
 
 
 @pytest.mark.parametrize(

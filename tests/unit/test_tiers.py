@@ -52,7 +52,7 @@ class Orders:
         sample.kv.pages = None
 
 
-class Group:
+class FourPartials:
     """Four partials of one prompt of 40 tokens: the tree owns its slots."""
 
     def __init__(self, host: int = 1000, disk: int = 0, prompt_tokens: int = 40) -> None:
@@ -89,7 +89,7 @@ class Group:
 
 def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
     """Of 40 tokens in the radix tree, 32 (whole pages of 16) are stored once, also for later suspensions."""
-    g = Group()
+    g = FourPartials()
     for sample in g.samples:
         g.tiers.demote(sample)
     ((number, length),) = {call[3] for call in g.engine.calls}
@@ -112,7 +112,7 @@ def test_a_prompt_is_stored_once_until_its_last_user_is_gone() -> None:
 
 def test_room_is_made_only_for_what_follows_a_stored_prompt() -> None:
     """The host has exactly the 32 + 4 * 32 tokens that the prompt and the four partials behind it take."""
-    g = Group(host=160)
+    g = FourPartials(host=160)
     for sample in g.samples:
         g.tiers.demote(sample)
     assert [s.kv.pages.tier if s.kv.pages else "none" for s in g.samples] == ["host"] * 4
@@ -120,7 +120,7 @@ def test_room_is_made_only_for_what_follows_a_stored_prompt() -> None:
 
 
 def test_a_prompt_that_leaves_with_its_last_user_is_stored_again_within_the_cap() -> None:
-    g = Group(host=64)
+    g = FourPartials(host=64)
     for sample in g.samples:
         g.tiers.demote(sample)
         assert g.tiers.used["host"] == 64
@@ -129,7 +129,7 @@ def test_a_prompt_that_leaves_with_its_last_user_is_stored_again_within_the_cap(
 
 def test_a_leader_and_its_followers_share_a_prefix() -> None:
     """The leader's prefix has 48 tokens, a follower's 47; both share the 32 in whole pages."""
-    g = Group(prompt_tokens=48)
+    g = FourPartials(prompt_tokens=48)
     for sample, protected in zip(g.samples, (47, 48, 47, 48), strict=True):
         sample.kv.pages.protected = protected  # type: ignore[union-attr]
         g.tiers.demote(sample)
@@ -138,7 +138,7 @@ def test_a_leader_and_its_followers_share_a_prefix() -> None:
 
 def test_a_recomputed_prompt_is_another_prefix() -> None:
     """Another tree node may hold different bits."""
-    g = Group()
+    g = FourPartials()
     g.tiers.demote(g.samples[0])
     g.node = object()
     g.samples[1].kv.pages.node = g.node  # type: ignore[union-attr]
@@ -149,7 +149,7 @@ def test_a_recomputed_prompt_is_another_prefix() -> None:
 
 def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
     """Other samples use the prefix that this order reads from slots that are no longer protected."""
-    g = Group()
+    g = FourPartials()
     g.tiers.demote(g.samples[0])
     order = g.engine.calls[0][1]
     g.tiers.release(g.samples[0])
@@ -159,7 +159,7 @@ def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
 
 def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:
     """The lowest priority moves down: device, host, disk, tokens only."""
-    g = Group(host=96, disk=64)
+    g = FourPartials(host=96, disk=64)
     for sample in g.samples:
         g.tiers.demote(sample)
         g.complete()
@@ -172,7 +172,7 @@ def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:
 
 def test_slots_are_held_until_all_ranks_report_the_copy() -> None:
     """Neither the order nor this rank's own copy frees them (`pool-accounting`)."""
-    g = Group()
+    g = FourPartials()
     g.tiers.demote(g.samples[0])
     pages = g.samples[0].kv.pages
     assert pages is not None

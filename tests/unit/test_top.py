@@ -42,7 +42,7 @@ SHOWN: dict[str, Any] = STATE | {
 
 @contextmanager
 def serving(status: int, content: Any) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
+    class MetricsHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps(content).encode()
             self.send_response(status if self.path == "/april/state" else 404)
@@ -54,7 +54,7 @@ def serving(status: int, content: Any) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), MetricsHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

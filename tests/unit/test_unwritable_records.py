@@ -17,7 +17,7 @@ from tests.unit.journal_fixtures import accept, read, request
 from tests.unit.test_outbox import ReceivedEvents
 
 
-class Server:
+class EngineWithJournal:
     """The fake engine with a real journal."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Server:
 
 
 def test_a_reused_round_id_fails_its_own_round_only(tmp_path: Path) -> None:
-    server = Server(tmp_path / "j")
+    server = EngineWithJournal(tmp_path / "j")
     server.open("first", "same", "a", length=90)
     refused = server.answer(server.open("second", "same", "b"))
     assert (refused.status, refused.field) == (500, "journal")
@@ -70,7 +70,7 @@ def test_a_reused_round_id_fails_its_own_round_only(tmp_path: Path) -> None:
 
 
 def test_a_record_beyond_the_limit_of_sqlite_fails_its_own_round_only(tmp_path: Path) -> None:
-    server = Server(tmp_path / "j")
+    server = EngineWithJournal(tmp_path / "j")
     server.recorder._journal._db.setlimit(0, 10**6)  # SQLITE_LIMIT_LENGTH, 10^9 by default
     refused = server.answer(server.open("big", "big", "a", metadata=bytes(2 * 10**6)))
     assert (refused.status, refused.reason) == (500, "the journal cannot hold it: string or blob too big")
@@ -91,7 +91,7 @@ def test_a_reply_that_lacks_a_sample_in_the_journal_fails_its_own_round_only(
         raise sqlite3.DataError("string or blob too big")
 
     monkeypatch.setattr(schema, "finished", finished)
-    server = Server(tmp_path / "j")
+    server = EngineWithJournal(tmp_path / "j")
     server.open("bad", "bad", "a")
     server.open("good", "good", "b")
     errors = {r.round_id: r.error for r in server.replies(2)}
@@ -113,7 +113,7 @@ def test_the_end_of_a_push_is_answered_once_its_version_is_written(
         write = real(number)
         return lambda db: gate.wait(10) and write(db)
 
-    server = Server(tmp_path / "j")
+    server = EngineWithJournal(tmp_path / "j")
     monkeypatch.setattr(schema, "version", gated)
     server.issue(messages.PushBegin)
     ended = server.issue(messages.PushEnd)

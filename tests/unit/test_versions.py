@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """SGLang 9.9.9 is "installed": the repository stands for its source tree, `fake_adapter/engine.py` for its code.
+    """SGLang 9.9.9 is "installed": the repository acts as its source tree, `fake_adapter/engine.py` for its code.
 
-    Its version string says something else: only the source selects.
+    Its version string differs: only the source selects the adapter.
     """
     monkeypatch.setattr(versions, "FINGERPRINTS", tmp_path)
     monkeypatch.setattr(versions, "version_string", lambda: "0.0.0.dev1")
@@ -35,7 +35,7 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SGLang's registry of hooks, and ours, empty before and as they were after."""
+    """The hook registries of SGLang and of the plugin: empty during the test, restored after it."""
     monkeypatch.setattr(hooking, "_applied", [])
     monkeypatch.setattr(hooking, "_verified", [])
     monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.apply_hooks)

@@ -38,7 +38,7 @@ def pack(
         programs: on a GPU, at most so many programs, which bounds the SMs taken from work beside it.
 
     Raises:
-        ValueError: shapes, dtypes, devices or alignment do not fit; the message says which.
+        ValueError: shapes, dtypes, devices or alignment do not fit; the message names it.
         IndexError: a slot is beyond the pool (CPU). A GPU takes such a slot as padding: saying so needs a
             synchronisation.
     """

@@ -72,7 +72,7 @@ def checksum(pages: torch.Tensor) -> torch.Tensor:
         for first in range(0, words.shape[1], across):
             part = words[page : page + down, first : first + across]
             key = keys[first : first + across]
-            z, high = (room[: len(part), : len(key)] for room in (mixed, folded))
+            z, high = (buffer[: len(part), : len(key)] for buffer in (mixed, folded))
             np.bitwise_xor(key, part, out=z)
             z *= key
             z ^= np.right_shift(z, _32, out=high)

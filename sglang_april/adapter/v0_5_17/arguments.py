@@ -10,8 +10,8 @@ def _at_most_one(value: Any, _: Any) -> bool:
     return (value or 1) <= 1
 
 
-BY_TOKENS = "such a cache finds KV by tokens alone, and could give one policy's KV to another"
-SESSIONS = "a session's KV belongs to no single sample"
+BY_TOKENS = "such a cache looks KV up by token ids alone, and could return KV of another policy version"
+SESSIONS = "requests of a session share KV, and a suspend stores the KV of one sample"
 CONTEXT = "a partial's KV would be spread over the ranks of a context"
 NO_HTTP = "a server without SGLang's HTTP front end has no rollout routes"
 DRAFTS = "a suspend does not keep the state of the draft model"
@@ -36,7 +36,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         """dtype quantization quantization_param_path modelopt_quant modelopt_checkpoint_restore_path
         modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile
         enable_fp32_lm_head enable_tf32_matmul torchao_config""",
-        "it changes the model's numbers; logprobs are of the tokens that these numbers drew",
+        "it changes the model's numerics, and logprobs are those of the model that draws the tokens",
     ),
     accept_only(
         "kv_cache_dtype",
@@ -48,7 +48,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         max_prefill_tokens prefill_max_requests schedule_conservativeness page_size swa_full_tokens_ratio
         disable_hybrid_swa_memory disable_chunked_prefix_cache num_continuous_decode_steps
         scheduler_recv_interval""",
-        "it sizes the pool and its batches; the scheduler reads the result",
+        "it sets the sizes of the pool and of batches, which the plugin reads from the scheduler",
     ),
     accept_only(
         "schedule_policy", ("fcfs", "lpm"), "this order of waiting requests has not been reviewed for rollout samples"
@@ -63,7 +63,7 @@ ARGUMENTS: tuple[Rule, ...] = (
     refuse("enable_mixed_chunk", "rollout samples must not decode in a batch that also prefills"),
     refuse(
         "enable_prefill_delayer min_free_slots_delay",
-        "it delays prefills by rules that do not know of samples about to resume",
+        "its rules for delaying prefills ignore samples that are about to resume",
     ),
     refuse("prefill_only_disable_kv_cache enable_mis is_embedding encoder_only", "such a server generates nothing"),
     refuse("enable_page_major_kv_layout", "the page store reads layer-major pools only"),
@@ -75,7 +75,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         "its host copies of cached prefixes have not been tested beside those of the page store",
     ),
     refuse("enable_hisparse", "it spreads a request's KV over device and host"),
-    refuse("kv_canary kv_canary_real_data", "its records of the pool's contents do not follow restored pages"),
+    refuse("kv_canary kv_canary_real_data", "its records of the pool's contents do not cover restored pages"),
     refuse_if(
         "dp_size", _at_most_one, "above 1", "SGLang's data-parallel controller sends each round to every replica"
     ),
@@ -93,7 +93,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         elastic_ep_initial_size max_ep_size""",
         "a rank that joins or leaves does not have the state of the other ranks",
     ),
-    refuse("enable_two_batch_overlap", "it splits batches in two, which per-row hooks do not follow"),
+    refuse("enable_two_batch_overlap", "it splits batches in two, which the hooks on batch rows do not support"),
     refuse_if(
         "tokenizer_worker_num", _at_most_one, "above 1", "extra HTTP workers do not load plugins or rollout routes"
     ),
@@ -107,10 +107,13 @@ ARGUMENTS: tuple[Rule, ...] = (
     refuse("enable_pdmux", "its event loop bypasses the hooks"),
     refuse("speculative_algorithm", DRAFTS),
     refuse_if("decoupled_spec_role", lambda value, _: value == "null", "any role", DRAFTS),
-    refuse("dllm_algorithm", "a diffusion model does not draw one token after another"),
-    refuse("startup_weight_load_mode", "the start measures forwards, for which the weights must be there"),
+    refuse("dllm_algorithm", "a diffusion model does not draw tokens one after another"),
+    refuse("startup_weight_load_mode", "the plugin measures forwards during the start, which requires loaded weights"),
     refuse("use_ray", "the hooks have not been tested in schedulers that Ray starts"),
-    refuse("rl_on_policy_target", "it changes what a logprob means; behaviour logprobs must be of the drawing policy"),
+    refuse(
+        "rl_on_policy_target",
+        "it changes how logprobs are computed; behaviour logprobs must be those of the policy that drew the token",
+    ),
     refuse(
         """enable_int8_mamba_checkpoint enable_linear_replayssm enable_linear_replayssm_spec
         enable_gdn_replayssm_spec""",
@@ -210,7 +213,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         enable_mm_global_cache disable_fast_image_processor mm_feature_transport keep_mm_feature_on_device
         language_model_only allowed_media_domains media_url_max_file_size_mb mm_preprocess_cache_size_mb
         trust_mm_content_hashes image_processor_backend mm_global_cache_backend""",
-        "it affects only requests that ask for it, and rollouts that ask for it get 400",
+        "it affects only requests that use it, and rollouts that use it are refused with 400",
     ),
     accept(
         """device base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle
@@ -231,7 +234,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         expert_balancedness_report_mode debug_tensor_dump_output_folder
         debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
         msprobe_dump_config""",
-        "it only observes",
+        "it only affects logging, metrics and tracing",
     ),
     accept(
         """host port fastapi_root_path grpc_port sidecar sidecar_args detokenizer_worker_num skip_server_warmup warmups
@@ -244,6 +247,6 @@ ARGUMENTS: tuple[Rule, ...] = (
         constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
         enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
         dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode""",
-        "it concerns SGLang's own routes and how requests are read and answered",
+        "it concerns SGLang's own routes and the encoding of requests and replies",
     ),
 )

@@ -1,4 +1,4 @@
-"""Which requests of SGLang's own routes belong to a run, and what their answers say of it (`attached-request`).
+"""Which requests of SGLang's own routes belong to a run, and which fields their answers get (`attached-request`).
 
 A request names its run, its trajectory and the trajectory's group in the headers `RUN`, `TRAJECTORY` and `GROUP`, or
 under the same keys in `sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.

@@ -18,7 +18,7 @@ def _unset_or_one_rank(seconds: Any, server_args: Any) -> bool:
 ENVIRONMENT: tuple[Rule, ...] = (
     refuse(
         "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
-        "it ignores the policy version in cache keys, and would give one policy's KV to another",
+        "it ignores the policy version in cache keys, and would return KV of another policy version",
     ),
     refuse(
         "SGLANG_ENABLE_UNIFIED_RADIX_TREE SGLANG_RADIX_FORCE_MISS",
@@ -30,9 +30,9 @@ ENVIRONMENT: tuple[Rule, ...] = (
     refuse("SGLANG_USE_MLX", "the model runner of MLX bypasses the hooks"),
     refuse(
         "SGLANG_RETURN_ORIGINAL_LOGPROB",
-        "it changes what a logprob means; behaviour logprobs must be of the drawing policy",
+        "it changes how logprobs are computed; behaviour logprobs must be those of the policy that drew the token",
     ),
-    refuse("SGLANG_MAX_NEW_TOKENS_LIMIT", "it would shorten samples below the length that their round asks for"),
+    refuse("SGLANG_MAX_NEW_TOKENS_LIMIT", "it would end samples before the length that their round sets"),
     refuse("SGLANG_MAX_THINK_TOKENS", "its count of thinking tokens has not been tested across a resume"),
     refuse("SGLANG_RUST_SERVER", NO_HTTP),
     refuse("SGLANG_ENABLE_GRPC", "requests of its gRPC server have not been tested beside rounds"),
@@ -80,7 +80,7 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_GRAMMAR_* SGLANG_MEMORY_SAVER_CUDA_GRAPH SGLANG_SYNC_TOKEN_IDS_ACROSS_TP
         SGLANG_ENABLE_LOGPROB_CHUNK SGLANG_LOGPROB_CHUNK_SIZE SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK
         SGLANG_LOGITS_PROCESSER_CHUNK_SIZE SGLANG_SANITIZE_NAN_LOGITS""",
-        "the scheduler's own rules hold for samples, which survive retraction",
+        "it tunes SGLang's scheduling, which applies to samples too; they survive retraction",
     ),
     accept(
         """SGLANG_LOG_* SGLANG_PROFILE_* SGLANG_ENABLE_NVTX_* SGLANG_RECORD_STEP_TIME SGLANG_TORCH_PROFILER_DIR
@@ -91,13 +91,13 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_LOAD_SNAPSHOT_USE_ZMQ SGLANG_*TP_MEMORY_INBALANCE_CHECK SGLANG_STRICT_CONFIG_MUTATION
         SGLANG_ROLE_NAMESPACES* SGLANG_GRAPH_BATCH_CAPTURE SGLANG_TRACE_ASYNC* SGLANG_JIT_CACHE_DEBUG
         SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY""",
-        "it only observes or checks",
+        "it only affects logging, metrics, profiling and checks",
     ),
     accept(
         """SGLANG_TEST_* SGLANG_IS_IN_CI* SGLANG_JIT_KERNEL_RUN_FULL_TESTS SGLANG_FORCE_SHUTDOWN
         SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION SGLANG_SIMULATE_UNIFORM_EXPERTS
         SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS""",
-        "it serves SGLang's own tests, and samples survive what it provokes",
+        "it is for SGLang's own tests, and samples survive the retractions and aborts that it causes",
     ),
     accept(
         """SGLANG_USE_MODELSCOPE SGLANG_SORT_WEIGHT_FILES SGLANG_ENABLE_WEIGHT_LOADER_V2 SGLANG_NUMA_BIND_V2
@@ -122,7 +122,7 @@ ENVIRONMENT: tuple[Rule, ...] = (
         """SGLANG_VLM_* SGLANG_KIMI_K3_VIT_* SGLANG_IMAGE_* SGLANG_RESIZE_RESAMPLE SGLANG_MM_* SGLANG_VIT_*
         SGLANG_USE_CUDA_IPC_TRANSPORT SGLANG_USE_IPC_POOL_HANDLE_CACHE SGLANG_EMBEDDING*
         SGLANG_EXPERIMENTAL_LORA_OPTI SGLANG_USE_AG_AFTER_QLORA""",
-        "it affects only requests that ask for it, and rollouts that ask for it get 400",
+        "it affects only requests that use it, and rollouts that use it are refused with 400",
     ),
     accept(
         """SGLANG_OPT_* SGLANG_USE_* USE_ROCM_* SGLANG_AITER_* SGLANG_ROCM_* SGLANG_HACK_FLASHMLA_BACKEND SGLANG_NPU_*
@@ -140,7 +140,7 @@ ENVIRONMENT: tuple[Rule, ...] = (
         DEEP_NORMAL_MODE_USE_INT8_QUANT FLASHINFER_* USE_TRITON_W8A8_FP8_KERNEL
         SGLANG_ENABLE_FP8_GEMM_CONFIG_TUNE SGLANG_MLA_DECODE_TUNE SGLANG_ENABLE_FAST_INPUT_LOGPROBS
         SGLANG_DETERMINISTIC_NCCL_NCHANNELS""",
-        "it chooses kernels, graphs and collectives of a forward",
+        "it chooses the kernels, graphs and collectives of a forward",
     ),
 )
 

@@ -40,7 +40,7 @@ def refuse_resolved(server_args: Any) -> None:
     """BEFORE ServerArgs.check_server_args, at the start of the server: check the resolved arguments and the model."""
     if _other_model(server_args):
         log.warning("sglang-april: this server is plain SGLang: --april-model is not %s", server_args.model_path)
-        hooking.stand_down()
+        hooking.disable()
         return
     stop_if(refusals.find(server_args) or refusals.find_in_model(server_args) or refusals.find_pace(server_args))
     _probe_journal()

@@ -19,6 +19,6 @@ def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def handle_while_serving(_result: Any, manager: Any) -> None:
-    """AFTER `TokenizerManager.auto_create_handle_loop`, which handles SIGTERM; uvicorn has replaced our handler."""
+    """AFTER `TokenizerManager.auto_create_handle_loop`, which handles SIGTERM; uvicorn has replaced `handle`."""
     if interrupt.Interruptions.handled:
         manager.event_loop.add_signal_handler(signal.SIGINT, manager.april_shutdown.interrupted)

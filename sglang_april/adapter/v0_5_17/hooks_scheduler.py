@@ -73,7 +73,7 @@ def attach(_: None, s: Scheduler) -> None:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
     if threading.current_thread() is threading.main_thread():
-        # A signal to the whole group must not end a scheduler before the HTTP process says so. It dies with that one.
+        # A signal to the whole group must not end a scheduler before the HTTP process does. It dies with that process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     s.april = Process.controller = Controller(context)
     Process.engine, Process.scheduler = engine, s

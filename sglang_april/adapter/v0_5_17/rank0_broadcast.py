@@ -30,7 +30,7 @@ class Rank0Broadcast:
         self._ranks, self._rank = s.ps.tp_size, s.ps.tp_rank
         self._lock = threading.Lock()
         self._to_scheduler: zmq.Socket[bytes] | None = None
-        self._failures_by_move: dict[int, dict[int, str]] = {}
+        self._failures_by_transfer: dict[int, dict[int, str]] = {}
         if self._rank == 0:
             inbox = s.ipc_channels.recv_from_tokenizer
             self._to_scheduler = inbox.context.socket(zmq.PUSH)
@@ -79,17 +79,17 @@ class Rank0Broadcast:
         if isinstance(body, Decided):
             self._comparison.received(body)
         elif self._rank == 0:
-            failures = self._failures_by_move.setdefault(body.order, {})
+            failures = self._failures_by_transfer.setdefault(body.order, {})
             failures[sender] = f"rank {sender}: {body.failure}" if body.failure else ""
             if len(failures) == self._ranks:
-                self.send(_moved({body.order: self._failures_by_move.pop(body.order)}))
+                self.send(_moved({body.order: self._failures_by_transfer.pop(body.order)}))
 
 
-def _moved(failures_by_move: dict[int, dict[int, str]]) -> messages.Moved:
+def _moved(failures_by_transfer: dict[int, dict[int, str]]) -> messages.Moved:
     """Ready = all ranks, failed = any rank."""
     failed = {
-        move: next(f for _, f in sorted(failures.items()) if f)
-        for move, failures in failures_by_move.items()
+        transfer: next(f for _, f in sorted(failures.items()) if f)
+        for transfer, failures in failures_by_transfer.items()
         if any(failures.values())
     }
-    return messages.Moved([move for move in failures_by_move if move not in failed], failed)
+    return messages.Moved([transfer for transfer in failures_by_transfer if transfer not in failed], failed)

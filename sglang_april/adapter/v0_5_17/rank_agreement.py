@@ -89,7 +89,7 @@ ENVIRONMENT = (
 """Environment variables by which SGLang admits and retracts requests."""
 
 
-class Facts(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank has; `compared` by the name that the refusal uses."""
 
     compared: dict[str, str]
@@ -115,15 +115,15 @@ def agree(s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: T
     """
     ranks: int = s.ps.tp_size
     gathered: list[Any] = [None] * ranks
-    mine = Facts(_compared(s, config, page_format), budgets, _gpu())
+    mine = RankReport(_compared(s, config, page_format), budgets, _gpu())
     if ranks == 1:
         return Agreement(budgets, [mine.gpu] if mine.gpu else [])
     torch.distributed.all_gather_object(gathered, mine, group=s.tp_cpu_group)
-    if difference := find_difference([facts.compared for facts in gathered]):
+    if difference := find_difference([report.compared for report in gathered]):
         raise SystemExit(f"sglang-april: {difference}")
-    all_budgets = [facts.budgets for facts in gathered]
+    all_budgets = [report.budgets for report in gathered]
     smallest = budgets._replace(host=min(b.host for b in all_budgets), disk=min(b.disk for b in all_budgets))
-    return Agreement(smallest, [facts.gpu for facts in gathered if facts.gpu])
+    return Agreement(smallest, [report.gpu for report in gathered if report.gpu])
 
 
 def _gpu() -> str:
@@ -133,11 +133,11 @@ def _gpu() -> str:
 
 def find_difference(ranks: list[dict[str, str]]) -> str:
     """The first difference between rank 0 and another rank, in one sentence; empty if there is none."""
-    for rank, facts in enumerate(ranks):
-        for name in {**ranks[0], **facts}:
-            here, there = ranks[0].get(name, "nothing"), facts.get(name, "nothing")
-            if here != there:
-                return f"all TP ranks must agree on {name}, but rank {rank} has {there} and rank 0 has {here}."
+    for rank, values in enumerate(ranks):
+        for name in {**ranks[0], **values}:
+            expected, found = ranks[0].get(name, "nothing"), values.get(name, "nothing")
+            if found != expected:
+                return f"all TP ranks must agree on {name}, but rank {rank} has {found} and rank 0 has {expected}."
     return ""
 
 

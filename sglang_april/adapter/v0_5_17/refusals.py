@@ -54,7 +54,7 @@ MODELS: tuple[tuple[Callable[[Any], bool], Refusal], ...] = (
         _ngram_embedding,
         Refusal(
             "A model with n-gram embeddings (LongCat)",
-            "it keeps the last tokens by request slot, and a resumed sample has another slot",
+            "the model indexes the last tokens by request slot, and a resumed sample gets another slot",
         ),
     ),
 )

@@ -80,7 +80,7 @@ def _check_params(saved: JournalSnapshot) -> None:
 
 def _identity(s: Scheduler) -> ModelIdentity:
     config, tokenizer = s.model_config, getattr(s, "tokenizer", None)
-    facts = {
+    properties = {
         "architecture": "/".join(config.hf_config.architectures or ()),
         "number of layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
@@ -90,8 +90,8 @@ def _identity(s: Scheduler) -> ModelIdentity:
         "vocabulary size": config.vocab_size,
     }
     if tokenizer is not None:  # with --skip-tokenizer-init there is none
-        facts["tokenizer"] = vocabulary_digest(tokenizer.get_vocab())
-    return ModelIdentity(s.server_args.model_path, {name: str(value) for name, value in facts.items()})
+        properties["tokenizer"] = vocabulary_digest(tokenizer.get_vocab())
+    return ModelIdentity(s.server_args.model_path, {name: str(value) for name, value in properties.items()})
 
 
 def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, disk: DiskTier | None) -> None:

@@ -1,7 +1,7 @@
 """The output of a sample in arrays: 8 bytes per token while it is suspended (token id int32, logprob float32).
 
 SGLang appends to Python lists, which take 80 bytes per token together with `output_ids`, and reads only what it has not
-streamed yet. Outputs of samples are not streamed by SGLang, so the lists are emptied into arrays of our own whenever
+streamed yet. Outputs of samples are not streamed by SGLang, so the lists are emptied into arrays whenever
 the output is read. Token ids stay with the request while it runs (int64), because SGLang reads them.
 """
 

@@ -67,12 +67,12 @@ class AttachedClient(LLMServerClient):
     async def _params(self, address: str, prompt_len: int, given: dict[str, Any]) -> dict[str, Any]:
         """SGLang's names, and a length that fits the context: what verl's `SGLangHttpServer.generate` does."""
         rollout, params = self.config.actor_rollout_ref.rollout, dict(given)
-        room = (rollout.get("max_model_len") or await self._context_length(address)) - prompt_len - 1
-        if room < 0:
+        available = (rollout.get("max_model_len") or await self._context_length(address)) - prompt_len - 1
+        if available < 0:
             raise ValueError(f"prompt_ids: {prompt_len} tokens exceed the context of the model")
         total = rollout.prompt_length + rollout.response_length
         length = params.pop("max_tokens", min(rollout.response_length, total - prompt_len))
-        params["max_new_tokens"] = max(0, min(params.pop("max_new_tokens", length), room))
+        params["max_new_tokens"] = max(0, min(params.pop("max_new_tokens", length), available))
         return params
 
     async def _output(self, address: str, server: Any, answer: dict[str, Any], return_logprob: bool) -> TokenOutput:

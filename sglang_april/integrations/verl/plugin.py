@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def check_registered() -> None:
-    """Raise unless the weight adapter is ours.
+    """Raise unless the registered weight adapter is `ServerAdapter`.
 
     Raises:
         RuntimeError: `SGLANG_APRIL` is missing in the job's environment, or verl could not load the plugin.

@@ -1,4 +1,4 @@
-"""Stands for the source of an SGLang release."""
+"""Acts as the source of an SGLang release."""
 
 
 class Engine:

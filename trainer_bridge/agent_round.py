@@ -1,0 +1,49 @@
+"""One round of agents: its request to the engine, and what happens to it until its reply."""
+
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_april.client import AprilClient, RolloutReply
+
+OPEN_POLL_S = 0.02
+"""Interval at which the engine is asked whether a round is open."""
+
+
+@dataclass(slots=True, eq=False)
+class AgentRound:
+    """A round while it is open. Later errors wait in `events` for the next one."""
+
+    id: str
+    trains: bool = False
+    """Groups that are given up or rejected are replaced by other prompts."""
+    stops: bool = False
+    """It has no quota, and is stopped when all agents have finished."""
+    events: "queue.SimpleQueue[RolloutReply | BaseException]" = field(default_factory=queue.SimpleQueue)
+    """The reply, or the error that ends it."""
+    extensions: list[str] = field(default_factory=list)
+    """Prompts that replaced others."""
+    rejected: int = 0
+    """Groups whose rewards are all equal, with `dynamic_sampling`."""
+    given_up: int = 0
+    """Groups whose agents failed."""
+    problems: list[str] = field(default_factory=list)
+
+    def open(self, client: AprilClient, body: dict[str, Any]) -> None:
+        """Send the request in a thread of its own, and wait until the round is open or has failed.
+
+        No agent may begin before the engine has the round.
+        """
+        threading.Thread(target=self._request, args=(client, body), daemon=True, name="round").start()
+        while self.events.empty():
+            if any(row["round_id"] == self.id for row in client.state()["rounds"]):
+                return
+            time.sleep(OPEN_POLL_S)
+
+    def _request(self, client: AprilClient, body: dict[str, Any]) -> None:
+        try:
+            self.events.put(client.rollout(**body))
+        except BaseException as error:  # noqa: BLE001 - raised where the events are read
+            self.events.put(error)
