@@ -1,7 +1,7 @@
 """Agents of several turns over pushes, by one of four variants.
 
-Agents work at a time, each through trajectories of several turns. A turn is one `/generate` request with everything so
-far as its prompt; then a tool takes its time and adds tokens. Meanwhile weights are pushed at fixed intervals:
+Several agents work concurrently, each through trajectories of several turns. A turn is one `/generate` request with
+everything so far as its prompt; then a tool takes its time and adds tokens. Weights are pushed at fixed intervals:
 
 - `attached`: the requests belong to a run. The push suspends them, and their callers wait.
 - `trajectory`: they also name their trajectory, which may keep their KV for the next turn.
@@ -45,7 +45,7 @@ class Load:
     """Mean tokens of a turn; lengths are drawn from 1/4 to 7/4 of it."""
     tool_tokens: int
     tool_s: float
-    """Mean seconds of a tool call, drawn from 0 to twice as many."""
+    """Mean seconds of a tool call; durations are drawn from 0 to twice the mean."""
     push_s: float
     """Seconds between the end of a push and the next one; 0: no push."""
 

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.record import RESULTS, append_rows, provenance
+from examples import interrupt
 from sglang_april.adapter.rank_channel import Inbox, Sender, new_secret
 from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Prompt, RoundSpec
@@ -186,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "nothing was written")

@@ -20,6 +20,7 @@ from statistics import median
 from rich.console import Console
 
 from bench import record
+from examples import interrupt
 from examples.april_demo.server import running_server
 from examples.april_demo.settings import Settings
 from sglang_april.client import AprilClient
@@ -121,4 +122,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "nothing was written")

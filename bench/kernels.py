@@ -25,6 +25,7 @@ import torch
 
 from bench import record
 from bench.kernel_cases import KernelCase, KernelConfig, KernelTestbed, Missing, cases
+from examples import interrupt
 
 DTYPES = ("bfloat16", "float16", "float32")
 CPU_REPEATS = 7
@@ -216,4 +217,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "rows of finished sizes are kept")

@@ -35,6 +35,7 @@ from fastapi.responses import JSONResponse
 from tokenizers import Tokenizer
 
 from bench.record import RESULTS, ROOT, Row, append_rows, provenance
+from examples import interrupt
 from sglang_april.api import messages
 from sglang_april.config import AprilConfig
 from sglang_april.http.bodies import MSGPACK
@@ -273,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "nothing was written")

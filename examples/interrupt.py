@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def run(command: Callable[[], int], kept: str) -> NoReturn:
-    """Exit with the status of `command`; after SIGINT or SIGTERM with 130, and `kept` on stderr.
+def run(command: Callable[[], int | None], kept: str) -> NoReturn:
+    """Exit with the status of `command` (None: 0); after SIGINT or SIGTERM with 130, and `kept` on stderr.
 
     Contexts of `command` are left as usual, so servers end. Threads that still wait do not delay the exit.
 

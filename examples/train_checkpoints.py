@@ -27,6 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from examples import interrupt
 from examples.sorting_task import BOS, EOS, FIRST_NUMBER, NUMBERS, PAD, VOCAB_SIZE, ListLengths, Problem, make_problem
 
 OUT = Path(__file__).parent / "checkpoints"
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "the folder may be incomplete; the same command trains again")

@@ -106,7 +106,7 @@ class Metrics:
     def exposition(self, state: Mapping[str, Any] | None) -> bytes:
         """All metrics in Prometheus's text format. `state`: of `GET /april/state`; None if the scheduler is silent.
 
-        With --enable-metrics, SGLang's processes write theirs to a directory, from which all are read together.
+        With --enable-metrics, SGLang's processes write their metrics to a directory, from which all are read together.
         """
         from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
@@ -134,7 +134,8 @@ def _summary(reply: Reply) -> dict[str, Any]:
         "run": reply.run,
         "end_reason": reply.end_reason,
         "policy_version": reply.policy_version,
-        **{name: delivered[name] for name in ("groups", "samples", "tokens", "samples_by_staleness")},
+        "groups": delivered.get("trajectories", delivered["groups"]),
+        **{name: delivered[name] for name in ("samples", "tokens", "samples_by_staleness")},
         **{name: stats.get(name) for name in ("t_ended", "duration_s", "mean_running")},
     }
 
@@ -166,6 +167,11 @@ def _live(labels: Mapping[str, str], state: Mapping[str, Any] | None) -> Iterato
     )
     yield single("oldest_staleness", "Of all undelivered groups.", max(map(int, state["staleness"]), default=0))
     yield single("open_rounds", "Rounds that the scheduler has open.", len(state["rounds"]))
+    pending = sum(run["samples"] for run in state["attached"].values())
+    yield single("attached_requests", "Pending attached requests, legs of trajectories included.", pending)
+    runs = state["trajectories"].values()
+    by_state = {name: sum(run[name] for run in runs) for name in ("undelivered", "done")}
+    yield family("trajectories", "Undelivered trajectories, and those of them that are done.", by_state, "state")
     yield single("push_open", "Whether a push has begun and not ended.", state["push_open"])
     yield single(
         "closed", "Whether rounds are refused: push, released memory, failed weights, shutdown.", bool(state["closed"])

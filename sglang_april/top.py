@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.client.calls import AprilError
+from sglang_april.client.calls import AprilError, with_scheme
 from sglang_april.client.client import AprilClient
 
 HEIGHTS = " ▁▂▃▄▅▆▇█"
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.interval <= 0:
         parser.error("--interval must be above 0")
+    options.url = with_scheme(options.url)
     if not options.url.startswith(("http://", "https://")):
         parser.error(f"URL must begin with http:// or https://, not {options.url!r}")
     try:
@@ -109,6 +110,7 @@ def frame(url: str, state: Mapping[str, Any], running: Sequence[int], width: int
             [(r["round_id"], r["run"], r["counted"], r["quota"], len(r["mandatory"])) for r in state["rounds"]],
         ),
         "",
+        *_agents(state),
         *_table(
             "last rounds",
             ("run", "ended by", "seconds", "groups", "samples", "tokens", "mean running", "samples by staleness"),
@@ -116,6 +118,18 @@ def frame(url: str, state: Mapping[str, Any], running: Sequence[int], width: int
         ),
     ]
     return "\n".join(_printable(line)[:width].rstrip() for line in lines)
+
+
+def _agents(state: Mapping[str, Any]) -> list[str]:
+    """Attached requests and trajectories, by run; nothing without any."""
+    attached, trajectories = state["attached"], state["trajectories"]
+    rows = []
+    for run in sorted(attached.keys() | trajectories.keys()):
+        pending, active = attached.get(run, {}), trajectories.get(run, {})
+        sizes = [pending.get(name, 0) for name in ("samples", "tokens")]
+        rows.append((run, *sizes, *(active.get(name, 0) for name in ("undelivered", "done", "oldest_staleness"))))
+    names = ("pending requests", "tokens", "trajectories", "of them done", "oldest staleness")
+    return [*_table("agents of run", names, rows), ""] if rows else []
 
 
 def sparkline(values: Sequence[float]) -> str:

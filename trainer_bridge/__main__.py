@@ -35,7 +35,7 @@ def convert() -> int:
 def _run(command: str, load: Callable[[], Callable[[], int]], kept: str) -> int:
     """The status of the function that `load` imports.
 
-    Ctrl-C that it does not handle itself ends with status 130 and a line that says what is `kept`.
+    Ctrl-C that it does not handle itself ends with status 130 and a line that names what is `kept`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell starts background jobs without it
     try:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -39,7 +40,9 @@ def config_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--config", type=Path, help="YAML file with fields by name; flags override it")
     command.add_argument(
-        "--dry-run", action="store_true", help="check configuration, model, data and reward, then exit"
+        "--dry-run",
+        action="store_true",
+        help="check configuration, model, data and reward or agent, estimate memory, then exit",
     )
     groups: dict[str, Any] = {}
     for field in references():
@@ -69,7 +72,9 @@ def load(path: Path | None, flags: dict[str, Any]) -> Config:
     if path is not None:
         try:
             fields = yaml.safe_load(path.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+        except OSError as error:
+            raise ConfigError(f"--config {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
             raise ConfigError(f"{path}: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}: must contain fields by name")
@@ -83,6 +88,9 @@ def load(path: Path | None, flags: dict[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ValueError):  # raised by LossSettings itself
             raise ConfigError(str(error.__cause__)) from error
+        if missing := re.match(r"Object missing required field `(\w+)`", str(error)):
+            flag = missing[1].replace("_", "-")
+            raise ConfigError(f"{missing[1]}: is required, as a field of --config or as --{flag}") from error
         raise ConfigError(str(error).replace("`", "")) from error
 
 

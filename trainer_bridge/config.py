@@ -251,11 +251,6 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         """How weights are transferred; `auto` is decided by the GPUs that the engines report."""
         return "tensor" if self.push == "auto" and self.colocate else self.push
 
-    @property
-    def trainer_gpus(self) -> range:
-        """The visible GPUs of trainer ranks, if they run on GPUs."""
-        return range(self.trainer_processes)
-
     def engine_gpus(self, number: int, trainer_on_gpus: bool) -> range:
         """The visible GPUs of a server that the run starts: those of a colocated trainer, or those behind it."""
         behind = self.trainer_processes if trainer_on_gpus and not self.colocate else 0

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from examples import interrupt
 from examples.agent.calculator import LARGEST_SUM, draw_numbers
 from examples.sorting_task import BOS, EOS, VOCAB_SIZE
 from examples.train_checkpoints import IGNORED, OUT, THREADS, new_model
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "nothing was written; the same command trains again")

@@ -1,6 +1,6 @@
 """Which SGLang sources are supported, and the shape of the installed one.
 
-A version string does not say what is installed: images carry patched releases, or report a version of their own. Each
+A version string does not identify the installed source: images carry patched releases, or report another version. Each
 reviewed source therefore has a manifest, `fingerprints/<release>.json`, with the SHA-256 of every file that the adapter
 relies on and a digest of every symbol that it hooks or calls. The installed SGLang is the one whose files a manifest
 lists or, where files differ elsewhere, the one whose symbols do not. All are served by one package, `CORE`, with the

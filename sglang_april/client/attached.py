@@ -1,5 +1,5 @@
 """Attached requests as a client sends and reads them (docs/attached-requests.md): the names of run and trajectory, and
-what the answer of `/generate` says of its tokens. No framework is needed here, nor SGLang."""
+the fields of `/generate`'s answer. Needs neither a framework nor SGLang."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -51,7 +51,7 @@ class Calls:
     """One generator per call. `AprilClient` and `AsyncAprilClient` run them on their transports."""
 
     def __init__(self, url: str, api_key: str | None, retry_s: float) -> None:
-        self._url, self._retry_s = url.rstrip("/"), retry_s
+        self._url, self._retry_s = with_scheme(url).rstrip("/"), retry_s
         self._headers = {**MSGPACK, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
         self._checked = False
 
@@ -252,6 +252,11 @@ class Calls:
         if not isinstance(error, dict):
             error = {"field": "server", "reason": str(error or response.text[:200] or response.reason_phrase)}
         raise AprilError(response.status_code, error.get("field", "server"), error.get("reason", str(error)))
+
+
+def with_scheme(url: str) -> str:
+    """The URL of a server, which may be written as `host:port`, as for curl."""
+    return url if "://" in url else f"http://{url}"
 
 
 def with_round_id(body: Mapping[str, Any]) -> dict[str, Any]:

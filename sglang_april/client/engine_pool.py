@@ -91,7 +91,7 @@ class EnginePool:
 
 
 class SharedRound:
-    """One round over several engines. All of its state can be rebuilt from theirs."""
+    """One round over several engines. All of its state can be rebuilt from the engines."""
 
     def __init__(self, clients: Sequence[AprilClient], body: dict[str, Any]) -> None:
         self._clients, self._body, self._id = clients, body, body["round_id"]

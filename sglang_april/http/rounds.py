@@ -13,7 +13,7 @@ from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
 REMEMBERED = 2**16
-"""How many ids of rounds whose replies are gone are remembered, to tell 410 from 404."""
+"""How many ids of rounds whose replies are gone are remembered, to distinguish 410 from 404."""
 
 logger = logging.getLogger("sglang_april")
 

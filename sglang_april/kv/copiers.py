@@ -153,7 +153,7 @@ class GpuCopier:
 
 
 def _other_stream(device: torch.device, streams: Sequence["torch.cuda.Stream"]) -> "torch.cuda.Stream":
-    """A stream that is none of these: torch hands out the same 32 in turn, and copies would wait for forwards."""
+    """A stream that is not one of these: torch reuses 32 streams in turn, and copies would wait for forwards."""
     taken = {stream.cuda_stream for stream in streams}
     drawn = (torch.cuda.Stream(device) for _ in range(64))
     return next(stream for stream in drawn if stream.cuda_stream not in taken)

@@ -34,13 +34,13 @@ class OrderQueue:
         self._orders: deque[_Order] = deque()
         self._loads: deque[_Order] = deque()
         self._waiting: defaultdict[int, deque[int]] = defaultdict(deque)
-        """By copy, the positions of the waiting orders that are no loads."""
+        """By copy, the positions of the waiting orders that are not loads."""
         self._idle: tuple[int, Iterator[None]] | None = None
         self._idle_is_due = False
         self._closed = False
 
     def put(self, order: int | None, number: int, act: Act) -> None:
-        """Submit an order that is no load."""
+        """Submit an order that is not a load."""
         with self._wake:
             position = next(self._positions)
             self._orders.append(_Order(position, order, number, act))

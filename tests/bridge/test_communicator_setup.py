@@ -26,7 +26,7 @@ class RefusingTarget:
 
 
 class FakeProcessGroup:
-    """A process group of this backend that notes how it ends."""
+    """A process group of this backend that records how it ends."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend

@@ -252,6 +252,15 @@ def test_wrong_value_names_its_field(tmp_path: Path, text: str, message: str) ->
         load(tmp_path / "c.yaml", {})
 
 
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^hf_checkpoint: is required, as a field of --config or as --hf-checkpoint$"
+    ):
+        load(None, {"prompt_data": "d"})
+    with pytest.raises(ConfigError, match=r"^--config .*none.yaml: No such file or directory$"):
+        load(tmp_path / "none.yaml", {})
+
+
 def test_unknown_flag_names_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--rollout-batchsize", "8"])

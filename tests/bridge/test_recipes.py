@@ -45,7 +45,7 @@ def test_trainer_and_engines_use_the_same_gpus(path: Path) -> None:
     """Eight GPUs, each with one trainer rank and one engine rank; no NCCL group has two ranks on one GPU."""
     config = load(path, {})
     engines = [config.engine_gpus(number, trainer_on_gpus=True) for number in range(config.engines)]
-    assert [gpu for gpus in engines for gpu in gpus] == list(config.trainer_gpus) == list(range(8))
+    assert [gpu for gpus in engines for gpu in gpus] == list(range(config.trainer_processes)) == list(range(8))
     assert f"--tp-size={config.server_gpus}" in config.server_flags
     assert config.transport == "tensor", "a group of trainer rank 0 and all engine ranks would have GPU 0 twice"
 
@@ -53,7 +53,7 @@ def test_trainer_and_engines_use_the_same_gpus(path: Path) -> None:
 def test_engines_stand_behind_a_trainer_on_gpus_of_its_own() -> None:
     config = Config(hf_checkpoint="m", prompt_data="d", reward="r", trainer_processes=2, engines=2, server_gpus=2)
     assert config.transport == "auto", "the engines report GPUs that trainer rank 0 has not"
-    group = [config.trainer_gpus[0], *(gpu for i in range(2) for gpu in config.engine_gpus(i, trainer_on_gpus=True))]
+    group = [0, *(gpu for i in range(2) for gpu in config.engine_gpus(i, trainer_on_gpus=True))]
     assert group == [0, 2, 3, 4, 5]
     assert config.engine_gpus(1, trainer_on_gpus=False) == range(2, 4)
 

@@ -1,4 +1,4 @@
-"""What clients ask for in attached requests: OpenAI's client, streams, features, little memory (`attached-request`)."""
+"""Features of attached requests: OpenAI's client, streams, features, little memory (`attached-request`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -142,7 +142,7 @@ def assert_logprobs(actual: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_are_refused_in_the_overlap_loop(live: LiveServer, name: str) -> None:
-    """In the words of the refusal of a sample; a request that names no run has them as SGLang does."""
+    """With the message for samples; for a request without a run, SGLang applies penalties itself."""
     asked = body(sampling_params={"max_new_tokens": 2, **PENALTIES[name]["sampling_params"]})
     answer = live.server.http.post("/generate", json=asked, headers=HEADERS)
     overlap = live.server.state()["overlap"]

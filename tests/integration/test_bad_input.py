@@ -1,6 +1,6 @@
 """Malformed input on a live server: a 4xx that names the field, and no change of state.
 
-A valid request is spoiled in one place; where to with_wrong_value it and with what is drawn by hypothesis.
+A valid request gets one wrong value; hypothesis draws its place and the value.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """On the live server, any sequence of events delivers every sample exactly once (`delivered-once`).
 
-The pools are small, so partials give way all the time, and `SGLANG_APRIL_CHECK` recounts them at every step.
+The pools are small, so partials are evicted all the time, and `SGLANG_APRIL_CHECK` recounts them at every step.
 """
 
 import itertools

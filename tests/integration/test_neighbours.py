@@ -1,7 +1,7 @@
 """Rounds beside hostile clients of SGLang's own routes (`isolated-samples`, `delivered-once`).
 
-A request that would end SGLang's scheduler by itself is refused with 400, or not sent (tests/support/neighbours.py says
-which, and why). `APRIL_STORIES=1250` makes 50,000 calls, which takes more than an hour; `APRIL_SEED` draws other ones.
+A request that would end SGLang's scheduler by itself is refused with 400 or not sent (tests/support/neighbours.py lists
+them). `APRIL_STORIES=1250` makes 50,000 calls, which takes more than an hour; `APRIL_SEED` draws others.
 """
 
 import itertools

@@ -1,15 +1,16 @@
 """Metrics, dashboard, terminal view and page of a live server with a key and a journal, without --enable-metrics."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import NORMAL, Pool
-from tests.support.browser import CHROMIUM, opened
+from tests.support.browser import CHROMIUM, digest, opened, shown_source
 from tests.support.live import until
 from tests.support.server import Server, free_port
 
 FOLDER = Path(__file__).parents[2] / "docs" / "observability"
 CONFIG = FOLDER / "prometheus.yml"
+UI = Path(__file__).parents[2] / "sglang_april" / "http" / "ui.html"
 KEY = "the-key"
 PROMETHEUS = shutil.which("prometheus")
 SUFFIXES = re.compile("_(bucket|sum|count|total)$")
@@ -59,7 +61,31 @@ def observed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Server:
         if number == 1:
             server.post("/april/push/begin")
             server.post("/april/push/end")
+    agents(server)
     return server
+
+
+def agents(server: Server) -> None:
+    """A request of a trajectory, which waits for the next round of trajectories; no test opens one."""
+    headers = {"authorization": f"Bearer {KEY}"}
+
+    def send(path: str, body: dict[str, Any], **of_request: str) -> threading.Thread:
+        def request() -> None:
+            with contextlib.suppress(httpx.HTTPError):  # the server ends before the last request is answered
+                httpx.post(server.url + path, json=body, headers=headers | of_request, timeout=None)
+
+        thread = threading.Thread(target=request, daemon=True)
+        thread.start()
+        return thread
+
+    round_ = {"run": "agents", "round_id": "legs", "quota_unit": "trajectory", "quota": None}
+    opened = send("/april/rollout", round_)
+    until(lambda: server.state()["rounds"], "the round of trajectories is open")
+    server.post("/april/rounds/legs/stop")
+    opened.join()
+    leg = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
+    send("/generate", leg, **{"x-april-run": "agents", "x-april-trajectory": "t"})
+    until(lambda: server.state()["attached"], "the request of an agent waits")
 
 
 def families(server: Server) -> dict[str, Any]:
@@ -80,9 +106,12 @@ def test_every_metric_of_the_dashboard_exists(observed: Server) -> None:
     assert tokens.keys() == {"device", "host", "disk", "none"}
     assert sum(tokens.values()) > 0
     counts = {name: next(s.value for s in found[name].samples if s.name.endswith("_count")) for name in HISTOGRAMS}
-    assert counts["round_seconds"] == 3
+    assert counts["round_seconds"] == 4
     assert counts["push_seconds"] == 1
     assert counts["sample_staleness"] >= 12
+    assert found["attached_requests"].samples[0].value == 1
+    trajectories = {sample.labels["state"]: sample.value for sample in found["trajectories"].samples}
+    assert trajectories == {"undelivered": 1, "done": 0}
     assert found["journal_ok"].samples[0].value == 1
     assert found["journal_bytes"].samples[0].value > 0
     listed = re.findall(r"`(\w+)`", "".join(re.findall(r"(?m)^\| ([^|]+) \| (?:gauge|counter|histogram)", README)))
@@ -93,7 +122,7 @@ HISTOGRAMS = ("round_seconds", "push_seconds", "sample_staleness")
 README = (FOLDER / "README.md").read_text()
 
 
-@contextmanager
+@contextlib.contextmanager
 def prometheus(server: Server, folder: Path) -> Iterator[httpx.Client]:
     """A Prometheus with the committed configuration, except for port and interval."""
     config = CONFIG.read_text()
@@ -146,11 +175,17 @@ def test_terminal_view(observed: Server) -> None:
     env = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run([*command, "--api-key", KEY], capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stderr) == (0, "")
-    for shown in ("policy version 1", "grpo <b>1</b>", "device", "staleness", "journal ok", "quota"):
+    for shown in ("policy version 1", "grpo <b>1</b>", "device", "staleness", "journal ok", "quota", "agents of run"):
         assert shown in done.stdout, done.stdout
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "--api-key" in refused.stderr
+
+
+def test_the_picture_in_docs_shows_the_current_page() -> None:
+    command = "APRIL_SCREENSHOT=docs/observability/ui.png pytest tests/integration/test_observability.py -k page"
+    assert shown_source(FOLDER / "ui.png") == digest(UI), f"with chromium installed: {command}"
+    assert command in README
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian package chromium)")
@@ -164,13 +199,21 @@ def test_page_asks_for_the_key_and_shows_the_server(observed: Server, tmp_path: 
             await type_key(page, KEY)
             await page.until("!document.querySelector('#view').hidden")
             text = await page.evaluate("document.body.innerText")
-            for shown in ("policy version", "grpo <b>1</b>", "device", "suspended", "KiB, 0 batches wait", "quota"):
+            for shown in (
+                "policy version",
+                "grpo <b>1</b>",
+                "device",
+                "suspended",
+                "KiB, 0 batches wait",
+                "quota",
+                "pending requests",
+            ):
                 assert shown in text, text
             assert await page.evaluate("document.querySelector('#last b')") is None, "names are text, not HTML"
             opening = asyncio.create_task(asyncio.to_thread(more_rounds, observed))
             await page.until("document.querySelector('#line').getAttribute('points').split(' ').length > 5")
             if target := os.environ.get("APRIL_SCREENSHOT"):
-                await page.screenshot(Path(target))
+                await page.screenshot(Path(target), UI)
             await opening
 
     asyncio.run(scenario())

@@ -82,7 +82,7 @@ def port(folder: Path) -> Iterator[int]:
 
 
 def test_quickstart(port: int, folder: Path) -> None:
-    """A round, a push and a training run with a reward of one's own."""
+    """A round, a push and a training run with a custom reward."""
     reply = output(block(QUICKSTART, 4).replace("30000", str(port)), folder)
     assert '"end_reason":"quota"' in reply
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)

@@ -187,7 +187,7 @@ def test_a_round_without_running_legs_holds_nothing(live: LiveServer, run: str) 
 
 
 def test_beside_a_round_of_prompts(live: LiveServer, run: str) -> None:
-    """Another run's batch round ends by its own quota, and the legs run on."""
+    """The batch round of another run ends by its own quota, and the legs keep running."""
     with live.server.slowed():
         reply = open_round(live, run, quota=1)
         answer = turn(live, run, "t", length=40)

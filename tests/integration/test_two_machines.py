@@ -1,4 +1,4 @@
-"""A server of two machines, both of which are this one: ranks are started by two commands and talk over TCP."""
+"""A server of two machines, both of which are this one: ranks are started by two commands and communicate over TCP."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import hashlib
+import io
 import itertools
 import os
 import shutil
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -40,9 +44,22 @@ class Page:
             while not await self.evaluate(script):
                 await asyncio.sleep(0.1)
 
-    async def screenshot(self, path: Path) -> None:
+    async def screenshot(self, path: Path, source: Path) -> None:
+        """Save a picture that names the content of `source`, the file that it shows, as `shown_source` reads it."""
         shot = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
+        about = PngInfo()
+        about.add_text("Source", digest(source))
+        Image.open(io.BytesIO(base64.b64decode(shot["data"]))).save(path, pnginfo=about, optimize=True)
+
+
+def digest(source: Path) -> str:
+    return hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def shown_source(picture: Path) -> str:
+    """The digest of the file that a picture of `Page.screenshot` shows."""
+    with Image.open(picture) as image:
+        return str(image.info.get("Source"))
 
 
 @asynccontextmanager

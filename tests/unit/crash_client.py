@@ -78,7 +78,7 @@ class CrashClient:
         self.finished |= {(s.run, s.id, s.index): s for s in epoch.finished}
         unanswered = list(self.issued.values())
         self.issued.clear()
-        # What was asked in the moment of death may or may not have come to pass.
+        # A command sent at the moment of the kill may or may not have taken effect.
         rounds = {r.round_id: r.run for r in epoch.rounds} | {r.spec.round_id: r.spec.run for r in epoch.replies}
         for command in unanswered:
             if isinstance(command, messages.OpenRound) and command.spec.round_id in rounds:

@@ -38,7 +38,7 @@ SLOTS, POOL, HOST, DISK = 4, 200, 80, 160
 
 
 class PacedJournal(Journal):
-    """Its caller waits where it is more than so many batches ahead of the writer."""
+    """Blocks its caller while it is more than this many batches ahead of the writer."""
 
     def __init__(self, path: Path, ahead: int) -> None:
         super().__init__(path)
@@ -183,7 +183,7 @@ class CrashLoop:
                 self.engine.flush()
 
     def finish(self) -> None:
-        """Deliver everything, and end in good order."""
+        """Deliver everything and close the journal."""
         self.name_the_version()
         runs = self.context.ledger.runs
         while self.context.rounds or any(run.groups for run in runs.values()):

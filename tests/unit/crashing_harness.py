@@ -169,7 +169,7 @@ class CrashingHarness(ControllerHarness):
         return usable
 
     def _check_kv(self, usable: dict[SampleKey, int]) -> None:
-        """KV is back of just the tokens that the journal has; and of all that have such files, if there is room."""
+        """KV is restored for exactly the journal's tokens, and for all samples with such files that fit the budget."""
         partials = [s for s in samples_of(self.ledger) if s.state is State.SUSPENDED]
         for sample in (s for s in partials if s.kv.pages is not None):
             for file in (e.copies.folder.files[sample_key(sample)] for e in self.engines):

@@ -68,7 +68,7 @@ class FaultedRequests:
             self.pending[one.rid] = sample
 
     def abort(self) -> None:
-        """The client of one gives up."""
+        """The client of a request disconnects."""
         if self.pending:
             self._engine.abort_request(self._rng.choice(list(self.pending)))
 

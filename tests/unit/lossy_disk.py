@@ -1,7 +1,7 @@
-"""A disk that forgets: what SQLite writes, truncates and syncs, noted on its way, so that power can fail at any point.
+"""A disk that loses unsynced data: records what SQLite writes, truncates and syncs, to simulate a loss of power.
 
-A VFS of SQLite's own kind (sqlite.org/vfs.html) around the default one, made with ctypes in the very library that
-Python's `sqlite3` uses. All that C holds on to is held here too: the name, the structures and the callbacks.
+An SQLite VFS (sqlite.org/vfs.html) around the default one, registered with ctypes in the library of Python's `sqlite3`.
+Python keeps references to everything that C refers to: the name, the structures and the callbacks.
 """
 
 import ctypes as c
@@ -59,7 +59,7 @@ class Act(NamedTuple):
 
 
 def library() -> c.CDLL | None:
-    """The SQLite that `sqlite3` runs on, if its symbols can be had."""
+    """The SQLite library that `sqlite3` uses, if its symbols are visible."""
     found = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "sqlite3" in line}
     for path in sorted(found, key=lambda path: "libsqlite3" not in path):
         lib = c.CDLL(path)
@@ -73,7 +73,7 @@ def library() -> c.CDLL | None:
 
 
 class Recording:
-    """All acts since the start, in order."""
+    """All operations since the start, in order."""
 
     def __init__(self, lib: c.CDLL) -> None:
         self.acts: list[Act] = []
@@ -90,7 +90,7 @@ class Recording:
         self._vfs.open, self._vfs.delete = (c.cast(f, _PTR) for f in self._hold)
 
     def mark(self, number: int) -> None:
-        """From here on, so many batches are promised to be there for good."""
+        """Record that this many batches are acknowledged as durable."""
         self.acts.append(Act("mark", "", number))
 
     def register(self) -> None:
@@ -141,7 +141,7 @@ class Recording:
 
 @contextmanager
 def recorded(lib: c.CDLL) -> Iterator[Recording]:
-    """While this lasts, every database that is opened is watched."""
+    """In this context, every database that is opened is recorded."""
     recording = Recording(lib)
     recording.register()
     try:
@@ -151,9 +151,9 @@ def recorded(lib: c.CDLL) -> Iterator[Recording]:
 
 
 def after_power_loss(acts: list[Act], folder: Path, rng: random.Random) -> int:
-    """Write the files as a disk may have them that lost power behind these acts; returns the last mark.
+    """Write the files as they may be on a disk that lost power after these operations; returns the last mark.
 
-    What was synced is there. Of the rest any part is, in sectors, each write on its own.
+    Synced data is complete. Of every other write, any subset of its sectors is present.
     """
     safe: dict[str, list[Act]] = {}
     loose: dict[str, list[Act]] = {}

@@ -65,7 +65,9 @@ def test_tokens_and_answers_are_found_by_run_and_rid(tmp_path: Path) -> None:
     assert answered.samples[0].finished is not None
     assert answered.samples[0].finished.finish_reason == {"type": "stop", "matched": 9}
     event = restored_event(saved, unnamed=False)
-    assert (event.groups, event.finished) == ([], []), "the HTTP process has nothing of them until they are asked again"
+    assert (event.groups, event.finished) == ([], []), (
+        "the HTTP process does not have them until they are requested again"
+    )
 
 
 def test_the_latest_request_of_a_rid_counts(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_tolerance_follows_the_type_of_the_weights(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_finding_is_reported_and_with_strict_refuses_rounds(strict: bool) -> None:
-    """It stays refused after a push; a known round_id still answers; an acknowledgement lets rounds open again."""
+    """After a push rounds stay refused; a known round_id is still answered; an acknowledgement admits rounds again."""
 
     async def scenario() -> None:
         april, engine = service(audit=1, audit_strict=strict)

@@ -42,7 +42,7 @@ def test_client_side_variants_run_at_their_best_measured_factor() -> None:
         if cell.tries and cell.plan and cell.variant in ("outside", "async") and cell.plan.n == 4:
             best = {"outside": 2.0, "async": 3.0}[cell.variant]
             reported = {"variant": cell.variant, "distribution": cell.distribution, "ablation": cell.ablation}
-            # Who delivers a carry that was there before, and no more than others compute, is not better.
+            # A variant that only delivers an existing carry is not better than the others.
             grown = -50 if cell.plan.over_sampling > best else 0
             share = {"share_of_limit": 1.9 if grown else 1 - abs(cell.plan.over_sampling - best)}
             share |= {"carry_grown": grown, "delivered_tokens": 100}
@@ -185,7 +185,7 @@ def test_number_of_probes_is_bounded(rounds: int, rounds_before: list[int]) -> N
 
 
 def test_variants_of_a_table_are_measured_at_the_same_position_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose carry takes longer to become steady has had more prompts; a later probe may find what the first did not."""
+    """A variant whose carry needs longer to become steady has used more prompts; a later check may detect that."""
     testbed = Testbed(ANY, ANY, (Path("a"), Path("b")), PRESETS["cpu"], given_limit=1.0)
     runner = Runner(testbed, {}, "run", lambda row: None)
     growing = {"synchronous": [0] * 99, "outside": [0, 20, 40] + [50] * 99, "april-keep": [1, 2] * 99}

@@ -68,7 +68,7 @@ def test_headline_is_the_smaller_ratio_of_equal_repetitions() -> None:
 
 
 def test_cells_measured_separately_are_compared_by_medians() -> None:
-    """In units of the full batch: a fast minute of the one is no advantage over the other's slow one."""
+    """In units of the full batch, so that a minute in which the machine is fast favors no variant."""
     rows = [*ROWS, row("outside", 900, 90, 1, full_batch_tokens_per_s=3000), row("outside", 100, 9, 2)]
     apart = {"full_batch_tokens_per_s": 500}
     rows += [row("async", 90, 9, **apart), row("async", 30, 3, 1, **apart), row("april-continue", 240, 24)]

@@ -170,6 +170,13 @@ def test_unreachable_server_is_one_error() -> None:
         asyncio.run(asynchronous())
 
 
+def test_url_without_a_scheme_is_http(url: str) -> None:
+    with AprilClient(url.removeprefix("http://")) as client:
+        assert client.state()["http"]["hooks"]
+    with pytest.raises(ServerLostError, match=r"^http://127\.0\.0\.1:9: "):
+        AprilClient("127.0.0.1:9").state()
+
+
 def test_unreachable_server_is_one_error_of_the_asynchronous_clients_too() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -43,7 +43,7 @@ POSITIONS = torch.arange(10, 10 + len(ROWS))
 
 
 def expected(rows: list[int]) -> list[int]:
-    """Each seeded row alone, with the full mask; -1 for rows of others."""
+    """Each seeded row alone, with the full mask; -1 for rows of other requests."""
     tokens = []
     for i in rows:
         info, part = info_of([ROWS[i]]), PROBS[i : i + 1]

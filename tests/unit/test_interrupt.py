@@ -40,6 +40,23 @@ def test_interrupted_command_leaves_its_contexts_and_prints_one_line(number: sig
     assert errors.splitlines() == ["", "interrupted: two rows are kept"]
 
 
+SHORT = {
+    "bench/gpu/machine.py",
+    "bench/random_checkpoint.py",
+    "bench/traced_server.py",
+    "examples/own_trainer.py",
+    "examples/tiny_model.py",
+}
+"""Commands that end by themselves within seconds, SGLang's own server, and a page's example."""
+
+
+def test_every_long_command_of_bench_and_examples_ends_with_one_line() -> None:
+    files = [path for folder in ("bench", "examples") for path in (ROOT / folder).rglob("*.py")]
+    commands = {str(path.relative_to(ROOT)): path.read_text() for path in files}
+    missing = {name for name, text in commands.items() if '"__main__"' in text and "interrupt.run(" not in text}
+    assert missing == SHORT
+
+
 def test_demo_interrupted_while_its_server_starts_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.april_demo", "--out", str(tmp_path), "--steps", "0"],

@@ -1,4 +1,4 @@
-"""The journal on its own: what is written comes back, and nothing else does."""
+"""The journal on its own: records are read back as they were written, and nothing else."""
 
 import os
 import sqlite3

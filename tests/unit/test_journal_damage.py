@@ -1,4 +1,4 @@
-"""A damaged journal: what is wrong in it never comes back, and costs no more than itself."""
+"""A damaged journal: damaged records are never used, and no other record is lost."""
 
 import random
 from pathlib import Path

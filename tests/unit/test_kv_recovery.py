@@ -95,7 +95,7 @@ def test_staleness_bound_applies_across_a_restart(harness: CrashingHarness) -> N
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_file_missing_on_one_rank_is_used_on_none(harness: CrashingHarness, rank: int, fault: str) -> None:
-    """Both decide alike; damage is counted and told, a file that was not there yet is no fault."""
+    """Both decide alike; damage is counted and reported, a file that was not written yet is not."""
     suspended_to_disk(harness, 30, 40)
     damage(harness, rank, 0, fault)
     harness.crash()
@@ -119,7 +119,7 @@ def test_reopened_round_reports_damaged_kv(harness: CrashingHarness) -> None:
 
 
 def test_an_older_file_is_not_used(tmp_path: Path) -> None:
-    """The sample has run on, and its file's removal was still to come when the server died."""
+    """The sample had continued, and its file had not been removed when the server died."""
     harness = CrashingHarness(tmp_path / "j", replicas=2, disk_cap=1000, copy_delay=40)
     harness.open("run", lengths(2, 30), quota=1, tier="disk")
     harness.reply()
@@ -134,7 +134,7 @@ def test_an_older_file_is_not_used(tmp_path: Path) -> None:
 
 
 def test_epoch_without_the_disk_tier_invalidates_its_files(harness: CrashingHarness) -> None:
-    """They may be of another history of the same samples: as many tokens, drawn again."""
+    """They may belong to another history of the same samples: as many tokens, drawn again."""
     suspended_to_disk(harness, 30)
     harness.crash(disk=False)
     assert all(folder.files for folder in harness.folders)
@@ -144,7 +144,7 @@ def test_epoch_without_the_disk_tier_invalidates_its_files(harness: CrashingHarn
 
 
 def test_a_smaller_budget_keeps_the_longest(harness: CrashingHarness) -> None:
-    """Placement as ever: the least recompute time per byte gives way."""
+    """Placement follows the eviction order: the least recompute time per byte is evicted first."""
     harness.open("run", {"end": (3, 1, -2), "long": (9, 1, -30), "short": (3, 1, -30)}, quota=1, tier="disk")
     harness.reply()
     harness.step(2)
@@ -219,7 +219,7 @@ class RestartLoop:
             self.harness.drop("run", [self.rng.choice(names)])
 
     def crash(self) -> None:
-        """Each rank's store may have got further than the other's; files may be flipped, or go away."""
+        """The stores of the ranks may have progressed differently; files may be damaged or deleted."""
         for engine in self.harness.engines:
             engine.copies.carry_out_first(self.rng.choice((0, 0, 1, 3)))
         if self.rng.random() < 0.3:

@@ -14,6 +14,8 @@ from tests.unit.http_app import client_of, open_round, run, until
 from tests.unit.scripted_engine import prompt, service
 
 STATE: dict[str, Any] = {
+    "attached": {"agents": {"groups": 2, "samples": 3, "tokens": 40, "finished_tokens": 0}},
+    "trajectories": {"agents": {"undelivered": 5, "done": 2, "oldest_staleness": 1}},
     "samples": {"queued": 1, "running": 2, "suspended": 3, "finished": 4},
     "tokens": {"device": 10, "host": 20, "disk": 0, "none": 5},
     "bytes": {"device": 100, "host": 200, "disk": 0, "none": 0},
@@ -86,6 +88,9 @@ def test_gauges_of_the_moment_come_from_the_state() -> None:
     text = Metrics("m").exposition(STATE)
     m = {"model_name": "m"}
     assert value(text, "samples", state="suspended", **m) == 3
+    assert value(text, "attached_requests", **m) == 3
+    assert value(text, "trajectories", state="undelivered", **m) == 5
+    assert value(text, "trajectories", state="done", **m) == 2
     assert value(text, "partial_tokens", tier="host", **m) == 20
     assert value(text, "oldest_staleness", **m) == 3
     assert value(text, "policy_version", **m) == 4

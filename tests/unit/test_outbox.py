@@ -1,4 +1,4 @@
-"""Who waits for the journal, and who does not; and a disk that is full for a while."""
+"""Which events wait for the journal, and what happens while the disk is full."""
 
 import threading
 from collections.abc import Callable

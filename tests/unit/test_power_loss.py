@@ -1,4 +1,4 @@
-"""Loss of power: with `full` what was promised is there, with `normal` the journal is at least of one piece."""
+"""Loss of power: with `full`, acknowledged records survive; with `normal`, the journal stays consistent."""
 
 import ctypes
 import random
@@ -50,7 +50,7 @@ def recording_of(folder: Path, lib: ctypes.CDLL, sync: str) -> list[Act]:
 
 
 def lost_promises(acts: list[Act], folder: Path) -> int:
-    """How often, of many losses of power, less was there than had been promised. What is there must be of one piece."""
+    """Losses of power after which acknowledged records are missing. What remains must be consistent."""
     lost = 0
     first = next(i for i, act in enumerate(acts) if act.kind == "mark")
     for i in range(LOSSES):

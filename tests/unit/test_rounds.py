@@ -148,7 +148,7 @@ async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
 
 @scenario
 async def test_a_failed_round_answers_its_error_again_and_its_id_stays_taken() -> None:
-    """With a journal the id is taken there, and its round would deliver after a restart."""
+    """With a journal, the id is used there, and its round would deliver after a restart."""
     rounds = RoundRegistry(2, 100)
     failed, _ = rounds.admit(record("x", "run"))
     rounds.mark_open(failed)

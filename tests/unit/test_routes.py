@@ -145,7 +145,7 @@ def test_refused_duplicate_prompt_leaves_the_first_unchanged() -> None:
 
 
 def test_a_stream_has_only_what_the_round_delivers() -> None:
-    """What has finished beyond the quota is carried: a caller that trains on events must not see it now and again."""
+    """What has finished beyond the quota is carried: a caller that trains on events must not receive it twice."""
 
     async def scenario() -> None:
         april, engine = service()

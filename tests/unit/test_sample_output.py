@@ -1,4 +1,4 @@
-"""The output of samples in arrays: bytes per token, and that nothing changes on the way."""
+"""The output of samples in arrays: bytes per token, and equality after every conversion."""
 
 import random
 import tracemalloc

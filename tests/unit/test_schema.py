@@ -1,4 +1,4 @@
-"""Bodies: every field wrong in every way that matters is named, and nothing wrong passes."""
+"""Bodies: every kind of wrong value is refused by the name of its field."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """The terminal view: one frame, what it refuses, and how it ends."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -94,8 +95,17 @@ def test_a_frame_says_why_no_rounds_open_and_what_ails_the_journal() -> None:
     text = top.frame("u", state, [], 200)
     assert "no rounds: a push is open" in text
     assert "journal FAULTY: disk full" in text
-    empty = SHOWN | {"journal": None, "rounds": [], "staleness": {}, "http": {"last_rounds": []}}
+    assert re.search(r"agents +3 +40 +5 +2 +1\n", text)
+    empty = SHOWN | {
+        "attached": {},
+        "trajectories": {},
+        "journal": None,
+        "rounds": [],
+        "staleness": {},
+        "http": {"last_rounds": []},
+    }
     assert "journal none" in top.frame("u", empty, [], 80)
+    assert "agents" not in top.frame("u", empty, [], 200)
 
 
 def test_sparkline() -> None:
@@ -139,7 +149,7 @@ def test_no_server_and_no_url_are_errors() -> None:
     unreachable = subprocess.run(command("http://127.0.0.1:9", "--once"), capture_output=True, text=True, check=False)
     assert unreachable.returncode == 1
     assert len(unreachable.stderr.splitlines()) == 1, unreachable.stderr
-    for args in (["localhost:30000"], ["http://localhost", "--interval=0"]):
+    for args in (["ftp://localhost"], ["http://localhost", "--interval=0"]):
         assert subprocess.run(command(*args), capture_output=True, check=False).returncode == 2
 
 

@@ -42,7 +42,7 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
 
 
 def _params(recv_req: TokenizedGenerateReqInput) -> bytes:
-    """What a restarted server compares to see that a request is asked again.
+    """What a restarted server compares to recognize a repeated request.
 
     Empty where it could not be answered from the journal, which has no logprobs of the prompt.
     """
@@ -75,7 +75,7 @@ def _answer_again(s: Scheduler, sample: Sample) -> None:
 
 
 def queue_attached(s: Scheduler, req: Req) -> None:
-    """Queue a request again that left SGLang's queues; a grammar that was not compiled yet is asked for again."""
+    """Queue a request again that left SGLang's queues; the compilation of a pending grammar is requested again."""
     if isinstance(req.grammar, Future):
         req.grammar = None
     if req.grammar is not None or not s.grammar_manager.process_req_with_grammar(req):

@@ -15,7 +15,7 @@ _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
 _attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
 """In an attached request: the rids that SGLang has begun for it, one per choice."""
 DATA, DONE = "data: ", "data: [DONE]\n\n"
-"""Chunks of OpenAI's streams begin with the first, and the last one is the second."""
+"""Prefix of every chunk of an OpenAI stream, and its last chunk."""
 
 
 class PassableLock(RWLock):
@@ -94,7 +94,7 @@ def _abort(manager: Any, rids: list[str]) -> None:
 
 
 def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """AROUND `abort_request`: a pause of mode `abort` spares attached requests."""
+    """AROUND `abort_request`: a pause of mode `abort` does not abort attached requests."""
     if not (abort_all and _pausing.get()):
         original(manager, rid, abort_all)
         return
@@ -103,7 +103,7 @@ def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all:
 
 
 async def pause(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:
-    """SGLang's `pause_generation`, in which `abort` spares attached requests."""
+    """SGLang's `pause_generation`, in which `abort` does not abort attached requests."""
     token = _pausing.set(True)
     try:
         return await original(manager, obj)

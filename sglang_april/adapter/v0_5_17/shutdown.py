@@ -3,7 +3,7 @@
 SGLang waits for its own requests without a limit and then kills its processes, itself included. Here samples are
 suspended and stored first, schedulers end by SGLang's own message (which closes the journal), and the exit status is 0.
 The time limit or a second signal ends everything at once, with status 1; like a kill -9, that loses nothing that the
-journal has. Ctrl-C does not wait for SGLang's own requests; the exit status is 130, and the last line says what is
+journal has. Ctrl-C does not wait for SGLang's own requests; the exit status is 130, and the last line names what is
 kept.
 """
 
