@@ -7,7 +7,6 @@
 Every run is `python -m trainer_bridge --config FILE` against one server, from the demo's warm-up checkpoint on the
 sorting task, with the same prompts in the same order, sampling seeds and samples per step. An interrupted run continues
 from its checkpoint. A short run first measures the regime: if too few tokens are stale, the comparison would show
-from examples import interrupt
 nothing, and the task must be made longer (`--longest`, a smaller `--groups`).
 """
 

@@ -176,7 +176,7 @@ class AprilService:
     def receive(self, payload: bytes) -> None:
         """Handle one message of the scheduler, whole and in order; nothing in here may await.
 
-        An exception ends SGLang's loop, and with it the server (`fail-stop`): some client would wait for ever.
+        An exception ends SGLang's loop, and with it the server (`fail-stop`): some client would wait forever.
         """
         message = messages.decode_event(payload)
         if isinstance(message, messages.Answer):

@@ -3,142 +3,22 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_april.client import AprilError, RecordedTrajectory, RolloutReply, ServerLostError
+from sglang_april.client import RecordedTrajectory, RolloutReply, ServerLostError
+from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, Outcome
 from trainer_bridge import agent_rollout
 from trainer_bridge.agent_rollout import AgentRollouts
-from trainer_bridge.agents import AgentFinished, StartAgent
+from trainer_bridge.agents import StartAgent
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.validate import RunError
-
-Outcome = Callable[[StartAgent], float | str | None]
-"""The reward of a trajectory, why it has none, or None: it does not end."""
-
-
-class FakeRunner:
-    """Ends each trajectory at once, with the result of `outcome`."""
-
-    outcome: Outcome
-
-    def __init__(self, *arguments: Any) -> None:
-        self.finished = arguments[-1]
-        self.started: list[StartAgent] = []
-        self.cancelled: list[str] = []
-
-    def start(self, run: str, start: StartAgent) -> None:
-        assert start.headers["x-april-run"] == run
-        self.started.append(start)
-        outcome = type(self).outcome(start)
-        if isinstance(outcome, str):
-            self.finished(AgentFinished(start.id, None, outcome))
-        elif outcome is not None:
-            self.finished(AgentFinished(start.id, outcome))
-
-    def cancel(self, ids: Any) -> list[str]:
-        self.cancelled += (names := list(ids))
-        return names
-
-    def clock(self, run: str) -> Any:
-        return nullcontext()
-
-    def close(self) -> None:
-        pass
-
-
-class FakeAgentEngine:
-    """Counts groups whose `n` trajectories are done, and delivers them in that order."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.done_: dict[str, dict[str, Any]] = {}
-        self.rejected: list[str] = []
-        self.dropped: list[str] = []
-        self.unknown: set[str] = set()
-        """Trajectories that made no request."""
-        self.lost = False
-        self.open: dict[str, Any] | None = None
-        self.answered: dict[str, RolloutReply] = {}
-        self.stopped = False
-        self._changed = threading.Condition()
-
-    def rollout(self, **body: Any) -> RolloutReply:
-        with self._changed:
-            self.bodies.append(body)
-            self.open, self.stopped = body, False
-            self._changed.wait_for(lambda: self.lost or self.stopped or self._is_met(body), 60)
-            self.open = None
-            if self.lost:
-                raise ServerLostError(0, "server", "lost")
-            units = self._units(body)
-            taken = [name for unit in units[: body["quota"] or len(units)] for name in unit]
-            records = [
-                RecordedTrajectory(
-                    name, body["run"], "", self.done_[name]["reward"], self.done_[name]["metadata"], [], []
-                )
-                for name in taken
-            ]
-            for name in taken:
-                del self.done_[name]
-            carried = [{"group": name, "id": name, "tokens": 5, "state": "done"} for name in self.done_]
-            return RolloutReply(body["round_id"], body["run"], 1, "quota", {"trajectories": carried}, {}, [], records)
-
-    def _units(self, body: dict[str, Any]) -> list[list[str]]:
-        if body["quota_unit"] == "trajectory":
-            return [[name] for name in self.done_]
-        prompts = Counter(end["metadata"]["prompt"] for end in self.done_.values())
-        return [
-            [name for name, end in self.done_.items() if end["metadata"]["prompt"] == prompt]
-            for prompt, count in prompts.items()
-            if count == body["n"]
-        ]
-
-    def _is_met(self, body: dict[str, Any]) -> bool:
-        return body["quota"] is not None and len(self._units(body)) >= body["quota"]
-
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        with self._changed:
-            yield
-            self._changed.notify_all()
-
-    def done(self, run: str, trajectories: dict[str, Any] | None = None, reject: list[str] | None = None) -> None:
-        with self.change():
-            if self.lost:
-                raise ServerLostError(0, "server", "lost")
-            if self.unknown & {*(trajectories or {}), *(reject or [])}:
-                raise AprilError(404, "trajectories", "unknown")
-            self.done_ |= trajectories or {}
-            self.rejected += reject or []
-
-    def trajectory(self, name: str, run: str) -> None:
-        if name in self.unknown:
-            raise AprilError(404, "id", "unknown")
-
-    def state(self) -> dict[str, Any]:
-        return {"rounds": [] if self.open is None else [self.open]}
-
-    def get_round(self, round_id: str) -> RolloutReply:
-        if round_id not in self.answered:
-            raise AprilError(404, "round_id", "unknown")
-        return self.answered[round_id]
-
-    def stop(self, round_id: str) -> None:
-        with self.change():
-            self.stopped = True
-
-    def drop(self, run: str) -> None:
-        with self.change():
-            self.dropped.append(run)
-            self.done_.clear()
 
 
 @pytest.fixture
@@ -264,7 +144,7 @@ def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], eng
     assert delivered(rollouts.round("r.2", 1)) == [("e0-0", [1.0, 1.0])]
 
 
-def test_after_the_engine_was_lost_all_agents_of_the_pool_start_anew(
+def test_after_the_engine_was_lost_all_agents_of_the_pool_start_again(
     make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
     hangs = True

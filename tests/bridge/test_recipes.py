@@ -50,9 +50,9 @@ def test_trainer_and_engines_use_the_same_gpus(path: Path) -> None:
     assert config.transport == "tensor", "a group of trainer rank 0 and all engine ranks would have GPU 0 twice"
 
 
-def test_engines_stand_behind_a_trainer_on_gpus_of_its_own() -> None:
+def test_engines_use_the_gpus_after_those_of_the_trainer() -> None:
     config = Config(hf_checkpoint="m", prompt_data="d", reward="r", trainer_processes=2, engines=2, server_gpus=2)
-    assert config.transport == "auto", "the engines report GPUs that trainer rank 0 has not"
+    assert config.transport == "auto", "the engines report GPUs that trainer rank 0 does not use"
     group = [0, *(gpu for i in range(2) for gpu in config.engine_gpus(i, trainer_on_gpus=True))]
     assert group == [0, 2, 3, 4, 5]
     assert config.engine_gpus(1, trainer_on_gpus=False) == range(2, 4)

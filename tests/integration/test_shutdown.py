@@ -116,7 +116,7 @@ def test_a_shutdown_that_is_cut_short_loses_nothing(journalled: Server, run: str
         assert [len(s["output_ids"]) for g in groups for s in g["samples"]] == [LENGTH] * 3
 
 
-def test_ctrl_c_stores_as_sigterm_does_and_says_what_is_kept(journalled: Server, run: str) -> None:
+def test_ctrl_c_stores_as_sigterm_does_and_names_what_is_kept(journalled: Server, run: str) -> None:
     """Not even a request of SGLang's own that still runs delays it, and no process prints a traceback."""
     server = journalled
     before = leave(server, run)

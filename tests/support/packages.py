@@ -22,7 +22,7 @@ def unpacked(requirements: list[str], folder: Path) -> Path:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(path)]
         done = subprocess.run([*install, *requirements], capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"these packages cannot be had: {' '.join(requirements)}: {done.stderr.strip()[-300:]}")
+            pytest.skip(f"these packages cannot be installed: {' '.join(requirements)}: {done.stderr.strip()[-300:]}")
         if (path / "tests").exists():
             (path / "tests").rename(path / "package_tests")  # it would hide this repository's tests
         (path / "complete").touch()

@@ -95,7 +95,7 @@ def test_a_description_may_come_before_or_after_the_answer() -> None:
     asyncio.run(scenario())
 
 
-def test_descriptions_that_nothing_takes_are_bounded_and_an_answer_does_not_wait_for_ever(
+def test_unread_descriptions_are_bounded_and_an_answer_does_not_wait_forever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attached, "LIMIT_S", 0.01)

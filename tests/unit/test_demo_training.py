@@ -148,7 +148,7 @@ ROW = {
 }
 
 
-def test_a_failed_part_says_why_and_keeps_what_was_measured(
+def test_a_failed_part_names_the_reason_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: Any) -> None:

@@ -108,7 +108,7 @@ def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_page_says_which_cells_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_lists_the_cells_that_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine: dict[str, Any] = {"gpu": "GPU X", "cpu": "c", "cores": 2, "os": "Linux"}
     monkeypatch.setattr(record, "machine", lambda: machine)
     monkeypatch.setattr(record, "gpu_name", lambda: "GPU X")

@@ -48,7 +48,7 @@ def test_damaged_config_is_refused(model: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"text"'])
-def test_config_that_is_no_object_is_refused(model: Path, content: str) -> None:
+def test_config_that_is_not_an_object_is_refused(model: Path, content: str) -> None:
     (model / "config.json").write_text(content)
     assert damage_of(str(model)) == f"--model-path {model} is damaged: its config.json is not a JSON object"
 

@@ -96,7 +96,7 @@ def test_start_ends_with_a_sentence_for_a_wrong_table_or_backend(
         check_pace("intel_amx")
 
 
-def test_flag_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_overrides_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(config.ENV, raising=False)
     monkeypatch.setenv(pace.ENV, str(NAMES["qwen3-4b", "h100"]))
     table(tmp_path)

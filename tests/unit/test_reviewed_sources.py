@@ -29,7 +29,7 @@ def source(release: str) -> Path:
 
 @cache
 def _found(release: str) -> Path | str:
-    """The source, or why it cannot be had; asked for once."""
+    """The source, or the reason why it is not available; determined once."""
     if release == versions.installed()["sglang"]:
         return versions.sglang_root()
     try:

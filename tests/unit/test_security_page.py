@@ -59,7 +59,7 @@ def test_page_lists_every_route() -> None:
 
 
 @pytest.mark.parametrize(("user_key", "admin_key"), itertools.product([False, True], repeat=2))
-def test_each_route_takes_the_keys_that_the_page_says(user_key: bool, admin_key: bool) -> None:
+def test_each_route_takes_the_keys_that_the_page_lists(user_key: bool, admin_key: bool) -> None:
     async def scenario() -> None:
         app = app_with(user_key, admin_key)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:

@@ -86,7 +86,7 @@ def test_a_frame_shows_rounds_batch_tiers_and_staleness() -> None:
     assert all(len(line) <= 40 for line in top.frame("http://server", SHOWN, range(500), 40).splitlines())
 
 
-def test_a_frame_says_why_no_rounds_open_and_what_ails_the_journal() -> None:
+def test_a_frame_shows_why_no_rounds_open_and_the_fault_of_the_journal() -> None:
     state = SHOWN | {
         "closed": "a push is open",
         "push_open": True,

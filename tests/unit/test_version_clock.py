@@ -24,7 +24,7 @@ def refused(status: int, act: "object", *args: int | None) -> str:
     return caught.value.reason
 
 
-def test_the_version_starts_where_the_flag_says() -> None:
+def test_the_version_starts_at_the_value_of_the_flag() -> None:
     assert VersionClock().version == 0
     assert VersionClock(7).version == 7
 

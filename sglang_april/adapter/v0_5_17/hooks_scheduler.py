@@ -136,7 +136,7 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any
 
 
 def _compare_decisions(step: int, decisions: Decisions) -> None:
-    """Before the forward: ranks that run different batches would wait for each other for ever."""
+    """Before the forward: ranks that run different batches would wait for each other forever."""
     if Process.engine is not None:
         Process.engine.broadcast.compare(step, decisions.end_step(step))
     if Process.digest_file is not None:
