@@ -26,8 +26,8 @@ STORY = {
     ("docs/attached-requests.md", 0),
     ("docs/integrations/own.md", 1),
 }
-COMPILED = {("docs/trainer-internals.md", 0)}
-"""Needs a trainer of its own; tests/integration/test_bridge_push.py calls the same functions."""
+COMPILED = {("docs/trainer-internals.md", 0), ("docs/training.md", 1)}
+"""Need a trainer of their own; tests/integration/test_bridge_push.py and test_agent_training.py run such code."""
 
 
 @pytest.fixture(scope="module")

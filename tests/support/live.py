@@ -15,12 +15,20 @@ TIMEOUT_S = 120.0
 """A call that takes longer counts as hung."""
 
 
-def until(condition: Callable[[], Any], what: str = "the condition is true") -> Any:
-    """Poll a condition and return its first true value."""
-    deadline = time.monotonic() + TIMEOUT_S
+def until(
+    condition: Callable[[], Any], what: str = "the condition is true", progress: Callable[[], Any] = lambda: None
+) -> Any:
+    """Poll a condition and return its first true value.
+
+    Args:
+        progress: a wait of many steps takes long on a busy machine; the time counts from the last change of this value.
+    """
+    deadline, before = time.monotonic() + TIMEOUT_S, progress()
     while time.monotonic() < deadline:
         if value := condition():
             return value
+        if (now := progress()) != before:
+            deadline, before = time.monotonic() + TIMEOUT_S, now
         time.sleep(0.01)
     raise AssertionError(f"timed out waiting until {what}")
 
