@@ -1,6 +1,6 @@
-# make demo · make test · make check · make bench · make soak · make gpu · make docs · make clean
+# make demo · make test · make live · make check · make bench · make soak · make gpu · make docs · make clean
 # Needs Python 3.11+ and make; everything else goes into .venv, once.
-# make test SGLANG=0.5.18: another supported release of SGLang, in an environment of its own, .venv-0.5.18.
+# make live SGLANG=0.5.18: another supported release of SGLang, in an environment of its own, .venv-0.5.18.
 
 PYTHON ?= python3
 SGLANG ?= 0.5.17
@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: demo test check bench soak gpu docs clean
+.PHONY: demo test live check bench soak gpu docs clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
@@ -22,6 +22,14 @@ demo: $(READY)
 test: $(READY)
 	@start=$$(date +%s); $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
+
+# The live tests of the adapter, for another release of SGLang: those of trainers, other frameworks, benchmarks and pages need not
+# be repeated with each.
+NOT_LIVE := agent_training areal bench_rollout bridge_push demo gpu_rehearsal loop loop_ray loop_server_killed own_trainer pages \
+	sglang_router slime verl wheel
+live: $(READY)
+	$(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup tests/integration \
+		$(NOT_LIVE:%=--ignore=tests/integration/test_%.py) $(TEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -32,9 +32,8 @@ def apply() -> None:
     """Register every hook with SGLang, and verify the result as soon as SGLang has applied it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    package = versions.adapter_package()
     for row in versions.hook_table().HOOKS:
-        handler = _lazy(package, row)
+        handler = _lazy(versions.CORE, row)
         for path in row.paths:
             HookRegistry.register(path, handler, HookType(row.kind))
             _applied.append((path, row.kind, handler))

@@ -63,7 +63,7 @@ def _header(*titles: str) -> list[str]:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"{versions.adapter_package()}.{name}")
+    return importlib.import_module(f"{versions.CORE}.{name}")
 
 
 if __name__ == "__main__":

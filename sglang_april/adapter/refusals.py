@@ -1,8 +1,8 @@
 """Refuses configurations that were not reviewed, or that cannot be served, with one sentence (`fail-closed`).
 
-Arguments and environment variables are allowed by list. An adapter package reviews every argument of its SGLang release
-in rules; a value that differs from SGLang's default needs a rule that accepts it. Unsupported requests (for example for
-hidden states) are answered with 400 by `http/`.
+Arguments and environment variables are allowed by list. The adapter reviews every argument of the supported SGLang
+releases in rules; a value that differs from SGLang's default needs a rule that accepts it. Unsupported requests (for
+example for hidden states) are answered with 400 by `http/`.
 """
 
 import dataclasses

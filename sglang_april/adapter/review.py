@@ -59,9 +59,9 @@ class Review:
         return not self.changes and not self.options
 
 
-def review(name: str, root: Path, base: Manifest, base_root: Path | None, adapter: str) -> Review:
+def review(name: str, root: Path, base: Manifest, base_root: Path | None, shape: str) -> Review:
     """Compare the source at `root` with a manifest; `base_root`, the manifest's own source, adds diffs."""
-    table = versions.load_hook_table(adapter)
+    table = versions.load_hook_table(shape)
     paths = preflight.symbols_in_use(table)
     hooks = {path: tuple(f"{h.kind} {h.handler}: {h.why}" for h in table.HOOKS if path in h.paths) for path in paths}
     changes = []
@@ -70,12 +70,10 @@ def review(name: str, root: Path, base: Manifest, base_root: Path | None, adapte
         if what:
             changes.append(Change(path, what, hooks[path], _diff(path, base_root, root, base["sglang"], name)))
     defaults = tuple(_defaults(base_root, root)) if base_root is not None else ()
-    return Review(
-        name, base["sglang"], len(paths) - len(changes), tuple(changes), tuple(_unlisted(root, adapter)), defaults
-    )
+    return Review(name, base["sglang"], len(paths) - len(changes), tuple(changes), tuple(_unlisted(root)), defaults)
 
 
-def build_manifest(name: str, adapter: str, root: Path, paths: Iterable[str], upstream: str = "") -> Manifest:
+def build_manifest(name: str, shape: str, root: Path, paths: Iterable[str], upstream: str = "") -> Manifest:
     """Describe the symbols in the SGLang tree at `root`.
 
     Raises:
@@ -90,7 +88,7 @@ def build_manifest(name: str, adapter: str, root: Path, paths: Iterable[str], up
     files = sorted({entry["file"] for entry in symbols.values()})
     return {
         "sglang": name,
-        "adapter": adapter,
+        "shape": shape,
         "source": upstream or UPSTREAM.format(name),
         "files": {file: source_tree.digest_of_file(root / file) for file in files},
         "symbols": symbols,
@@ -126,11 +124,11 @@ def _diff(path: str, base_root: Path | None, root: Path, base: str, name: str) -
     return "\n".join(difflib.unified_diff(old, new, base, name, lineterm=""))
 
 
-def _unlisted(root: Path, adapter: str) -> Iterator[str]:
-    """What no list of the adapter package names; the start refuses it by name where it is set or used."""
-    rules = importlib.import_module(f"{adapter}.arguments").ARGUMENTS
-    set_by_environment = importlib.import_module(f"{adapter}.environment").ENVIRONMENT
-    pools = importlib.import_module(f"{adapter}.reviewed_pools")
+def _unlisted(root: Path) -> Iterator[str]:
+    """What no list of the adapter names; the start refuses it by name where it is set or used."""
+    rules = importlib.import_module(f"{versions.CORE}.arguments").ARGUMENTS
+    set_by_environment = importlib.import_module(f"{versions.CORE}.environment").ENVIRONMENT
+    pools = importlib.import_module(f"{versions.CORE}.reviewed_pools")
     arguments, variables = source_options.arguments(root), source_options.variables(root)
     if not arguments or not variables:
         yield "the arguments or environment variables cannot be read from this source"
@@ -185,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--base", help="the reviewed source to compare with (default: the nearest release, or itself)")
     parser.add_argument("--name", help="name of a patched source, such as 0.5.17+mine")
-    parser.add_argument("--adapter", help="adapter package for this source (default: that of the base)")
+    parser.add_argument("--shape", help="module in adapter/shapes for this source (default: that of the base)")
     parser.add_argument("--upstream", default="", help="URL of the reviewed tree (default: SGLang's tag)")
     parser.add_argument("--wheels", type=Path, default=FOLDER, help="folder for the sources of wheels (%(default)s)")
     parser.add_argument("--summary", action="store_true", help="print no diffs")
@@ -207,18 +205,16 @@ def _run(release: str, options: argparse.Namespace) -> bool:
     base = known.get(options.base or (name if name in known else nearest(name, known)))
     if base is None:
         raise SourceError(f"{options.base} was not reviewed, only {', '.join(known)}")
-    adapter = options.adapter or base["adapter"]
+    shape = options.shape or base["shape"]
     base_root = None if base["sglang"] == name else _source_of_base(base, options.wheels)
-    found = review(name, root, base, base_root, adapter)
+    found = review(name, root, base, base_root, shape)
     print("\n".join(_report(found, diffs=not options.summary)))  # noqa: T201
     if not options.accept:
         return found.complete()
     if gone := found.gone():
-        raise SourceError(
-            f"no manifest was written: SGLang {name} has no {gone[0]}, so it needs another adapter package"
-        )
-    paths = preflight.symbols_in_use(versions.load_hook_table(adapter))
-    manifest = build_manifest(name, adapter, root, paths, options.upstream)
+        raise SourceError(f"no manifest was written: SGLang {name} has no {gone[0]}, so it needs another shape")
+    paths = preflight.symbols_in_use(versions.load_hook_table(shape))
+    manifest = build_manifest(name, shape, root, paths, options.upstream)
     file = versions.FINGERPRINTS / f"{name}.json"
     file.write_text(json.dumps(manifest, indent=2) + "\n")
     print(f"\nwrote {file}")  # noqa: T201

@@ -1,10 +1,9 @@
-"""Which SGLang sources are supported, and the adapter package that serves the installed one.
+"""Which SGLang sources are supported, and the shape of the installed one.
 
 A version string does not identify the installed source: images carry patched releases, or report another version. Each
 reviewed source therefore has a manifest, `fingerprints/<release>.json`, with the SHA-256 of every file that the adapter
 relies on and a digest of every symbol that it hooks or calls. The installed SGLang is the one whose files a manifest
-lists or, where files differ elsewhere, the one whose symbols do not. A manifest names its adapter package. A release
-that changes nothing the adapter relies on needs only a manifest. One that does needs a package of its own, with the
+lists or, where files differ elsewhere, the one whose symbols do not. All are served by one package, `CORE`, with the
 handlers and two modules:
 
     hook_table  HOOKS: tuple[Hook, ...]            every function that is hooked
@@ -12,7 +11,8 @@ handlers and two modules:
     start       ENVIRONMENT: Mapping[str, str]     variables that SGLang's processes need
                 applying_hooks()                   a context in which SGLang applies the hooks
 
-This module is the only place that selects a package.
+A release that changes nothing the handlers rely on needs only a manifest. Where interfaces differ, the handlers call
+the release's shape, a module in `SHAPES` that its manifest names (`shapes/interface.py`).
 """
 
 import hashlib
@@ -24,31 +24,37 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from sglang_april.adapter import source_tree
 from sglang_april.adapter.hook import Hook
+from sglang_april.adapter.shapes.interface import Shape
 
 FINGERPRINTS = Path(__file__).parent / "fingerprints"
 
 Manifest = dict[str, Any]
-"""`sglang`: name of the reviewed source, a release or a patched one; `adapter`: package; `source`: URL of the reviewed
-tree; `files`: path → SHA-256; `symbols`: dotted path → file, line, kind, signature and digest of the body."""
+"""`sglang`: name of the reviewed source, a release or a patched one; `shape`: its module in `shapes`; `source`: URL of
+the reviewed tree; `files`: path → SHA-256; `symbols`: dotted path → file, line, kind, signature and digest of the
+body."""
 
 
 class PreflightError(RuntimeError):
     """Why this server must not start, in one sentence."""
 
 
-class HookTable(Protocol):
-    """The interface of `<adapter package>.hook_table`."""
+CORE = "sglang_april.adapter.v0_5_17"
+SHAPES = "sglang_april.adapter.shapes"
+
+
+class HookTable(NamedTuple):
+    """What the adapter hooks and calls in the releases of one shape."""
 
     HOOKS: tuple[Hook, ...]
     DEPENDS_ON: tuple[str, ...]
 
 
 class Start(Protocol):
-    """The interface of `<adapter package>.start`."""
+    """The interface of `<core>.start`."""
 
     ENVIRONMENT: Mapping[str, str]
 
@@ -141,24 +147,32 @@ def differences(manifest: Manifest, root: Path) -> list[str]:
     return found
 
 
-def adapter_package() -> str:
-    """Dotted name of the adapter package for the installed SGLang."""
-    return str(installed()["adapter"])
-
-
 def hook_table() -> HookTable:
     """The hook table for the installed SGLang."""
-    return load_hook_table(adapter_package())
+    return load_hook_table(installed()["shape"])
 
 
-def load_hook_table(package: str) -> HookTable:
-    """The hook table of an adapter package."""
-    return cast(HookTable, importlib.import_module(f"{package}.hook_table"))
+def load_hook_table(shape: str) -> HookTable:
+    """The hook table for the releases of a shape."""
+    table = importlib.import_module(f"{CORE}.hook_table")
+    return HookTable(table.HOOKS, (*table.DEPENDS_ON, *load_shape(shape).DEPENDS_ON))
+
+
+def load_shape(name: str) -> Shape:
+    """The shape of this name.
+
+    Raises:
+        PreflightError: there is none.
+    """
+    try:
+        return cast(Shape, importlib.import_module(f"{SHAPES}.{name}"))
+    except ModuleNotFoundError as error:
+        raise PreflightError(f"there is no shape {name} in {SHAPES}") from error
 
 
 def start() -> Start:
     """What the entry point needs for the installed SGLang."""
-    return cast(Start, importlib.import_module(f"{adapter_package()}.start"))
+    return cast(Start, importlib.import_module(f"{CORE}.start"))
 
 
 def upstream_link(manifest: Manifest, path: str) -> str:

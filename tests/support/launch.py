@@ -31,7 +31,7 @@ FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
 
 def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """One line per forward of the model on rank 0: whether it decodes, how many rows it has, and how many tokens."""
-    if runner.ps.tp_rank == 0:
+    if getattr(runner, "ps", runner).tp_rank == 0:  # SGLang 0.5.15 has no `ps`
         line = {
             "at": time.time(),
             "decode": bool(forward_batch.forward_mode.is_decode()),

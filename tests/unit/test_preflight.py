@@ -4,6 +4,7 @@ import ast
 import importlib.machinery
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def test_installed_sglang_passes() -> None:
 
 def test_every_hook_and_dependency_is_in_the_manifest() -> None:
     for manifest in versions.manifests().values():
-        assert set(preflight.symbols_in_use(hook_table)) == set(manifest["symbols"])
+        table = versions.load_hook_table(manifest["shape"])
+        assert set(preflight.symbols_in_use(table)) == set(manifest["symbols"])
 
 
 def test_comments_and_docstrings_are_ignored(copy: Path) -> None:
@@ -81,7 +83,7 @@ def test_missing_file_is_reported(copy: Path) -> None:
 def test_unsupported_source_is_reported_with_what_it_calls_itself(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version_string", lambda: "9.9.9")
     edit(copy, "    def check_server_args(self):", "    def validate(self):")
-    named = ", ".join(versions.manifests())
+    named = re.escape(", ".join(versions.manifests()))
     with pytest.raises(preflight.PreflightError, match=rf"this SGLang 9\.9\.9 is not supported, only .* {named}: "):
         preflight.check()
 
@@ -106,7 +108,7 @@ def test_fields_of_a_dataclass_are_compared() -> None:
 def test_written_manifest_equals_the_reviewed_one() -> None:
     reviewed = versions.installed()
     written = review.build_manifest(
-        reviewed["sglang"], versions.adapter_package(), versions.sglang_root(), preflight.symbols_in_use(hook_table)
+        reviewed["sglang"], reviewed["shape"], versions.sglang_root(), preflight.symbols_in_use(versions.hook_table())
     )
     assert json.loads(json.dumps(written)) == reviewed
 

@@ -50,10 +50,11 @@ FILES = {
 }
 ADAPTER = {
     "__init__.py": "",
+    "shape.py": "DEPENDS_ON = ('sglang.engine.Engine.pause',)",
     "hook_table.py": """
 from sglang_april.adapter.hook import Hook
 HOOKS = (Hook("around", "hooks:multiply", ("sglang.engine.Engine.step",), "to multiply", "never"),)
-DEPENDS_ON = ("sglang.engine.Engine.flush", "sglang.engine.Engine.pause")
+DEPENDS_ON = ("sglang.engine.Engine.flush",)
 """,
     "arguments.py": """
 from sglang_april.adapter.refusals import accept
@@ -100,8 +101,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: Wheel) -> Iterat
     versions.FINGERPRINTS.mkdir()
     wheels = tmp_path / "wheels"
     root = review.source_of(wheel("9.9.1"), wheels).rename(wheels / "sglang-9.9.1")
-    paths = preflight.symbols_in_use(versions.load_hook_table(PACKAGE))
-    manifest = review.build_manifest("9.9.1", PACKAGE, root, paths)
+    monkeypatch.setattr(versions, "CORE", PACKAGE)
+    monkeypatch.setattr(versions, "SHAPES", PACKAGE)
+    paths = preflight.symbols_in_use(versions.load_hook_table("shape"))
+    manifest = review.build_manifest("9.9.1", "shape", root, paths)
     (versions.FINGERPRINTS / "9.9.1.json").write_text(json.dumps(manifest))
 
     def command(*argv: str) -> int:

@@ -1,5 +1,8 @@
 """Every reviewed release against its own source, unpacked from its wheel; skipped where no wheel can be downloaded."""
 
+import os
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +43,7 @@ def test_release_has_what_was_reviewed_and_nothing_else(release: str) -> None:
     manifest = versions.manifests()[release]
     root = source(release)
     assert versions.differing_files(manifest, root) == []
-    found = review(release, root, manifest, None, manifest["adapter"])
+    found = review(release, root, manifest, None, manifest["shape"])
     assert found.changes == ()
     assert found.options == ()
 
@@ -48,6 +51,16 @@ def test_release_has_what_was_reviewed_and_nothing_else(release: str) -> None:
 @pytest.mark.parametrize("release", RELEASES)
 def test_release_is_recognized_by_its_source(release: str) -> None:
     assert versions.select(source(release), versions.FINGERPRINTS)["sglang"] == release
+
+
+@pytest.mark.skipif("SLIME_PATH" not in os.environ, reason="needs a checkout of slime in SLIME_PATH")
+def test_release_with_slimes_patches_is_recognized_by_its_source(tmp_path: Path) -> None:
+    """Its version string is that of the release."""
+    patches = Path(os.environ["SLIME_PATH"]) / "docker" / "patch" / "v0.5.15.post1"
+    shutil.copytree(source("0.5.15.post1") / "sglang", tmp_path / "python" / "sglang")
+    for patch in (patches / "sglang.patch", *sorted(patches.glob("sglang-*.patch"))):
+        subprocess.run(["git", "apply", "--include=python/sglang/*.py", patch.resolve()], cwd=tmp_path, check=True)
+    assert versions.select(tmp_path / "python", versions.FINGERPRINTS)["sglang"] == "0.5.15.post1+slime"
 
 
 def test_no_list_names_what_no_release_has() -> None:

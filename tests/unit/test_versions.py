@@ -1,4 +1,4 @@
-"""A second SGLang release: its manifest selects another adapter package, whose hooks are applied and verified."""
+"""A made-up SGLang release: its manifest names its shape, and the hooks of a made-up core are applied and verified."""
 
 import json
 import sys
@@ -25,7 +25,10 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(versions, "FINGERPRINTS", tmp_path)
     monkeypatch.setattr(versions, "version_string", lambda: "0.0.0.dev1")
     monkeypatch.setattr(versions, "sglang_root", lambda: ROOT)
-    manifest = review.build_manifest("9.9.9", PACKAGE, ROOT, preflight.symbols_in_use(hook_table))
+    monkeypatch.setattr(versions, "CORE", PACKAGE)
+    monkeypatch.setattr(versions, "SHAPES", PACKAGE)
+    paths = preflight.symbols_in_use(versions.load_hook_table("shape"))
+    manifest = review.build_manifest("9.9.9", "shape", ROOT, paths)
     (tmp_path / "9.9.9.json").write_text(json.dumps(manifest))
     return "9.9.9"
 
@@ -46,9 +49,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(HookRegistry, name, value)
 
 
-def test_manifest_selects_the_adapter_package(release: str) -> None:
+def test_manifest_names_the_shape(release: str) -> None:
     assert list(versions.manifests()) == [release]
-    assert versions.adapter_package() == PACKAGE
+    assert versions.installed()["shape"] == "shape"
+    with pytest.raises(versions.PreflightError, match=r"there is no shape round in tests\.unit\.fake_adapter"):
+        versions.load_shape("round")
     assert versions.hook_table().HOOKS is hook_table.HOOKS
     preflight.check()
 

@@ -6,6 +6,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.kv.kv_pages import Pages
 
 
@@ -30,7 +31,7 @@ def check_accounting(s: Scheduler, held: Iterable[Pages]) -> dict[str, int]:
     held_slots = [p.slots[p.protected :] for p in held if p.slots is not None]
     requests = list(_with_kv(s))
     running_slots = [
-        s.req_to_token_pool.req_to_token[r.req_pool_idx, r.cache_protected_len : r.kv.kv_allocated_len].to(torch.int64)
+        s.req_to_token_pool.req_to_token[r.req_pool_idx, r.cache_protected_len : shape.allocated(r)].to(torch.int64)
         for r in requests
     ]
     owners = [free, *(_pages(x, page) for x in (in_tree, *held_slots, *running_slots))]
@@ -58,7 +59,7 @@ def pool_tokens(s: Scheduler) -> dict[str, int]:
         "available": s.token_to_kv_pool_allocator.available_size(),
         "evictable": s.tree_cache.evictable_size(),
         "protected": s.tree_cache.protected_size(),
-        "running": sum(-(-r.kv.kv_allocated_len // page) * page - r.cache_protected_len for r in _with_kv(s)),
+        "running": sum(-(-shape.allocated(r) // page) * page - r.cache_protected_len for r in _with_kv(s)),
         "total": s.max_total_num_tokens,
     }
 
@@ -74,7 +75,7 @@ def _with_kv(s: Scheduler) -> Iterator[Req]:
     last = s.last_batch.reqs if s.last_batch is not None else []
     chunked = [s.chunked_req] if s.chunked_req is not None else []
     for req in [*s.running_batch.reqs, *last, *chunked]:
-        if req.kv is not None and id(req) not in seen:
+        if req.req_pool_idx is not None and id(req) not in seen:
             seen.add(id(req))
             yield req
 

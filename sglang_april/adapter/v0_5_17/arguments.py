@@ -1,5 +1,5 @@
-"""The review of every argument of SGLang 0.5.16 to 0.5.18 (the fields of ServerArgs): which values are supported, and
-why. A release need not have all of them."""
+"""The review of every argument of SGLang 0.5.15.post1 to 0.5.18 (the fields of ServerArgs): which values are
+supported, and why. A release need not have all of them."""
 
 from typing import Any
 
@@ -134,6 +134,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         disaggregation_bootstrap_port disaggregation_ib_device disaggregation_decode_enable_radix_cache
         disaggregation_decode_enable_offload_kvcache num_reserved_decode_tokens
         disaggregation_decode_extra_slots disaggregation_decode_polling_interval optimistic_prefill_attempts
+        optimistic_prefill_retries
         encoder_transfer_backend encoder_urls encoder_bootstrap_port encoder_register_urls
         decrypted_draft_config_file enable_draft_weights_cpu_backup enable_multi_layer_eagle
         speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format
@@ -177,7 +178,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations
         eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold
         expert_distribution_recorder_mode expert_distribution_recorder_buffer_size
-        enable_expert_distribution_metrics deepep_config mooncake_ib_device enable_waterfill
+        enable_expert_distribution_metrics deepep_config mooncake_ib_device enable_waterfill enable_deepep_waterfill
         disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion
         enforce_shared_experts_fusion kt_weight_path kt_method kt_cpuinfer kt_threadpool_count
         kt_num_gpu_experts kt_max_deferred_experts_per_token cpu_offload_gb offload_group_size
@@ -222,7 +223,7 @@ ARGUMENTS: tuple[Rule, ...] = (
     accept(
         """log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target
         uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics
-        smg_http_sidecar_port enable_mfu_metrics enable_metrics_for_all_schedulers
+        smg_http_sidecar_port grpc_http_sidecar_port enable_mfu_metrics enable_metrics_for_all_schedulers
         load_snapshot_publish_interval tokenizer_metrics_custom_labels_header
         tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token
         bucket_inter_token_latency bucket_e2e_request_latency prompt_tokens_buckets

@@ -12,9 +12,9 @@ from array import array
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.adapter.v0_5_17.request import NO_INPUT_LOGPROBS
 from sglang_april.api.messages import Rates
 from sglang_april.kv.cost_model import fit_prefill, slowest_rank
@@ -111,7 +111,7 @@ def _prefill(s: Scheduler, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
         # On the stream of later forwards: memory that torch caches for activations belongs to the stream that used it.
         with s.forward_stream_ctx if s.enable_overlap else contextlib.nullcontext():
             s.forward_stream.wait_stream(torch.get_device_module(batch.device).current_stream())
-            runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+            runner.forward(shape.forward_batch(batch, runner))
         torch.get_device_module(batch.device).synchronize()
     except BaseException:
         s.token_to_kv_pool_allocator.free(batch.out_cache_loc)

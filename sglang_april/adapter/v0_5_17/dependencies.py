@@ -8,7 +8,6 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.plugins.hook_registry._propagate_patch",
     "sglang.srt.plugins.hook_registry._wrap_fn",
     "sglang.srt.server_args.ServerArgs.get_model_config",
-    "sglang.srt.configs.hybrid_arch.mambaish_config",
     "sglang.srt.configs.model_config.is_deepseek_dsa",
     "sglang.srt.configs.model_config.is_deepseek_v4",
     "sglang.srt.configs.model_config.is_minimax_sparse",
@@ -60,13 +59,11 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.constrained.grammar_manager.GrammarManager.process_req_with_grammar",
     "sglang.srt.managers.schedule_batch.BaseFinishReason",
     "sglang.srt.managers.schedule_batch.FINISH_ABORT",
-    "sglang.srt.managers.schedule_batch.NextBatchPlan",
     "sglang.srt.managers.schedule_batch.Req.finished",
     "sglang.srt.managers.schedule_batch.Req.output_ids_through_stop",
     "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
     "sglang.srt.managers.schedule_batch.Req.seqlen",
     "sglang.srt.managers.schedule_batch.Req.set_extend_range",
-    "sglang.srt.managers.schedule_batch.ReqKvInfo",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.init_new",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch",
@@ -114,5 +111,4 @@ DEPENDS_ON: tuple[str, ...] = (
     # The CPU platform replaces these (sglang_april/cpu).
     "sglang.srt.layers.sampler.sampling_from_probs_torch",
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
 )

@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from april_kernels import seeded_sampling
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.adapter.v0_5_17.accounting import AccountingError, check_accounting
 from sglang_april.adapter.v0_5_17.attached import answer_aborted, queue_attached
 from sglang_april.adapter.v0_5_17.build_store import build_store, key_of, select_page_format, tier_budgets
@@ -93,6 +94,7 @@ class SchedulerEngine(Capacity):
             last.filter_batch(chunked_req_to_exclude=[r for r in (s.chunked_req, last.chunked_req) if r is not None])
             if not last.is_empty():
                 s.running_batch = _merged(s.running_batch, last)
+        shape.forget_last_batch(s)
         s.running_batch.filter_batch()
         s.running_batch.batch_is_full = False
 
@@ -214,7 +216,9 @@ class SchedulerEngine(Capacity):
         return chunk_of(sample, start)
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted((x for x in samples if x.request is not None and x.request.kv), key=lambda x: -x.order)
+        return sorted(
+            (x for x in samples if x.request is not None and x.request.req_pool_idx is not None), key=lambda x: -x.order
+        )
 
     # --- after a restart
 
@@ -293,7 +297,7 @@ class SchedulerEngine(Capacity):
 
     def renew_keys(self) -> None:
         for req in itertools.chain(self._s.waiting_queue, self._grammar_queue):
-            if req.kv is None:
+            if req.req_pool_idx is None:
                 self._renew(req)
         tree, allocator = self._s.tree_cache, self._s.token_to_kv_pool_allocator
         if not tree.is_chunk_cache():

@@ -1,4 +1,4 @@
-"""The review of the environment variables of SGLang 0.5.16 to 0.5.18 (`sglang.srt.environ`): which values are
+"""The review of the environment variables of SGLang 0.5.15.post1 to 0.5.18 (`sglang.srt.environ`): which values are
 supported, and why. A release need not have all of them."""
 
 from collections.abc import Iterable
@@ -35,6 +35,7 @@ ENVIRONMENT: tuple[Rule, ...] = (
     refuse("SGLANG_MAX_NEW_TOKENS_LIMIT", "it would end samples before the length that their round sets"),
     refuse("SGLANG_MAX_THINK_TOKENS", "its count of thinking tokens has not been tested across a resume"),
     refuse("SGLANG_RUST_SERVER", NO_HTTP),
+    refuse("SGLANG_ENABLE_GRPC", "requests of its gRPC server have not been tested beside rounds"),
     refuse("SGLANG_USE_PICKLE_IPC", "rollout messages between SGLang's processes have been tested with pickle only"),
     refuse("SGLANG_SCHEDULER_DECREASE_PREFILL_IDLE", "it delays prefills by rules of data-parallel attention"),
     refuse("SGLANG_TEST_SCRIPTED_RUNTIME", "a scripted scheduler does not run rounds"),
@@ -77,7 +78,8 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_EMPTY_CACHE_INTERVAL SGLANG_FORCE_STREAM_INTERVAL SGLANG_SORT_FREE_LIST_AFTER_MERGE
         SGLANG_NATIVE_MOVE_KV_CACHE SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD SGLANG_MAX_KV_CHUNK_CAPACITY
         SGLANG_GRAMMAR_* SGLANG_MEMORY_SAVER_CUDA_GRAPH SGLANG_SYNC_TOKEN_IDS_ACROSS_TP
-        SGLANG_ENABLE_LOGPROB_CHUNK SGLANG_LOGPROB_CHUNK_SIZE SGLANG_SANITIZE_NAN_LOGITS""",
+        SGLANG_ENABLE_LOGPROB_CHUNK SGLANG_LOGPROB_CHUNK_SIZE SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK
+        SGLANG_LOGITS_PROCESSER_CHUNK_SIZE SGLANG_SANITIZE_NAN_LOGITS""",
         "it tunes SGLang's scheduling, which applies to samples too; they survive retraction",
     ),
     accept(

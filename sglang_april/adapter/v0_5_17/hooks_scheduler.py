@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import NextBatchPlan, Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter import fail_stop
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.adapter.v0_5_17.accounting import check_accounting
 from sglang_april.adapter.v0_5_17.attached import was_accepted
 from sglang_april.adapter.v0_5_17.calibrate import measure
@@ -117,9 +118,9 @@ def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
 # --- the loop
 
 
-def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch, last_batch: Any) -> NextBatchPlan:
+def next_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
     """AROUND Scheduler.get_next_batch_to_run: the step boundary."""
-    s.running_batch, s.last_batch = running_batch, last_batch
+    shape.enter_step(s, *args, **kwargs)
     context = s.april.context
     if Process.step_times is not None:
         Process.step_times.boundary(context)
@@ -127,9 +128,9 @@ def next_batch(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBa
         check_accounting(s, [x.kv.pages for x in context.ledger.with_kv() if x.kv.pages is not None])
     context.flushing = s.flush_wrapper._pending is not None
     s.april.before_step()
-    plan: NextBatchPlan = orig(s, running_batch=s.running_batch, last_batch=s.last_batch)
+    plan = shape.next_batch(orig, s)
     if Process.step_times is not None:
-        Process.step_times.launched(plan.batch_to_run)
+        Process.step_times.launched(shape.batch_of(plan))
     if (decisions := s.april.context.decisions) is not None:
         _compare_decisions(s.april.context.step, decisions)
     return plan
@@ -154,12 +155,10 @@ def run_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any)
         raise
 
 
-def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, running_batch: ScheduleBatch) -> NextBatchPlan:
+def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
     """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of a prefill."""
-    s.running_batch = running_batch
-    if s.april.resume():
-        return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
-    return orig(s, s.running_batch)
+    shape.enter_prefill(s, *args, **kwargs)
+    return shape.no_prefill(s) if s.april.resume() else shape.prefill(orig, s)
 
 
 def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
@@ -228,7 +227,7 @@ def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_ret
 
     SGLang passes `is_retracted=False` for requests that were preempted by priority.
     """
-    if req.kv is None:
+    if req.req_pool_idx is None:
         engine._renew(req)
         if req.april is not None:
             req.skip_radix_cache_insert = False

@@ -1,6 +1,6 @@
 """Moves the KV pages of a sample out of SGLang's pools and back.
 
-Invariant when a sample is detached after `settle`: `kv_committed_len == seqlen - 1 == kv_allocated_len`; the KV of the
+Invariant when a sample is detached after `settle`: `kv_committed_len == seqlen - 1 ==` allocated tokens; the KV of the
 last output token does not exist yet, the next decode step writes it.
 """
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.adapter.v0_5_17.host_to_device import columns_to_device
 from sglang_april.kv.kv_pages import Pages
 
@@ -47,11 +48,12 @@ class PagePool:
     def detach(self, req: Req) -> Pages:
         """Pages of a running request; its request slot is freed, its prefix stays locked in the tree."""
         length = req.kv_committed_len
-        if not length == req.seqlen - 1 == req.kv.kv_allocated_len:
-            raise AssertionError(f"{req.rid}: KV {length}/{req.kv.kv_allocated_len} of {req.seqlen - 1} tokens")
+        if not length == req.seqlen - 1 == shape.allocated(req):
+            raise AssertionError(f"{req.rid}: KV {length}/{shape.allocated(req)} of {req.seqlen - 1} tokens")
         slots = self._rows.req_to_token[req.req_pool_idx, :length].to(torch.int64, copy=True)
         self._rows.free(req)
-        req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
+        shape.take_kv(req)
+        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
         return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
 
     def park(self, req: Req) -> Pages:
@@ -146,7 +148,7 @@ class PagePool:
         s.req_to_token_pool.alloc(self._ready(reqs))
         for req, page, old in zip(reqs, pages, inexact, strict=True):
             self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots)
-            req.kv = ReqKvInfo(kv_allocated_len=page.length, swa_evicted_seqlen=0)
+            shape.give_kv(req, page.length)
             req.kv_committed_len = page.length
             req.cache_protected_len, req.last_node = page.protected, page.node or self.root
             req.prefix_indices = page.slots[: page.protected]

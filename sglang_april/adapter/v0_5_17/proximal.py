@@ -18,6 +18,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.adapter.v0_5_17.host_to_device import to_device
 from sglang_april.scheduler.state import Proximal, Sample
 
@@ -132,7 +133,7 @@ def _apply_temperatures(
             targets = batch.extend_input_logprob_token_ids_gpu[out : out + count]
             for i in range(0, count, CHUNK_ROWS):
                 part = slice(i, i + CHUNK_ROWS)
-                logits = processor._get_logits(states[part], lm_head, plain, use_logits_buffer=False).float()
+                logits = shape.logits(processor, states[part], lm_head, plain).float()
                 values = logits.div_(temperature).log_softmax(dim=-1).gather(1, targets[part, None]).squeeze(1)
                 logprobs[out + i : out + i + len(values)] = values
         row_start, out = row_start + length, out + count
@@ -178,7 +179,7 @@ def _logprobs(
 ) -> torch.Tensor:
     """float32 [rows] on the device; read when the sample finishes."""
     params = sample.request.sampling_params
-    logits = processor._get_logits(states, lm_head, metadata, use_logits_buffer=False).float()
+    logits = shape.logits(processor, states, lm_head, metadata).float()
     for column, bias in (params.logit_bias or {}).items():
         logits[:, int(column)] += bias
     logits.div_(params.temperature)

@@ -144,7 +144,7 @@ def find_difference(ranks: list[dict[str, str]]) -> str:
 def _compared(s: Scheduler, config: AprilConfig, page_format: PageFormat) -> dict[str, str]:
     flags = {flag.option: getattr(config, flag.field) for flag in FLAGS if flag.field not in OF_MACHINE}
     flags |= {flag.option: "a path" if getattr(config, flag.field) else None for flag in FLAGS if flag.field in PATHS}
-    arguments = {_option(name): getattr(s.server_args, name) for name in ARGUMENTS}
+    arguments = {_option(name): getattr(s.server_args, name) for name in ARGUMENTS if hasattr(s.server_args, name)}
     found: dict[str, Any] = {
         "the reviewed source of sglang": versions.installed()["sglang"],
         "the files of sglang that sglang-april relies on (their digest)": versions.source_digest(),

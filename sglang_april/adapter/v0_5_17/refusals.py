@@ -6,6 +6,7 @@ from typing import Any
 from sglang_april import config
 from sglang_april.adapter import refusals
 from sglang_april.adapter.refusals import Refusal
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.adapter.v0_5_17.arguments import ARGUMENTS
 from sglang_april.adapter.v0_5_17.environment import ENVIRONMENT, changed_variables
 
@@ -17,9 +18,7 @@ def _hybrid_window(model: Any) -> bool:
 
 
 def _recurrent(model: Any) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return mambaish_config(model) is not None
+    return shape.is_recurrent(model)
 
 
 def _sparse(model: Any) -> bool:

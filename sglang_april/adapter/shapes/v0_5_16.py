@@ -1,0 +1,75 @@
+"""SGLang 0.5.16, 0.5.17 and 0.5.18 (`interface.Shape`)."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DEPENDS_ON: tuple[str, ...] = (
+    "sglang.srt.configs.hybrid_arch.mambaish_config",
+    "sglang.srt.managers.schedule_batch.NextBatchPlan",
+    "sglang.srt.managers.schedule_batch.ReqKvInfo",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+)
+
+
+def allocated(req: Any) -> int:
+    return int(req.kv.kv_allocated_len)
+
+
+def give_kv(req: Any, length: int) -> None:
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+    req.kv = ReqKvInfo(kv_allocated_len=length, swa_evicted_seqlen=0)
+
+
+def take_kv(req: Any) -> None:
+    req.kv = None
+
+
+def enter_step(s: Any, running_batch: Any, last_batch: Any) -> None:
+    s.running_batch, s.last_batch = running_batch, last_batch
+
+
+def enter_prefill(s: Any, running_batch: Any) -> None:
+    s.running_batch = running_batch
+
+
+def next_batch(original: Callable[..., Any], s: Any) -> Any:
+    return original(s, running_batch=s.running_batch, last_batch=s.last_batch)
+
+
+def prefill(original: Callable[..., Any], s: Any) -> Any:
+    return original(s, s.running_batch)
+
+
+def no_prefill(s: Any) -> Any:
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
+
+
+def batch_of(result: Any) -> Any:
+    return result.batch_to_run
+
+
+def forget_last_batch(s: Any) -> None:
+    """Nothing else refers to it."""
+
+
+def forward_batch(batch: Any, runner: Any) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+
+
+def logits(processor: Any, states: "torch.Tensor", lm_head: Any, metadata: Any) -> "torch.Tensor":
+    result: torch.Tensor = processor._get_logits(states, lm_head, metadata, use_logits_buffer=False)
+    return result
+
+
+def is_recurrent(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None

@@ -1,0 +1,3 @@
+"""The shape of the made-up release."""
+
+DEPENDS_ON = ()
