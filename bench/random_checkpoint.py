@@ -24,7 +24,7 @@ from examples import tiny_model
 
 
 @dataclass(frozen=True)
-class Shape:
+class CheckpointShape:
     """Sizes of a Qwen3 model with a tied embedding."""
 
     hidden: int = 2560
@@ -52,14 +52,14 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3-4b": Shape(),
-    "qwen3-0.6b": Shape(hidden=1024, mlp=3072, layers=28, heads=16),
-    "paced": Shape(hidden=32, mlp=64, layers=1, heads=1, kv_heads=1, head_dim=16, vocab=512),
+    "qwen3-4b": CheckpointShape(),
+    "qwen3-0.6b": CheckpointShape(hidden=1024, mlp=3072, layers=28, heads=16),
+    "paced": CheckpointShape(hidden=32, mlp=64, layers=1, heads=1, kv_heads=1, head_dim=16, vocab=512),
 }
 """`paced` replaces a big model on a CPU at a GPU's pace: its KV has 128 bytes per token in float32."""
 
 
-def make(path: Path, shape: Shape, seed: int = 0) -> Path:
+def make(path: Path, shape: CheckpointShape, seed: int = 0) -> Path:
     """Write the model in bfloat16 and a tokenizer into the folder `path`; returns it. `config.json` is written last."""
     tiny_model.make(path, "qwen3", "bfloat16", seed)
     (path / "model.safetensors").unlink()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.random_checkpoint import SHAPES, Shape, make
+from bench.random_checkpoint import SHAPES, CheckpointShape, make
 from examples.tiny_model import weight_shapes
 
-SMALL = Shape(hidden=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=700, context=128)
+SMALL = CheckpointShape(hidden=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=700, context=128)
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("qwen3-4b", 4.02), ("qwen3-0.6b", 0.60)])
