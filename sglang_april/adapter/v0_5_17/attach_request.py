@@ -59,7 +59,7 @@ class Attachment(NamedTuple):
 
 
 def attachment_of(custom_params: Any) -> Attachment | None:
-    """What a request's parameters name; None if it is not attached."""
+    """The attachment that a request's parameters name; None if it is not attached."""
     if not isinstance(custom_params, dict) or RUN not in custom_params:
         return None
     return Attachment(custom_params[RUN], custom_params.get(TRAJECTORY), custom_params.get(GROUP))
@@ -117,7 +117,7 @@ def _marked(params: dict[str, Any], attachment: Attachment) -> dict[str, Any]:
 
 
 def _leg_problem(obj: GenerateReqInput, params: Any) -> str:
-    """A leg is one request, because what continues it must be known."""
+    """Why a request cannot be a leg: a leg has one sample, so that the next leg can continue it. Empty if it can."""
     batch = isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
     if batch or (isinstance(params, dict) and (params.get("n") or 1) > 1):
         return f"{TRAJECTORY}: names one request with one sample, not several"

@@ -1,7 +1,7 @@
 """Samples rows with a seed of their own: those of rollouts, and attached ones that name one (`seed-independence`).
 
-Other rows have SGLang's own sampler. SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p), so the
-per-row seeds are kept apart: `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
+SGLang's own sampler draws the other rows. SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p), so
+the per-row seeds are kept apart: `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
 """
 
 from collections.abc import Callable
