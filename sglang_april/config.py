@@ -109,12 +109,12 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """The flag as it is typed."""
+        """The flag as on the command line."""
         return PREFIX + self.field.replace("_", "-")
 
     @property
     def arity(self) -> dict[str, Any]:
-        """For `argparse`."""
+        """Keyword arguments of `argparse` for the number of values."""
         return {"nargs": "?", "const": "on"} if self.switch else {}
 
     def read(self, value: Any) -> Any:

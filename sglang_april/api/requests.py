@@ -131,7 +131,7 @@ class ExtendBody(Body):
 
 
 class DoneBody(Body):
-    """How a trajectory that is done went."""
+    """The caller's reward and metadata for a trajectory that is done."""
 
     reward: Annotated[float, Meta(ge=-1e308, le=1e308)] | None = None
     metadata: Any = None

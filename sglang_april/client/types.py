@@ -68,7 +68,7 @@ class TrajectoryLeg:
     spans: list[Span]
     finish_reason: dict[str, Any]
     reused: int
-    """Tokens of the prompt whose KV was there."""
+    """Prompt tokens whose KV existed already."""
     prefilled: int
 
 
@@ -78,15 +78,15 @@ class TrajectoryBranch:
 
     legs: list[int]
     shared: int
-    """So many of the first ids are those of an earlier branch as well."""
+    """Number of leading ids that an earlier branch contains as well."""
     ids: Ints
-    """[N], of all legs."""
+    """[N], prompt and output ids of all legs, in order."""
     drawn: list[tuple[int, int]]
     """Ranges of `ids` that the model drew, in ascending order. All other ids came from outside."""
     logprobs: Floats
     """[N], NaN outside of `drawn`."""
     spans: list[Span]
-    """In positions of `ids`."""
+    """Their `start` and `end` are positions in `ids`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -85,7 +85,7 @@ def _take(taken: Bits, at: int, slots: Ints) -> int:
 
 @compiled("i8(b1[::1], i8[::1])")
 def _release(taken: Bits, slots: Ints) -> int:
-    """Unmarks slots; returns how many of them were marked."""
+    """Unmark slots; returns how many of them were marked."""
     count = 0
     for slot in slots:
         count += taken[slot] and slot > 0

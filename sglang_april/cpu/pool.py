@@ -11,7 +11,7 @@ from april_kernels.kv_pages import blocks
 
 
 class HugePagesPool(MHATokenToKVPool):
-    """The parent with large buffers on huge pages, where the system has them."""
+    """SGLang's pool with its large buffers on huge pages, where the system has them."""
 
     def _create_buffers_normal(self) -> None:
         super()._create_buffers_normal()

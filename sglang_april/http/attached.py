@@ -7,9 +7,9 @@ from typing import Any
 from sglang_april.api import messages
 
 UNTAKEN = 2**12
-"""Descriptions of requests whose callers have gone."""
+"""Maximum number of descriptions kept for requests whose callers have disconnected."""
 LIMIT_S = 10.0
-"""An answer does not wait longer for its description, which is sent in the same step."""
+"""Longest wait of an answer for its description, in seconds; the scheduler sends it in the same step."""
 
 
 class AttachedRequests:

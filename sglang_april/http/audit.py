@@ -116,7 +116,7 @@ class Audit:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that counts as noise."""
+        """The largest difference that is attributed to noise."""
         if self._given_tolerance is not None:
             return self._given_tolerance
         return TOLERANCE.get(self._engine.server_info().dtype, HALF_PRECISION)
@@ -153,7 +153,7 @@ class Audit:
             self._holds -= 1
 
     def acknowledge(self) -> dict[str, Any]:
-        """An operator has seen the findings: rounds may open again."""
+        """Acknowledge the findings, so that rounds may open again."""
         self.refusal = ""
         return self.state()
 

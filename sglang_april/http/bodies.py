@@ -18,7 +18,7 @@ JSON, MSGPACK = "application/json", "application/msgpack"
 
 
 async def off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Decode or encode: `size` bytes are converted here if they are few, else in a thread."""
+    """Decode or encode `size` bytes: here up to `SMALL` bytes, else in a thread."""
     return work(*args) if size <= SMALL else await asyncio.to_thread(work, *args)
 
 

@@ -13,7 +13,7 @@ from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
 REMEMBERED = 2**16
-"""How many ids of rounds whose replies are gone are remembered, to distinguish 410 from 404."""
+"""Number of remembered ids of rounds whose replies are no longer kept, to distinguish 410 from 404."""
 
 logger = logging.getLogger("sglang_april")
 
@@ -96,7 +96,7 @@ class RoundRegistry:
 
     @property
     def kept(self) -> int:
-        """How many replies are kept."""
+        """Number of kept replies."""
         return len(self._kept)
 
     @property

@@ -212,7 +212,7 @@ class AprilService:
             parts = self.completed_groups.take(message.run, message.deliver)
             if message.error:
                 raise RequestError(500, JOURNAL, message.error)
-        except Exception as error:  # whatever is wrong, no client may wait for a reply that will not come
+        except Exception as error:  # after any fault, no client may wait for a reply that will not come
             logger.exception("round %s has no reply", round_.id)
             self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
             self._background.start(self.weight_lock.release(round_.id))

@@ -18,7 +18,7 @@ BYTES_PER_LEG = 1024
 
 @dataclass(eq=False, slots=True)
 class TrajectoryRecord:
-    """What is known of one trajectory."""
+    """The content of one undelivered trajectory."""
 
     run: str
     id: str
@@ -57,7 +57,7 @@ class TrajectoryRecord:
         return [len(leg.result.output_ids) // 4 for leg in self.legs.values()]
 
     def _extends(self, leg: messages.LegEnded) -> bool:
-        """Whether it continues its parent's whole sequence."""
+        """Whether the leg continues its parent's whole sequence."""
         return leg.parent is not None and leg.shared == self._length(self.legs[leg.parent])
 
     @staticmethod

@@ -11,9 +11,9 @@ Act = Callable[[], None]
 
 class _Order(NamedTuple):
     position: int
-    """Of its submission."""
+    """Position in the order of submission."""
     order: int | None
-    """The number under which its outcome is reported, if it is."""
+    """The number under which its outcome is reported; None if it is not reported."""
     number: int
     """The copy that it writes, moves, reads or discards."""
     act: Act

@@ -37,7 +37,7 @@ class Attached:
         return known.refusal(trajectory, group) if known is not None and trajectory is not None else ""
 
     def refused(self, rid: str) -> None:
-        """The request has not begun: its answer waits for nothing."""
+        """Report the end of a request that never began, so that its answer does not wait for a description."""
         self._c.recorder.send(messages.AttachedEnded(rid, [], self._c.clock.version))
 
     def begin(
@@ -207,14 +207,14 @@ class Attached:
         return len(dropped)
 
     def _forget(self, run: TrajectoryRun) -> None:
-        """Without rounds, no caller ends a trajectory."""
+        """In a run without rounds, remove the least recently used trajectories, because no caller ends them."""
         unused = run.unused()
         for trajectory in unused:
             del run.active[trajectory.id]
         self._leave([], unused)
 
     def _release(self, parked: list[Sample]) -> None:
-        """KV of ended legs that no leg will continue."""
+        """Release the KV of ended legs that no leg will continue."""
         for sample in parked:
             self._tiers.release(sample)
             self._c.ledger.unpark(sample)

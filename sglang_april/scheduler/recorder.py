@@ -146,7 +146,7 @@ class Recorder(Unrecorded):
             self._records.append(record)
 
     def _begun(self, sample: Sample) -> None:
-        """It has its first tokens: now the round is known in which its group first ran (`quota_mode: cohort`)."""
+        """Record the round in which the sample's group first ran, once the sample has tokens (`quota_mode: cohort`)."""
         if not sample.journal.first_token and not sample.attached:
             sample.journal.first_token = True
             group = sample.group

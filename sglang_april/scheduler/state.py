@@ -189,9 +189,9 @@ class Group:
     engine_params: Any = None
     """Decoded sampling parameters, shared by the group (set by the adapter)."""
     engine_input_ids: Any = None
-    """The prompt in the engine's form, likewise."""
+    """The prompt in the engine's form, also shared by the group (set by the adapter)."""
     leg: "Leg | None" = None
-    """What its one sample is in a trajectory (`trajectories.py`)."""
+    """The leg of a trajectory that its only sample generates (`trajectories.py`)."""
 
     @property
     def id(self) -> str:

@@ -18,7 +18,7 @@ class TierBudget:
         return self._last_number
 
     def round_up(self, tokens: int) -> int:
-        """To whole pages of the store."""
+        """Round tokens up to whole pages of the store."""
         page = self._c.store_page
         return -(-tokens // page) * page
 
