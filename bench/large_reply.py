@@ -51,14 +51,14 @@ MB = 2**20
 
 
 class NoWeights:
-    """The reader side of a lock that no weight call asks for."""
+    """The reader side of a lock that no weight call acquires."""
 
     async def acquire_reader(self) -> None: ...
     async def release_reader(self) -> None: ...
 
 
 class MadeUpScheduler:
-    """What the service needs of a front end (`sglang_april.http.frontend`) for rounds of token ids."""
+    """The interface that the service needs of a front end (`sglang_april.http.frontend`) for rounds of token ids."""
 
     lock = NoWeights()
 

@@ -69,7 +69,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """KV of a token."""
+        """KV bytes of a token."""
         return 2 * 2 * self.layers * self.kv_heads * 128
 
     @property
@@ -112,7 +112,7 @@ def prefill_ms(model: Model, gpu: Gpu, tokens: float, prefix: float) -> float:
 
 
 def modelled(model: Model, gpu: Gpu) -> dict[str, Any]:
-    """A table."""
+    """A modelled table, as written to JSON."""
     return {
         "name": f"{model.name} on one {gpu.name}, modelled",
         "kind": "modelled",

@@ -26,7 +26,7 @@ class SimulatedVariant:
     """What a round starts: the quota itself (`quota`), the over-sampling factor times the quota at its start (`factor`)
     or at every step (`refilled`), or as many samples as there are slots (`demand`)."""
     left: Literal["partials", "running"] = "partials"
-    """What running samples become when a round ends."""
+    """The state of running samples when a round ends."""
     partials: Literal["prefilled", "found", "kept"] = "prefilled"
     """What a partial needs: a prefill of all its tokens, a prefill of one token behind a cached prefix, or none."""
     between: Literal["gap_s", "abort_s", ""] = "gap_s"

@@ -1,4 +1,4 @@
-"""``make gpu``: everything that waits for a GPU, piece by piece. A piece that passed is skipped by the next call.
+"""``make gpu``: all checks and benchmarks that need a GPU, in pieces. The next call skips pieces that passed.
 
     make gpu                                     # on a machine with a GPU (CUDA or ROCm)
     make gpu GPU_ARGS="--only resume live"       # only pieces whose names start so
