@@ -19,7 +19,7 @@ class EngineUnreachableError(HandshakeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the trainer uses of an engine's state."""
+    """The part of an engine's state that the trainer uses."""
 
     url: str
     tp_size: int

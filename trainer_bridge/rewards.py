@@ -25,7 +25,7 @@ from typing import Any
 
 ATTEMPTS = 2
 START_TIMEOUT_S = 300.0
-"""For a worker to import the reward function."""
+"""Seconds for a worker to import the reward function."""
 
 
 @dataclass(frozen=True, slots=True)

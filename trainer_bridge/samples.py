@@ -56,7 +56,7 @@ class TrainingSample:
 
     prompt_id: str
     index: int
-    """Of the sample or the trajectory in its group. The branches of a trajectory have the same one."""
+    """Index of the sample or trajectory in its group; equal for all branches of a trajectory."""
     prompt_ids: np.ndarray
     """int32 [prompt_len]."""
     output_ids: np.ndarray

@@ -17,7 +17,7 @@ import psutil
 from sglang_april import config
 
 KILL_AFTER_S = 3.0
-"""Between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
+"""Seconds between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
 
 
 ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")

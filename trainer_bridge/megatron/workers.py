@@ -16,7 +16,7 @@ from trainer_bridge.server_process import free_port
 from trainer_bridge.trainer import TrainerSettings
 
 FAILURE_TIMEOUT_S = 60.0
-"""For the other ranks to answer after one has raised."""
+"""Seconds for the other ranks to answer after one has raised."""
 
 
 class TrainerFailed(RuntimeError):  # noqa: N818

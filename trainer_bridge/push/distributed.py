@@ -24,7 +24,7 @@ from trainer_bridge.push.push_target import PushTarget, WeightCallError
 from trainer_bridge.push.transport import WeightBucket
 
 TIMEOUT = timedelta(minutes=5)
-"""For all engines to join the group, and for the broadcast of one bucket."""
+"""Limit for all engines to join the group, and for the broadcast of one bucket."""
 POLL_S = 0.002
 _group_numbers = itertools.count()
 T = TypeVar("T")
