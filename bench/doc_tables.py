@@ -261,4 +261,4 @@ TABLES: dict[str, Table] = {
     "simulated": simulated,
     "projected": projected,
 }
-"""By the name in the marker."""
+"""Tables by the name in the marker."""

@@ -154,7 +154,7 @@ def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS)
 
 
 def give_up(answers: torch.Tensor, rng: random.Random, share: float) -> torch.Tensor:
-    """Demonstrations of which a share stop early: EOS somewhere before the end, and no target behind it."""
+    """Demonstrations of which a share stop early: EOS somewhere before the end, and no target after it."""
     shown = answers.clone()
     for row in shown:
         if rng.random() < share:

@@ -202,7 +202,7 @@ class AgentRunner:
             self._finished(finished)
 
     def _watch(self) -> None:
-        """Cancel trajectories whose time is over, and kill workers that do not confirm it."""
+        """Cancel trajectories whose time is up, and kill workers that do not confirm the cancellation."""
         before = time.monotonic()
         while not self._closed.wait(TICK_S):
             now = time.monotonic()

@@ -119,7 +119,7 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
 
 
 def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, seconds: dict[str, float]) -> None:
-    """The rows as JSON, and beside them (``run.json``) the settings, the machine, its load and the durations."""
+    """The rows as JSON, and next to them (``run.json``) the settings, the machine, its load and the durations."""
     path.write_text(json.dumps(rows, indent=2) + "\n")
     context = {
         "settings": asdict(settings),

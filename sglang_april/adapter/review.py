@@ -117,7 +117,7 @@ def _change(reviewed: dict[str, Any] | None, current: dict[str, Any] | None) -> 
 
 
 def _diff(path: str, base_root: Path | None, root: Path, base: str, name: str) -> str:
-    """Of the normalized text, which is what the digests compare: no comments, docstrings and formatting."""
+    """A diff of the normalized text that the digests compare: without comments, docstrings and formatting."""
     if base_root is None or source_tree.find(path, root) is None:
         return ""
     old, new = (source_tree.text_of(path, each).splitlines() for each in (base_root, root))

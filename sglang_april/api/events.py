@@ -86,7 +86,7 @@ class AttachedEnded(msgspec.Struct, tag=True):
     rid: str
     spans: list[Span]
     policy_version: int
-    """At its end."""
+    """Policy version when the request ended."""
 
 
 class LegEnded(msgspec.Struct, tag=True):

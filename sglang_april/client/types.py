@@ -117,9 +117,9 @@ class RolloutReply:
     stats: dict[str, Any]
     finished: list[RolloutGroup] = field(default_factory=list)
     trajectories: list[RecordedTrajectory] = field(default_factory=list)
-    """Of a round of trajectories, in place of `finished`."""
+    """The delivered trajectories of a round of trajectories, which has no `finished` groups."""
     rejected: list[str] = field(default_factory=list)
-    """Of a round of trajectories: those rejected since the last reply."""
+    """Ids of trajectories rejected since the last reply; empty in other rounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ class RolloutSummary:
     policy_version: int
     end_reason: EndReason
     delivered: list[dict[str, Any]]
-    """`id`, `incarnation`, `indices`, `complete`, `accepted` of each group that this round delivers."""
+    """Fields `id`, `incarnation`, `indices`, `complete` and `accepted` of each group that this round delivers."""
     carried: dict[str, Any]
     stats: dict[str, Any]
     groups: list[RolloutGroup] = field(default_factory=list)

@@ -3,7 +3,7 @@
 The small model's forward runs inline, with real tokens and KV pages. A clock models the GPU: a forward begins when
 it is launched or when the previous one ends, whichever is later, and takes the time of the table. Nothing is slept at
 launch: the events that SGLang records on its streams carry the clock's reading, and waiting for one sleeps until then,
-so the overlap loop hides host work behind a step as it does on a GPU. Forwards are one stream, so they queue.
+so host work overlaps with a step as it does on a GPU. Forwards are one stream, so they queue.
 
 The small forward takes the place of a GPU's launch: its CPU time is part of the scheduler's host time, on the same
 cores. A step whose host work and small forward together exceed the table's time is late, as it would be on a GPU whose

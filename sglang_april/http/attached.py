@@ -20,7 +20,7 @@ class AttachedRequests:
         self._waiting: dict[str, asyncio.Future[messages.AttachedEnded]] = {}
 
     def receive(self, message: messages.AttachedEnded) -> None:
-        """A request has ended in the scheduler."""
+        """Store the description of a request that has ended in the scheduler."""
         future = self._waiting.pop(message.rid, None)
         if future is not None and not future.done():
             future.set_result(message)

@@ -29,7 +29,7 @@ SHARE = 0.02
 """Largest share of the time that audits take while rollout samples run."""
 POLL_S = 0.2
 WINDOW = 16
-"""A difference is a mean over so many consecutive tokens: one token's noise is many times that of a mean."""
+"""Consecutive tokens over which a difference is averaged: one token's noise is many times that of a mean."""
 KEPT_FINDINGS = 32
 TOLERANCE = {"float32": 1e-3}
 HALF_PRECISION = 0.1
@@ -122,7 +122,7 @@ class Audit:
         return TOLERANCE.get(self._engine.server_info().dtype, HALF_PRECISION)
 
     def offer(self, sample: messages.FinishedSample, prompt: messages.Prompt) -> None:
-        """A sample has finished; it is chosen with the same probability as every other of its version."""
+        """Offer a finished sample, which is chosen with the same probability as every other of its version."""
         if not self._wanted or not sample.spans or sample.spans[-1].version < self._version:
             return
         self._move_to(sample.spans[-1].version)
@@ -174,7 +174,7 @@ class Audit:
         }
 
     def _move_to(self, version: int) -> None:
-        """Candidates of an older version are discarded: its weights are gone."""
+        """Discard candidates of an older version, because its weights have been replaced."""
         if version > self._version:
             for _ in filter(None, self._chosen):
                 self._discard()
@@ -186,7 +186,7 @@ class Audit:
             self._observe("discarded", 0.0)
 
     async def _work(self) -> None:
-        """Rescore what is chosen, one after the other, until nothing is left."""
+        """Rescore the chosen samples one after the other, until none is left."""
         rest_until = 0.0
         try:
             while any(self._chosen):

@@ -23,10 +23,10 @@ async def off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, which may come in chunks without a declared size.
+    """Read the whole body, which may arrive in chunks without a declared size.
 
     Raises:
-        RequestError: 413, as soon as it is too large.
+        RequestError: 413, as soon as the body exceeds the limit.
     """
     chunks, size = [], 0
     async for chunk in request.stream():

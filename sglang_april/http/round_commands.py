@@ -15,7 +15,7 @@ from sglang_april.http.scheduler_rpc import SchedulerRpc
 
 
 class RoundCommands:
-    """Calls the scheduler for rounds of the registry, and keeps what the same call gets again (`idempotent-round`)."""
+    """Calls the scheduler for rounds of the registry, and keeps answers for repeated calls (`idempotent-round`)."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RoundCommands:
         return {"round_id": round_.id, **answer.data}
 
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
-        """The caller has stored the reply."""
+        """Acknowledge a reply that the caller has stored."""
         round_ = self._rounds.acknowledge(round_id)
         if self._journal:
             await self._rpc.call(messages.Acknowledge(self._rpc.number(), round_.id))

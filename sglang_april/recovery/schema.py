@@ -149,7 +149,7 @@ def ended(event: RoundEnded) -> Op:
 
 
 def acknowledged(round_id: str) -> Op:
-    """The caller has stored the reply: it is now kept like any other."""
+    """The caller has stored the reply, which is now kept like any other."""
     return lambda db: db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
 
 

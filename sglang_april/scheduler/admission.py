@@ -28,7 +28,7 @@ def candidates(rnd: Round) -> Iterator[Sample]:
 
 
 def _mandatory_partials(rnd: Round) -> dict[Sample, None]:
-    """In their old batch order. Empty for strict on-policy rounds, where all partials are mandatory."""
+    """Mandatory partials in their old batch order. Empty for strict on-policy rounds, where all are mandatory."""
     groups = [] if rnd.on_policy else rnd.mandatory
     partials = [s for g in groups for s in g.samples.values() if s in rnd.run.suspended]
     return dict.fromkeys(sorted(partials, key=lambda s: s.order))

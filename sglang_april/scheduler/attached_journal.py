@@ -38,7 +38,7 @@ class KeptRequests:
 
 
 def saved_requests(saved: JournalSnapshot) -> dict[tuple[str, str], SnapshotGroup]:
-    """By run and `rid`, the latest of each `rid`; those without a token are begun anew."""
+    """Saved requests by run and `rid`, the latest of each `rid`; those without a token are omitted and begin anew."""
     found = {(g.run.removeprefix(ATTACHED), g.prompt.id.partition(":")[2]): g for g in saved.attached}
     return {key: group for key, group in found.items() if tokens_of(group).length}
 

@@ -122,7 +122,7 @@ class Recorder(Unrecorded):
         self._outbox.send(event, self._batches)
 
     def ended(self, event: RoundEnded) -> None:
-        """In a batch of its own: no other record can fail this reply, and this record no other promise."""
+        """Written in a separate batch: no other record can fail this reply, and this record fails no other event."""
         self.commit()
         self._records.append(schema.ended(event))
         self._outbox.send(event, self._batches + 1)

@@ -27,7 +27,7 @@ def carried(c: Context, run: Run) -> dict[str, Any]:
 
 
 def concurrency(rnd: Round) -> dict[str, Any]:
-    """The concurrency of a round at its end, and for `auto` the step times behind it."""
+    """The concurrency of a round at its end, and for `auto` the step times that it is based on."""
     auto = rnd.tuned if rnd.spec.concurrency == "auto" else None
     return {"concurrency": rnd.concurrency, "step_ms": [list(point) for point in auto.step_ms] if auto else None}
 

@@ -84,7 +84,7 @@ class Recompute:
     reason: Reason = ""
     """Why its KV was discarded by choice, until its next token."""
     proximal: Proximal | None = None
-    """From the last recompute that collects proximal logprobs."""
+    """Proximal logprobs of the last recompute that collects them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -249,7 +249,7 @@ class SuspendedSamples(dict[Sample, None]):
         self._queue = None
 
     def in_order(self) -> Iterator[Sample]:
-        """In admission order."""
+        """The samples in admission order."""
         if self._queue is None:
             self._queue = deque(sorted(self, key=lambda s: s.order))
         while self._queue and self._queue[0] not in self:

@@ -23,7 +23,7 @@ class TierBudget:
         return -(-tokens // page) * page
 
     def new_copy(self, tier: CopyTier, length: int, prefix: Prefix | None) -> Copy:
-        """Reserve room for a copy of `length` tokens behind the prefix."""
+        """Reserve room for a copy of `length` tokens after the prefix."""
         cost = self.round_up(length)
         self.used[tier] += cost
         return Copy(self.next_number(), tier, cost, prefix)

@@ -290,7 +290,7 @@ class Tiers:
         self._c.engine.recover_kv(sample)
 
     def report(self) -> dict[str, Any]:
-        """For `/april/state`: tokens by tier, budgets, and failures."""
+        """The tiers' part of `/april/state`: tokens by tier, budgets, and failures."""
         return {
             "used_tokens": dict(self.used),
             "cap_tokens": {"host": self._c.host_cap_tokens, "disk": self._c.disk_cap_tokens},

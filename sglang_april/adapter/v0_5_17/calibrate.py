@@ -90,7 +90,7 @@ def _prefills(s: Scheduler) -> dict[int, float]:
 
 
 def _prefill(s: Scheduler, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
-    """One forward of the model over `tokens` behind a prefix; returns their pool slots, int64 [tokens]."""
+    """One forward of the model over `tokens` after a prefix; returns their pool slots, int64 [tokens]."""
     ids = array("q", [1]) * (len(prefix) + tokens)
     req = Req("april.calibrate", "", ids, SamplingParams(max_new_tokens=1))
     req.prefix_indices, req.full_untruncated_fill_ids, req.logprob_start_len = prefix, ids, NO_INPUT_LOGPROBS

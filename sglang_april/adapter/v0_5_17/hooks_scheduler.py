@@ -42,7 +42,7 @@ CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
 
 
 COMPARISON_S = 1.0
-"""For how long a failed forward waits for the reports of decisions that are under way."""
+"""Seconds for which a failed forward waits for reports of decisions that are in transit."""
 
 
 class Process:

@@ -39,14 +39,14 @@ def check_registered() -> None:
 
 
 def record_step(server: Any, version: int, step: int | None) -> None:
-    """On the server's actor: `version` has the weights of this step; None is a push of the weights it had before."""
+    """Record on the server's actor that `version` has the weights of this step; None: the server's own step."""
     if not hasattr(server, "april_steps"):
         server.april_steps = {}
     server.april_steps[version] = server.global_steps if step is None else step
 
 
 def recorded_steps(server: Any) -> dict[int, int | None]:
-    """On the server's actor: the step of each version."""
+    """Read from the server's actor the step of each version."""
     return dict(getattr(server, "april_steps", {}))
 
 
