@@ -80,7 +80,7 @@ def score(problem: Problem, output_ids: Sequence[int]) -> float:
 
 
 def exact(problem: Problem, output_ids: Sequence[int]) -> bool:
-    """Whether the output is the whole answer and nothing else."""
+    """Whether the output equals the answer."""
     return list(output_ids) == problem.answer
 
 

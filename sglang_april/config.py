@@ -286,7 +286,7 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
 
 
 def default_host_bytes(servers: int) -> int:
-    """Default host tier of one server on this machine: in bytes: its share of a quarter of the memory, at most 64 GB."""
+    """Default host tier of one server here, in bytes: its share of a quarter of the memory, at most 64 GB."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(MAX_DEFAULT_HOST_BYTES, memory // 4 // servers)
 

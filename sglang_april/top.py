@@ -121,7 +121,7 @@ def frame(url: str, state: Mapping[str, Any], running: Sequence[int], width: int
 
 
 def _agents(state: Mapping[str, Any]) -> list[str]:
-    """Attached requests and trajectories, by run; nothing without any."""
+    """Lines on attached requests and trajectories, by run; empty if there are none."""
     attached, trajectories = state["attached"], state["trajectories"]
     rows = []
     for run in sorted(attached.keys() | trajectories.keys()):

@@ -56,7 +56,7 @@ class AgentTrajectories:
         """
         Args:
             n: trajectories of a prompt.
-            sampling: for `AgentTask.sampling`, without the seed, which each trajectory has of its own.
+            sampling: for `AgentTask.sampling`, without the seed, which differs per trajectory.
             whole_groups: end the trajectories of a prompt together.
             accept: whether rewards of a group can be trained on; read only with `whole_groups`.
             replace: called when a group is rejected, with the reason if its agents failed, else "".

@@ -213,7 +213,7 @@ def pack_micro_batches(samples: Sequence[TrainingSample], version: int, config: 
     """The micro-batches of one optimiser step, longest samples first, which balances the data-parallel ranks.
 
     There is no padding (`megatron/model.py`), so the lengths in a micro-batch sum to at most `max_tokens_per_gpu`. A
-    longer sample gets a micro-batch of its own. Every sample is in exactly one micro-batch.
+    longer sample gets a separate micro-batch. Every sample is in exactly one micro-batch.
     """
     weights = _token_weights(samples, config)
     longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i]))

@@ -87,7 +87,7 @@ class LocalServerProcess:
         return f"http://{host}:{free_port(host)}"
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
-        """As `ServerProcess.start`; the server gets a process group of its own."""
+        """As `ServerProcess.start`; the server gets a new process group."""
         self._kill_group()
         self._record.parent.mkdir(parents=True, exist_ok=True)
         if self._die_with_parent:

@@ -1,4 +1,4 @@
-"""Starts the patched server as a process group of its own and ends it, whatever happens in between."""
+"""Starts the patched server in a new process group, and ends it also after an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU. Asked only where a driver is, in a process of its own: its import takes seconds."""
+    """Whether torch sees a GPU. Checked only with a driver, in a separate process: importing torch takes seconds."""
     if not any(Path(node).exists() for node in GPU_NODES):
         return False
     asked = [sys.executable, "-c", "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"]

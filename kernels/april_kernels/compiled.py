@@ -29,7 +29,7 @@ def compiled(signature: str, **options: Any) -> Callable[[Callable[..., R]], Cal
 
 
 def inlined(fastmath: set[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for a part of a compiled loop; it has no signature of its own."""
+    """Decorator for a part of a compiled loop, which needs no signature."""
     options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """SGLang's KV pool for the CPU platform, on huge pages.
 
 A decode step reads some hundred bytes per token. In a large pool that has been in use for a while each token is on a
-memory page of its own, and the TLB misses take as long as the rest of decode attention.
+different memory page, and the TLB misses take as long as the rest of decode attention.
 """
 
 import torch

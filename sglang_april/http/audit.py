@@ -1,9 +1,9 @@
 """The online audit: some finished samples of each version are rescored by a plain prefill (`audited-logprobs`).
 
 A sample's logprobs on `fresh` or `recomputed` KV of the current version are those of a plain forward under it. Damaged
-KV, a wrong cache hit or a wrong span breaks that, and nothing else shows it. The prefill is a request of SGLang's own
-with a cache key of its own, so it never reads the sample's pages. One runs at a time, for at most `SHARE` of the time
-while samples run, and whatever changes weights or memory ends it first (`Audit.held`).
+KV, a wrong cache hit or a wrong span breaks this equality, and no other check detects it. The prefill is a stock
+request with a separate cache key, so it never reads the sample's pages. One runs at a time, for at most `SHARE` of the
+time while samples run, and whatever changes weights or memory ends it first (`Audit.held`).
 """
 
 import asyncio

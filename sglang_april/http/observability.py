@@ -1,6 +1,6 @@
 """`GET /metrics`, `GET /april/ui` and faults in `GET /health`.
 
-None of them needs a key; the page itself asks for one to read `GET /april/state`.
+None of them needs a key; the page prompts for one to read `GET /april/state`.
 """
 
 import asyncio

@@ -232,7 +232,8 @@ class RoundRegistry:
     def _trim(self) -> None:
         """Remove replies beyond the last few of their run, and then, beyond the memory, the oldest of all.
 
-        Those that no connection has received go last; the newest one stays. Protected ones have a memory of their own.
+        Replies that no connection has received are removed last; the newest one stays. Protected ones count towards a
+        separate limit.
         """
         newer: dict[str, int] = {}
         rest: list[RoundRecord] = []

@@ -40,7 +40,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
     """Add all routes; `admin` marks those that take the admin key. The service is found in `app.state.april`.
 
-    They go to the app itself: in an included router SGLang's middleware would not find the marks.
+    The routes are added to the app directly: in an included router SGLang's middleware would not find the marks.
     """
     for method, path, handler in (
         ("POST", "/april/rollout", rollout),

@@ -175,7 +175,7 @@ class AprilService:
     # --- events of the scheduler
 
     def receive(self, payload: bytes) -> None:
-        """Handle one message of the scheduler, whole and in order; nothing in here may await.
+        """Handle one message of the scheduler completely and in order; this method must not await.
 
         An exception ends SGLang's loop, and with it the server (`fail-stop`): some client would wait forever.
         """

@@ -84,7 +84,7 @@ class OrderQueue:
                 yield from self._slice(*self._idle)
 
     def _slice(self, order: int, slices: Iterator[None]) -> Iterator[tuple[int, Act]]:
-        """Run one slice; the end of the task, also by an exception, is an order of its own."""
+        """Run one slice; the end of the task, also by an exception, is a separate order."""
         ended: list[BaseException] = []
         try:
             next(slices)

@@ -2,9 +2,9 @@
 
 An attached request is created, queued, answered and aborted by SGLang, as any request of a client. Here it is a sample
 as well, so that a push, a pause, a flush or memory pressure suspends it instead of aborting it: its caller only waits
-longer. It is a group of one in a run of its own kind, which no round of rollouts counts, delivers or ends.
+longer. It is a group of one in a separate kind of run, which no round of rollouts counts, delivers or ends.
 
-One that names a trajectory is a leg of it. Legs have a run of their own, whose rounds count trajectories; they enter
+One that names a trajectory is a leg of it. Legs have a separate run, whose rounds count trajectories; they enter
 the engine by admission, as samples do.
 """
 

@@ -44,7 +44,7 @@ class Context:
     park_cap_tokens: int = NO_CAP
     """Tokens of KV that ended legs may keep for the next ones."""
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
-    """After a restart, by run and `rid`: attached requests in the journal that have not been asked again."""
+    """After a restart, by run and `rid`: attached requests in the journal that have not been sent again."""
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests."""
     tuned: messages.Tuned | None = None

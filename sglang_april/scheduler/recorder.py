@@ -57,7 +57,7 @@ class Unrecorded:
         """SGLang answers an attached request, whose engine's request still has everything."""
 
     def asked_again(self, gid: int, *, same: bool) -> None:
-        """An attached request that the journal has is asked again, or another one by its `rid`."""
+        """An attached request in the journal is sent again, or its `rid` is used by another one."""
 
     def announced(self, event: Finished) -> None:
         """Finished samples; with a journal they are sent once they are written, so that a crash replaces no token that

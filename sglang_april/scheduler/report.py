@@ -128,7 +128,7 @@ def _trajectories(c: Context, run: TrajectoryRun) -> dict[str, Any]:
 
 
 def brief(c: Context) -> dict[str, Any]:
-    """What the audit asks before and after each sample, and a release of memory; cheap."""
+    """The state that the audit reads before and after each sample, and a release of memory; cheap."""
     running = sum(run.running for run in c.ledger.runs.values())
     return {
         "policy_version": c.clock.version,

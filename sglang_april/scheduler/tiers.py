@@ -65,7 +65,7 @@ class Tiers:
         self.drop_prefix(sample)
 
     def drop_prefix(self, sample: Sample) -> None:
-        """The sample no longer shares a stored prefix: its KV is gone, or complete in one place."""
+        """The sample no longer shares a stored prefix: its KV was discarded, or is complete in one place."""
         if sample.kv.prefix is not None:
             self._budget.drop_user(sample.kv.prefix)
             sample.kv.prefix = None

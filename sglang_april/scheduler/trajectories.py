@@ -101,7 +101,7 @@ class Trajectory:
         return leg
 
     def end_leg(self, leg: Leg, output: Ids) -> list[Sequence]:
-        """End a leg that has drawn `output`, so that others may continue it. Returns sequences that none can continue."""
+        """End a leg that has drawn `output`; other legs may continue it. Returns sequences that none can continue."""
         ids = np.concatenate([leg.prompt, output])
         gone = [leg.extends] if leg.extends is not None and leg.extends in self.sequences else []
         self.sequences = [s for s in self.sequences if s not in gone]

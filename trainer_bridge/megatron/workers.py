@@ -1,4 +1,4 @@
-"""The trainer's ranks: in this process, in processes of their own, or in Ray actors (`ray_workers.py`).
+"""The trainer's ranks: in this process, in separate processes, or in Ray actors (`ray_workers.py`).
 
 If a rank fails, all ranks are killed, because the others may be in the middle of a collective.
 """

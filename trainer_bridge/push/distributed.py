@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class DistributedTransport:
-    """The transport `distributed`, the default where trainer and engines have GPUs of their own."""
+    """The transport `distributed`, the default where trainer and engines use different GPUs."""
 
     def __init__(self, engines: Sequence[PushTarget], device: torch.device, master_address: str | None = None) -> None:
         self._engines, self._backend = engines, "nccl" if device.type == "cuda" else "gloo"

@@ -1,8 +1,8 @@
 """Blocks of memory for pages.
 
 A block that the operating system has just given costs a page fault for every 4 KB when it is first written to, which
-takes longer than the copy. On huge pages it is one for every 2 MB. Where they have to be asked for (Linux's usual
-setting, `madvise`), that is done here; elsewhere this is `torch.empty`.
+takes longer than the copy. On huge pages it is one for every 2 MB. Where a program must request them (Linux's
+usual setting, `madvise`), this module does; elsewhere this is `torch.empty`.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ SUPPORTED = frozenset(
         "require_reasoning",
     }
 )
-"""Fields of SGLang's request that an attached one may set: what they ask for survives a suspend. All others depend on
+"""Fields of SGLang's request that an attached one may set: their effect survives a suspend. All others depend on
 state that SGLang keeps by request slot, or on its own prefill."""
 
 _DEFAULTS = {
@@ -73,7 +73,7 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         overlap: whether the scheduler runs its overlap loop.
 
     Raises:
-        ValueError: the request asks to be attached, and for something that would not survive a suspend.
+        ValueError: the request is to be attached, but sets a field whose effect would not survive a suspend.
     """
     if not isinstance(obj, GenerateReqInput):
         return None

@@ -65,7 +65,7 @@ class SampleOutput:
         return self._logprobs[start:end].tobytes()
 
     def top_logprobs(self, start: int, end: int) -> list[list[tuple[float, int]]] | None:
-        """Pairs (logprob, token id) of each token; None if none were asked for."""
+        """Pairs (logprob, token id) of each token; None if the request asks for none."""
         if not self._width:
             return None
         rows = (slice(i * self._width, (i + 1) * self._width) for i in range(start, end))
