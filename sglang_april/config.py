@@ -243,7 +243,11 @@ def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None =
 
 
 def from_argv(argv: Sequence[str]) -> dict[str, str]:
-    """The plugin's flags among SGLang's, as typed."""
+    """The plugin's flags in a command line of SGLang, as typed: field → text.
+
+    Raises:
+        ConfigError: an `--april-*` argument is not a flag of the plugin.
+    """
     parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag in FLAGS:
         parser.add_argument(flag.option, dest=flag.field, **flag.arity)
@@ -255,7 +259,11 @@ def from_argv(argv: Sequence[str]) -> dict[str, str]:
 
 
 def from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """The flags in `SGLANG_APRIL`."""
+    """The flags in the environment variable `SGLANG_APRIL`: field → JSON value; empty if it is not set.
+
+    Raises:
+        ConfigError: the variable is not a JSON object.
+    """
     text = env.get(ENV)
     if not text:
         return {}

@@ -61,7 +61,11 @@ class SweepAllocator(TokenToKVPoolAllocator):
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Slots that were taken, each once."""
+        """Free slots, int [n].
+
+        Raises:
+            ValueError: a slot was not taken, or occurs twice.
+        """
         if not self.is_not_in_free_group:
             super().free(free_index)
             return

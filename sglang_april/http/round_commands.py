@@ -67,7 +67,12 @@ class RoundCommands:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
     async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
-        """A larger quota and more prompts for an open round; idempotent with a key, also after the round's end."""
+        """Raise the quota of an open round and add prompts; idempotent with a key, also after the round's end.
+
+        Raises:
+            RequestError: as for `RoundRegistry.find`; 409 if the key was used with another body; or the scheduler
+            refuses.
+        """
         round_, key = self._rounds.find(round_id), body.idempotency_key
         if key is None:
             return await self._extend(round_, body, fingerprint)

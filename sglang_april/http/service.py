@@ -86,7 +86,11 @@ class AprilService:
             raise RequestError(413, "body", f"has {size} bytes or more, {limit}")
 
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
-        """Open the round that a request asks for, or find it (`idempotent-round`)."""
+        """Open the round that a request asks for, or find it (`idempotent-round`).
+
+        Raises:
+            RequestError: 503 if no round may open; as for `RoundRegistry.admit`; or the request cannot be served.
+        """
         await self.restored_state.ready()
         if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)

@@ -131,7 +131,7 @@ def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
 
 
 def ended(event: RoundEnded) -> Op:
-    """A round's reply is fixed."""
+    """A round's reply is fixed. The operation raises RecordError if the round or a delivered sample is not recorded."""
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:

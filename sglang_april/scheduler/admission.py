@@ -87,8 +87,7 @@ class PrefillBatcher:
         self._idle_slot_steps = 0
 
     def is_due(self, rounds: Sequence[Round], chosen: Sequence[Sample], slots: int) -> bool:
-        """Whether the prefill starts in this step; called once per step with the picked samples of `rounds` for
-        `slots`."""
+        """Whether the prefill starts now; called once per step with the samples picked for `slots` free slots."""
         free = min(slots, sum(places(rnd, slots) for rnd in rounds))
         self._idle_slot_steps += free
         running = sum(rnd.run.running for rnd in rounds)

@@ -71,6 +71,9 @@ def checksum(pages: torch.Tensor) -> torch.Tensor:
 
     Args:
         pages: int32 [pages, words], words of a page contiguous, on any device.
+
+    Raises:
+        ValueError: `pages` has another shape, dtype or layout.
     """
     if pages.ndim != 2 or pages.dtype != torch.int32 or (pages.shape[1] > 1 and pages.stride(1) != 1):
         raise ValueError(f"pages must be int32 [pages, words], words contiguous, got {pages.dtype} {list(pages.shape)}")

@@ -89,7 +89,11 @@ class PlaneTable:
 
     @classmethod
     def mha(cls, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> "PlaneTable":
-        """One K and one V buffer per layer, `[slots, heads, dim]`; their row sizes may differ."""
+        """A table of one K and one V buffer per layer, each `[slots, heads, dim]`; their row sizes may differ.
+
+        Raises:
+            ValueError: the numbers of K and V buffers differ, or as for `of`.
+        """
         if len(k) != len(v):
             raise ValueError(f"as many K as V buffers are needed, got {len(k)} and {len(v)}")
         return cls.of([buffer for layer in zip(k, v, strict=True) for buffer in layer])
