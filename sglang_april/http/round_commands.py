@@ -70,8 +70,7 @@ class RoundCommands:
         """Raise the quota of an open round and add prompts; idempotent with a key, also after the round's end.
 
         Raises:
-            RequestError: as for `RoundRegistry.find`; 409 if the key was used with another body; or the scheduler
-            refuses.
+            RequestError: as for `RoundRegistry.find`; 409, the key was used with another body; or a refusal.
         """
         round_, key = self._rounds.find(round_id), body.idempotency_key
         if key is None:
