@@ -19,7 +19,7 @@ HEALTH = ("/health", "/health_generate")
 PATIENCE_S = 2.0
 """Longest wait for the scheduler's answer, in seconds; a long prefill may delay the answer."""
 FRESH_S = 1.0
-"""Seconds between two requests to the scheduler, however many scrapes arrive."""
+"""Minimum seconds between two requests to the scheduler, however many scrapes arrive."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

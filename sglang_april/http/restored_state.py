@@ -28,7 +28,7 @@ class RestoredState:
         self._complete = asyncio.Event()
         self._replay: asyncio.Task[None] | None = None
         self.fault = ""
-        """Why the journal cannot be written, or empty. While it is set, no request is accepted."""
+        """Why the journal cannot be written, or empty. While it is set, no new request is accepted."""
         self._warnings: list[str] = []
 
     async def ready(self) -> None:
