@@ -1,4 +1,4 @@
-"""Agents of several turns over pushes, by one of four variants.
+"""Multi-turn agents over pushes, by one of four variants.
 
 Several agents work concurrently, each through trajectories of several turns. A turn is one `/generate` request with
 everything so far as its prompt; then a tool takes its time and adds tokens. Weights are pushed at fixed intervals:
@@ -33,11 +33,11 @@ HEADERS = {"x-april-run": RUN}
 
 @dataclass(frozen=True)
 class Load:
-    """What the agents of one row do."""
+    """The load that the agents of one row generate."""
 
     agents: int
     trajectories: int
-    """In all, before the row ends."""
+    """Total number of trajectories of the row."""
     turns: int
     prompt: int
     """Tokens of the first prompt."""
@@ -68,7 +68,7 @@ class Agents:
         self.push_s = 0.0
 
     async def run(self) -> record.Row:
-        """Returns the measurements."""
+        """Run all trajectories; returns the measurements."""
         engine = self._engine
         await engine.flush()
         self._may_ask.set()
@@ -161,7 +161,7 @@ class Agents:
         await self._resume()
 
     async def _resume(self) -> None:
-        """Also after a push that the end of the row has cut short."""
+        """Resume generation after a push, also after one that the end of the row has interrupted."""
         if self._variant in ATTACHED:
             if (await self._engine.get("/april/state"))["push_open"]:
                 await self._engine.load_weights(self._checkpoints[0], flush=False)

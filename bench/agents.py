@@ -1,4 +1,4 @@
-"""Requests attached to a run against SGLang's own: what attaching costs, and agents of several turns over pushes.
+"""Requests attached to a run against SGLang's own: the cost of attaching, and multi-turn agents over pushes.
 
     python -m bench.agents pairs --repetitions 8
     python -m bench.agents turns --preset cpu
@@ -7,7 +7,7 @@
 `pairs` runs `sglang.bench_serving` on a stock and on a patched server in turn. The requests of `attached` belong to a
 run; those of `unattached` do not. A row has output tokens/s, and the ratio to the stock server of the same pair.
 
-`turns` runs agents of several turns over pushes (`bench/agent_turns.py`); its ratios are to `resend` within one run.
+`turns` runs multi-turn agents over pushes (`bench/agent_turns.py`); its ratios are to `resend` within one run.
 """
 
 import argparse

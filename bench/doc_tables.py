@@ -43,7 +43,7 @@ def _source(rows: list[Row]) -> str:
 
 
 def _newest(rows: list[Row], key: str = "run_id") -> list[Row]:
-    """Those of the newest run."""
+    """The rows of the newest run."""
     last = max(rows, key=lambda row: row["time"], default=None)
     return [] if last is None else [row for row in rows if row.get(key) == last.get(key)]
 
@@ -185,7 +185,7 @@ LEARNERS = {
     "cohort": "`quota_mode: cohort`",
 }
 QUIET_SEEDS = (2, 3, 4)
-"""Seeds whose runs had the machine to themselves, so that their seconds are compared."""
+"""Seeds whose runs had the machine to themselves, so that their durations are comparable."""
 
 
 def learning(rows: list[Row]) -> tuple[list[Row], Cells]:
@@ -261,4 +261,4 @@ TABLES: dict[str, Table] = {
     "simulated": simulated,
     "projected": projected,
 }
-"""By the name in the marker."""
+"""Tables by the name in the marker."""

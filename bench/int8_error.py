@@ -4,7 +4,7 @@
 
 Hugging Face's forward draws sequences from the tiny model. The KV of their first half is stored as int8 pages and
 restored; the second half is then fed on it, token for token, and its logprobs are compared with those on the original
-KV. The same with `full` pages is a row of its own: its error must be 0, or the measurement is wrong.
+KV. The same with `full` pages is a separate row: its error must be 0, or the measurement is wrong.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m bench.journal               five runs each and the ratio of their medians, as a row of the results
     python -m bench.journal --sync full   safe against loss of power too
 
-Both servers live all the time, and the one whose turn it is not sleeps. A run is a number of rounds of one workload:
+Both servers run throughout, and the one that is not measured is idle. A run is a number of rounds of one workload:
 the same prompts, lengths and seeds for both. The clock runs from the first request to the last reply; warm-up rounds
 are not in it.
 """

@@ -93,7 +93,7 @@ def _sglang_pool(config: KernelConfig, size: int, dtype: torch.dtype, device: st
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool(size - 1, 1, dtype, config.heads, config.dim, config.layers, device, False), ""
-    except Exception as error:  # noqa: BLE001 (the other cases run with any installation)
+    except Exception as error:  # noqa: BLE001 (the other cases need no working SGLang)
         return None, f"no SGLang pool: {error!r}"[:300]
 
 

@@ -3,7 +3,7 @@
     python -m bench.large_reply [--samples 256] [--tokens 16384] [--encoding json msgpack stream] [--record]
 
 The HTTP process is real (routes, service, decoding of text, encoding, uvicorn); the scheduler's messages are made up
-beforehand with the size and types of real ones, eight samples in each. Every encoding runs in processes of its own.
+beforehand with the size and types of real ones, eight samples in each. Every encoding runs in new processes.
 `received_mb` is the HTTP process's memory once all samples have arrived and their texts are decoded; `peak_mb` its
 maximum until the client has everything; `empty_mb` its memory before the round. `body_mb` is the size of the body.
 From the end of the round: `reply_s` until the client has the last byte, `server_cpu_s` the HTTP process's CPU time,
@@ -51,14 +51,14 @@ MB = 2**20
 
 
 class NoWeights:
-    """The reader side of a lock that no weight call asks for."""
+    """The reader side of a lock that no weight call acquires."""
 
     async def acquire_reader(self) -> None: ...
     async def release_reader(self) -> None: ...
 
 
 class MadeUpScheduler:
-    """What the service needs of a front end (`sglang_april.http.frontend`) for rounds of token ids."""
+    """The interface that the service needs of a front end (`sglang_april.http.frontend`) for rounds of token ids."""
 
     lock = NoWeights()
 
@@ -180,7 +180,7 @@ class LoopTime:
 
 @contextmanager
 def http_process(samples: int, tokens: int) -> Iterator[httpx.Client]:
-    """An HTTP process of its own; a client of it."""
+    """Start an HTTP process; yields a client of it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(port, samples, tokens), daemon=True)

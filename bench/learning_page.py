@@ -81,7 +81,7 @@ def _line(name: str, runs: dict[int, Row], base: dict[int, Row], goal: float | N
 
 
 def ends(runs: dict[int, Row], base: dict[int, Row]) -> dict[int, float]:
-    """By seed: held-out reward at the numbers of samples of the synchronous run's last evaluations."""
+    """Held-out reward by seed, at the numbers of samples of the synchronous run's last evaluations."""
     points = {seed: base.get(seed, row)["evaluations"][1:][-LAST:] for seed, row in runs.items()}
     return {
         seed: reward_at([point["samples_so_far"] for point in points[seed]], row["evaluations"])

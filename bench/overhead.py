@@ -192,7 +192,7 @@ def main(given: list[str] | None = None) -> int:
         model = make(Path(folder) / "v0")
         size = Size(model, plan.slots, CONTEXT, 140_000)
         with both_servers(size, record.ROOT / "out" / "bench") as (stock, april):
-            # One slot is left for what decodes beside.
+            # One slot is left for the additional decoding request.
             measured = OverheadRun({"stock": stock, "april": april}, model, args.prompts, plan.slots - 1)
             for url in (stock, april):
                 serve(url, model, plan.slots, plan.slots - 1, 0)

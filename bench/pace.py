@@ -69,7 +69,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """KV of a token."""
+        """KV bytes of a token."""
         return 2 * 2 * self.layers * self.kv_heads * 128
 
     @property
@@ -78,7 +78,7 @@ class Model:
         return self.dense + self.active * self.expert
 
     def read_bytes(self, tokens: float) -> float:
-        """Bytes of the weights that so many tokens use, with uniform routing."""
+        """Bytes of the weights that this many tokens use, with uniform routing."""
         if not self.experts:
             return 2 * self.dense
         used = self.experts * (1 - (1 - self.active / self.experts) ** tokens)
@@ -104,7 +104,7 @@ def decode_ms(model: Model, gpu: Gpu, rows: float, context: float) -> float:
 
 
 def prefill_ms(model: Model, gpu: Gpu, tokens: float, prefix: float) -> float:
-    """Milliseconds of a modelled prefill of `tokens` tokens in total behind prefixes of this mean length."""
+    """Milliseconds of a modelled prefill of `tokens` tokens in total after prefixes of this mean length."""
     bandwidth, flops = gpu.bandwidth * gpu.bandwidth_share, gpu.flops * gpu.flops_share
     weights = max(model.read_bytes(tokens) / bandwidth, 2 * model.token_parameters * tokens / flops)
     attention = 4 * model.layers * model.query_width * tokens * (prefix + tokens / 2) / flops
@@ -112,7 +112,7 @@ def prefill_ms(model: Model, gpu: Gpu, tokens: float, prefix: float) -> float:
 
 
 def modelled(model: Model, gpu: Gpu) -> dict[str, Any]:
-    """A table."""
+    """A modelled table, as written to JSON."""
     return {
         "name": f"{model.name} on one {gpu.name}, modelled",
         "kind": "modelled",
@@ -128,7 +128,7 @@ def modelled(model: Model, gpu: Gpu) -> dict[str, Any]:
 
 
 def kv_tokens(model: Model, gpu: Gpu) -> int:
-    """KV tokens beside the weights in 0.88 of the memory, SGLang's usual static share."""
+    """KV tokens that fit with the weights into 0.88 of the memory, SGLang's usual static share."""
     weights = 2 * (model.dense + model.experts * model.expert)
     return int((0.88 * gpu.memory_gb * 1e9 - weights) / model.kv_bytes)
 

@@ -32,7 +32,7 @@ def provenance() -> Row:
 def commit() -> str:
     """The commit hash, with ``+changes`` if the tree is modified; empty outside of a repository."""
     head = _output("git", "rev-parse", "HEAD")
-    # Rows themselves are no change of what is measured.
+    # New rows do not change the measured code.
     return head + ("+changes" if head and _output("git", "status", "--porcelain", "--", ":!bench/results") else "")
 
 

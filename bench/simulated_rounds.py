@@ -1,6 +1,6 @@
 """A discrete-event model of rounds on one engine or many, for bench/simulate.py; `VARIANTS` describes the variants.
 
-A round begins with a push and the variant's own overhead beside it, on all engines at once. It ends in the step that
+A round begins with a push and the variant's own overhead, on all engines at once. It ends in the step that
 completes the quota on any engine, and every engine finishes its step in flight. Everything is counted in engine steps
 (bench/simulated_engine.py); only lengths are random. There is no HTTP, no tokenizer, and no overlap of the scheduler's
 work with the device's.
@@ -26,9 +26,9 @@ class SimulatedVariant:
     """What a round starts: the quota itself (`quota`), the over-sampling factor times the quota at its start (`factor`)
     or at every step (`refilled`), or as many samples as there are slots (`demand`)."""
     left: Literal["partials", "running"] = "partials"
-    """What running samples become when a round ends."""
+    """The state of running samples when a round ends."""
     partials: Literal["prefilled", "found", "kept"] = "prefilled"
-    """What a partial needs: a prefill of all its tokens, a prefill of one token behind a cached prefix, or none."""
+    """What a partial needs: a prefill of all its tokens, a prefill of one token after a cached prefix, or none."""
     between: Literal["gap_s", "abort_s", ""] = "gap_s"
     """The cost between rounds in addition to the push."""
     sleep_s: float = 0.0

@@ -3,7 +3,7 @@
 A prompt is ``<bos> 17 4 9 … <sort>``; the answer is the same numbers in rising order and ``<eos>``. Every number is one
 token, so the answer is exactly one token longer than the list, and the lengths of the lists decide the lengths of the
 answers: a truncated Pareto law, most lists short and a few of them twenty times the median. A trained model ends its
-answers by itself, which is what makes a batch wait for its slowest few.
+answers by itself, so a batch waits for its few longest answers.
 
 Token ids in and token ids out: ``Problem.prompt`` goes to the server as ``input_ids``, ``score`` judges ``output_ids``.
 As prompt data of the trainer bridge: ``write_prompts``, and ``reward: examples.sorting_task:reward``.
@@ -25,12 +25,12 @@ PAD, BOS, EOS, SORT = 0, 1, 2, 3
 FIRST_NUMBER = 4
 VOCAB_SIZE = 512
 NUMBERS = VOCAB_SIZE - FIRST_NUMBER
-"""How many different numbers there are: 0 … NUMBERS - 1."""
+"""Number of different numbers: 0 … NUMBERS - 1."""
 
 
 @dataclass(frozen=True)
 class ListLengths:
-    """How long the lists are: a Pareto law between ``shortest`` and ``longest``.
+    """Distribution of list lengths: a Pareto law between ``shortest`` and ``longest``.
 
     With the defaults the median is about 16 and the longest list is 20 times that.
     """
@@ -80,7 +80,7 @@ def score(problem: Problem, output_ids: Sequence[int]) -> float:
 
 
 def exact(problem: Problem, output_ids: Sequence[int]) -> bool:
-    """Whether the output is the whole answer and nothing else."""
+    """Whether the output equals the answer."""
     return list(output_ids) == problem.answer
 
 
@@ -92,5 +92,5 @@ def write_prompts(path: Path, given: Iterable[Problem]) -> Path:
 
 
 def reward(sample: RewardSample, prompt: TrainingPrompt) -> float:
-    """``score``, as the trainer bridge asks for it."""
+    """``score`` with the signature that the trainer bridge calls."""
     return score(Problem(prompt.id, prompt.content, prompt.label), sample.output_ids)

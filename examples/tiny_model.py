@@ -174,7 +174,7 @@ def tokenizer() -> Tokenizer:
 
 
 def make(path: str | Path, family: str = "qwen3", dtype: str = "float32", seed: int = 0) -> Path:
-    """Writes model and tokenizer into the folder ``path`` and returns it."""
+    """Write model and tokenizer into the folder ``path`` and returns it."""
     path = Path(path)
     fields = config(family, dtype)
     path.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from examples.sorting_task import BOS, EOS, FIRST_NUMBER, NUMBERS, PAD, VOCAB_SI
 OUT = Path(__file__).parent / "checkpoints"
 STEPS = 2000
 SNAPSHOTS = (800, 1200, 1600, 2000)
-"""After which steps a checkpoint is written: the first already ends its answers by itself, later ones sort better."""
+"""Steps after which a checkpoint is written: the first already ends its answers by itself, later ones sort better."""
 BATCH_TOKENS = 3000
 LEARNING_RATE = 6e-3
 WARM_UP_STEPS = 150
@@ -41,9 +41,9 @@ WARM_UP_LEARNING_RATE = 1e-3
 GIVE_UP = 0.5
 """Share of the warm-up's demonstrations that end too early, anywhere with equal probability."""
 IGNORED = -100
-"""What cross entropy takes for "no target here"."""
+"""Target index that cross entropy ignores."""
 THREADS = 1
-"""One thread adds in one order, and does not stall where other processes want the cores too."""
+"""One thread adds in a fixed order, and does not stall when other processes use the cores."""
 
 
 def new_model() -> Qwen3ForCausalLM:
@@ -67,7 +67,7 @@ def new_model() -> Qwen3ForCausalLM:
 
 
 def order_embeddings(model: Qwen3ForCausalLM) -> None:
-    """Starts the numbers' embeddings as sines of the number, so that their order need not be learnt from scratch."""
+    """Initialise the numbers' embeddings as sines of the number, so that their order need not be learnt."""
     weight = model.model.embed_tokens.weight
     numbers = torch.arange(NUMBERS)[:, None].float()
     frequencies = 2 * math.pi / torch.logspace(math.log10(4), 3, weight.shape[1] // 4)
@@ -78,7 +78,7 @@ def order_embeddings(model: Qwen3ForCausalLM) -> None:
 
 MESSAGES = "{% for message in messages %} {{ message['content'] }}{% endfor %}"
 CHAT_TEMPLATE = "<bos>" + MESSAGES + "{% if add_generation_prompt %} <sort>{% endif %}"
-"""So that chat completions sort, too."""
+"""Chat template with which chat completions sort, too."""
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
@@ -121,13 +121,13 @@ def quality(model: Qwen3ForCausalLM, seed: int = 5) -> dict[str, float]:
 
 
 def save(model: Qwen3ForCausalLM, path: Path) -> None:
-    """Writes a checkpoint as a Hugging Face folder, bfloat16."""
+    """Write a checkpoint as a Hugging Face folder, in bfloat16."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(path)
     task_tokenizer().save_pretrained(path)
 
 
 def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS) -> None:
-    """The whole training; writes ``out/v0`` … and ``out/training.json``."""
+    """Run the whole training; writes ``out/v0`` … and ``out/training.json``."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     rng, lengths = random.Random(1), ListLengths()
@@ -154,7 +154,7 @@ def train(out: Path, steps: int = STEPS, snapshots: tuple[int, ...] = SNAPSHOTS)
 
 
 def give_up(answers: torch.Tensor, rng: random.Random, share: float) -> torch.Tensor:
-    """Demonstrations of which a share stop early: EOS somewhere before the end, and no target behind it."""
+    """Demonstrations of which a share stop early: EOS somewhere before the end, and no target after it."""
     shown = answers.clone()
     for row in shown:
         if rng.random() < share:
@@ -165,7 +165,7 @@ def give_up(answers: torch.Tensor, rng: random.Random, share: float) -> torch.Te
 
 
 def warm_up(start: Path, out: Path) -> None:
-    """Teaches the checkpoint ``start`` to give up; writes ``out/warmup``."""
+    """Train the checkpoint ``start`` on demonstrations that give up; writes ``out/warmup``."""
     torch.set_num_threads(THREADS)
     rng, lengths = random.Random(2), ListLengths()
     model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)

@@ -109,12 +109,12 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """The flag as it is typed."""
+        """The flag as on the command line."""
         return PREFIX + self.field.replace("_", "-")
 
     @property
     def arity(self) -> dict[str, Any]:
-        """For `argparse`."""
+        """Keyword arguments of `argparse` for the number of values."""
         return {"nargs": "?", "const": "on"} if self.switch else {}
 
     def read(self, value: Any) -> Any:
@@ -243,7 +243,11 @@ def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None =
 
 
 def from_argv(argv: Sequence[str]) -> dict[str, str]:
-    """The plugin's flags among SGLang's, as typed."""
+    """The plugin's flags in a command line of SGLang, as typed: field → text.
+
+    Raises:
+        ConfigError: an `--april-*` argument is not a flag of the plugin.
+    """
     parser = _QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for flag in FLAGS:
         parser.add_argument(flag.option, dest=flag.field, **flag.arity)
@@ -255,7 +259,11 @@ def from_argv(argv: Sequence[str]) -> dict[str, str]:
 
 
 def from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """The flags in `SGLANG_APRIL`."""
+    """The flags in the environment variable `SGLANG_APRIL`: field → JSON value; empty if it is not set.
+
+    Raises:
+        ConfigError: the variable is not a JSON object.
+    """
     text = env.get(ENV)
     if not text:
         return {}
@@ -286,7 +294,7 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
 
 
 def default_host_bytes(servers: int) -> int:
-    """Of one server on this machine: its share of a quarter of the memory, and at most 64 GB."""
+    """Default host tier of one server here, in bytes: its share of a quarter of the memory, at most 64 GB."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(MAX_DEFAULT_HOST_BYTES, memory // 4 // servers)
 

@@ -40,7 +40,7 @@ def sigint_blocked() -> Iterator[None]:
 
 
 def what_is_kept(settings: config.AprilConfig) -> str:
-    """One sentence."""
+    """One sentence on what remains of the runs, and how to continue them."""
     if settings.journal is None:
         return "Nothing is kept; with --april-journal FILE, the same command would continue all runs."
     stored = f", and {settings.disk_dir} the KV that was stored in time" if settings.disk_dir else ""
@@ -48,7 +48,7 @@ def what_is_kept(settings: config.AprilConfig) -> str:
 
 
 def say_what_is_kept() -> None:
-    """Print the line."""
+    """Print what is kept to stderr."""
     sys.stderr.write(f"\nsglang-april: interrupted. {what_is_kept(config.load())}\n")
     sys.stderr.flush()
 

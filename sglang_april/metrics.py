@@ -104,7 +104,7 @@ class Metrics:
                 gauge.labels(**labels, tier=tier).set(size)
 
     def exposition(self, state: Mapping[str, Any] | None) -> bytes:
-        """All metrics in Prometheus's text format. `state`: of `GET /april/state`; None if the scheduler is silent.
+        """All metrics in Prometheus's text format. `state`: of `GET /april/state`; None without an answer.
 
         With --enable-metrics, SGLang's processes write their metrics to a directory, from which all are read together.
         """

@@ -65,7 +65,7 @@ def _sentence(url: str, error: AprilError) -> str:
 
 def _watch(client: AprilClient, url: str, interval: float) -> None:
     running: deque[int] = deque(maxlen=1000)
-    state = client.state()  # the first answer must come; later the server may be away for a while
+    state = client.state()  # the first answer must come; later the server may be unreachable for a while
     on_terminal = sys.stdout.isatty()
     sys.stdout.write(ALTERNATE if on_terminal else "")
     try:
@@ -121,7 +121,7 @@ def frame(url: str, state: Mapping[str, Any], running: Sequence[int], width: int
 
 
 def _agents(state: Mapping[str, Any]) -> list[str]:
-    """Attached requests and trajectories, by run; nothing without any."""
+    """Lines on attached requests and trajectories, by run; empty if there are none."""
     attached, trajectories = state["attached"], state["trajectories"]
     rows = []
     for run in sorted(attached.keys() | trajectories.keys()):

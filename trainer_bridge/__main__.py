@@ -47,7 +47,7 @@ def _run(command: str, load: Callable[[], Callable[[], int]], kept: str) -> int:
     except KeyboardInterrupt:
         print(f"\n{command}: interrupted; {kept}", file=sys.stderr)  # noqa: T201
         status = 128 + signal.SIGINT
-    if status > 128:  # threads may wait for servers that are not this run's
+    if status > 128:  # threads may be waiting for external servers
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(status)

@@ -102,7 +102,7 @@ class AgentRollouts:
         return evaluation_metrics(list(rewards.values()), [_drawn(trajectory) for trajectory in reply.trajectories])
 
     def drop(self) -> None:
-        """Delete all that the engine has of this run."""
+        """Delete all undelivered trajectories of this run at the engine."""
         self._abandon()
         self.client.drop(self._run)
 
@@ -141,7 +141,7 @@ class AgentRollouts:
             reply = self._answer(round_id)
         if reply is None:
             if self._training is None:
-                self.client.drop(self._run)  # what an earlier process has left; its agents are gone
+                self.client.drop(self._run)  # left by an earlier process, whose agents have ended
                 self._training = self._trajectories(
                     self._run, config.n_samples_per_prompt, agent_params(config), config.quota_unit == "group"
                 )
@@ -167,7 +167,7 @@ class AgentRollouts:
         with self._runner.clock(trajectories.run):
             self._in_results(begin)
             reply = current.events.get()
-        self._in_results(lambda: setattr(self, "_round", AgentRound("")))  # nothing changes the pool from here on
+        self._in_results(lambda: setattr(self, "_round", AgentRound("")))  # the pool does not change from here on
         if isinstance(reply, BaseException):
             raise reply
         return reply

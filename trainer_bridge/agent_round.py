@@ -9,7 +9,7 @@ from typing import Any
 from sglang_april.client import AprilClient, RolloutReply
 
 OPEN_POLL_S = 0.02
-"""Interval at which the engine is asked whether a round is open."""
+"""Seconds between two queries whether a round is open at the engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class AgentRound:
     problems: list[str] = field(default_factory=list)
 
     def open(self, client: AprilClient, body: dict[str, Any]) -> None:
-        """Send the request in a thread of its own, and wait until the round is open or has failed.
+        """Send the request in a separate thread, and wait until the round is open or has failed.
 
         No agent may begin before the engine has the round.
         """

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from trainer_bridge.agents import AgentFinished, Cancel, Ready, StartAgent, serve
 
 START_TIMEOUT_S = 300.0
-"""For a worker to import the agent function."""
+"""Seconds for a worker to import the agent function."""
 CANCEL_TIMEOUT_S = 10.0
-"""A worker that has not confirmed a cancellation in this time is killed: its agents block its event loop."""
+"""Seconds after which a worker that has not confirmed a cancellation is killed: its agents block its event loop."""
 TICK_S = 0.2
 
 
@@ -113,7 +113,7 @@ class _Running:
     worker: AgentWorker
     run: str
     left_s: float
-    """Of its timeout."""
+    """Seconds left of its timeout."""
 
 
 class AgentRunner:
@@ -202,7 +202,7 @@ class AgentRunner:
             self._finished(finished)
 
     def _watch(self) -> None:
-        """Cancel trajectories whose time is over, and kill workers that do not confirm it."""
+        """Cancel trajectories whose time is up, and kill workers that do not confirm the cancellation."""
         before = time.monotonic()
         while not self._closed.wait(TICK_S):
             now = time.monotonic()

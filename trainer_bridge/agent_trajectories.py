@@ -18,9 +18,9 @@ from trainer_bridge.rewards import TrainingPrompt
 from trainer_bridge.validate import RunError
 
 ATTEMPTS = 2
-"""How often a trajectory is run before its group is given up."""
+"""Attempts at a trajectory before its group is given up."""
 FAILURES_IN_A_ROW = 32
-"""So many failed trajectories without one that succeeds end the run: its agent always fails."""
+"""Number of consecutive failed trajectories that ends the run, because its agent always fails."""
 CALL_ATTEMPTS = 3
 """A server may close an idle connection just as a call is sent. Repeating these calls is harmless."""
 
@@ -56,7 +56,7 @@ class AgentTrajectories:
         """
         Args:
             n: trajectories of a prompt.
-            sampling: for `AgentTask.sampling`, without the seed, which each trajectory has of its own.
+            sampling: for `AgentTask.sampling`, without the seed, which differs per trajectory.
             whole_groups: end the trajectories of a prompt together.
             accept: whether rewards of a group can be trained on; read only with `whole_groups`.
             replace: called when a group is rejected, with the reason if its agents failed, else "".
@@ -67,7 +67,7 @@ class AgentTrajectories:
         self._group_of: dict[str, tuple[PromptTrajectories, int]] = {}
         """Group and index of each trajectory whose agent runs."""
         self._attempt = uuid.uuid4().hex[:6]
-        """Part of the names, so that those of an earlier process or of a lost engine do not return."""
+        """Part of the names, so that no name of an earlier process or a lost engine recurs."""
         self._failures_in_a_row = 0
         self.failed = 0
         """Trajectories that failed so far."""

@@ -18,7 +18,7 @@ from typing import Any
 from trainer_bridge.rewards import load_function
 
 CONNECT_TIMEOUT_S = 30.0
-"""Of the agents' requests. Their answers have no limit: a suspended request takes as long as it takes."""
+"""Connect timeout of the agents' requests. Answers have no time limit, because a request may be suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class AgentTask:
     id: str
     """`<prompt id>.<index>`: the same in every attempt, and in every run with the same data."""
     index: int
-    """Of the trajectory in its group, 0 to n − 1."""
+    """Index of the trajectory in its group, 0 to n − 1."""
     content: Any
     """The prompt as the data has it: text, messages or token ids."""
     label: Any
     metadata: Any
     sampling: dict[str, Any]
-    """Keyword arguments for `client.chat.completions.create`: temperature, max_tokens, seed and what else the
-    configuration sets. The trainer's ratios are right only if requests use this temperature."""
+    """Keyword arguments for `client.chat.completions.create`: temperature, max_tokens, seed and whatever else
+    the configuration sets. The trainer's ratios are right only if requests use this temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StartAgent:
     """Its name at the engine."""
     task: AgentTask
     headers: dict[str, str]
-    """Of its requests."""
+    """Headers of its requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class Sequences:
     responses: Tensor
     """int64 [n]: response tokens of each sequence, its last ones; they sum to T."""
     temperature: Tensor
-    """float32 [n]: what the engine divided logits by; 1 for greedy samples (`behaviour-logprobs`)."""
+    """float32 [n]: the temperature that divided the logits; 1 for greedy samples (`behaviour-logprobs`)."""
 
     def __len__(self) -> int:
         return len(self.lengths)

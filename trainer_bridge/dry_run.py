@@ -52,7 +52,7 @@ def _model(config: Config) -> str:
 
 
 def _memory(config: Config) -> str:
-    """Of a trainer rank; docs/training.md describes what the estimate covers."""
+    """Memory of a trainer rank; docs/training.md describes what the estimate covers."""
     settings = config.trainer
     rank = estimate(
         ModelShape.read(Path(config.hf_checkpoint)),

@@ -21,7 +21,7 @@ from trainer_bridge.server_process import EngineGoneError, EngineLostError
 from trainer_bridge.trainer import PARTS, Trainer
 
 ATTEMPTS = 3
-"""How often a call is made if the engine is lost during it."""
+"""Attempts at a call during which the engine is lost."""
 ENGINE_LOST = (httpx.TransportError, ServerLostError, EngineLostError, EngineUnreachableError, PushFailed)
 T = TypeVar("T")
 

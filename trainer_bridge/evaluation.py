@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, as a run of its own at the engine (`<run>/eval`)."""
+"""Evaluation on held-out prompts, as a separate run at the engine (`<run>/eval`)."""
 
 from concurrent.futures import Future
 

@@ -19,7 +19,7 @@ class EngineUnreachableError(HandshakeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the trainer uses of an engine's state."""
+    """The part of an engine's state that the trainer uses."""
 
     url: str
     tp_size: int
@@ -61,7 +61,7 @@ def check_engine(url: str, state: dict[str, Any], shape: ModelShape) -> EngineIn
 
 
 def shared_gpu(trainer: str, engines: Sequence[EngineInfo]) -> str:
-    """Why trainer rank 0 and all engines cannot be one NCCL group; empty if each rank has a GPU of its own.
+    """Why trainer rank 0 and all engines cannot be one NCCL group; empty if each rank has a separate GPU.
 
     Args:
         trainer: UUID of the GPU of trainer rank 0; empty on a CPU.

@@ -64,7 +64,7 @@ def write_hf(tensors: Iterable[tuple[str, Tensor]], source: Path, folder: Path, 
 
 
 def batches(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in order, in lists of at most `max_bytes`; a larger tensor gets a list of its own."""
+    """The tensors in order, in lists of at most `max_bytes`; a larger tensor gets a separate list."""
     batch: list[tuple[str, Tensor]] = []
     total = 0
     for name, tensor in tensors:

@@ -73,7 +73,7 @@ def _proximal(logprobs: Tensor, tokens: Tokens, settings: LossSettings) -> Tenso
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """−min(r·A, clip(r)·A), and where the clip removes the gradient."""
+    """−min(r·A, clip(r)·A), and a bool mask: the clip removes the token's gradient."""
     low, high = clip_range
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).detach()

@@ -3,7 +3,7 @@
 Weights and optimiser follow from Megatron's configuration in `megatron/policy.py`. The coefficients of activations
 were measured by counting live bytes of forward and backward passes on the CPU with `recompute_granularity: full` and
 PyTorch's attention (`tests/bridge/test_memory.py` repeats this). Not measured on a GPU; CUDA's context, NCCL's buffers
-and fragmentation (about 3 GB) come on top.
+and fragmentation take about 3 GB more.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class MemoryEstimate:
     optimizer: int
     """Adam's moments and, with 16-bit weights, weights in float32; shared by data-parallel ranks."""
     activations: int
-    """At their peak, of one micro-batch."""
+    """Activations of one micro-batch, at their peak."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -37,10 +37,10 @@ def estimate(shape: ModelShape, *, tensor_parallel: int, data_parallel: int, tok
     """The estimate for one rank, with `recompute_granularity: full`.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         tensor_parallel: ranks that share each layer.
         data_parallel: ranks that share the states of the optimiser.
-        tokens: of a micro-batch, prompts and responses.
+        tokens: tokens of a micro-batch, prompts and responses.
         width: bytes of a weight: 2 in bfloat16, 4 in float32.
     """
     weights = parameters(shape, tensor_parallel)

@@ -1,4 +1,4 @@
-"""The metrics of one step: what was delivered, how stale it was, loss statistics, and the engine's statistics."""
+"""The metrics of one step: delivered samples, staleness, loss statistics, and the engine's statistics."""
 
 import math
 from collections import Counter

@@ -74,7 +74,7 @@ class RunProgress:
         )
 
     def note(self, text: str) -> None:
-        """Print a line about what the run waits for."""
+        """Print a progress line, for example while the run waits for a server."""
         self._console.print(f"[dim]  {escape(text)}", highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:

@@ -18,7 +18,7 @@ FORWARDED_PREFIXES = ("SGLANG_", "OMP_", "PYTHON", "NCCL_", "GLOO_", "TORCH", "H
 OBJECT_STORE_BYTES = 100_000_000
 """Object store of a Ray that is started here: the tokens and statistics of a step pass through it."""
 PLACEMENT_TIMEOUT_S = 300.0
-"""For actors to start; after that the cluster is considered full."""
+"""Seconds for actors to start; after that the cluster is considered full."""
 
 
 class ClusterCapacityError(ConfigError):

@@ -25,7 +25,7 @@ from typing import Any
 
 ATTEMPTS = 2
 START_TIMEOUT_S = 300.0
-"""For a worker to import the reward function."""
+"""Seconds for a worker to import the reward function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,12 @@ def math_answer(sample: RewardSample, prompt: TrainingPrompt) -> float:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at `module:function` or `file.py:function`."""
+    """The function at `module:function` or `file.py:function`.
+
+    Raises:
+        ImportError: the module cannot be imported.
+        AttributeError: the module has no such function.
+    """
     module, _, name = path.rpartition(":")
     if module.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(module).stem, module)

@@ -18,7 +18,7 @@ class RolloutSource(Protocol):
     """Runs the rounds and evaluations of one run: single responses (`RolloutDriver`) or agents (`AgentRollouts`)."""
 
     engines_with_carry: set[int]
-    """Engines that have what the run's prompts have generated. A new engine without a journal has not."""
+    """Indices of the engines that hold the run's carry; a new engine without a journal holds none."""
 
     def round(self, round_id: str, quota: int | None, *, fill: bool = True) -> ScoredRollout:
         """Run a round to its end. `fill`: first draw prompts until the pool is full. On failure the pool is unchanged.
@@ -30,7 +30,7 @@ class RolloutSource(Protocol):
         """Mean reward over all held-out prompts, and lengths (`evaluation.py`)."""
 
     def drop(self) -> None:
-        """Delete all that the engines have of the run."""
+        """Delete everything undelivered of the run at the engines."""
 
     def drop_unstarted(self) -> None:
         """Delete the prompts of which nothing is generated, so that a round without a quota finishes the others."""

@@ -56,7 +56,7 @@ class TrainingSample:
 
     prompt_id: str
     index: int
-    """Of the sample or the trajectory in its group. The branches of a trajectory have the same one."""
+    """Index of the sample or trajectory in its group; equal for all branches of a trajectory."""
     prompt_ids: np.ndarray
     """int32 [prompt_len]."""
     output_ids: np.ndarray
@@ -213,7 +213,7 @@ def pack_micro_batches(samples: Sequence[TrainingSample], version: int, config: 
     """The micro-batches of one optimiser step, longest samples first, which balances the data-parallel ranks.
 
     There is no padding (`megatron/model.py`), so the lengths in a micro-batch sum to at most `max_tokens_per_gpu`. A
-    longer sample gets a micro-batch of its own. Every sample is in exactly one micro-batch.
+    longer sample gets a separate micro-batch. Every sample is in exactly one micro-batch.
     """
     weights = _token_weights(samples, config)
     longest_first = sorted(range(len(samples)), key=lambda i: -len(samples[i]))

@@ -22,7 +22,7 @@ def evaluation_params(config: Config) -> dict[str, Any]:
 def agent_params(config: Config, *, evaluation: bool = False) -> dict[str, Any]:
     """Sampling parameters for `client.chat.completions.create` in an agent.
 
-    Neutral values are explicit, because SGLang's OpenAI routes take what a request leaves out from the model's
+    Neutral values are explicit, because SGLang's OpenAI routes take parameters that a request omits from the model's
     `generation_config.json`, which may change the distribution behind the logprobs.
     """
     params = evaluation_params(config) if evaluation else rollout_params(config)

@@ -17,7 +17,7 @@ import psutil
 from sglang_april import config
 
 KILL_AFTER_S = 3.0
-"""Between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
+"""Seconds between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
 
 
 ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")
@@ -87,7 +87,7 @@ class LocalServerProcess:
         return f"http://{host}:{free_port(host)}"
 
     def start(self, command: Sequence[str], url: str, log: Path) -> None:
-        """As `ServerProcess.start`; the server gets a process group of its own."""
+        """As `ServerProcess.start`; the server gets a new process group."""
         self._kill_group()
         self._record.parent.mkdir(parents=True, exist_ok=True)
         if self._die_with_parent:

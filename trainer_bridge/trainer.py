@@ -61,7 +61,7 @@ class SequenceStats:
     masked: Tensor
     """int64: tokens in the loss that the correction masks."""
     pull: Tensor
-    """float32: Σ |weight × correction × advantage| over the other tokens: the response's share in the gradient."""
+    """float32: Σ |weight × correction × advantage| over the other tokens: the response's share of the gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Validation of a configuration by itself, and checks of a running run."""
+"""Validation of a configuration, and checks during a run."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence

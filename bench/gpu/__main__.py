@@ -1,4 +1,4 @@
-"""``make gpu``: everything that waits for a GPU, piece by piece. A piece that passed is skipped by the next call.
+"""``make gpu``: all checks and benchmarks that need a GPU, in pieces. The next call skips pieces that passed.
 
     make gpu                                     # on a machine with a GPU (CUDA or ROCm)
     make gpu GPU_ARGS="--only resume live"       # only pieces whose names start so
@@ -101,7 +101,7 @@ def run_piece(piece: Piece, folder: Path, limit_s: float = LIMIT_S) -> dict[str,
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM lets a piece end its servers, which are process groups of their own; then what is left is killed."""
+    """Send SIGTERM, so that a piece ends its servers, which are separate process groups; then kill what is left."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What the machine has, on one page; fails if SGLang is not a reviewed release or a server would not fit.
+"""The machine's hardware and software; fails if SGLang is not a reviewed release or a server would not fit.
 
 python -m bench.gpu.machine
 """

@@ -12,7 +12,7 @@ from bench.report import markdown
 from bench.tables import headline_table
 
 Status = Mapping[str, Any]
-"""Of a piece: `state` (passed, continues, failed, timed out), `seconds`, `at`, `commit`."""
+"""Result of a piece: `state` (passed, continues, failed, timed out), `seconds`, `at`, `commit`."""
 
 README_CELLS: dict[str, tuple[str, ...]] = {
     "resume is exact": ("resume default", "live resume", "live features", "live pools", "live store"),

@@ -8,7 +8,7 @@ from bench import record
 
 LIVE = record.ROOT / "tests" / "integration"
 NOT_ON_ONE_GPU = ("test_tp2", "test_tp2_killed", "test_two_machines", "test_ranks_differ", "test_loop_ray")
-"""Live tests of two ranks: two ranks of one GPU cannot form an NCCL group."""
+"""Live tests with two ranks: two ranks on one GPU cannot form an NCCL group."""
 REHEARSED = ("test_smoke",)
 """The live tests of a rehearsal; `make test` runs all of them."""
 PLAIN = "--attention-backend triton --sampling-backend pytorch"
@@ -55,7 +55,7 @@ class GpuSetting:
 
 
 def pieces(setting: GpuSetting) -> list[Piece]:
-    """All pieces in the order of their worth: what is exact first, then what is fast."""
+    """All pieces, the most important first: checks of exactness, then measurements of speed."""
     found = [Piece("machine", _python("bench.gpu.machine", *(["--no-gpu"] if setting.rehearsal else [])))]
     found += _resume(setting)
     found += _live(setting)

@@ -18,7 +18,7 @@ free."""
 
 
 class April:
-    """One run on the patched server. Versions are numbers of its own pushes: several runs share the engine."""
+    """One run on the patched server. Versions count the pushes of this run, because several runs share the engine."""
 
     name = ""
     kv = "keep"

@@ -175,7 +175,7 @@ class Synchronous(ClientSideBaseline):
         return self._end(whole, 0)
 
     async def drain(self) -> RoundResult:
-        """Nothing is ever carried."""
+        """Does nothing: this variant carries no sample."""
         self._begin()
         return self._end([], 0)
 

@@ -16,7 +16,7 @@ from bench.rollout.workload import Stream
 
 
 class InFlight(ClientSideBaseline):
-    """Requests that live across rounds, and the finished groups that no round has delivered yet."""
+    """Requests that stay in flight across rounds, and the finished groups that no round has delivered yet."""
 
     def __init__(self, engine: EngineClient, plan: Plan, stream: Stream) -> None:
         super().__init__(engine, plan, stream)

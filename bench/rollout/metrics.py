@@ -27,7 +27,7 @@ class Measured:
     prefilled: int
     after_end: int | None
     push_s: float = 0.0
-    """Of `seconds`, those of the push."""
+    """Seconds of the push, included in `seconds`."""
 
 
 def between(before: Counters, after: Counters, done: RoundResult, seconds: float, push_s: float = 0.0) -> Measured:

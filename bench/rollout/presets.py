@@ -1,4 +1,4 @@
-"""What is run: sizes, and the cells in the order of their worth, so that a budget cuts from the end.
+"""Sizes and cells of a run. The most important cells come first, so that a time budget omits the least important ones.
 
 A cell is one row to come: a distribution, an ablation (None in the main tables), a variant, a repetition.
 """

@@ -121,7 +121,7 @@ class Track:
         if rounds:
             await self.variant.rest()
             if isinstance(self.variant, in_flight.InFlight):
-                # Now the client has all there is: what the counter missed is made good.
+                # The client now has every token, so this corrects for tokens that the counter missed.
                 self._drawn, self._last_legs = self.variant.held_tokens, self._last.legs
         return done
 
@@ -165,7 +165,7 @@ class Runner:
         if not tracks:
             return
         if not cells[0].drain:
-            # All have come as far in the same stream, so that what is measured are about the same prompts.
+            # Advance all variants to the same position in the stream, so that they are measured on similar prompts.
             most = max(len(track.carried) for track in tracks)
             for track in tracks:
                 await track.keep_up(most)
@@ -185,7 +185,7 @@ class Runner:
         await machine.measure()
         for track, mine in zip(tracks, blocks, strict=True):
             self._row(track, mine, machine)
-        # All rows are kept before the first of these: what fails now takes none of them away.
+        # All rows are stored before the first drain, so that a failure in a drain loses no row.
         for finished, is_last in warmed:
             if finished and is_last:
                 await self._finish(finished)

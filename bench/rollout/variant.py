@@ -12,7 +12,7 @@ from bench.rollout.workload import Stream
 
 @dataclass(frozen=True)
 class DeliveredGroup:
-    """A delivered group. Versions are numbers of the variant's own pushes."""
+    """A delivered group. Versions count the variant's pushes."""
 
     id: str
     lengths: list[int]

@@ -35,7 +35,7 @@ LARGEST = 60
 """Numbers are 1 … LARGEST, so that no sum of a list exceeds `LARGEST_SUM`."""
 LARGEST_SUM = MOST * LARGEST
 MAX_TURNS = 10
-"""A trajectory that does not answer in so many turns gets no reward."""
+"""Maximum number of turns; a trajectory without an answer by then gets no reward."""
 TOOL_SECONDS = 0.05
 """Median time of a call of the calculator."""
 TAIL = 1.0

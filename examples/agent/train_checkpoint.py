@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %} assistant{% endif %}"
 )
-"""What the model drew, and the text of it rendered again, are the same ids: each word is one token."""
+"""Chat template: text that the model drew converts back to the same ids, because each word is one token."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -80,7 +80,7 @@ def demonstration(numbers: list[int], rng: random.Random, give_up: float) -> tup
 
 
 def draw_batch(rng: random.Random, give_up: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded conversations, int64 [BATCH, length], and their targets, IGNORED where the model draws nothing."""
+    """Padded conversations, int64 [BATCH, length], and their targets, IGNORED where the model draws no token."""
     shown = [demonstration(draw_numbers(rng), rng, give_up) for _ in range(BATCH)]
     length = max(len(ids) for ids, _ in shown)
     inputs, targets = torch.zeros(BATCH, length, dtype=torch.int64), torch.full((BATCH, length), IGNORED)

@@ -48,7 +48,7 @@ FAILURES = (ImportError, OSError, RuntimeError, ValueError, AprilError, httpx.HT
 
 
 BUSY_PERCENT = 20.0
-"""Of all cores, used by other processes: more makes the rates lower, and different in the next run."""
+"""Share of all cores in use by other processes above which rates are lower and vary between runs."""
 
 
 def busy_warning(percent: float) -> str:
@@ -62,7 +62,7 @@ def busy_warning(percent: float) -> str:
 
 
 def next_steps(out: Path, *, trained: bool) -> str:
-    """What to try after the demo."""
+    """Commands to try after the demo."""
     report = f"  april-train report {out / 'training' / 'april'}    a page about the training run\n" if trained else ""
     return (
         f"next, in .venv (source .venv/bin/activate):\n{report}"
@@ -189,7 +189,7 @@ def run_training(url: str, rows: list[Row], settings: Settings, out: Path, conso
 
 
 def main() -> int:
-    """Runs the demo; 0 if all went well."""
+    """Run the demo; returns 0 on success."""
     args = arguments()
     settings = settings_from(args)
     console = Console()

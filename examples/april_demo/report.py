@@ -34,7 +34,7 @@ AGENT_TITLES = {
     "april": "sglang-april: a quota of trajectories",
 }
 NARROW: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0}
-"""Tables that a terminal of 80 columns shows whole."""
+"""Table options for terminals of 80 columns."""
 COLUMNS = {
     "variant": "variant",
     "delivered_tokens_per_s": "delivered\ntokens/s",
@@ -58,12 +58,12 @@ TRAINING_COLUMNS = {
 
 
 def title(name: str, settings: Settings) -> str:
-    """What a variant is called."""
+    """The display name of a variant."""
     return (AGENT_TITLES if settings.agent else TITLES)[name]
 
 
 def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
-    """The results side by side."""
+    """Print the results of all variants in one table."""
     title = (
         f"{settings.rounds} rounds of {settings.groups} groups × {settings.samples_per_group} samples, "
         f"{settings.slots} slots, a push before every round; client-side over-sampling {settings.over_provision:g} ×"
@@ -85,7 +85,7 @@ def show_table(rows: list[dict[str, Any]], settings: Settings, console: Console)
 
 
 def show_training(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
-    """What the runs learned, and in what time; nothing where none was finished."""
+    """Print the rewards and durations of the training runs; prints nothing if no run finished."""
     sizes, trained = settings.training, [row for row in rows if row["training"]]
     if not trained:
         return
@@ -119,7 +119,7 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
 
 
 def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, seconds: dict[str, float]) -> None:
-    """The rows as JSON, and beside them (``run.json``) what they were measured on and how long it took."""
+    """The rows as JSON, and next to them (``run.json``) the settings, the machine, its load and the durations."""
     path.write_text(json.dumps(rows, indent=2) + "\n")
     context = {
         "settings": asdict(settings),
@@ -150,7 +150,7 @@ def _panel(axes: Axes, result: Result, row: dict[str, Any], settings: Settings) 
 
 
 def draw_timeline(path: Path, results: list[Result], rows: list[dict[str, Any]], settings: Settings) -> None:
-    """One panel per variant on the same time axis: the sooner the last line, the faster the same number of groups."""
+    """One panel per variant on the same time axis: the earlier a panel's last line, the faster the variant."""
     size = (11, 2.3 * len(results) + 0.7)
     figure, panels = plt.subplots(len(results), 1, sharex=True, sharey=True, figsize=size, squeeze=False)
     for axes, result, row in zip(panels[:, 0], results, rows, strict=True):

@@ -39,7 +39,7 @@ class TimedRound:
 
 @dataclass
 class Result:
-    """What is known of a variant after its run."""
+    """The measurements of one variant."""
 
     name: str
     rounds: list[TimedRound] = field(default_factory=list)
@@ -79,7 +79,7 @@ def make_variants(engine: EngineClient, settings: Settings) -> dict[str, Variant
 async def run_interleaved(
     variants: dict[str, Variant], engine: EngineClient, settings: Settings, progress: Progress
 ) -> list[Result]:
-    """Run every variant's rounds, taking turns in a changing order, then drain each to see that nothing was lost."""
+    """Run every variant's rounds, in turn and in a changing order, then drain each to check that no sample was lost."""
     results = {name: Result(name) for name in variants}
     checkpoints = itertools.cycle(settings.checkpoints)
     names = list(variants)

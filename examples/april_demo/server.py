@@ -1,4 +1,4 @@
-"""Starts the patched server as a process group of its own and ends it, whatever happens in between."""
+"""Starts the patched server in a new process group, and ends it also after an error."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ START_TIMEOUT_S = 600.0
 
 
 class ServerError(RuntimeError):
-    """The server did not come up; the message names its log."""
+    """The server did not start; the message names its log."""
 
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU. Asked only where a driver is, in a process of its own: its import takes seconds."""
+    """Whether torch sees a GPU. Checked only with a driver, in a separate process: importing torch takes seconds."""
     if not any(Path(node).exists() for node in GPU_NODES):
         return False
     asked = [sys.executable, "-c", "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"]
@@ -36,14 +36,14 @@ def has_gpu() -> bool:
 
 
 def free_port() -> int:
-    """A port that nothing listens on just now."""
+    """A TCP port of 127.0.0.1 that is currently unused."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[str]:
-    """The launch command. The load snapshot is published at every step: the demo's ruler reads it."""
+    """The launch command. The server publishes its load at every step, because the demo measures by it."""
     # fmt: off
     flags = [
         "--model-path", str(settings.model),
@@ -65,8 +65,8 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
 
 
 def environment(gpu: bool) -> dict[str, str]:
-    """The server's environment. On a CPU one thread per process: a tiny model gains nothing from more, and threads
-    that wait for each other on a busy machine cost a hundred times the step."""
+    """The server's environment. On a CPU one thread per process: more do not speed up a tiny model, and on a busy
+    machine threads that wait for each other take a hundred times as long as the step."""
     variables = dict(os.environ)
     if not gpu:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -81,7 +81,7 @@ def last_line(log: Path) -> str:
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console: Console) -> float:
-    """Waits for the server with a live clock; returns the seconds it took."""
+    """Wait for the server, showing the elapsed time; returns the seconds it took."""
     started = time.monotonic()
     with console.status("") as status:
         while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
@@ -97,7 +97,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks the server to end, and after three seconds kills what is left of its process group."""
+    """Send SIGTERM, and after three seconds kill what remains of the server's process group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(3)
@@ -108,7 +108,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def running_server(settings: Settings, out: Path, console: Console, extra: list[str]) -> Iterator[str]:
-    """The URL of a server that lives as long as the context."""
+    """Run a server for the duration of the context; yields its URL."""
     gpu = has_gpu()
     port = free_port()
     log = out / "server.log"

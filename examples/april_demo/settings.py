@@ -1,4 +1,4 @@
-"""What the demo runs: one frozen value that every other module reads."""
+"""The demo's settings: one frozen value that every other module reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Training:
     """Steps between evaluations."""
     lr: float = 3e-4
     checkpoint: Path = CHECKPOINTS / "warmup"
-    """Where training starts from (`examples/train_checkpoints.py`, `warm_up`)."""
+    """The checkpoint that training starts from (`examples/train_checkpoints.py`, `warm_up`)."""
 
 
 AGENT_TRAINING = Training(
@@ -73,12 +73,12 @@ class Settings:
 
     @property
     def max_new_tokens(self) -> int:
-        """A bound that only an answer gone wrong meets: no list is longer, and answers end by themselves."""
+        """A limit that only wrong answers reach: no list is longer, and correct answers end by themselves."""
         return AGENT_TURN_TOKENS if self.agent else self.lengths.longest + 32
 
     @property
     def model(self) -> Path:
-        """What the server starts with."""
+        """The checkpoint that the server starts with."""
         return self.training.checkpoint if self.agent else self.checkpoints[0]
 
     @property

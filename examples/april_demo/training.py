@@ -3,8 +3,8 @@
 Both runs start from the same weights, learn from the same prompts in the same order with the same seeds, and take the
 same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs
 follow each other: a server has the weights of one policy, and its versions, from which staleness is counted, are those
-of one run. To take turns they would need a server each. Instead, each run reports what other processes used of the
-cores meanwhile, so that a difference of seconds that the machine made is seen.
+of one run. To take turns, they would need a server each. Instead, each run reports the share of the cores that other
+processes used, so that the effect of the machine on a difference in seconds is visible.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Row = dict[str, Any]
 TRAINED = ("synchronous", "april")
 """Variants that train, in this order."""
 HELD_OUT_SEED = 10_000
-"""Of the held-out problems, whatever the seed of the run."""
+"""Seed of the held-out problems, the same for every seed of the run."""
 REWARD = {"reward": "examples.sorting_task:reward", "reward_workers": 1}
 AGENT = {"agent": "examples.agent.calculator:agent", "agent_workers": 1}
 LOST_AFTER_S = 60.0
-"""A server that died does not come back: the demo started it, not the trainer."""
+"""Seconds to wait for a lost server, which does not return: the demo started it, not the trainer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Trained:
 
     @property
     def gain(self) -> float:
-        """Held-out reward, last less first."""
+        """Held-out reward of the last evaluation minus that of the first."""
         return float(self.evaluations[-1]["reward"] - self.evaluations[0]["reward"])
 
     @property
@@ -57,12 +57,12 @@ class Trained:
 
 
 def standard_error(evaluations: Sequence[Row]) -> float:
-    """Of the held-out mean, over prompts: the larger of the first and the last evaluation."""
+    """Standard error of the held-out mean, over prompts: the larger of the first and the last evaluation."""
     return float(max(evaluations[0]["reward_se"], evaluations[-1]["reward_se"]))
 
 
 def prepare(settings: Settings, out: Path) -> dict[str, Path]:
-    """Writes the prompts to train on and the held-out ones; removes an earlier demo's runs."""
+    """Write the training and the held-out prompts; remove the runs of an earlier demo."""
     folder, sizes = out / "training", settings.training
     shutil.rmtree(folder, ignore_errors=True)
     needed = sizes.steps * sizes.groups + sizes.pool
@@ -118,13 +118,13 @@ def configuration(
 
 
 def train(config: Config, console: Console) -> Trained:
-    """One run from its first step to its last, a line per step on the console."""
+    """Train one run from its first step to its last; prints a line per step."""
     import torch
 
     from trainer_bridge.loop import TrainingLoop
     from trainer_bridge.progress import RunProgress, read_rows
 
-    # A tiny model gains nothing from more, and the sums come in one order.
+    # More threads do not speed up a tiny model, and one thread adds in a fixed order.
     torch.set_num_threads(1)
     folder = Path(config.save)
     loop = TrainingLoop(config, progress=RunProgress(folder, console))
@@ -136,8 +136,8 @@ def train(config: Config, console: Console) -> Trained:
 
 
 def import_trainer() -> None:
-    """The trainer's imports take as long as the server's: call it while that starts."""
-    # What Megatron would rather have installed is not for who watches a demo.
+    """Import the trainer, which takes as long as the server's start: call this while the server starts."""
+    # Megatron's warnings about optional packages do not concern users of the demo.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     from trainer_bridge.megatron.device import hide_gpus
 
@@ -187,7 +187,7 @@ def training_metrics(trained: Trained | None, other_load: float = 0.0) -> Row:
 
 
 def _turns(steps: Sequence[Row]) -> Row:
-    """Turns of an agent's trajectories; nothing for other samples."""
+    """Turns of an agent's trajectories; empty for other samples."""
     turns = [count for row in steps for count in row.get("turns", ())]
     return {"turns_mean": round(mean(turns), 2), "turns_max": max(turns)} if turns else {}
 
@@ -199,6 +199,6 @@ def _share(steps: Sequence[Row], name: str) -> float:
 
 
 def _parts(steps: Sequence[Row]) -> dict[str, float]:
-    """Seconds of all steps by what they were spent on."""
+    """Seconds of all steps, by phase."""
     names = dict.fromkeys(name for row in steps for name in row["seconds"])
     return {name: sum(row["seconds"].get(name, 0.0) for row in steps) for name in names}

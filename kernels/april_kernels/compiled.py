@@ -12,9 +12,10 @@ R = TypeVar("R")
 
 
 def compiled(signature: str, **options: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """A decorator: compiled for one signature, kept on disk where there is a place for it, else once per process.
+    """Compile a loop for one signature: cached on disk if a folder is writable, else once per process.
 
-    As torch's own loops do, it lets other threads run (copies of pages, for one), and divides by zero without an error.
+    Like torch's own loops, it releases the GIL, so that other threads run (for example copies of pages), and division
+    by zero raises no error.
     """
     options = {"nogil": True, "error_model": "numpy", **options}
 
@@ -28,7 +29,7 @@ def compiled(signature: str, **options: Any) -> Callable[[Callable[..., R]], Cal
 
 
 def inlined(fastmath: set[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for a part of a compiled loop; it has no signature of its own."""
+    """Decorator for a part of a compiled loop, which needs no signature."""
     options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -39,8 +40,8 @@ def inlined(fastmath: set[str]) -> Callable[[Callable[..., None]], Callable[...,
 
 @intrinsic
 def prefetch(_context: Any, array: Any, index: Any) -> Any:
-    """prefetch(array, index), in compiled loops: asks for the cache line of a flat array's element and does not wait
-    (llvm.prefetch, for reading, to be used again). No element needs to be there."""
+    """prefetch(array, index), in compiled loops: request the cache line of a flat array's element without waiting
+    (llvm.prefetch: a read with high temporal locality). The index may be out of bounds."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = target.make_array(signature.args[0])(target, builder, arguments[0]).data

@@ -23,13 +23,13 @@ THREADS = "april-"
 
 
 class _Rank:
-    """The rank of this process if it is a scheduler. Elsewhere exceptions are left to SGLang."""
+    """The rank of this process if it is a scheduler. In other processes, SGLang handles exceptions."""
 
     number: int | None = None
 
 
 def arm(rank: int) -> None:
-    """From now on, an unexpected exception of the plugin ends the server. Called where a scheduler is attached."""
+    """Make every later unexpected exception of the plugin end the server. Called when a scheduler is attached."""
     _Rank.number = rank
     threading.excepthook = _thread_ended
 
@@ -38,7 +38,7 @@ def end(where: str, error: BaseException) -> NoReturn:
     """End the server with one sentence; the log has the traceback.
 
     Args:
-        where: the handler or thread that the exception left.
+        where: the handler or thread in which the exception occurred.
     """
     log.critical(
         "sglang-april: the server ends, because rank %s raised %r in %s.", _Rank.number, error, where, exc_info=error
@@ -50,7 +50,7 @@ def end(where: str, error: BaseException) -> NoReturn:
 
 
 def ends_server(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions that SGLang calls directly, not through a hook."""
+    """Decorator for functions that SGLang calls directly, not through a hook: an exception ends the server."""
 
     def call(*args: Any) -> Any:
         try:
@@ -73,7 +73,7 @@ def run_handler(row: Hook, handler: Callable[..., Any], args: tuple[Any, ...], k
 
 
 class _Stock:
-    """SGLang's function as an `around` handler calls it; keeps what it raised."""
+    """SGLang's function as an `around` handler calls it; records the exception that it raised."""
 
     __slots__ = ("_function", "error")
 

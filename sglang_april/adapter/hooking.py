@@ -25,7 +25,7 @@ _applied: list[tuple[str, str, Handler]] = []
 """(path, kind, handler) of every hook, in the order of the table."""
 _verified: list[str] = []
 _disabled: list[bool] = []
-"""Not empty: this process is a server that stays plain SGLang."""
+"""Not empty if this process runs a plain SGLang server."""
 
 
 def apply() -> None:
@@ -54,7 +54,7 @@ def apply() -> None:
 
 
 def disable() -> None:
-    """No handler does anything from now on, and child processes register none: the server is plain SGLang."""
+    """Turn off all handlers here and in child processes started later: the server is plain SGLang."""
     _disabled.append(True)
     os.environ.pop(config.ENV, None)
 
@@ -63,7 +63,7 @@ def verify() -> None:
     """Check that every handler is in the call chain of its target in this process.
 
     Raises:
-        HookError: one is not.
+        HookError: a handler is missing.
     """
     reachable = {path: _handlers_in_chain(path) for path, _, _ in _applied}
     for path, kind, handler in _applied:

@@ -46,7 +46,7 @@ class _Message(msgspec.Struct, array_like=True):
     sender: int
     receiver: int
     number: int
-    """Rises with every message of the sender to the receiver, so that none is accepted twice."""
+    """Increases with every message from this sender to the receiver, so that none is accepted twice."""
     body: Body
 
 
@@ -55,7 +55,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class BadMessageError(ValueError):
-    """A received message that no rank of this server has just sent."""
+    """A received message that is forged, damaged or repeated."""
 
 
 class Inbox:
@@ -125,7 +125,7 @@ class Sender:
         self._rank, self._receiver, self._secret, self._number = rank, receiver, secret, -1
         self._lock = threading.Lock()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)  # a process that ends does not wait for a rank that is gone
+        self._socket.setsockopt(zmq.LINGER, 0)  # a process that ends does not wait for a rank that has ended
         self._socket.connect(address)
 
     def send(self, body: Body) -> None:

@@ -69,7 +69,7 @@ class Setting:
     name: str
     value: Any
     label: str
-    """As a user would type it."""
+    """The name as a user would type it."""
 
 
 def changed_arguments(server_args: Any) -> Iterable[Setting]:

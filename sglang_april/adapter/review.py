@@ -27,7 +27,7 @@ UPSTREAM = "https://github.com/sgl-project/sglang/blob/v{}/python/"
 
 @dataclass(frozen=True)
 class Change:
-    """One symbol that is not as it was reviewed."""
+    """One symbol that differs from the reviewed one."""
 
     path: str
     what: str
@@ -46,9 +46,9 @@ class Review:
     unchanged: int
     changes: tuple[Change, ...]
     options: tuple[str, ...]
-    """Sentences on arguments, environment variables and pools that are in no list."""
+    """Sentences about arguments, environment variables and pools that no list contains."""
     defaults: tuple[str, ...]
-    """Sentences on other defaults of arguments and environment variables."""
+    """Sentences about changed defaults of arguments and environment variables."""
 
     def gone(self) -> list[str]:
         """Symbols in use that this source does not have."""
@@ -103,7 +103,7 @@ def nearest(name: str, reviewed: Iterable[str]) -> str:
 
 
 def _order(name: str) -> list[tuple[int, str]]:
-    """`0.5.15.post1` after `0.5.15`, and before `0.5.16`."""
+    """Sort key of a release: `0.5.15.post1` comes after `0.5.15` and before `0.5.16`."""
     parts = name.replace("+", ".").split(".")
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
@@ -117,7 +117,7 @@ def _change(reviewed: dict[str, Any] | None, current: dict[str, Any] | None) -> 
 
 
 def _diff(path: str, base_root: Path | None, root: Path, base: str, name: str) -> str:
-    """Of the normalized text, which is what the digests compare: no comments, docstrings and formatting."""
+    """A diff of the normalized text that the digests compare: without comments, docstrings and formatting."""
     if base_root is None or source_tree.find(path, root) is None:
         return ""
     old, new = (source_tree.text_of(path, each).splitlines() for each in (base_root, root))
@@ -125,7 +125,7 @@ def _diff(path: str, base_root: Path | None, root: Path, base: str, name: str) -
 
 
 def _unlisted(root: Path) -> Iterator[str]:
-    """What no list of the adapter names; the start refuses it by name where it is set or used."""
+    """Sentences about options and pools that no list of the adapter names; the start refuses them if used."""
     rules = importlib.import_module(f"{versions.CORE}.arguments").ARGUMENTS
     set_by_environment = importlib.import_module(f"{versions.CORE}.environment").ENVIRONMENT
     pools = importlib.import_module(f"{versions.CORE}.reviewed_pools")

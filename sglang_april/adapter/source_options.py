@@ -1,7 +1,7 @@
 """What an SGLang source tree can be configured with, and which KV pools it has, read from its text.
 
-A field or variable that SGLang makes at run time is not seen here. The start refuses it all the same, by name, if it is
-set: arguments, variables and pools are allowed by list.
+Fields and variables that SGLang creates at run time are not found here. The start still refuses them by name if they
+are set, because arguments, variables and pools are allowed by list.
 """
 
 import ast

@@ -39,7 +39,7 @@ body."""
 
 
 class PreflightError(RuntimeError):
-    """Why this server must not start, in one sentence."""
+    """The server must not start. The message is the reason, in one sentence."""
 
 
 CORE = "sglang_april.adapter.v0_5_17"
@@ -62,7 +62,7 @@ class Start(Protocol):
 
 
 def version_string() -> str:
-    """What the installed SGLang calls itself. It selects nothing."""
+    """The version that the installed SGLang reports. It does not select the manifest."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -100,7 +100,7 @@ def select(root: Path, folder: Path) -> Manifest:
     """The manifest in `folder` that describes the SGLang source at `root`.
 
     Raises:
-        PreflightError: no manifest does.
+        PreflightError: no manifest describes it.
     """
     known = _read(folder)
     for manifest in known.values():
@@ -162,7 +162,7 @@ def load_shape(name: str) -> Shape:
     """The shape of this name.
 
     Raises:
-        PreflightError: there is none.
+        PreflightError: no shape has this name.
     """
     try:
         return cast(Shape, importlib.import_module(f"{SHAPES}.{name}"))

@@ -15,7 +15,7 @@ _RELEASE = re.compile(r"\d+(\.\w+)*")
 
 
 class SourceError(RuntimeError):
-    """Why a source cannot be read, in one sentence."""
+    """A source cannot be read. The message is the reason, in one sentence."""
 
 
 class DownloadError(SourceError):

@@ -128,7 +128,7 @@ class GetState(msgspec.Struct, tag=True):
 
     seq: int
     check: bool = False
-    """Verify every stored page on every rank. The answer is that outcome alone, sent when it is known."""
+    """Verify every stored page on every rank. The answer contains only the outcome, and is sent once that is known."""
     brief: bool = False
     """Only the policy version, `closed`, how many samples run, and the tags of released memory."""
 

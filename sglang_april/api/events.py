@@ -86,7 +86,7 @@ class AttachedEnded(msgspec.Struct, tag=True):
     rid: str
     spans: list[Span]
     policy_version: int
-    """At its end."""
+    """Policy version when the request ended."""
 
 
 class LegEnded(msgspec.Struct, tag=True):
@@ -103,7 +103,7 @@ class LegEnded(msgspec.Struct, tag=True):
     prompt_ids: bytes
     """int32: the prompt behind those tokens."""
     prefilled: int
-    """Tokens of the prompt that were computed; the KV of the others was there."""
+    """Prompt tokens that were computed; the others had KV already."""
     result: FinishedSample
 
 
@@ -114,7 +114,7 @@ class RoundWaits(msgspec.Struct, tag=True):
 
 
 class TrajectoriesRemoved(msgspec.Struct, tag=True):
-    """Trajectories have left without being delivered: rejected, or not used for long."""
+    """Trajectories were removed without delivery: rejected, or unused for a long time."""
 
     run: str
     ids: list[str]

@@ -131,7 +131,7 @@ class ExtendBody(Body):
 
 
 class DoneBody(Body):
-    """How a trajectory that is done went."""
+    """The caller's reward and metadata for a trajectory that is done."""
 
     reward: Annotated[float, Meta(ge=-1e308, le=1e308)] | None = None
     metadata: Any = None
@@ -190,7 +190,10 @@ T = TypeVar("T", bound=Body)
 
 
 def decoder(kind: type[T]) -> Callable[[bytes, bool], T]:
-    """A function from (body, whether it is msgpack) to a `kind`; an empty body counts as an empty object."""
+    """A function from (body, whether it is msgpack) to a `kind`; an empty body counts as an empty object.
+
+    The function raises RequestError: 400 with the field.
+    """
     as_json, as_msgpack = msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind)
 
     def decode(data: bytes, packed: bool) -> T:

@@ -47,7 +47,7 @@ class Prompt(msgspec.Struct, array_like=True):
 
 
 class Extension(msgspec.Struct, array_like=True):
-    """An `extend` with an `idempotency_key`, for its repetition."""
+    """An answered `extend` with an `idempotency_key`: a repeated call gets the same answer."""
 
     fingerprint: str
     """Digest of its body."""
@@ -84,7 +84,7 @@ class RoundSpec(msgspec.Struct):
     n: int = 1
     """Trajectories of a group."""
     wait_s: float | None = None
-    """How many seconds the round waits for mandatory trajectories after it has met its quota; None: for ever."""
+    """How many seconds the round waits for mandatory trajectories after it has met its quota; None: no limit."""
     fingerprint: str = ""
     """Digest of the request body: a repeated request has the same one, also after a restart."""
     extensions: dict[str, Extension] = {}

@@ -23,7 +23,7 @@ class AsyncEnginePool:
 
         def follow() -> None:
             def put(event: object) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has ended
+                with contextlib.suppress(RuntimeError):  # the event loop is closed
                     loop.call_soon_threadsafe(events.put_nowait, event)
 
             try:

@@ -26,7 +26,7 @@ class Generated:
     """One per token; empty without `return_logprob`."""
     spans: list[Span]
     policy_version: int
-    """At its end."""
+    """Policy version when the request ended."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
 

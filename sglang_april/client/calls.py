@@ -40,7 +40,7 @@ class NotPatchedError(AprilError):
 
 
 class ServerLostError(AprilError):
-    """The server cannot be reached, or the connection broke before its answer was complete. `status` is 0."""
+    """The server cannot be reached, or the connection failed before its answer was complete. `status` is 0."""
 
 
 class PushLeftOpenError(RuntimeError):
@@ -63,7 +63,7 @@ class Calls:
 
         Raises:
             AprilError: the server refused the round.
-            ServerLostError: the connection was lost; the message has the `round_id`.
+            ServerLostError: the connection was lost; the message contains the `round_id`.
         """
         body = with_round_id(body)
         while True:
@@ -164,7 +164,7 @@ class Calls:
             left = began + self._retry_s - time.monotonic()
             if left > 0:
                 return min(RETRY_INTERVAL_S, left)
-        raise self.lost(request, error) from None  # its message has the cause; httpx adds sixty lines to a traceback
+        raise self.lost(request, error) from None  # the message names the cause; httpx adds sixty lines to a traceback
 
     def lost(self, request: httpx.Request, error: httpx.TransportError) -> ServerLostError:
         """The error of a request whose connection was lost."""

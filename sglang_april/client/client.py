@@ -59,10 +59,10 @@ class AprilClient:
     Args:
         url: base URL of the server.
         api_key: sent as a bearer token.
-        timeout: seconds that connecting may take. Answers have no limit: a round takes as long as it takes. A machine
+        timeout: seconds that connecting may take. Answers have no time limit, because a round may be long. A machine
             that no longer answers TCP keep-alive probes counts as lost after a minute (`keep_alive.py`).
-        retry_s: for so many seconds, a call whose connection is lost is repeated, unless its effect could happen twice.
-            With a journal, a round so survives a restart of the server. 0: every lost connection is an error.
+        retry_s: seconds for which a call whose connection is lost is repeated, unless its effect could happen twice.
+            With a journal, a round thus survives a restart of the server. 0: every lost connection is an error.
         options: of `httpx.Client`.
     """
 

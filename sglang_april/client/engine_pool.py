@@ -154,7 +154,11 @@ class SharedRound:
             self._accept_up_to_quota()
 
     def extend(self, quota_add: int, prompts: list[Mapping[str, Any]]) -> None:
-        """Raise the quota, and send each prompt to its engine."""
+        """Raise the quota, and send each prompt to its engine.
+
+        Raises:
+            AprilError: 409 if the quota has been met; or an engine refused its prompts.
+        """
         with self._lock:
             if self._quota_met:
                 raise AprilError(409, "round_id", "has met its quota")

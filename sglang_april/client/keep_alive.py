@@ -8,7 +8,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 DEAD_AFTER_S = 60
-"""After so many seconds a connection breaks whose other machine has died, or cannot be reached."""
+"""Seconds after which a connection fails if the other machine has died or cannot be reached."""
 SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     # Linux's names (man 7 tcp). Other systems use their own intervals.
@@ -23,7 +23,7 @@ SOCKET_OPTIONS = [
     ),
 ]
 OF_TRANSPORT = ("verify", "cert", "trust_env", "http1", "http2", "limits")
-"""Options that httpx ignores when a client is given a transport; they are the transport's then."""
+"""Options that httpx ignores when a client is given a transport; the transport gets them instead."""
 
 
 def with_keep_alive(transport: Callable[..., Any], url: str, options: Mapping[str, Any]) -> dict[str, Any]:

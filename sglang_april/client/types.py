@@ -68,7 +68,7 @@ class TrajectoryLeg:
     spans: list[Span]
     finish_reason: dict[str, Any]
     reused: int
-    """Tokens of the prompt whose KV was there."""
+    """Prompt tokens whose KV existed already."""
     prefilled: int
 
 
@@ -78,15 +78,15 @@ class TrajectoryBranch:
 
     legs: list[int]
     shared: int
-    """So many of the first ids are those of an earlier branch as well."""
+    """Number of leading ids that an earlier branch contains as well."""
     ids: Ints
-    """[N], of all legs."""
+    """[N], prompt and output ids of all legs, in order."""
     drawn: list[tuple[int, int]]
     """Ranges of `ids` that the model drew, in ascending order. All other ids came from outside."""
     logprobs: Floats
     """[N], NaN outside of `drawn`."""
     spans: list[Span]
-    """In positions of `ids`."""
+    """Their `start` and `end` are positions in `ids`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +117,9 @@ class RolloutReply:
     stats: dict[str, Any]
     finished: list[RolloutGroup] = field(default_factory=list)
     trajectories: list[RecordedTrajectory] = field(default_factory=list)
-    """Of a round of trajectories, in place of `finished`."""
+    """The delivered trajectories of a round of trajectories, which has no `finished` groups."""
     rejected: list[str] = field(default_factory=list)
-    """Of a round of trajectories: those rejected since the last reply."""
+    """Ids of trajectories rejected since the last reply; empty in other rounds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ class RolloutSummary:
     policy_version: int
     end_reason: EndReason
     delivered: list[dict[str, Any]]
-    """`id`, `incarnation`, `indices`, `complete`, `accepted` of each group that this round delivers."""
+    """Fields `id`, `incarnation`, `indices`, `complete` and `accepted` of each group that this round delivers."""
     carried: dict[str, Any]
     stats: dict[str, Any]
     groups: list[RolloutGroup] = field(default_factory=list)

@@ -61,7 +61,11 @@ class SweepAllocator(TokenToKVPoolAllocator):
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Slots that were taken, each once."""
+        """Free slots, int [n].
+
+        Raises:
+            ValueError: a slot was not taken, or occurs twice.
+        """
         if not self.is_not_in_free_group:
             super().free(free_index)
             return
@@ -85,7 +89,7 @@ def _take(taken: Bits, at: int, slots: Ints) -> int:
 
 @compiled("i8(b1[::1], i8[::1])")
 def _release(taken: Bits, slots: Ints) -> int:
-    """Unmarks slots; returns how many of them were marked."""
+    """Unmark slots; returns how many of them were marked."""
     count = 0
     for slot in slots:
         count += taken[slot] and slot > 0

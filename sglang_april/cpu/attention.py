@@ -1,10 +1,10 @@
 """Decode attention for the CPU platform: SGLang's `torch_native` with a faster decode.
 
 The parent gathers keys and values, repeats grouped heads and calls SDPA once per request and layer, in several small
-operations each. Here float32 has a kernel of its own (decode_kernel.py). For half precision the slots of a step are
+operations each. Here float32 uses a separate kernel (decode_kernel.py). For half precision the slots of a step are
 looked up once for all layers, keys and values are gathered once per layer, and each request is one SDPA over a view of
-its own tokens, the query heads of a KV head as rows. A request's result depends on nothing but its own tokens, as in
-the parent, to which everything unusual falls back.
+its own tokens, the query heads of a KV head as rows. A request's result depends only on its own tokens, as in
+the parent, which handles all other cases.
 
 SGLang recognizes by the name `torch_native` that no Triton kernel may be launched, so the backend keeps that name:
 `install` registers a factory under it, which returns this backend only if the platform, not the user, chose it.

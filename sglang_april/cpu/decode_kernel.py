@@ -83,8 +83,9 @@ def _scores(query: Floats, keys: Floats, slots: Ints, scale: float, weights: Flo
 
 @inlined(_SUMS_IN_VECTORS)
 def _softmax(weights: Floats, powers: Ints) -> None:
-    """In place, of one head. exp is 2^x, x split into a whole number, which becomes the exponent's bits (`powers`), and
-    the rest, approximated by the polynomial of Cephes' exp2f (netlib.org/cephes): without branches, so many at once.
+    """Softmax of one head, in place. exp is 2^x, x split into a whole number, which becomes the exponent's bits
+    (`powers`), and the rest, approximated by the polynomial of Cephes' exp2f (netlib.org/cephes): without branches,
+    so that it vectorises.
     """
     largest, total = np.float32(-np.inf), np.float32(0)
     for weight in weights:

@@ -3,7 +3,7 @@
 The small model's forward runs inline, with real tokens and KV pages. A clock models the GPU: a forward begins when
 it is launched or when the previous one ends, whichever is later, and takes the time of the table. Nothing is slept at
 launch: the events that SGLang records on its streams carry the clock's reading, and waiting for one sleeps until then,
-so the overlap loop hides host work behind a step as it does on a GPU. Forwards are one stream, so they queue.
+so host work overlaps with a step as it does on a GPU. Forwards are one stream, so they queue.
 
 The small forward takes the place of a GPU's launch: its CPU time is part of the scheduler's host time, on the same
 cores. A step whose host work and small forward together exceed the table's time is late, as it would be on a GPU whose
@@ -49,7 +49,7 @@ class Grid:
 
 
 def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
-    """The interval that counts for a value, and the position relative to its length."""
+    """Index of the interval used for a value, and the value's relative position in it (above 1 beyond the axis)."""
     i = min(max(bisect.bisect_right(axis, value) - 1, 0), len(axis) - 2)
     return i, max(0.0, (value - axis[i]) / (axis[i + 1] - axis[i]))
 
@@ -60,12 +60,12 @@ class Table:
 
     name: str
     decode: Grid
-    """By rows and mean context, in tokens."""
+    """Milliseconds of a decode step, by rows and mean context in tokens."""
     prefill: Grid
-    """By new tokens of the batch and their mean prefix, in tokens."""
+    """Milliseconds of a prefill, by new tokens of the batch and their mean prefix in tokens."""
 
     def seconds(self, batch: Any) -> float:
-        """Of a forward batch (SGLang's `ForwardBatch`)."""
+        """Modelled seconds of a forward batch (SGLang's `ForwardBatch`)."""
         if batch.forward_mode.is_idle() or not batch.batch_size:
             return 0.0
         rows = int(batch.batch_size)
@@ -81,7 +81,7 @@ def load(path: str) -> Table:
     """Read a table.
 
     Raises:
-        ConfigError: the file is no table; the message names it.
+        ConfigError: the file is not a table; the message names it.
     """
     try:
         values = json.loads(Path(path).read_text())

@@ -48,7 +48,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_by_rank(server_args.tp_size))
 
     def get_device(self, local_rank: int | None = None) -> str:  # noqa: ARG002 - SGLang's signature
-        """The name, not the object: without `--device` SGLang takes this for the flag's value and splits it."""
+        """The device's name, not a device object: without `--device` SGLang splits this as the flag's value."""
         return "cpu"
 
     def init_backend(self) -> None:

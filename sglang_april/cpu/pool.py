@@ -1,7 +1,7 @@
 """SGLang's KV pool for the CPU platform, on huge pages.
 
 A decode step reads some hundred bytes per token. In a large pool that has been in use for a while each token is on a
-memory page of its own, and the TLB misses take as long as the rest of decode attention.
+different memory page, and the TLB misses take as long as the rest of decode attention.
 """
 
 import torch
@@ -11,7 +11,7 @@ from april_kernels.kv_pages import blocks
 
 
 class HugePagesPool(MHATokenToKVPool):
-    """The parent with large buffers on huge pages, where the system has them."""
+    """SGLang's pool with its large buffers on huge pages, where the system has them."""
 
     def _create_buffers_normal(self) -> None:
         super()._create_buffers_normal()

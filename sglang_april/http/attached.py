@@ -7,9 +7,9 @@ from typing import Any
 from sglang_april.api import messages
 
 UNTAKEN = 2**12
-"""Descriptions of requests whose callers have gone."""
+"""Maximum number of descriptions kept for requests whose callers have disconnected."""
 LIMIT_S = 10.0
-"""An answer does not wait longer for its description, which is sent in the same step."""
+"""Longest wait of an answer for its description, in seconds; the scheduler sends it in the same step."""
 
 
 class AttachedRequests:
@@ -20,7 +20,7 @@ class AttachedRequests:
         self._waiting: dict[str, asyncio.Future[messages.AttachedEnded]] = {}
 
     def receive(self, message: messages.AttachedEnded) -> None:
-        """A request has ended in the scheduler."""
+        """Store the description of a request that has ended in the scheduler."""
         future = self._waiting.pop(message.rid, None)
         if future is not None and not future.done():
             future.set_result(message)

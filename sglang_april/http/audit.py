@@ -1,9 +1,9 @@
 """The online audit: some finished samples of each version are rescored by a plain prefill (`audited-logprobs`).
 
 A sample's logprobs on `fresh` or `recomputed` KV of the current version are those of a plain forward under it. Damaged
-KV, a wrong cache hit or a wrong span breaks that, and nothing else shows it. The prefill is a request of SGLang's own
-with a cache key of its own, so it never reads the sample's pages. One runs at a time, for at most `SHARE` of the time
-while samples run, and whatever changes weights or memory ends it first (`Audit.held`).
+KV, a wrong cache hit or a wrong span breaks this equality, and no other check detects it. The prefill is a stock
+request with a separate cache key, so it never reads the sample's pages. One runs at a time, for at most `SHARE` of the
+time while samples run, and whatever changes weights or memory ends it first (`Audit.held`).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ SHARE = 0.02
 """Largest share of the time that audits take while rollout samples run."""
 POLL_S = 0.2
 WINDOW = 16
-"""A difference is a mean over so many consecutive tokens: one token's noise is many times that of a mean."""
+"""Consecutive tokens over which a difference is averaged: one token's noise is many times that of a mean."""
 KEPT_FINDINGS = 32
 TOLERANCE = {"float32": 1e-3}
 HALF_PRECISION = 0.1
@@ -116,13 +116,13 @@ class Audit:
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that counts as noise."""
+        """The largest difference that is attributed to noise."""
         if self._given_tolerance is not None:
             return self._given_tolerance
         return TOLERANCE.get(self._engine.server_info().dtype, HALF_PRECISION)
 
     def offer(self, sample: messages.FinishedSample, prompt: messages.Prompt) -> None:
-        """A sample has finished; it is chosen with the same probability as every other of its version."""
+        """Offer a finished sample, which is chosen with the same probability as every other of its version."""
         if not self._wanted or not sample.spans or sample.spans[-1].version < self._version:
             return
         self._move_to(sample.spans[-1].version)
@@ -153,7 +153,7 @@ class Audit:
             self._holds -= 1
 
     def acknowledge(self) -> dict[str, Any]:
-        """An operator has seen the findings: rounds may open again."""
+        """Acknowledge the findings, so that rounds may open again."""
         self.refusal = ""
         return self.state()
 
@@ -174,7 +174,7 @@ class Audit:
         }
 
     def _move_to(self, version: int) -> None:
-        """Candidates of an older version are discarded: its weights are gone."""
+        """Discard candidates of an older version, because its weights have been replaced."""
         if version > self._version:
             for _ in filter(None, self._chosen):
                 self._discard()
@@ -186,7 +186,7 @@ class Audit:
             self._observe("discarded", 0.0)
 
     async def _work(self) -> None:
-        """Rescore what is chosen, one after the other, until nothing is left."""
+        """Rescore the chosen samples one after the other, until none is left."""
         rest_until = 0.0
         try:
             while any(self._chosen):

@@ -18,15 +18,15 @@ JSON, MSGPACK = "application/json", "application/msgpack"
 
 
 async def off_loop(size: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Decode or encode: `size` bytes are converted here if they are few, else in a thread."""
+    """Decode or encode `size` bytes: here up to `SMALL` bytes, else in a thread."""
     return work(*args) if size <= SMALL else await asyncio.to_thread(work, *args)
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, which may come in chunks without a declared size.
+    """Read the whole body, which may arrive in chunks without a declared size.
 
     Raises:
-        RequestError: 413, as soon as it is too large.
+        RequestError: 413, as soon as the body exceeds the limit.
     """
     chunks, size = [], 0
     async for chunk in request.stream():

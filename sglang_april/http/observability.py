@@ -1,6 +1,6 @@
 """`GET /metrics`, `GET /april/ui` and faults in `GET /health`.
 
-None of them needs a key; the page itself asks for one to read `GET /april/state`.
+None of them needs a key; the page prompts for one to read `GET /april/state`.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from sglang_april.http.service import AprilService
 UI = "/april/ui"
 HEALTH = ("/health", "/health_generate")
 PATIENCE_S = 2.0
-"""For the scheduler's answer, which may wait for a long prefill."""
+"""Longest wait for the scheduler's answer, in seconds; a long prefill may delay the answer."""
 FRESH_S = 1.0
-"""However many scrapes arrive, the scheduler is asked once in this time."""
+"""Minimum seconds between two requests to the scheduler, however many scrapes arrive."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -58,7 +58,7 @@ class StateReader:
         self._answer: asyncio.Task[dict[str, Any]] | None = None
 
     async def get(self) -> dict[str, Any] | None:
-        """None if the scheduler does not answer in time, or refuses."""
+        """The state of the server; None if the scheduler does not answer in time, or refuses."""
         now = asyncio.get_running_loop().time()
         if self._answer is None or (self._answer.done() and now >= self._asked + FRESH_S):
             self._asked, self._answer = now, asyncio.ensure_future(self._april.state())
@@ -78,7 +78,7 @@ def _with_faults(stock: Asgi) -> Asgi:
 
 
 def _before_keys(app: Asgi) -> Asgi:
-    """SGLang's middleware has no route of /april without a key, so the page is served outside of it."""
+    """SGLang's middleware requires a key for every route under /april, so the page is served outside of it."""
     page = files("sglang_april.http").joinpath("ui.html").read_bytes()
 
     async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:

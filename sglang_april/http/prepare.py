@@ -15,7 +15,7 @@ from sglang_april.http.frontend import Frontend, ServerInfo
 from sglang_april.http.validation import GRAMMARS
 
 MAX_TOP_LOGPROBS = 60_000_000
-"""Of one sample. Each takes 15 bytes as msgpack, and SQLite holds 10^9 bytes in a row of the journal."""
+"""Maximum of one sample: each takes 15 bytes as msgpack, and SQLite limits a row of the journal to 10^9 bytes."""
 GREEDY = 1e-6
 """SGLang draws greedily below this temperature, from logits that it does not divide."""
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -128,7 +128,7 @@ class RequestBuilder:
             raise bad(new_field, reason)
 
     def _check_top_logprobs(self, prompt: PromptBody, raw: bytes, params: Params, field: str) -> None:
-        """A sample must fit into a row of the journal, whether there is one or not."""
+        """Refuse a sample whose top logprobs would not fit into a row of the journal, also without a journal."""
         tokens = params.get("max_new_tokens", self._server.context_len - len(raw) // 4)
         if prompt.top_logprobs_num * tokens > MAX_TOP_LOGPROBS:
             reason = f"{prompt.top_logprobs_num} for each of {tokens} new tokens are more than {MAX_TOP_LOGPROBS}"

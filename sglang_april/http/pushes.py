@@ -38,7 +38,7 @@ class Pushes:
         return {"push_open": True, **answer.data}
 
     async def end(self, version: int | None) -> dict[str, Any]:
-        """The weights are complete: the policy version moves and open rounds resume."""
+        """End a push: the weights are complete, the policy version moves and open rounds resume."""
         async with self._pushing:
             answer = await self._rpc.call(messages.PushEnd(self._rpc.number(), version))
             self._weight_lock.unblock("push", self._rounds.open_ids())
@@ -46,12 +46,12 @@ class Pushes:
         return {"push_open": False, **answer.data}
 
     async def freeze(self) -> None:
-        """A pause begins: no sample takes a step, and no round makes the pause wait."""
+        """Begin a pause: no sample takes a step, and the pause waits for no round."""
         async with self._audit.held():
             await self._rpc.call(messages.Freeze(self._rpc.number()))
             await self._weight_lock.release_all("pause")
 
     async def thaw(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         await self._rpc.call(messages.Thaw(self._rpc.number()))
         self._weight_lock.unblock("pause", self._rounds.open_ids())

@@ -48,7 +48,7 @@ class Reply:
     """In place of `parts`, what a round of trajectories delivers."""
     rejected: list[str] = field(default_factory=list)
     received: bool = False
-    """Whether a connection has been given it."""
+    """Whether a connection has received it."""
 
     @classmethod
     async def build(

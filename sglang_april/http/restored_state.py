@@ -28,7 +28,7 @@ class RestoredState:
         self._complete = asyncio.Event()
         self._replay: asyncio.Task[None] | None = None
         self.fault = ""
-        """Why the journal cannot be written, or empty. Nothing new is accepted meanwhile."""
+        """Why the journal cannot be written, or empty. While it is set, no new request is accepted."""
         self._warnings: list[str] = []
 
     async def ready(self) -> None:
@@ -38,7 +38,7 @@ class RestoredState:
             await self._complete.wait()
 
     def state(self) -> dict[str, Any] | None:
-        """For `GET /april/state`; None without a journal."""
+        """The journal's part of `GET /april/state`; None without a journal."""
         if self._journal is None:
             return None
         return {"path": self._journal, "fault": self.fault, "warnings": self._warnings}

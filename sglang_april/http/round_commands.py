@@ -15,7 +15,7 @@ from sglang_april.http.scheduler_rpc import SchedulerRpc
 
 
 class RoundCommands:
-    """Calls the scheduler for rounds of the registry, and keeps what the same call gets again (`idempotent-round`)."""
+    """Calls the scheduler for rounds of the registry, and keeps answers for repeated calls (`idempotent-round`)."""
 
     def __init__(
         self,
@@ -67,7 +67,11 @@ class RoundCommands:
         round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
     async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
-        """A larger quota and more prompts for an open round; idempotent with a key, also after the round's end."""
+        """Raise the quota of an open round and add prompts; idempotent with a key, also after the round's end.
+
+        Raises:
+            RequestError: as for `RoundRegistry.find`; 409, the key was used with another body; or a refusal.
+        """
         round_, key = self._rounds.find(round_id), body.idempotency_key
         if key is None:
             return await self._extend(round_, body, fingerprint)
@@ -95,7 +99,7 @@ class RoundCommands:
         return {"round_id": round_.id, **answer.data}
 
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
-        """The caller has stored the reply."""
+        """Acknowledge a reply that the caller has stored."""
         round_ = self._rounds.acknowledge(round_id)
         if self._journal:
             await self._rpc.call(messages.Acknowledge(self._rpc.number(), round_.id))

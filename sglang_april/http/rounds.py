@@ -13,7 +13,7 @@ from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
 REMEMBERED = 2**16
-"""How many ids of rounds whose replies are gone are remembered, to distinguish 410 from 404."""
+"""Number of remembered ids of rounds whose replies are no longer kept, to distinguish 410 from 404."""
 
 logger = logging.getLogger("sglang_april")
 
@@ -91,12 +91,12 @@ class RoundRegistry:
         return [round_.id for round_ in self.open if round_.state == "open" and not round_.spec.trajectories]
 
     def holding_ids(self) -> list[str]:
-        """Ids of the rounds beside which no memory is released: not those of trajectories, whose legs are suspended."""
+        """Ids of the rounds that prevent a release of memory: not those of trajectories, whose legs are suspended."""
         return [round_.id for round_ in self.open if not round_.spec.trajectories]
 
     @property
     def kept(self) -> int:
-        """How many replies are kept."""
+        """Number of kept replies."""
         return len(self._kept)
 
     @property
@@ -174,7 +174,7 @@ class RoundRegistry:
         round_.notify()
 
     def mark_open(self, round_: RoundRecord) -> None:
-        """The scheduler has accepted the round."""
+        """Mark the round as accepted by the scheduler."""
         round_.state = "open"
         round_.opened.set_result(None)
 
@@ -197,7 +197,7 @@ class RoundRegistry:
             round_.notify()
 
     def mark_ended(self, round_: RoundRecord) -> None:
-        """The round is over and its run free for the next one; the reply follows."""
+        """Mark the round as ended, so that its run may open the next one; the reply follows."""
         round_.state = "ended"
         del self._open_of_run[round_.run]
 
@@ -210,14 +210,14 @@ class RoundRegistry:
         self._trim()
 
     def fail(self, round_: RoundRecord, error: RequestError) -> None:
-        """A fault of the server: every request for this id gets the error, now and later."""
+        """Fail a round by a fault of the server: every request for its id gets the error, now and later."""
         del self._rounds[round_.id]
         self._forget(round_.id, error)
         round_.reply.set_exception(error)
         round_.notify()
 
     def acknowledge(self, round_id: str) -> RoundRecord:
-        """The caller has stored the reply; from now on it is kept like any other. Idempotent.
+        """Acknowledge a reply that the caller has stored; from now on it is kept like any other. Idempotent.
 
         Raises:
             RequestError: as for `find`, or 409 if the round has no reply yet.
@@ -232,7 +232,8 @@ class RoundRegistry:
     def _trim(self) -> None:
         """Remove replies beyond the last few of their run, and then, beyond the memory, the oldest of all.
 
-        Those that no connection has received go last; the newest one stays. Protected ones have a memory of their own.
+        Replies that no connection has received are removed last; the newest one stays. Protected ones count towards a
+        separate limit.
         """
         newer: dict[str, int] = {}
         rest: list[RoundRecord] = []

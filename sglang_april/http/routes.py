@@ -40,7 +40,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def add_routes(app: FastAPI, admin: Callable[[Endpoint], Endpoint]) -> None:
     """Add all routes; `admin` marks those that take the admin key. The service is found in `app.state.april`.
 
-    They go to the app itself: in an included router SGLang's middleware would not find the marks.
+    The routes are added to the app directly: in an included router SGLang's middleware would not find the marks.
     """
     for method, path, handler in (
         ("POST", "/april/rollout", rollout),
@@ -154,7 +154,7 @@ async def end_trajectories(april: AprilService, request: Request) -> Response:
 
 
 async def end_trajectories_of_run(april: AprilService, request: Request) -> Response:
-    """The same for a run that is named."""
+    """Trajectories of the run in the body are done, or rejected."""
     body = requests.decode_end_of_run(await read_body(request), is_packed(request))
     check_end(body)
     return respond(request, await april.end_trajectories(body.run, body))
@@ -188,7 +188,7 @@ async def drop(april: AprilService, request: Request) -> Response:
 
 
 async def acknowledge_audit(april: AprilService, request: Request) -> Response:
-    """The findings of the audit are known: rounds may open again."""
+    """Acknowledge the findings of the audit, so that rounds may open again."""
     requests.decode_nothing(await read_body(request), is_packed(request))
     return respond(request, april.audit.acknowledge())
 
@@ -214,7 +214,7 @@ async def partials(april: AprilService, request: Request) -> Response:
 
 
 async def no_route(_april: AprilService, request: Request) -> Response:
-    """Everything else under /april."""
+    """Answer 404 to every other path under /april."""
     raise RequestError(404, "path", f"there is no {request.method} {request.url.path}")
 
 

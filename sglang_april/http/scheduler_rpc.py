@@ -20,7 +20,7 @@ class SchedulerRpc:
 
     @property
     def waiting(self) -> int:
-        """How many commands have no answer yet."""
+        """Number of commands without an answer."""
         return len(self._waiting)
 
     def number(self) -> int:

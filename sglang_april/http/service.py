@@ -86,7 +86,11 @@ class AprilService:
             raise RequestError(413, "body", f"has {size} bytes or more, {limit}")
 
     async def open(self, body: requests.RolloutBody, fingerprint: str) -> RoundRecord:
-        """Open the round that a request asks for, or find it (`idempotent-round`)."""
+        """Open the round that a request asks for, or find it (`idempotent-round`).
+
+        Raises:
+            RequestError: 503 if no round may open; as for `RoundRegistry.admit`; or the request cannot be served.
+        """
         await self.restored_state.ready()
         if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
             raise RequestError(503, "", reason)
@@ -175,7 +179,7 @@ class AprilService:
     # --- events of the scheduler
 
     def receive(self, payload: bytes) -> None:
-        """Handle one message of the scheduler, whole and in order; nothing in here may await.
+        """Handle one message of the scheduler completely and in order; this method must not await.
 
         An exception ends SGLang's loop, and with it the server (`fail-stop`): some client would wait forever.
         """
@@ -212,7 +216,7 @@ class AprilService:
             parts = self.completed_groups.take(message.run, message.deliver)
             if message.error:
                 raise RequestError(500, JOURNAL, message.error)
-        except Exception as error:  # whatever is wrong, no client may wait for a reply that will not come
+        except Exception as error:  # after any fault, no client may wait for a reply that will not come
             logger.exception("round %s has no reply", round_.id)
             self.rounds.fail(round_, error if isinstance(error, RequestError) else fault(error))
             self._background.start(self.weight_lock.release(round_.id))

@@ -27,7 +27,7 @@ async def shut_down(april: AprilService) -> None:
 
 
 def _end_rounds(april: AprilService, reason: str) -> None:
-    """Rounds whose reply was fixed before have it."""
+    """Fail open rounds with 503; rounds whose reply was fixed before keep it."""
     for round_ in [r for r in april.rounds.open if r.state == "open"]:
         april.rounds.mark_ended(round_)
         april.rounds.fail(round_, RequestError(503, "server", reason))

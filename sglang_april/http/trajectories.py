@@ -18,7 +18,7 @@ BYTES_PER_LEG = 1024
 
 @dataclass(eq=False, slots=True)
 class TrajectoryRecord:
-    """What is known of one trajectory."""
+    """The content of one undelivered trajectory."""
 
     run: str
     id: str
@@ -57,7 +57,7 @@ class TrajectoryRecord:
         return [len(leg.result.output_ids) // 4 for leg in self.legs.values()]
 
     def _extends(self, leg: messages.LegEnded) -> bool:
-        """Whether it continues its parent's whole sequence."""
+        """Whether the leg continues its parent's whole sequence."""
         return leg.parent is not None and leg.shared == self._length(self.legs[leg.parent])
 
     @staticmethod
@@ -87,7 +87,7 @@ class Branch:
 
     legs: list[int]
     shared: int = 0
-    """How many of its first tokens an earlier branch has."""
+    """Number of its leading tokens that an earlier branch contains."""
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, "<i4"))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f4"))
     drawn: list[list[int]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Branch:
                 self.spans.append(_span(span, start, min(span.end, drawn)))
 
     def fields(self, packed: bool) -> dict[str, Any]:
-        """As the record contains it."""
+        """The branch as the record contains it."""
         return {
             "legs": self.legs,
             "shared": self.shared,
@@ -165,7 +165,7 @@ class TrajectoryRecords:
         return len(self._records)
 
     def add(self, leg: messages.LegEnded) -> None:
-        """A leg has ended. A first leg begins the record anew: an earlier one has been forgotten."""
+        """Add an ended leg. The first leg creates the record; any earlier record of this name was removed."""
         record = self.of(leg.run, leg.trajectory, leg.group)
         record.group = leg.group
         record.legs[leg.number] = leg
@@ -179,13 +179,13 @@ class TrajectoryRecords:
         return self._records.get((run, name))
 
     def done(self, run: str, ended: dict[str, DoneBody]) -> None:
-        """Trajectories are done; the first call counts."""
+        """Store reward and metadata of done trajectories; only the first call counts."""
         for name, body in ended.items():
             record = self.of(run, name)
             record.ended = record.ended or body
 
     def remove(self, run: str, names: list[str]) -> None:
-        """Trajectories have left without being delivered."""
+        """Remove trajectories that the scheduler removed without delivery."""
         for name in names:
             self._records.pop((run, name), None)
 

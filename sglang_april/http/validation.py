@@ -53,7 +53,11 @@ def _check_trajectories(body: RolloutBody) -> None:
 
 
 def check_end(body: EndBody) -> None:
-    """Refuse a trajectory that is both done and rejected, and metadata that is not plain."""
+    """Refuse a trajectory that is both done and rejected, and metadata that is not plain.
+
+    Raises:
+        RequestError: 400 with the field.
+    """
     for i, name in enumerate(body.reject):
         if name in body.trajectories:
             raise bad(f"reject[{i}]", f"{name!r} is also in trajectories")
@@ -81,7 +85,11 @@ def check_prompts(prompts: list[PromptBody], packed: bool) -> None:
 
 
 def check_judge(body: JudgeBody) -> None:
-    """Refuse a message that both accepts and rejects a group."""
+    """Refuse a message that both accepts and rejects a group.
+
+    Raises:
+        RequestError: 400 with the field.
+    """
     accepted = set(body.accept)
     for i, name in enumerate(body.reject):
         if name in accepted:

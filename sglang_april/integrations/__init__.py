@@ -1,1 +1,1 @@
-"""Rollouts of other people's trainers over batch-quota rounds. Nothing here imports SGLang or a trainer at import."""
+"""Batch-quota rounds for other training frameworks. Importing these modules imports neither SGLang nor a trainer."""

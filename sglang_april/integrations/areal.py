@@ -57,7 +57,7 @@ class Backend(SGLangBackend):
         return _named(super().build_distributed_weight_update_requests(meta, param_specs), meta.version)
 
     def launch_server(self, server_args: dict[str, Any]) -> "subprocess.Popen[bytes]":
-        """As AReaL's, with the launcher of sglang-april; `SGLANG_APRIL` in the environment has its settings."""
+        """As AReaL's, with the launcher of sglang-april; the variable `SGLANG_APRIL` contains the settings."""
         command = SGLangConfig.build_cmd_from_args(server_args)
         command[command.index("-m") + 1] = LAUNCHER
         cache = os.environ.get("TRITON_CACHE_PATH", TRITON_CACHE_PATH)

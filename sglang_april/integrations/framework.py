@@ -1,4 +1,4 @@
-"""What the rollout functions use of slime, or of its fork miles, and how their samples travel through a round."""
+"""The parts of slime, or of its fork miles, that the rollout functions use, and conversion of samples."""
 
 import asyncio
 import copy
@@ -49,7 +49,7 @@ class Framework:
     # --- sampling and rewards
 
     def sampling_params(self, args: Namespace) -> dict[str, Any]:
-        """Of all prompts of a round."""
+        """Sampling parameters of all prompts of a round."""
         given = {name: getattr(args, argument, None) for name, argument in PARAMETERS.items()}
         params = {name: value for name, value in given.items() if value is not None}
         params |= {"no_stop_trim": True, "spaces_between_special_tokens": False}

@@ -100,9 +100,9 @@ class _Rollout:
         self._metrics = framework.filters.MetricGatherer()
         self._scored: dict[tuple[str, int], Group] = {}
         self._known: set[str] = set()
-        """Ids of groups that the engines have, or were asked for before a restart."""
+        """Ids of groups that the engines have, or that were requested before a restart."""
         self._remaining = 0
-        """Groups that may still be accepted, or have been."""
+        """Number of groups that have been accepted or may still be."""
         self._version = 0
 
     @property
@@ -118,7 +118,7 @@ class _Rollout:
         """Run the round; an exception of a reward or of an engine ends it at the engines, where its groups stay.
 
         Args:
-            inherited: ids that the data source repeats after a restart, and that are not asked for twice.
+            inherited: ids that the data source repeats after a restart, and that are not requested twice.
         """
         body = await asyncio.to_thread(self._open, inherited)
         try:

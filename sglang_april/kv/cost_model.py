@@ -78,12 +78,13 @@ def break_even_tokens(rates: Rates, tier: CopyTier) -> int | None:
 
 
 def why_not_store(rates: Rates | None, tier: CopyTier, tokens: int, age: int, bound: int | None) -> Reason:
-    """Why pages are not worth a copy on `tier`; empty if they are.
+    """Why pages are not copied to `tier`; empty if they are.
 
     Args:
         tokens: length of the KV.
         age: policy versions between the oldest page and the version under which the sample will resume, as far as
-        known. bound: `max_staleness`.
+            known.
+        bound: `max_staleness`; None: no bound.
     """
     return _why(age, bound, rates is not None and recompute_s(rates, tokens) < store_s(rates, tier, tokens))
 

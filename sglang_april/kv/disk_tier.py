@@ -2,7 +2,7 @@
 
     magic | header length, CRC-32 | header (msgpack) | pages | checksums of the pages | their CRC-32
 
-A file is written under a temporary name and renamed when complete, so a reader never sees half of one. It is not
+A file is written under a temporary name and renamed when complete, so a reader never reads a partial file. It is not
 synced: a file damaged by a loss of power fails its checksums, is counted, and its sample is recomputed
 (`verified-pages`). The death of the process alone damages nothing.
 

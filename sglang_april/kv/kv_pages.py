@@ -15,18 +15,18 @@ class KvState(enum.Enum):
     """Where the KV of a suspended sample is; a sample without KV has no `Pages`."""
 
     DEVICE = "device"
-    """In pool slots only."""
+    """KV in pool slots only."""
     DEVICE_WITH_COPY = "device with copy"
     """Loaded back into pool slots; the copy that it was loaded from is still complete."""
     COPYING_OUT = "copying out"
-    """In pool slots, which stay held and readable until all ranks have written their part of the copy."""
+    """KV in pool slots, which stay held and readable until all ranks have written their part of the copy."""
     COPYING_OUT_SLOTS_FREED = "copying out, slots freed"
     """The slots were needed at once. This rank has written its part; some other rank may still be writing."""
     STORED = "stored"
-    """In a complete copy only, on the host or the disk. A copy that moves from the host to the disk counts as on disk
-    as soon as the transfer is ordered: a later load of the copy waits for it."""
+    """KV in a complete copy only, on the host or the disk. A copy that moves from the host to the disk counts as on
+    disk as soon as the transfer is ordered: a later load of the copy waits for it."""
     LOADING = "loading"
-    """In a complete copy; the pool slots are being filled from it."""
+    """KV in a complete copy, from which the pool slots are being filled."""
     RELEASED = "released"
     """Neither slots nor copy: only the sample's tokens are left."""
 

@@ -11,9 +11,9 @@ Act = Callable[[], None]
 
 class _Order(NamedTuple):
     position: int
-    """Of its submission."""
+    """Position in the order of submission."""
     order: int | None
-    """The number under which its outcome is reported, if it is."""
+    """The number under which its outcome is reported; None if it is not reported."""
     number: int
     """The copy that it writes, moves, reads or discards."""
     act: Act
@@ -84,7 +84,7 @@ class OrderQueue:
                 yield from self._slice(*self._idle)
 
     def _slice(self, order: int, slices: Iterator[None]) -> Iterator[tuple[int, Act]]:
-        """Run one slice; the end of the task, also by an exception, is an order of its own."""
+        """Run one slice; the end of the task, also by an exception, is a separate order."""
         ended: list[BaseException] = []
         try:
             next(slices)

@@ -131,7 +131,7 @@ def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
 
 
 def ended(event: RoundEnded) -> Op:
-    """A round's reply is fixed."""
+    """A round's reply is fixed. The operation raises RecordError if the round or a delivered sample is not recorded."""
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
@@ -149,7 +149,7 @@ def ended(event: RoundEnded) -> Op:
 
 
 def acknowledged(round_id: str) -> Op:
-    """The caller has stored the reply: it is now kept like any other."""
+    """The caller has stored the reply, which is now kept like any other."""
     return lambda db: db.execute("UPDATE rounds SET held=0 WHERE round_id=?", (round_id,))
 
 

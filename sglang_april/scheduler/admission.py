@@ -28,7 +28,7 @@ def candidates(rnd: Round) -> Iterator[Sample]:
 
 
 def _mandatory_partials(rnd: Round) -> dict[Sample, None]:
-    """In their old batch order. Empty for strict on-policy rounds, where all partials are mandatory."""
+    """Mandatory partials in their old batch order. Empty for strict on-policy rounds, where all are mandatory."""
     groups = [] if rnd.on_policy else rnd.mandatory
     partials = [s for g in groups for s in g.samples.values() if s in rnd.run.suspended]
     return dict.fromkeys(sorted(partials, key=lambda s: s.order))
@@ -87,7 +87,7 @@ class PrefillBatcher:
         self._idle_slot_steps = 0
 
     def is_due(self, rounds: Sequence[Round], chosen: Sequence[Sample], slots: int) -> bool:
-        """Whether the prefill starts now; called once per step with what `pick` chose of `rounds` for `slots`."""
+        """Whether the prefill starts now; called once per step with the samples picked for `slots` free slots."""
         free = min(slots, sum(places(rnd, slots) for rnd in rounds))
         self._idle_slot_steps += free
         running = sum(rnd.run.running for rnd in rounds)

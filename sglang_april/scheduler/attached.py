@@ -2,9 +2,9 @@
 
 An attached request is created, queued, answered and aborted by SGLang, as any request of a client. Here it is a sample
 as well, so that a push, a pause, a flush or memory pressure suspends it instead of aborting it: its caller only waits
-longer. It is a group of one in a run of its own kind, which no round of rollouts counts, delivers or ends.
+longer. It is a group of one in a separate kind of run, which no round of rollouts counts, delivers or ends.
 
-One that names a trajectory is a leg of it. Legs have a run of their own, whose rounds count trajectories; they enter
+One that names a trajectory is a leg of it. Legs have a separate run, whose rounds count trajectories; they enter
 the engine by admission, as samples do.
 """
 
@@ -37,7 +37,7 @@ class Attached:
         return known.refusal(trajectory, group) if known is not None and trajectory is not None else ""
 
     def refused(self, rid: str) -> None:
-        """The request has not begun: its answer waits for nothing."""
+        """Report the end of a request that never began, so that its answer does not wait for a description."""
         self._c.recorder.send(messages.AttachedEnded(rid, [], self._c.clock.version))
 
     def begin(
@@ -207,14 +207,14 @@ class Attached:
         return len(dropped)
 
     def _forget(self, run: TrajectoryRun) -> None:
-        """Without rounds, no caller ends a trajectory."""
+        """In a run without rounds, remove the least recently used trajectories, because no caller ends them."""
         unused = run.unused()
         for trajectory in unused:
             del run.active[trajectory.id]
         self._leave([], unused)
 
     def _release(self, parked: list[Sample]) -> None:
-        """KV of ended legs that no leg will continue."""
+        """Release the KV of ended legs that no leg will continue."""
         for sample in parked:
             self._tiers.release(sample)
             self._c.ledger.unpark(sample)

@@ -1,4 +1,4 @@
-"""Attached requests in the journal (`restart-loses-nothing`): one that is asked again by its `rid` after a restart
+"""Attached requests in the journal (`restart-loses-nothing`): one that is sent again with its `rid` after a restart
 continues from its last record, and one that had been answered is answered again.
 
 The journal does not create a request: its caller sends it again, and only then it is known where its answer goes.
@@ -15,7 +15,7 @@ MAX_KEPT, MAX_TOKENS = 2**14, 2**24
 
 
 class KeptRequests:
-    """Requests that the journal keeps although none of them runs: answered ones, and those not asked again."""
+    """Requests that the journal keeps although none of them runs: answered ones, and those not sent again."""
 
     def __init__(self, saved: Iterable[SnapshotGroup] = ()) -> None:
         self._tokens = OrderedDict((group.gid, tokens_of(group).length) for group in saved)
@@ -38,13 +38,13 @@ class KeptRequests:
 
 
 def saved_requests(saved: JournalSnapshot) -> dict[tuple[str, str], SnapshotGroup]:
-    """By run and `rid`, the latest of each `rid`; those without a token are begun anew."""
+    """Saved requests by run and `rid`, the latest of each `rid`; those without a token are omitted and begin anew."""
     found = {(g.run.removeprefix(ATTACHED), g.prompt.id.partition(":")[2]): g for g in saved.attached}
     return {key: group for key, group in found.items() if tokens_of(group).length}
 
 
 def tokens_of(group: SnapshotGroup) -> Chunk:
-    """All of its tokens that the journal has."""
+    """All tokens of an attached request in the journal."""
     sample = group.samples[0]
     if (done := sample.finished) is not None:
         return Chunk(done.output_ids, done.logprobs, done.spans, done.top_logprobs)

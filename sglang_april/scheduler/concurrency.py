@@ -8,8 +8,8 @@ next, and the limit climbs from level to level (hill climbing):
 
 The gain is 1 where both batches have the same step time (twice the samples, twice the tokens) and 0 where the step time
 is proportional to the batch. It is measured by moving: the newest steps before a move against the newest after it.
-Distant steps are never compared, because the speed of a shared machine drifts by more than a level is
-worth. Only rank 0 tunes; it broadcasts the limit (`rank-determinism`).
+Distant steps are never compared, because the speed of a shared machine drifts by more than the difference
+between two levels. Only rank 0 tunes; it broadcasts the limit (`rank-determinism`).
 """
 
 import math

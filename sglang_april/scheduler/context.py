@@ -40,15 +40,15 @@ class Context:
     attached: dict[str, Round] = field(default_factory=dict)
     """By run name, the rules under which attached requests run; nothing ends such a round."""
     trajectories: dict[str, TrajectoryRun] = field(default_factory=dict)
-    """By the name that their callers give the run."""
+    """Trajectories by the name that their callers give the run."""
     park_cap_tokens: int = NO_CAP
     """Tokens of KV that ended legs may keep for the next ones."""
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
-    """After a restart, by run and `rid`: attached requests in the journal that have not been asked again."""
+    """After a restart, by run and `rid`: attached requests in the journal that have not been sent again."""
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests."""
     tuned: messages.Tuned | None = None
-    """The current limit for `concurrency: auto`, with the step times behind it."""
+    """The current limit for `concurrency: auto`, with the step times that it is based on."""
     rates: messages.Rates | None = None
     """Measured rates for `kv: auto`, once rank 0 has broadcast them."""
     step: int = 0

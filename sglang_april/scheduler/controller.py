@@ -102,12 +102,12 @@ class Controller:
         self.context.recorder.commit()
 
     def freeze(self) -> None:
-        """A pause: no rollout sample takes a step until `thaw`."""
+        """Begin a pause: no rollout sample takes a step until `thaw`."""
         self._pushes.freeze()
         self.context.recorder.commit()
 
     def thaw(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         self._pushes.thaw()
 
     def abort_everything(self) -> None:

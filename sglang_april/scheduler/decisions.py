@@ -28,7 +28,7 @@ class Decided(msgspec.Struct, array_like=True, tag="decided"):
 
     step: int
     digest: int
-    """Of all decisions up to this step."""
+    """Digest of all decisions up to this step."""
     text: str
     """The first decisions of the step, for people."""
 

@@ -103,7 +103,7 @@ class Engine(Protocol):
         """Let samples join the running batch as plain decode rows on their device pages."""
 
     def hand_over(self, sample: Sample) -> None:
-        """The pages of a leg without tokens belong to its request, whose prefill behind them is launched."""
+        """The pages of a leg without tokens belong to its request, whose prefill after them is launched."""
 
     def detach(self, samples: Sequence[Sample]) -> None:
         """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
@@ -121,7 +121,7 @@ class Engine(Protocol):
         """
 
     def answered(self, sample: Sample) -> FinishedSample | None:
-        """The result of an attached request that has ended; None if it was aborted. It stays as it is."""
+        """The result of an attached request that has ended; None if it was aborted. It is not changed."""
 
     def record(self, sample: Sample, start: int) -> Chunk:
         """Output tokens [start, length) of an unfinished sample with their logprobs, for the journal (rank 0)."""

@@ -25,14 +25,14 @@ from sglang_april.scheduler.trajectories import Leg
 MAX_IDS = 2**16
 """Prompt ids of a run whose next incarnation is remembered."""
 MAX_RUNS = 2**10
-"""Runs that are remembered, if so many are idle."""
+"""Maximum number of idle runs that are remembered."""
 
 Forgotten = tuple[str, list[str] | None, int]
 """(run, prompt ids or None for all of the run, next incarnation of ids that are not remembered)."""
 
 
 class Ledger:
-    """All runs, and the counters behind arrival and admission order."""
+    """All runs, and the counters that define arrival and admission order."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}

@@ -50,13 +50,13 @@ class PromptSharing:
                 return
 
     def prefill_queued(self, sample: Sample) -> None:
-        """The sample enters the engine for a prefill."""
+        """Note that the sample enters the engine for a prefill."""
         if not sample.length and self._c.engine.shares_prompt(sample.group):
             sample.group.leader, sample.group.prompt_version = sample, -1
 
     @staticmethod
     def prefilled(sample: Sample) -> None:
-        """A prefill has produced the sample's next token: the engine now has the prompt's KV."""
+        """Note that a prefill has produced the sample's next token: the engine now has the prompt's KV."""
         group = sample.group
         if group.leader is sample:
             group.leader, group.prompt_version = None, sample.kv.version

@@ -53,7 +53,7 @@ class Interrupter:
         self._round_end.mark_due()
 
     def freeze(self) -> None:
-        """A pause: no rollout sample takes a step until `thaw`."""
+        """Begin a pause: no rollout sample takes a step until `thaw`."""
         self.interrupt()
         self._c.frozen = True
 

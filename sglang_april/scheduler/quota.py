@@ -81,7 +81,7 @@ class Round:
         return self.spec.quota is not None and self.counted() >= self.spec.quota
 
     def ends_now(self) -> EndReason | None:
-        """Why the round is over, or None."""
+        """Why the round ends now, or None."""
         if self.spec.quota is not None and self.counted() >= self.spec.quota:
             return None if self._any_must_finish() else "quota"
         settled = self.run.whole if not self.judged else len(self.run.verdicts)
@@ -105,7 +105,7 @@ class Round:
     # --- after the reply
 
     def run_ahead(self) -> None:
-        """The round is over and its run runs ahead (`after_quota: continue`), with statistics of its own."""
+        """Let the run of an ended round run ahead (`after_quota: continue`), with separate statistics."""
         self.mandatory = {g for g in self.mandatory if self.run.groups.get(g.id) is g}
         self.cohort, self.stats = set(), RoundStats()
 
@@ -137,7 +137,7 @@ class Round:
         return [ledger.deliver(group, indices) for group, indices in chosen.items()]
 
     def _without_surplus(self, units: list[list[Sample]], quota: int | None) -> list[list[Sample]]:
-        """Of ordered units, the first `quota` (None: all) that count, and those that are always delivered."""
+        """Units without surplus: the first `quota` (None: all) that count, and those that are always delivered."""
         chosen, left = [], len(units) if quota is None else quota
         for unit in units:
             group = unit[0].group

@@ -57,7 +57,7 @@ class Unrecorded:
         """SGLang answers an attached request, whose engine's request still has everything."""
 
     def asked_again(self, gid: int, *, same: bool) -> None:
-        """An attached request that the journal has is asked again, or another one by its `rid`."""
+        """An attached request in the journal is sent again, or its `rid` is used by another one."""
 
     def announced(self, event: Finished) -> None:
         """Finished samples; with a journal they are sent once they are written, so that a crash replaces no token that
@@ -122,7 +122,7 @@ class Recorder(Unrecorded):
         self._outbox.send(event, self._batches)
 
     def ended(self, event: RoundEnded) -> None:
-        """In a batch of its own: no other record can fail this reply, and this record no other promise."""
+        """Written in a separate batch: no other record can fail this reply, and this record fails no other event."""
         self.commit()
         self._records.append(schema.ended(event))
         self._outbox.send(event, self._batches + 1)
@@ -146,7 +146,7 @@ class Recorder(Unrecorded):
             self._records.append(record)
 
     def _begun(self, sample: Sample) -> None:
-        """It has its first tokens: now the round is known in which its group first ran (`quota_mode: cohort`)."""
+        """Record the round in which the sample's group first ran, once the sample has tokens (`quota_mode: cohort`)."""
         if not sample.journal.first_token and not sample.attached:
             sample.journal.first_token = True
             group = sample.group

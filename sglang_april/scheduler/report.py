@@ -27,7 +27,7 @@ def carried(c: Context, run: Run) -> dict[str, Any]:
 
 
 def concurrency(rnd: Round) -> dict[str, Any]:
-    """The concurrency of a round at its end, and for `auto` the step times behind it."""
+    """The concurrency of a round at its end, and for `auto` the step times that it is based on."""
     auto = rnd.tuned if rnd.spec.concurrency == "auto" else None
     return {"concurrency": rnd.concurrency, "step_ms": [list(point) for point in auto.step_ms] if auto else None}
 
@@ -128,7 +128,7 @@ def _trajectories(c: Context, run: TrajectoryRun) -> dict[str, Any]:
 
 
 def brief(c: Context) -> dict[str, Any]:
-    """What the audit asks before and after each sample, and a release of memory; cheap."""
+    """The state that the audit reads before and after each sample, and a release of memory; cheap."""
     running = sum(run.running for run in c.ledger.runs.values())
     return {
         "policy_version": c.clock.version,

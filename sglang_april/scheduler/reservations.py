@@ -1,7 +1,7 @@
 """Claims on slots, device memory and prefills that last beyond one scheduling step (`fair-slots`).
 
 Each step is decided from scratch. Without these claims, two parties could take the same resource from each other in
-every step, and neither would ever run:
+every step, and neither would make progress:
 
 - `loading`: a sample that has a slot keeps the device pages that are loaded for it. Memory for a request that waits for
   a prefill comes from other partials; otherwise the sample and the request could evict each other's memory endlessly.

@@ -84,7 +84,7 @@ class Recompute:
     reason: Reason = ""
     """Why its KV was discarded by choice, until its next token."""
     proximal: Proximal | None = None
-    """From the last recompute that collects proximal logprobs."""
+    """Proximal logprobs of the last recompute that collects them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -189,9 +189,9 @@ class Group:
     engine_params: Any = None
     """Decoded sampling parameters, shared by the group (set by the adapter)."""
     engine_input_ids: Any = None
-    """The prompt in the engine's form, likewise."""
+    """The prompt in the engine's form, also shared by the group (set by the adapter)."""
     leg: "Leg | None" = None
-    """What its one sample is in a trajectory (`trajectories.py`)."""
+    """The leg of a trajectory that its only sample generates (`trajectories.py`)."""
 
     @property
     def id(self) -> str:
@@ -249,7 +249,7 @@ class SuspendedSamples(dict[Sample, None]):
         self._queue = None
 
     def in_order(self) -> Iterator[Sample]:
-        """In admission order."""
+        """The samples in admission order."""
         if self._queue is None:
             self._queue = deque(sorted(self, key=lambda s: s.order))
         while self._queue and self._queue[0] not in self:

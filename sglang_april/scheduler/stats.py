@@ -52,7 +52,7 @@ class RoundStats:
     resumed_recomputed: int = 0
     started: int = 0
     started_on_prompt_kv: int = 0
-    """Of these, samples without a prefill of their own: another member of the group had computed the prompt's KV."""
+    """Of these, samples that needed no prefill: another member of the group had computed the prompt's KV."""
     retracted: int = 0
     suspended_for_memory: int = 0
     kv_fallback: int = 0

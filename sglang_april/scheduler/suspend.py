@@ -36,7 +36,7 @@ class Suspender:
             self.suspend_now(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
 
     def suspend_run(self, run: Run, tier: Tier) -> None:
-        """At the end of a round, after `Engine.settle`. Copies are ordered and not waited for."""
+        """Suspend a run at the end of a round, after `Engine.settle`. Copies are ordered and not waited for."""
         samples = run.samples(State.RUNNING)
         self.suspend(samples)
         if tier != "auto":

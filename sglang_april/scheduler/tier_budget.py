@@ -18,12 +18,12 @@ class TierBudget:
         return self._last_number
 
     def round_up(self, tokens: int) -> int:
-        """To whole pages of the store."""
+        """Round tokens up to whole pages of the store."""
         page = self._c.store_page
         return -(-tokens // page) * page
 
     def new_copy(self, tier: CopyTier, length: int, prefix: Prefix | None) -> Copy:
-        """Reserve room for a copy of `length` tokens behind the prefix."""
+        """Reserve room for a copy of `length` tokens after the prefix."""
         cost = self.round_up(length)
         self.used[tier] += cost
         return Copy(self.next_number(), tier, cost, prefix)

@@ -65,7 +65,7 @@ class Tiers:
         self.drop_prefix(sample)
 
     def drop_prefix(self, sample: Sample) -> None:
-        """The sample no longer shares a stored prefix: its KV is gone, or complete in one place."""
+        """The sample no longer shares a stored prefix: its KV was discarded, or is complete in one place."""
         if sample.kv.prefix is not None:
             self._budget.drop_user(sample.kv.prefix)
             sample.kv.prefix = None
@@ -290,7 +290,7 @@ class Tiers:
         self._c.engine.recover_kv(sample)
 
     def report(self) -> dict[str, Any]:
-        """For `/april/state`: tokens by tier, budgets, and failures."""
+        """The tiers' part of `/april/state`: tokens by tier, budgets, and failures."""
         return {
             "used_tokens": dict(self.used),
             "cap_tokens": {"host": self._c.host_cap_tokens, "disk": self._c.disk_cap_tokens},

@@ -101,7 +101,7 @@ class Trajectory:
         return leg
 
     def end_leg(self, leg: Leg, output: Ids) -> list[Sequence]:
-        """The leg has drawn `output`; it may be continued. Returns the sequences that no leg can continue any more."""
+        """End a leg that has drawn `output`; other legs may continue it. Returns sequences that none can continue."""
         ids = np.concatenate([leg.prompt, output])
         gone = [leg.extends] if leg.extends is not None and leg.extends in self.sequences else []
         self.sequences = [s for s in self.sequences if s not in gone]
@@ -127,7 +127,7 @@ class Trajectory:
         return 0 if self.oldest is None else version - self.oldest
 
     def report(self, version: int) -> dict[str, Any]:
-        """For replies and `GET /april/trajectories/{id}`."""
+        """The trajectory's state in replies and `GET /april/trajectories/{id}`."""
         states = {sample.state for sample in self.pending}
         state = "done" if self.done else "running" if State.RUNNING in states else "pending" if states else "parked"
         return {

@@ -20,7 +20,11 @@ class TrajectoryCommands:
         self._attached = attached
 
     def open(self, spec: messages.RoundSpec) -> dict[str, Any]:
-        """Open a round of trajectories; legs of the run run under its rules from now on."""
+        """Open a round of trajectories, whose rules apply to the run's legs from now on.
+
+        Raises:
+            RequestError: 409, a round of the run is open.
+        """
         c, known = self._c, self._c.trajectory_run(spec.run)
         run = known.legs
         if run.name in c.rounds:
@@ -41,7 +45,11 @@ class TrajectoryCommands:
         return {"incarnations": [], "policy_version": c.clock.version, "unjudged": []}
 
     def extend(self, rnd: TrajectoryRound, cmd: messages.ExtendRound) -> dict[str, Any]:
-        """Raise the quota of an open round."""
+        """Raise the quota of an open round.
+
+        Raises:
+            RequestError: 409, the command has prompts.
+        """
         if cmd.prompts:
             raise RequestError(409, "prompts", f"round {cmd.round_id} is a round of trajectories, which has none")
         if rnd.spec.quota is not None:
@@ -49,7 +57,11 @@ class TrajectoryCommands:
         return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": []}
 
     def end(self, cmd: messages.EndTrajectories) -> dict[str, Any]:
-        """Trajectories are done or rejected; idempotent."""
+        """End trajectories, done or rejected; idempotent.
+
+        Raises:
+            RequestError: as for `TrajectoryRun.check`.
+        """
         known = self._c.trajectory_run(cmd.run)
         known.check(cmd.done, cmd.reject)
         new = [name for name in cmd.done if name not in known.ended]
@@ -66,7 +78,11 @@ class TrajectoryCommands:
         }
 
     def get(self, cmd: messages.GetTrajectory) -> dict[str, Any]:
-        """The state of an undelivered trajectory."""
+        """The state of an undelivered trajectory.
+
+        Raises:
+            RequestError: 404, the run has no such trajectory.
+        """
         known = self._c.trajectories.get(cmd.run)
         if known is None or (trajectory := known.active.get(cmd.id)) is None:
             raise RequestError(404, "id", f"run {cmd.run!r} has no undelivered trajectory {cmd.id!r}")

@@ -70,7 +70,7 @@ def _no_op(*_: Any, **__: Any) -> None:
 
 
 class _NullRngTracker:
-    """Replaces Megatron's tracker of CUDA generators. Without dropout no region needs a generator of its own."""
+    """Replaces Megatron's tracker of CUDA generators. Without dropout no region needs a separate generator."""
 
     def is_initialized(self) -> bool:
         return True

@@ -221,7 +221,7 @@ class Policy:
             torch.cuda.set_rng_state(state["cuda_rng"].cpu())
 
     def _optimizer_state(self) -> list[dict[str, Any]]:
-        """Of this rank. Megatron's own `state_dict` of a distributed optimiser lacks what ranks have shares of."""
+        """Optimiser state of this rank. A distributed optimiser's own `state_dict` omits what is sharded over ranks."""
         return [{"state": inner.state_dict(), "weights": _weights(inner)} for inner in self._inner_optimizers()]
 
     @torch.no_grad()

@@ -26,7 +26,11 @@ def mapped_parameters(model: Any, shape: ModelShape) -> list[tuple[ParameterMapp
 
 @torch.no_grad()
 def load_hf(model: Any, shape: ModelShape, folder: Path) -> None:
-    """Set the parameters of this rank from a Hugging Face folder, loading one parameter at a time."""
+    """Set the parameters of this rank from a Hugging Face folder, loading one parameter at a time.
+
+    Raises:
+        RuntimeError: a tensor in the folder has another shape than the model's parameter.
+    """
     rank, size = _tensor_parallel()
     with HFCheckpoint(folder) as checkpoint:
         for row, parameter in mapped_parameters(model, shape):

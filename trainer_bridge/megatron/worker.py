@@ -16,7 +16,7 @@ Outcome = tuple[Any, Exception | None]
 
 
 class Worker:
-    """One rank of a trainer, in the caller's process or in one of its own."""
+    """One rank of a trainer, in the caller's process or in a separate one."""
 
     def __init__(self, settings: TrainerSettings, rank: int = 0, init_method: str | None = None) -> None:
         if settings.device == "cpu":
@@ -64,7 +64,7 @@ class Worker:
 
 
 class RemoteWorker:
-    """A rank in a process of its own, which answers calls with outcomes."""
+    """A rank in a separate process, which answers calls with outcomes."""
 
     def __init__(self, settings: TrainerSettings, rank: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.world_size))

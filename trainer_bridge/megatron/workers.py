@@ -1,4 +1,4 @@
-"""The trainer's ranks: in this process, in processes of their own, or in Ray actors (`ray_workers.py`).
+"""The trainer's ranks: in this process, in separate processes, or in Ray actors (`ray_workers.py`).
 
 If a rank fails, all ranks are killed, because the others may be in the middle of a collective.
 """
@@ -16,7 +16,7 @@ from trainer_bridge.server_process import free_port
 from trainer_bridge.trainer import TrainerSettings
 
 FAILURE_TIMEOUT_S = 60.0
-"""For the other ranks to answer after one has raised."""
+"""Seconds for the other ranks to answer after one has raised."""
 
 
 class TrainerFailed(RuntimeError):  # noqa: N818

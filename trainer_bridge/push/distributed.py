@@ -24,14 +24,14 @@ from trainer_bridge.push.push_target import PushTarget, WeightCallError
 from trainer_bridge.push.transport import WeightBucket
 
 TIMEOUT = timedelta(minutes=5)
-"""For all engines to join the group, and for the broadcast of one bucket."""
+"""Limit for all engines to join the group, and for the broadcast of one bucket."""
 POLL_S = 0.002
 _group_numbers = itertools.count()
 T = TypeVar("T")
 
 
 class DistributedTransport:
-    """The transport `distributed`, the default where trainer and engines have GPUs of their own."""
+    """The transport `distributed`, the default where trainer and engines use different GPUs."""
 
     def __init__(self, engines: Sequence[PushTarget], device: torch.device, master_address: str | None = None) -> None:
         self._engines, self._backend = engines, "nccl" if device.type == "cuda" else "gloo"

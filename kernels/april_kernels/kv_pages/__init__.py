@@ -35,12 +35,12 @@ def pack(
         out: int32 [page_count(tokens, page_tokens), table.page_words(page_tokens)] to write to, aligned like the pool;
             pages may be strided. New memory by default. Every word is written: places without a token become zero.
         checksum: also return the pages' checksums; on a GPU they are summed while the words pass through.
-        programs: on a GPU, at most so many programs, which bounds the SMs taken from work beside it.
+        programs: on a GPU, the maximum number of programs, which limits the SMs taken from concurrent work.
 
     Raises:
-        ValueError: shapes, dtypes, devices or alignment do not fit; the message names it.
-        IndexError: a slot is beyond the pool (CPU). A GPU takes such a slot as padding: saying so needs a
-            synchronisation.
+        ValueError: a shape, dtype, device or alignment does not fit; the message names it.
+        IndexError: a slot is beyond the pool (CPU). A GPU treats such a slot as padding, because reporting it would
+            need a synchronisation.
     """
     if table.device.type == "cpu":
         return reference.pack(table, slots, page_tokens, out=out, checksum=checksum)
@@ -67,10 +67,13 @@ def checksum(pages: torch.Tensor) -> torch.Tensor:
 
     A word's hash is `z ^ z >> 32` with `z = (key ^ word) * key` mod 2**64 and an odd 64-bit key for its place in the
     page, so a page with any one word changed never has the same sum. The sum does not depend on order, hence not on
-    how a kernel cuts the page into pieces. Finds damage, not forgery.
+    how a kernel splits the page. It detects damage, not forgery.
 
     Args:
         pages: int32 [pages, words], words of a page contiguous, on any device.
+
+    Raises:
+        ValueError: `pages` has another shape, dtype or layout.
     """
     if pages.ndim != 2 or pages.dtype != torch.int32 or (pages.shape[1] > 1 and pages.stride(1) != 1):
         raise ValueError(f"pages must be int32 [pages, words], words contiguous, got {pages.dtype} {list(pages.shape)}")
@@ -78,7 +81,7 @@ def checksum(pages: torch.Tensor) -> torch.Tensor:
 
 
 def warm_up(table: PlaneTable, page_tokens: int) -> None:
-    """Compile for this pool and page size, before the first round needs it. Leaves the pool as it is; free on a CPU."""
+    """Compile for this pool and page size, before the first round. Does not change the pool; a no-op on a CPU."""
     if table.device.type != "cpu":
         _triton().warm_up(table, page_tokens)
 

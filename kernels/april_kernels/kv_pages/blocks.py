@@ -1,8 +1,8 @@
 """Blocks of memory for pages.
 
 A block that the operating system has just given costs a page fault for every 4 KB when it is first written to, which
-takes longer than the copy. On huge pages it is one for every 2 MB. Where they have to be asked for (Linux's usual
-setting, `madvise`), that is done here; elsewhere this is `torch.empty`.
+takes longer than the copy. On huge pages it is one for every 2 MB. Where a program must request them (Linux's
+usual setting, `madvise`), this module does; elsewhere this is `torch.empty`.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ from math import prod
 import torch
 
 FRESH_BYTES = 32 << 20
-"""From here on memory is always fresh (the most that glibc's threshold for mmap grows to); smaller blocks are mostly
-memory that has been given back, and is there already."""
+"""From here on memory is always fresh (the most that glibc's threshold for mmap grows to); smaller blocks mostly
+reuse freed memory, whose pages are mapped already."""
 
 
 def empty(shape: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """int32 of this shape, not initialised.
+    """An uninitialised int32 tensor of this shape.
 
     Raises:
-        RuntimeError, MemoryError: there is no memory left.
+        RuntimeError, MemoryError: out of memory.
     """
     size = 4 * prod(shape)
     if torch.device(device).type != "cpu" or size < FRESH_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,4 +1,4 @@
-"""The layout of int8 pages: where the codes and scales of each plane lie, and what the kernels read.
+"""The layout of int8 pages: the offsets of each plane's codes and scales, and the tables that the kernels read.
 
 A page is `codes | scales`, one contiguous run of int32 words like a raw page, so that it is copied, stored and
 checked in the same way:

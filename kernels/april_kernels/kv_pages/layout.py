@@ -1,13 +1,13 @@
-"""Where the words of a page lie, in the pool and in the page.
+"""The layout of a page's words, in the pool and in the page.
 
 A *plane* is one (layer, K | V | latent) buffer of a KV pool, `[slots, heads, dim]`: MHA and MLA differ only in how
-many planes there are and in their row size. A *row* is what one token has in one plane. A page is one contiguous run of
-int32 words, page-first, in SGLang's `page_unified` byte order (layer, then K before V, then token):
+many planes there are and in their row size. A *row* is the data of one token in one plane. A page is one contiguous run
+of int32 words, page-first, in SGLang's `page_unified` byte order (layer, then K before V, then token):
 
     page = plane 0: [page_tokens, row words] | plane 1: [page_tokens, row words] | …
 
-so a page is one object to copy, to write to disk and to check, and K and V may have rows of different size. Nothing
-here looks at the dtype: bytes are moved, never converted.
+so a page is one object to copy, to write to disk and to check, and K and V may have rows of different size. This module
+ignores the dtype: bytes are moved, never converted.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ VECTOR_BYTES = 16
 """The widest load and store of one thread, on NVIDIA and on AMD."""
 
 KEY_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-"""Of the checksum's keys, one key per place in a page: 2**64 / golden ratio, and splitmix64's first multiplier."""
+"""Multipliers that derive the checksum's keys, one key per place in a page: 2**64 / golden ratio, and splitmix64's
+first multiplier."""
 
 _INT32_MAX = 2**31 - 1
 
@@ -88,7 +89,11 @@ class PlaneTable:
 
     @classmethod
     def mha(cls, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> "PlaneTable":
-        """One K and one V buffer per layer, `[slots, heads, dim]`; their row sizes may differ."""
+        """A table of one K and one V buffer per layer, each `[slots, heads, dim]`; their row sizes may differ.
+
+        Raises:
+            ValueError: the numbers of K and V buffers differ, or as for `of`.
+        """
         if len(k) != len(v):
             raise ValueError(f"as many K as V buffers are needed, got {len(k)} and {len(v)}")
         return cls.of([buffer for layer in zip(k, v, strict=True) for buffer in layer])
@@ -107,14 +112,14 @@ class PlaneTable:
         return self.planes[0].shape[0]
 
     def page_words(self, page_tokens: int) -> int:
-        """Words of a page; ValueError where the kernels' 32-bit places in a page would not do."""
+        """Words of a page. Raises: ValueError: the page has too many words for the kernels' 32-bit offsets."""
         words = page_tokens * self.token_words
         if not 1 <= words <= _INT32_MAX:
             raise ValueError(f"a page of {page_tokens} tokens has {words} words; 1 to 2**31 - 1 are possible")
         return words
 
     def page_tokens(self, pages: torch.Tensor) -> int:
-        """How many tokens a page of `pages` has room for."""
+        """Tokens per page of `pages`, int32 [n, page words]. Raises: ValueError: pages do not hold whole tokens."""
         tokens, rest = divmod(pages.shape[1], self.token_words)
         if rest or not tokens:
             raise ValueError(f"a page of {pages.shape[1]} words does not hold whole tokens of {self.token_words} words")
@@ -126,7 +131,7 @@ def page_count(tokens: int, page_tokens: int) -> int:
 
 
 def checked_slots(device: torch.device, slots: torch.Tensor) -> torch.Tensor:
-    """`slots` as int64 [tokens], contiguous, on the pool's device."""
+    """`slots` as int64 [tokens], contiguous. Raises: ValueError: wrong shape, dtype or device."""
     if slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slots must be int32 or int64 [tokens], got {slots.dtype} {list(slots.shape)}")
     if slots.device != device:
@@ -135,7 +140,7 @@ def checked_slots(device: torch.device, slots: torch.Tensor) -> torch.Tensor:
 
 
 def checked_pages(device: torch.device, pages: torch.Tensor, n_pages: int, words: int) -> torch.Tensor:
-    """`pages` as it is: int32 [n_pages, words], words of a page contiguous, a page's stride free."""
+    """`pages` unchanged: int32 [n_pages, words], each page contiguous, any stride between pages. Raises: ValueError."""
     if pages.dtype != torch.int32 or tuple(pages.shape) != (n_pages, words):
         raise ValueError(f"pages must be int32 [{n_pages}, {words}], got {pages.dtype} {list(pages.shape)}")
     if words > 1 and pages.stride(1) != 1:

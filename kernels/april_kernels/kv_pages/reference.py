@@ -50,7 +50,7 @@ def unpack(table: PlaneTable, slots: torch.Tensor, pages: torch.Tensor) -> None:
         return
     grid = _token_grid(slots, page_tokens)
     live = grid >= 0
-    # Usually only the last page has padding: all before the first page that has some go without a mask.
+    # Usually only the last page has padding: all pages before the first one that has some need no mask.
     whole = int(live.all(dim=1).to(torch.int64).cumprod(0).sum())
     rest_live, rest_slots = live[whole:], grid[whole:][live[whole:]]
     for plane, section in _sections(table, pages, page_tokens):

@@ -31,7 +31,7 @@ _MIN_TILE_WORDS = 256
 _PROGRAMS_PER_SM = 8
 
 _NOT_SPECIALIZED = ("n_slots", "n_tokens", "n_pages", "n_planes", "page_stride", "page_chunks")
-"""Vary from call to call: specializing on their values would compile again in the middle of a round."""
+"""Arguments that vary from call to call: specializing on their values would compile again in the middle of a round."""
 
 
 @triton.jit
@@ -226,7 +226,7 @@ class TileShape(NamedTuple):
     words: int
     """Words of a tile, a power of two."""
     tiles: int
-    """How many cover the run of words."""
+    """Number of tiles that cover the run of words."""
     warps: int
 
 

@@ -50,12 +50,12 @@ def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.T
 
 
 def keep_mask(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
-    """Columns that top-k, top-p and min-p leave, in SGLang's order: k, then p over the full row, then min-p.
+    """Columns that top-k, top-p and min-p keep, in SGLang's order: k, then p over the full row, then min-p.
 
     Args:
         probs: float [rows, columns], each row sums to 1.
         top_ks: int [rows]; `TOP_K_ALL` (or more than the columns) keeps all.
-        top_ps: float [rows]; 1 keeps all, whatever the rounding of the sum.
+        top_ps: float [rows]; 1 keeps all, regardless of rounding in the sum.
         min_ps: float [rows]; relative to the largest probability; 0 keeps all.
 
     Returns:

@@ -4,10 +4,10 @@
 
 The reference takes argmax(log p - log(-log u)). The same column maximises p / -log u, which costs one logarithm and one
 division instead of three logarithms. Both are taken in float64, so the draws are the reference's, except where the two
-best scores of a row agree to rounding (some 1e-15 of them). Blocks without a possible column are left out: after top-k
-or top-p that is most of a row.
+best scores of a row agree to rounding (some 1e-15 of them). Blocks without a possible column are skipped: after top-k
+or top-p, most of a row.
 
-A row is cut into blocks of columns so that few rows fill a GPU too; a second kernel takes the best of a row's blocks.
+A row is split into blocks of columns, so that a few rows fill a GPU too; a second kernel selects each row's best block.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def row_best_kernel(scores_ptr, best_ptr, tokens_ptr, blocks, BLOCKS: tl.constex
 def seeded_sample(
     probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `reference.seeded_sample`. Rows of `probs` and `keep` contiguous; their strides are free."""
+    """See `reference.seeded_sample`. Each row of `probs` and `keep` must be contiguous; row strides may be any."""
     for name, tensor in (("probs", probs), ("keep", keep)):
         if tensor is not None and (tensor.ndim != 2 or tensor.shape != probs.shape or tensor.stride(1) != 1):
             raise ValueError(f"{name} must be [rows, columns] with contiguous rows, got {list(tensor.shape)}")

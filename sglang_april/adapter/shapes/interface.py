@@ -53,7 +53,7 @@ class Shape(Protocol):
         """The `ForwardBatch` of a `ScheduleBatch`."""
 
     def logits(self, processor: Any, states: "torch.Tensor", lm_head: Any, metadata: Any) -> "torch.Tensor":
-        """`LogitsProcessor._get_logits` in memory of its own: float [rows, vocabulary] from states [rows, hidden]."""
+        """`LogitsProcessor._get_logits` in separate memory: float [rows, vocabulary] from states [rows, hidden]."""
 
     def is_recurrent(self, model: Any) -> bool:
         """Whether a `ModelConfig` is that of a model with recurrent state."""

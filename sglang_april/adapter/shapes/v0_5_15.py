@@ -1,7 +1,7 @@
 """SGLang 0.5.15.post1, alone and with slime's patches (`interface.Shape`).
 
-The loop keeps its batches in the scheduler and passes none. A request has its KV lengths itself, and whether it has KV
-shows in its row alone.
+The loop keeps its batches in the scheduler and passes none. A request stores its KV lengths itself, and
+only its row shows whether it has KV.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def logits(processor: Any, states: "torch.Tensor", lm_head: Any, metadata: Any) 
 
 
 def is_recurrent(model: Any) -> bool:
-    """As a `ModelRunner` of this model tells; it needs no weights for it."""
+    """As a `ModelRunner` of this model reports, without loading weights."""
     from sglang.srt.model_executor import model_runner
 
     runner = model_runner.ModelRunner.__new__(model_runner.ModelRunner)

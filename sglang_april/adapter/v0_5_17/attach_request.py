@@ -42,7 +42,7 @@ SUPPORTED = frozenset(
         "require_reasoning",
     }
 )
-"""Fields of SGLang's request that an attached one may set: what they ask for survives a suspend. All others depend on
+"""Fields of SGLang's request that an attached one may set: their effect survives a suspend. All others depend on
 state that SGLang keeps by request slot, or on its own prefill."""
 
 _DEFAULTS = {
@@ -59,7 +59,7 @@ class Attachment(NamedTuple):
 
 
 def attachment_of(custom_params: Any) -> Attachment | None:
-    """What a request's parameters name; None if it is not attached."""
+    """The attachment that a request's parameters name; None if it is not attached."""
     if not isinstance(custom_params, dict) or RUN not in custom_params:
         return None
     return Attachment(custom_params[RUN], custom_params.get(TRAJECTORY), custom_params.get(GROUP))
@@ -73,7 +73,7 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         overlap: whether the scheduler runs its overlap loop.
 
     Raises:
-        ValueError: the request asks to be attached, and for something that would not survive a suspend.
+        ValueError: the request is to be attached, but sets a field whose effect would not survive a suspend.
     """
     if not isinstance(obj, GenerateReqInput):
         return None
@@ -117,7 +117,7 @@ def _marked(params: dict[str, Any], attachment: Attachment) -> dict[str, Any]:
 
 
 def _leg_problem(obj: GenerateReqInput, params: Any) -> str:
-    """A leg is one request, because what continues it must be known."""
+    """Why a request cannot be a leg: a leg has one sample, so that the next leg can continue it. Empty if it can."""
     batch = isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
     if batch or (isinstance(params, dict) and (params.get("n") or 1) > 1):
         return f"{TRAJECTORY}: names one request with one sample, not several"

@@ -59,7 +59,7 @@ class SavedReason(BaseFinishReason):
         self._saved = saved
 
     def to_json(self) -> dict[str, Any]:
-        """As the earlier server has sent it."""
+        """The finish reason as the earlier server sent it."""
         return self._saved
 
 

@@ -42,7 +42,7 @@ def select_page_format(s: Scheduler, config: AprilConfig) -> PageFormat:
 
 
 def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int, local_ranks: int) -> TierBudgets:
-    """What this rank's machine and flags give; `local_ranks` of all ranks run on it."""
+    """The budgets that this rank's machine and flags allow; `local_ranks` ranks run on this machine."""
     page = 4 * page_format.page_words * ranks
     host, disk = config.host_bytes(ranks, local_ranks), config.disk_bytes
     return TierBudgets(host // page * PAGE_TOKENS, disk // page * PAGE_TOKENS, PAGE_TOKENS)

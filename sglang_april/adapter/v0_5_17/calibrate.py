@@ -36,7 +36,7 @@ def measure(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], rank_b
 
     Args:
         budgets: tokens that each tier may hold.
-        rank_bytes_per_token: of this rank's part of the KV.
+        rank_bytes_per_token: bytes of one token in this rank's part of the KV.
     """
     try:
         found = _rates(s, store, budgets, rank_bytes_per_token)
@@ -70,7 +70,7 @@ def _rates(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], size: i
 
 @torch.no_grad()
 def _prefills(s: Scheduler) -> dict[int, float]:
-    """Seconds to prefill one sample up to so many tokens, chunk by chunk as the scheduler would."""
+    """Tokens → seconds to prefill one sample up to this length, chunk by chunk as the scheduler would."""
     page, allocator = s.page_size, s.token_to_kv_pool_allocator
     chunk = min(s.chunked_prefill_size or s.max_prefill_tokens, CHUNK.get(s.device, 2048))
     capacity = min(s.max_total_num_tokens - 2 * page, s.model_config.context_len - 1)
@@ -90,7 +90,7 @@ def _prefills(s: Scheduler) -> dict[int, float]:
 
 
 def _prefill(s: Scheduler, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
-    """One forward of the model over `tokens` behind a prefix; returns their pool slots, int64 [tokens]."""
+    """One forward of the model over `tokens` after a prefix; returns their pool slots, int64 [tokens]."""
     ids = array("q", [1]) * (len(prefix) + tokens)
     req = Req("april.calibrate", "", ids, SamplingParams(max_new_tokens=1))
     req.prefix_indices, req.full_untruncated_fill_ids, req.logprob_start_len = prefix, ids, NO_INPUT_LOGPROBS

@@ -128,7 +128,7 @@ class SchedulerEngine(Capacity):
         self.create(sample, lambda: self._s.handle_generate_request(build_request(sample)))
 
     def create(self, sample: Sample, let_create: Callable[[], Any]) -> None:
-        """The request that SGLang creates in `let_create` is that of the sample."""
+        """Call `let_create`, and link the request that SGLang creates in it to the sample."""
         self._creating = sample
         try:
             let_create()

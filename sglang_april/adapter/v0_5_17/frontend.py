@@ -61,14 +61,14 @@ class SGLangFrontend:
         await self._manager._async_dispatch_to_scheduler(AprilReq(payload=payload))
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """As `TokenizerManager._tokenize_texts` does, which would block the event loop."""
+        """As `TokenizerManager._tokenize_texts` does; that method would block the event loop."""
         tokenizer = self._manager.tokenizer
         if getattr(tokenizer, "is_fast", False):
             return tokenizer(texts)["input_ids"]
         return [tokenizer.encode(text) for text in texts]
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The model's own template, or the one given by --chat-template."""
+        """Apply the model's own template, or the one given by --chat-template."""
         tokenizer = self._manager.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the model has no chat template: give text or input_ids, or launch with --chat-template")
@@ -78,7 +78,7 @@ class SGLangFrontend:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     def encode_params(self, params: dict[str, Any]) -> bytes:
-        """Built, normalised and verified as for SGLang's own requests."""
+        """Build, normalise and verify the parameters as for SGLang's own requests."""
         manager = self._manager
         try:
             sampling = manager.sampling_params_class(**params)
@@ -89,7 +89,7 @@ class SGLangFrontend:
         return encode_params(sampling)
 
     async def rescore(self, rid: str, ids: list[int], start: int, temperature: float) -> list[float]:
-        """One of SGLang's own requests, with the lowest priority and without metrics or logs.
+        """Send one of SGLang's own requests, with the lowest priority and without metrics or logs.
 
         SGLang matches no cached prefix beyond `logprob_start_len`, and below it only KV of the same cache key, which
         other requests cannot know.
@@ -124,11 +124,11 @@ class SGLangFrontend:
         return LOWEST_PRIORITY if args.schedule_low_priority_values_first else -LOWEST_PRIORITY
 
     def abort(self, rid: str) -> None:
-        """As a client's `/abort_request` does."""
+        """Abort it as a client's `/abort_request` does."""
         self._manager.abort_request(rid)
 
     def decode(self, ids: list[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
-        """With the options that SGLang's detokenizer uses."""
+        """Decode with the options that SGLang's detokenizer uses."""
         tokenizer = self._manager.tokenizer
         if tokenizer is None:
             return None
@@ -142,7 +142,7 @@ class SGLangFrontend:
 
 
 def _model(manager: TokenizerManager) -> dict[str, Any]:
-    """By the names of a Hugging Face configuration."""
+    """Shape of the model, by the names of a Hugging Face configuration."""
     config = manager.model_config.hf_text_config
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     return {

@@ -1,4 +1,4 @@
-"""Rows of the hook table in the HTTP process (`hook_table.py`)."""
+"""Rows of the hook table for the HTTP process (`hook_table.py`)."""
 
 from sglang_april.adapter.hook import Hook
 

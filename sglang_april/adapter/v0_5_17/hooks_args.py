@@ -68,7 +68,11 @@ def report_hooks(info: dict[str, Any], _: Any) -> dict[str, Any]:
 
 
 def require_reports(infos: list[dict[str, Any]], *_: Any, **__: Any) -> None:
-    """AFTER _wait_for_scheduler_ready: every scheduler must run with the same hooks as this process."""
+    """AFTER _wait_for_scheduler_ready: every scheduler must run with the same hooks as this process.
+
+    Raises:
+        SystemExit: a scheduler does not; all child processes are stopped.
+    """
     expected = hooking.hook_report()
     for rank, info in enumerate(infos):
         report = info.get("april") or {}

@@ -57,12 +57,12 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
 
 
 async def _answers(answers: Any, manager: Any, attachment: Attachment, described: dict[int, Any]) -> AsyncIterator[Any]:
-    """The answers of SGLang. The last one of each choice has its description, which `described` gets by choice."""
-    manager.auto_create_handle_loop()  # a task that begins below would inherit `_attached` for good
+    """SGLang's answers. The last one of each choice contains its description, which is also added to `described`."""
+    manager.auto_create_handle_loop()  # a task created below would inherit `_attached` permanently
     rids: list[str] = []
     try:
         while True:
-            token = _attached.set(rids)  # in this task only until the next answer, which takes the lock
+            token = _attached.set(rids)  # set only until the next answer, during which SGLang takes the lock
             try:
                 answer = await anext(answers)
             except StopAsyncIteration:
@@ -88,7 +88,7 @@ def note_begun(rids: list[str]) -> None:
 
 
 def _abort(manager: Any, rids: list[str]) -> None:
-    """The client has gone, and SGLang may have forgotten these requests: 0.5.17 aborts them, 0.5.18 lets them run."""
+    """Abort the requests of a client that disconnected. 0.5.17 aborts them itself; 0.5.18 lets them run."""
     for rid in rids:
         manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
 

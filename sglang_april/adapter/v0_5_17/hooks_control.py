@@ -126,8 +126,8 @@ def thaw(_result: Any, s: Scheduler, _recv_req: Any) -> None:
 def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second.
 
-    Beside requests of SGLang's own it would fail an assertion, which ends the server. Then nothing is released, and the
-    HTTP process sees that in the scheduler's state.
+    While SGLang's own requests run, it would fail an assertion, which ends the server. In that case nothing is
+    released, and the scheduler's state shows this to the HTTP process.
     """
     controller: Controller = manager.scheduler.april
     controller.interrupt()

@@ -115,8 +115,8 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
 
 
 async def _release(original: Original, manager: Any, obj: Any, request: Any) -> Any:
-    """Release memory, and see that it was released: an aborted request, or one whose client has gone, is no longer
-    known here, and leaves the scheduler some steps later."""
+    """Release memory, and check that it was released: an aborted request, or one whose client has disconnected, is no
+    longer known here, and leaves the scheduler some steps later."""
     for _ in range(RELEASE_ATTEMPTS):
         result = await original(manager, obj, request)
         if _tags(obj) <= set(await manager.april.released_memory()):

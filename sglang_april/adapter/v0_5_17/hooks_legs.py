@@ -1,4 +1,4 @@
-"""KV that stays with a trajectory between two legs, and a prefill behind it (docs/trajectories.md).
+"""Keeps a trajectory's KV between two legs, and prefills the next leg after it (docs/trajectories.md).
 
 A leg that ends keeps its pages as a suspended sample does. The request of the next leg gets them as the prefix that
 SGLang's radix tree would have found, so that SGLang prefills the other tokens only.
@@ -51,7 +51,7 @@ def _page_pool() -> PagePool:
 
 
 def _prefix(req: Req) -> Pages | None:
-    """The pages behind which a leg without tokens is prefilled; None if it has none in the pool."""
+    """The pages after which a leg without tokens is prefilled; None if it has none in the pool."""
     sample = req.april
     if sample is None or sample.length or not sample.attached or req.kv is not None:
         return None

@@ -42,7 +42,7 @@ CHECK = bool(int(os.environ.get("SGLANG_APRIL_CHECK", "0")))
 
 
 COMPARISON_S = 1.0
-"""For how long a failed forward waits for the reports of decisions that are under way."""
+"""Seconds for which a failed forward waits for reports of decisions that are in transit."""
 
 
 class Process:
@@ -184,7 +184,7 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
-    """AROUND SchedulerOutputStreamer.stream_output: outputs of samples have a message of their own."""
+    """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message."""
     rest = [r for r in reqs if r.april is None or r.april.attached]
     for req in reqs:
         if req.april is not None and not req.april.attached and req.finished():

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 _ALIGNMENT = 64
-"""Elements between the starts of tensors that share one copy: Triton kernels of SGLang, which are compiled anew for
-tensors that are not 16-byte aligned, find them aligned."""
+"""Tensors that share one copy begin at multiples of this many elements, and so are 16-byte aligned: SGLang's Triton
+kernels are compiled again for unaligned tensors."""
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -20,7 +20,7 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device | str) -> to
 
 
 def columns_to_device(columns: Sequence[Sequence[int]], device: torch.device | str) -> list[torch.Tensor]:
-    """Lists of one length as int64 tensors on the device, in one copy. They share memory, but no element."""
+    """Lists of one length as int64 tensors on the device, in one copy. They share one storage without overlapping."""
     length = len(columns[0])
     padding = [0] * (-length % _ALIGNMENT)
     table = to_device([[*column, *padding] for column in columns], torch.int64, device)

@@ -35,7 +35,7 @@ class PagePool:
         return -(-tokens // self.page_size) * self.page_size
 
     def whole_pages(self, tokens: int) -> int:
-        """Tokens of `tokens` that fill pages: a prefill begins with a page."""
+        """`tokens` rounded down to whole pages, because a prefill begins at a page boundary."""
         return tokens // self.page_size * self.page_size
 
     def hand_over(self, pages: Pages) -> None:

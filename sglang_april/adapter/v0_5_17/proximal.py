@@ -29,7 +29,7 @@ CHUNK_ROWS = 512
 
 
 def is_eligible(req: Req) -> bool:
-    """Whether the sampling distribution depends on nothing but logits, bias and temperature."""
+    """Whether the sampling distribution depends only on logits, bias and temperature."""
     return not is_penalised(req.sampling_params) and req.grammar is None
 
 
@@ -146,7 +146,7 @@ def rescored_rows(batch: ScheduleBatch) -> list[float | None] | None:
 
 
 def _rescore_temperature(custom: Any) -> float | None:
-    """Any client may send `custom_params`; what it can get by this key is scaled logprobs of its own prompt."""
+    """The value of `RESCORE`, or None. Any client may send it; it only scales logprobs of its own prompt."""
     value = custom.get(RESCORE) if isinstance(custom, dict) else None
     return value if isinstance(value, float) and 0 < value < float("inf") else None
 

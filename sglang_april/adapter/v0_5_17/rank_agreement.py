@@ -1,7 +1,7 @@
 """At the start, TP ranks agree on settings, code and budgets (`rank-determinism`).
 
-Ranks on other machines are started by another command and have another installation: one that differs where decisions
-depend on it would sooner or later wait in another collective than the others.
+Ranks on other machines are started by separate commands from separate installations. A rank that differs in anything
+that decisions depend on would eventually wait in a different collective than the others.
 """
 
 import functools
@@ -90,7 +90,7 @@ ENVIRONMENT = (
 
 
 class RankReport(NamedTuple):
-    """What one rank has; `compared` by the name that the refusal uses."""
+    """The settings of one rank; `compared` maps the names that a refusal uses to values."""
 
     compared: dict[str, str]
     budgets: TierBudgets
@@ -99,7 +99,7 @@ class RankReport(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What all ranks share."""
+    """The values that all ranks share."""
 
     budgets: TierBudgets
     """The smallest of all ranks."""

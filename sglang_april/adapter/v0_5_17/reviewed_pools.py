@@ -1,7 +1,7 @@
 """The review of SGLang's KV pools, by class name (`whole-pages`); `supported_pools.py` has the classes themselves."""
 
 SUPPORTED_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
-"""A partial's pages hold all that these keep per token."""
+"""Supported pools: a partial's pages hold everything that these store per token."""
 
 REFUSED_POOLS: dict[str, str] = {
     "DSATokenToKVPool": "it keeps index keys and their scales beside the latent KV",

@@ -42,14 +42,14 @@ class SampleOutput:
             lists.output_top_logprobs_idx.clear()
 
     def pack(self, req: Any) -> None:
-        """The sample is suspended."""
+        """Store the output compactly while the sample is suspended."""
         self.collect(req)
         self._ids = array("i", _as(req.output_ids, "<i4"))
         req.output_ids = array("q")
         req.full_untruncated_fill_ids = array("q")  # SGLang builds it again from prompt and output
 
     def unpack(self, req: Any) -> None:
-        """The sample runs again; a no-op if it was not packed."""
+        """Undo `pack` when the sample runs again; a no-op if it was not packed."""
         if self._ids is not None:
             req.output_ids, self._ids = array("q", _as(self._ids, "<i8")), None
 
@@ -65,7 +65,7 @@ class SampleOutput:
         return self._logprobs[start:end].tobytes()
 
     def top_logprobs(self, start: int, end: int) -> list[list[tuple[float, int]]] | None:
-        """Pairs (logprob, token id) of each token; None if none were asked for."""
+        """Pairs (logprob, token id) of each token; None if the request asks for none."""
         if not self._width:
             return None
         rows = (slice(i * self._width, (i + 1) * self._width) for i in range(start, end))
@@ -92,7 +92,7 @@ class StreamedOutput(SampleOutput):
     def pack(self, req: Any) -> None: ...
 
     def restore(self, req: Any, logprobs: bytes, top: list[list[tuple[float, int]]] | None) -> None:
-        """Also into the lists that SGLang streams, if the request asks for logprobs."""
+        """Restore also the lists that SGLang streams, if the request asks for logprobs."""
         super().restore(req, logprobs, top)
         if req.return_logprob:
             req.logprob.output_token_logprobs_val = self._logprobs.tolist()

@@ -1,7 +1,7 @@
-"""Samples rows with a seed of their own: those of rollouts, and attached ones that name one (`seed-independence`).
+"""Samples rows with per-row seeds: those of rollouts, and attached ones that name a seed (`seed-independence`).
 
-Other rows have SGLang's own sampler. SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p), so the
-per-row seeds are kept apart: `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
+SGLang's own sampler draws the other rows. SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p), so
+the per-row seeds are stored separately: `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from sglang_april.scheduler.state import Sample
 
 @dataclass(slots=True)
 class RowSeeds:
-    """Which rows of a batch have seeds of their own, these seeds, and the rows that need proximal logprobs."""
+    """The rows of a batch with per-row seeds, these seeds, and the rows that need proximal logprobs."""
 
     seeded: list[bool]
     filtered: list[bool]

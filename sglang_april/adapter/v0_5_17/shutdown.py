@@ -2,9 +2,8 @@
 
 SGLang waits for its own requests without a limit and then kills its processes, itself included. Here samples are
 suspended and stored first, schedulers end by SGLang's own message (which closes the journal), and the exit status is 0.
-The time limit or a second signal ends everything at once, with status 1; like a kill -9, that loses nothing that the
-journal has. Ctrl-C does not wait for SGLang's own requests; the exit status is 130, and the last line names what is
-kept.
+The time limit or a second signal ends everything at once, with status 1; as with kill -9, nothing in the journal is
+lost. Ctrl-C does not wait for SGLang's own requests; the exit status is 130, and the last line names what is kept.
 """
 
 import asyncio
@@ -83,7 +82,7 @@ class ShutdownHandler:
         await shut_down(self._manager.april)
         states = self._manager.rid_to_state
         while any(not is_attached(state.obj) for state in states.values()) and not self._interrupted:
-            await asyncio.sleep(POLL_S)  # attached requests are suspended: their callers ask again
+            await asyncio.sleep(POLL_S)  # attached requests are suspended: their callers send them again
 
     def _too_late(self) -> None:
         log.error("april: the shutdown takes too long and is cut short")

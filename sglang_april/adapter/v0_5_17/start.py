@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 ENVIRONMENT: Mapping[str, str] = {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}
-"""Variables that are set before SGLang is imported further. Every rank must see the same sampled tokens; the sampler
+"""Variables to set before the rest of SGLang is imported. Every rank must see the same sampled tokens; the sampler
 reads this one when it is imported (`rank-determinism`)."""
 
 

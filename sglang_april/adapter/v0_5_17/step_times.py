@@ -14,7 +14,7 @@ TUNE_INTERVAL = 128
 
 
 class StepTimes:
-    """A step is timed from one boundary to the next: in the overlap loop, too, the next comes when its results have."""
+    """Times each step from one boundary to the next; also in the overlap loop, a boundary follows a step's results."""
 
     def __init__(self, broadcast: Rank0Broadcast, slots: int) -> None:
         self._broadcast = broadcast
@@ -22,7 +22,7 @@ class StepTimes:
         self._began, self._rows, self._steps = 0.0, 0, 0
 
     def boundary(self, context: Context) -> None:
-        """Top of a scheduling step."""
+        """Called at the top of a scheduling step."""
         before, self._began = self._began, time.perf_counter()
         if not context.needs_tuning():
             self._tuner.pause()

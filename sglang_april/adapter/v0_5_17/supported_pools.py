@@ -38,7 +38,7 @@ _ADDRESSES = frozenset({"k_data_ptrs", "v_data_ptrs", "data_ptrs", "data_strides
 
 
 def check_scheduler(s: Scheduler) -> None:
-    """Check what holds per-token and per-request state, besides the KV pool itself.
+    """Check all parts that hold per-token or per-request state, apart from the KV pool.
 
     Raises:
         SystemExit: a part is of a class that was not reviewed.
@@ -74,7 +74,7 @@ def plane_table(pool: Any) -> PlaneTable:
 
 
 def distinct_buffers(pool: Any) -> list[torch.UntypedStorage]:
-    """The memory of all tensors that a pool holds, itself or through the objects it consists of, each once."""
+    """The memory of all tensors that a pool holds, directly or through the objects that it consists of, each once."""
     storages = (tensor.untyped_storage() for tensor in _tensors(pool, set()))
     return list({storage.data_ptr(): storage for storage in storages}.values())
 

@@ -129,7 +129,7 @@ def attached_client(config: Any, client: LLMServerClient) -> AttachedClient:
 
 
 class AgentLoopManager(agent_loop.AgentLoopManager):
-    """For verl's trainers before V1; `agent_loop_tq` has that of V1."""
+    """The manager for verl's trainers before V1; `agent_loop_tq` contains the one for V1."""
 
     def __init__(self, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, attached_client(config, llm_client), *args, **kwargs)

@@ -1,10 +1,10 @@
 """The entry point `verl.plugins`: verl imports this module in each of its processes.
 
 With `SGLANG_APRIL` in the environment of the job, the weight adapter of SGLang is replaced (`weights.py`); otherwise
-nothing is. verl ignores a plugin that fails, so `check_registered` makes sure where it matters.
+nothing is. verl ignores a plugin that fails, so `check_registered` verifies the replacement before it is used.
 
-It also keeps, on the actor of each SGLang server, which training step each policy version has the weights of: a push of
-verl's validation moves the version without a step, so that no rule leads from one to the other.
+It also records, on the actor of each SGLang server, the training step of each policy version: a push of verl's
+validation moves the version without a step, so the step cannot be computed from the version.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 ENV = "SGLANG_APRIL"
 ADAPTER = "sglang_april.integrations.verl.weights.ServerAdapter"
 NAME = ("sglang", "async")
-"""Of SGLang in verl's registry."""
+"""Key of SGLang's weight adapter in verl's registry."""
 
 
 def register() -> None:
@@ -39,14 +39,14 @@ def check_registered() -> None:
 
 
 def record_step(server: Any, version: int, step: int | None) -> None:
-    """On the server's actor: `version` has the weights of this step; None is a push of the weights it had before."""
+    """Record on the server's actor that `version` has the weights of this step; None: the server's own step."""
     if not hasattr(server, "april_steps"):
         server.april_steps = {}
     server.april_steps[version] = server.global_steps if step is None else step
 
 
 def recorded_steps(server: Any) -> dict[int, int | None]:
-    """On the server's actor: the step of each version."""
+    """Read from the server's actor the step of each version."""
     return dict(getattr(server, "april_steps", {}))
 
 

@@ -9,7 +9,7 @@ from sglang_april.integrations.verl.plugin import record_step
 
 
 class ServerAdapter(sglang_rollout.ServerAdapter):
-    """Registered in place of verl's (`plugin.py`)."""
+    """The weight adapter that replaces verl's (`plugin.py`)."""
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:
         """As verl's. If it fails, the push stays open, and requests of agent loops wait until one succeeds.
