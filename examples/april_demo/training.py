@@ -33,7 +33,7 @@ TRAINED = ("synchronous", "april")
 HELD_OUT_SEED = 10_000
 """Seed of the held-out problems, the same for every seed of the run."""
 REWARD = {"reward": "examples.sorting_task:reward", "reward_workers": 1}
-AGENT = {"agent": "examples.agent.calculator:agent", "agent_workers": 1}
+AGENT = {"agent": "examples.agent.calculator:agent", "agent_workers": 1, "label_key": None}
 LOST_AFTER_S = 60.0
 """Seconds to wait for a lost server, which does not return: the demo started it, not the trainer."""
 
