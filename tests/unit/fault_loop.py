@@ -277,7 +277,10 @@ def failing_epoch(folder: Path, pipe: int, seed: int, fault: Fault, answered: se
     """In a forked process: live until the fault, and end as a scheduler process does."""
 
     def thread_ended(failed: threading.ExceptHookArgs) -> None:
-        os._exit(FAILED if isinstance(failed.exc_value, InjectedError) else 1)
+        if isinstance(failed.exc_value, InjectedError):
+            os._exit(FAILED)
+        threading.__excepthook__(failed)
+        os._exit(1)
 
     threading.excepthook = thread_ended
     inject(fault)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_april.api import messages
-from sglang_april.scheduler.state import Sample
 from tests.unit.fake_engine import FakeEngine, seed_of
-from tests.unit.fake_loop import token
+from tests.unit.fake_loop import Request, token
 from tests.unit.recount import spans_of
 
 AGENTS = "agents"
@@ -44,7 +43,10 @@ class FaultedRequests:
         self._left = [one for one in asked if one.rid not in answered]
         """Asked in an earlier epoch."""
         self._numbers = len(asked)
-        self.pending: dict[str, Sample | None] = {}
+        self.pending: dict[str, Request | None] = {}
+        """The engine's requests, which stay with SGLang; None until the engine has queued it."""
+        self._at_once: set[str] = set()
+        """Those that the journal, or a refusal, may answer before the engine queues them."""
         self._asked: dict[str, Asked] = {}
         self._histories: dict[str, list[int]] = {}
         """Prompt and output of the last leg of each trajectory that has been answered in this epoch."""
@@ -73,10 +75,14 @@ class FaultedRequests:
 
     def _send(self, one: Asked) -> None:
         self.pending[one.rid], self._asked[one.rid] = None, one
+        self._at_once.add(one.rid)
         names = (one.trajectory,) if one.trajectory else ()
         sample = self._engine.attach_request(AGENTS, one.rid, one.prompt, one.length, *names)
+        request = sample.request if sample is not None else None
+        if request is not None:
+            self._at_once.discard(one.rid)
         if one.rid in self.pending:
-            self.pending[one.rid] = sample
+            self.pending[one.rid] = request
 
     def abort(self) -> None:
         """The client of a request disconnects."""
@@ -93,8 +99,8 @@ class FaultedRequests:
         """The engine answers a request: once, with its tokens and spans."""
         assert event.rid not in self.answered, f"{event.rid} is answered twice"
         self.answered.add(event.rid)
-        sample = self.pending.pop(event.rid)
-        request = sample.request if sample is not None else None
+        request = self.pending.pop(event.rid)
+        assert request is not None or event.rid in self._at_once
         if request is not None:
             assert request.output == [token(seed_of(event.rid), t) for t in range(len(request.output))]
             assert event.spans == spans_of(request)

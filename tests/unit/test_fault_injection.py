@@ -9,7 +9,7 @@ from tests.unit.fault_loop import FAILED, NO_FAULT, FaultClient, FaultLoop, call
 from tests.unit.fault_requests import read
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 50
+SEEDS = 200
 """Epochs that may pass without a call that is to fail."""
 
 
