@@ -15,6 +15,7 @@ import httpx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.support.interruptions import INTERRUPTIONS, Interruptions
 from tests.support.live import LiveServer, until
 from tests.support.workload import prompt
 
@@ -24,18 +25,12 @@ HEADERS = {"x-april-run": "stories"}
 LIMIT_S = 300.0
 
 operations = st.one_of(
+    *INTERRUPTIONS,
     st.tuples(st.just("ask"), st.integers(8, 50), st.booleans()),
-    st.tuples(st.just("pause"), st.sampled_from(["in_place", "retract", "abort"])),
-    st.tuples(st.just("unpause")),
-    st.tuples(st.just("push"), st.integers(0, 1)),
-    st.tuples(st.just("load"), st.integers(0, 1), st.booleans()),
-    st.tuples(st.just("flush")),
-    st.tuples(st.just("release")),
     st.tuples(st.just("abort"), st.integers(0, 9)),
     st.tuples(st.just("abort_all")),
     st.tuples(st.just("disconnect"), st.integers(0, 9)),
     st.tuples(st.just("round"), st.integers(1, 2)),
-    st.tuples(st.just("wait"), st.integers(1, 6)),
 )
 
 
@@ -101,16 +96,16 @@ class Client:
         return {"id": self.rid, "prompt_ids": self.prompt, "samples": [sample]}
 
 
-class AttachedStory:
+class AttachedStory(Interruptions):
     """Operations one after the other, while clients wait for their answers."""
 
     def __init__(self, live: LiveServer, numbers: "itertools.count[int]", run: str) -> None:
-        self.live, self.numbers, self.run = live, numbers, run
+        super().__init__(live)
+        self.numbers, self.run = numbers, run
         self.clients: list[Client] = []
         self.rounds: list[Any] = []
         self.asked: list[str] = []
         self.delivered: list[dict[str, Any]] = []
-        self.paused = False
 
     def play(self, plan: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
         """Returns everything that was sampled."""
@@ -130,31 +125,6 @@ class AttachedStory:
 
     def ask(self, length: int, streams: bool) -> None:
         self.clients.append(Client(self.live, next(self.numbers), length, streams=streams))
-
-    def pause(self, mode: str) -> None:
-        self.live.server.post("/pause_generation", {"mode": mode})
-        self.paused = True
-        assert self.live.running() == 0
-
-    def unpause(self) -> None:
-        self.live.server.post("/continue_generation", {})
-        self.paused = False
-
-    def push(self, seed: int) -> None:
-        self.live.push(seed, flush=False)
-
-    def load(self, seed: int, flush: bool) -> None:
-        """Without begin and end: under a pause it is applied at once, else it waits for an open round."""
-        assert self.live.load(seed, flush=flush)["success"]
-        self.live.policies[self.live.version] = self.live.model(seed)
-
-    def flush(self) -> None:
-        self.live.server.post("/flush_cache")
-
-    def release(self) -> None:
-        if self.paused:
-            for call in ("release", "resume"):
-                self.live.server.post(f"/{call}_memory_occupation", {"tags": ["kv_cache"]})
 
     def abort(self, number: int) -> None:
         if self.clients:
@@ -188,12 +158,6 @@ class AttachedStory:
             time.sleep(0.02)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
-
-    def wait(self, steps: int) -> None:
-        """Until so many tokens have been drawn, if anything runs."""
-        if not self.paused and self.live.running():
-            before = self.live.decodes()
-            until(lambda: self.live.decodes() >= before + steps or not self.live.running(), "it decodes")
 
 
 def test_stories(live: LiveServer, run: str) -> None:
