@@ -15,8 +15,8 @@ import httpx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support.interruptions import INTERRUPTIONS, Interruptions
 from tests.support.live import LiveServer, until
+from tests.support.story_operations import SHARED_OPERATIONS, StoryOperations
 from tests.support.workload import prompt
 
 STORIES = int(os.environ.get("APRIL_STORIES", "10"))
@@ -25,7 +25,7 @@ HEADERS = {"x-april-run": "stories"}
 LIMIT_S = 300.0
 
 operations = st.one_of(
-    *INTERRUPTIONS,
+    *SHARED_OPERATIONS,
     st.tuples(st.just("ask"), st.integers(8, 50), st.booleans()),
     st.tuples(st.just("abort"), st.integers(0, 9)),
     st.tuples(st.just("abort_all")),
@@ -96,7 +96,7 @@ class Client:
         return {"id": self.rid, "prompt_ids": self.prompt, "samples": [sample]}
 
 
-class AttachedStory(Interruptions):
+class AttachedStory(StoryOperations):
     """Operations one after the other, while clients wait for their answers."""
 
     def __init__(self, live: LiveServer, numbers: "itertools.count[int]", run: str) -> None:

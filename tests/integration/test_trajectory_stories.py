@@ -18,16 +18,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.test_trajectories import open_round
-from tests.support.interruptions import INTERRUPTIONS, Interruptions
 from tests.support.live import LiveServer, until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, mismatched_tokens, processed
+from tests.support.story_operations import SHARED_OPERATIONS, StoryOperations
 
 STORIES = int(os.environ.get("APRIL_STORIES", "5"))
 PARAMS = {"temperature": 0.8}
 LIMIT_S = 300.0
 
 operations = st.one_of(
-    *INTERRUPTIONS,
+    *SHARED_OPERATIONS,
     st.tuples(st.just("abort"), st.integers(0, 9)),
     st.tuples(st.just("disconnect"), st.integers(0, 9)),
     st.tuples(st.just("reject"), st.integers(0, 9)),
@@ -152,7 +152,7 @@ class Agent:
         return sum(span["end"] - span["start"] for span in leg["spans"] if span["kv"] == "kept")
 
 
-class Story(Interruptions):
+class Story(StoryOperations):
     """Operations one after the other beside agents, and a trainer that opens one round after the other."""
 
     def __init__(self, live: LiveServer, run: str, kv: str, quotas: list[int], agents: list[Agent]) -> None:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tests.support.live import LiveServer, until
 
-INTERRUPTIONS = (
+SHARED_OPERATIONS = (
     st.tuples(st.just("pause"), st.sampled_from(["in_place", "retract", "abort"])),
     st.tuples(st.just("unpause")),
     st.tuples(st.just("push"), st.integers(0, 1)),
@@ -13,10 +13,10 @@ INTERRUPTIONS = (
     st.tuples(st.just("release")),
     st.tuples(st.just("wait"), st.integers(1, 6)),
 )
-"""Strategies of the methods of `Interruptions`: each draws a name and its arguments."""
+"""Strategies of the methods of `StoryOperations`: each draws a name and its arguments."""
 
 
-class Interruptions:
+class StoryOperations:
     """The operations that all stories share."""
 
     def __init__(self, live: LiveServer) -> None:
