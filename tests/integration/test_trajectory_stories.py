@@ -87,17 +87,19 @@ class Agent:
             if response.status_code == 400:
                 assert self.rejected, response.read()
                 return None
-            assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.removeprefix("data: ").startswith("{"):
                     answer = json.loads(line.removeprefix("data: "))
+                    if "error" in answer:  # aborted while SGLang held it under a pause: it has never begun
+                        assert rid in self.may_be_aborted, answer
+                        break
                     assert "output_ids" in answer, answer
                 if streams and self.disconnects.is_set():
                     self.disconnects.clear()
                     self.may_be_aborted.add(rid)
                     return None
         assert answer is not None
-        return dict(answer)
+        return self._ask(rid, ids, length, streams=streams) if "error" in answer else dict(answer)
 
     def _done(self) -> int:
         body = {"run": self.run, "trajectories": {self.name: {"reward": 0.5}}}
