@@ -24,8 +24,8 @@ from typing import Any
 
 from bench.record import RESULTS, append_rows, provenance
 from examples import interrupt
+from sglang_april.adapter.core.sample_output import SampleOutput
 from sglang_april.adapter.rank_channel import Inbox, Sender, new_secret
-from sglang_april.adapter.v0_5_17.sample_output import SampleOutput
 from sglang_april.api.messages import Prompt, RoundSpec
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.admission import pick

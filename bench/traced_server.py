@@ -20,7 +20,7 @@ from typing import Any
 ENV, SPANS_ENV = "APRIL_STEPS", "APRIL_SPANS"
 FORWARDS, COPIES, SPANS = "forwards.jsonl", "copies.jsonl", "spans.jsonl"
 _FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-_REPORT = "sglang_april.adapter.v0_5_17.rank0_broadcast.Rank0Broadcast.report"
+_REPORT = "sglang_april.adapter.core.rank0_broadcast.Rank0Broadcast.report"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 PIECES = {
     "forward": _FORWARD,

@@ -1,4 +1,4 @@
-"""One row of a hook table (`v*/hook_table.py`)."""
+"""One row of a hook table (`core/hook_table.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal

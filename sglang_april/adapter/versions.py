@@ -42,7 +42,7 @@ class PreflightError(RuntimeError):
     """The server must not start. The message is the reason, in one sentence."""
 
 
-CORE = "sglang_april.adapter.v0_5_17"
+CORE = "sglang_april.adapter.core"
 SHAPES = "sglang_april.adapter.shapes"
 
 

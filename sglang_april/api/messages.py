@@ -1,6 +1,6 @@
 """All messages between the HTTP process and the scheduler, and their encoding.
 
-The SGLang envelope of a message, one `bytes` field, is in `sglang_april/adapter/v0_5_17/envelope.py`.
+The SGLang envelope of a message, one `bytes` field, is in `sglang_april/adapter/core/envelope.py`.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""What the HTTP process needs of an engine; `adapter/v0_5_17/frontend.py` implements it on SGLang."""
+"""What the HTTP process needs of an engine; `adapter/core/frontend.py` implements it on SGLang."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol

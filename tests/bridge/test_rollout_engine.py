@@ -207,7 +207,7 @@ def test_other_refusals_to_resume_end_the_run(tmp_path: Path, answer: str) -> No
 
 
 def test_refusal_matches_the_message_of_the_server() -> None:
-    source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "v0_5_17" / "hooks_http.py"
+    source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "core" / "hooks_http.py"
     assert NOT_RELEASED.format("{', '.join(wrong)}") in source.read_text()
     assert "sorted(_tags(obj) - released)" in source.read_text()
 

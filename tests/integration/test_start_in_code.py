@@ -12,7 +12,7 @@ import pytest
 
 from examples import tiny_model
 from sglang_april.adapter import versions
-from sglang_april.adapter.v0_5_17 import hook_table
+from sglang_april.adapter.core import hook_table
 from tests.support.starts import (
     IN_ENVIRONMENT,
     QUOTA,

@@ -14,7 +14,7 @@ from typing import Any
 Armed = Callable[[], bool]
 """Returns whether the switch is still on."""
 KV = "sglang_april.kv."
-AGREEMENT = "sglang_april.adapter.v0_5_17.rank_agreement."
+AGREEMENT = "sglang_april.adapter.core.rank_agreement."
 START = "sglang_april.scheduler.resume.Resumer._start"
 
 
@@ -75,10 +75,10 @@ FAULTS: dict[str, Fault] = {
 
 APRIL = "sglang_april."
 EXCEPTIONS: dict[str, str] = {
-    "detach": APRIL + "adapter.v0_5_17.engine.SchedulerEngine.detach",
+    "detach": APRIL + "adapter.core.engine.SchedulerEngine.detach",
     "command": APRIL + "scheduler.commands.Commands.execute",
     "progress": APRIL + "scheduler.controller.Controller.progress",
-    "row seeds": APRIL + "adapter.v0_5_17.sampler.RowSeeds.keep",
+    "row seeds": APRIL + "adapter.core.sampler.RowSeeds.keep",
     "journal thread": APRIL + "recovery.journal.Journal._transaction",
     "event": APRIL + "http.service.AprilService.receive",
 }

@@ -55,7 +55,7 @@ def note_sleep(stock: Callable[..., Any], sleeper: Any) -> None:
 
 def force_rates(text: str) -> None:
     """What the switch `rates` holds is broadcast instead of what was measured at start; empty: that again."""
-    from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+    from sglang_april.adapter.core.hooks_scheduler import Process
 
     if text == Forced.text or Process.engine is None or Process.controller is None:
         return
@@ -121,7 +121,7 @@ def detect_stalls(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
     """An AROUND hook: `faulty(armed, stock, *args)` is called instead on rank 1 while the fault `name` is on."""
-    from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+    from sglang_april.adapter.core.hooks_scheduler import Process
 
     def armed() -> bool:
         return switch("fault") == name
@@ -136,7 +136,7 @@ def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
 
 def raising(name: str) -> Callable[..., Any]:
     """An AROUND hook: raises in the process of the switch `exception` while that names this function."""
-    from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+    from sglang_april.adapter.core.hooks_scheduler import Process
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         place = f"rank {Process.scheduler.ps.tp_rank}" if Process.scheduler is not None else "the HTTP process"

@@ -22,9 +22,9 @@ READS = {
 }  # fmt: skip
 FROM_HOST = {"tensor", "as_tensor", "asarray"}
 REVIEWED: dict[str, str] = {
-    "sglang_april.adapter.v0_5_17.host_to_device.to_device": "creates the host tensor that is pinned and then copied",
-    "sglang_april.adapter.v0_5_17.proximal.proximal_logprobs": "once per finished sample, after its forward has ended",
-    "sglang_april.adapter.v0_5_17.page_pool._fill_decode_tensors": "the host copies of lengths and request slots",
+    "sglang_april.adapter.core.host_to_device.to_device": "creates the host tensor that is pinned and then copied",
+    "sglang_april.adapter.core.proximal.proximal_logprobs": "once per finished sample, after its forward has ended",
+    "sglang_april.adapter.core.page_pool._fill_decode_tensors": "the host copies of lengths and request slots",
 }
 """Functions that may make recorded calls, with the reason."""
 

@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 
 from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
-from sglang_april.adapter.v0_5_17 import engine as engine_module
-from sglang_april.adapter.v0_5_17.engine import SchedulerEngine
+from sglang_april.adapter.core import engine as engine_module
+from sglang_april.adapter.core.engine import SchedulerEngine
 
 
 def request(rid: str) -> Any:

@@ -13,8 +13,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-from sglang_april.adapter.v0_5_17 import hooks_attached
-from sglang_april.adapter.v0_5_17.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
+from sglang_april.adapter.core import hooks_attached
+from sglang_april.adapter.core.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
 from sglang_april.api.messages import AttachedEnded, Span
 from sglang_april.http import attached
 from sglang_april.http.attached import AttachedRequests

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightFromDiskReqInput
 
-from sglang_april.adapter.v0_5_17 import hooks_control, hooks_http
-from sglang_april.adapter.v0_5_17.hooks_scheduler import Process
+from sglang_april.adapter.core import hooks_control, hooks_http
+from sglang_april.adapter.core.hooks_scheduler import Process
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.weight_call_rank import report_outcome
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_april.adapter.v0_5_17 import encoded_params
-from sglang_april.adapter.v0_5_17.encoded_params import decode_params, encode_params
-from sglang_april.adapter.v0_5_17.restart import _check_params
+from sglang_april.adapter.core import encoded_params
+from sglang_april.adapter.core.encoded_params import decode_params, encode_params
+from sglang_april.adapter.core.restart import _check_params
 from sglang_april.recovery.journal import JournalError
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup, SnapshotSample
 from tests.unit.journal_fixtures import request

@@ -9,8 +9,8 @@ import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from april_kernels import seeded_sampling
-from sglang_april.adapter.v0_5_17 import host_to_device, page_pool, sampler
-from sglang_april.adapter.v0_5_17.sampler import RowSeeds
+from sglang_april.adapter.core import host_to_device, page_pool, sampler
+from sglang_april.adapter.core.sampler import RowSeeds
 from tests.support.sync_detector import SyncDetector
 
 VOCAB = 50

@@ -126,7 +126,7 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: StoreOfHalfP
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-    from sglang_april.adapter.v0_5_17.build_store import _layout, select_page_format, tier_budgets
+    from sglang_april.adapter.core.build_store import _layout, select_page_format, tier_budgets
     from sglang_april.cpu.allocator import SweepAllocator
 
     pool = object.__new__(MHATokenToKVPool)

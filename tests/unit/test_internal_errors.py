@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 from sglang_april.adapter import fail_stop, hooking
+from sglang_april.adapter.core import frontend, hooks_scheduler
+from sglang_april.adapter.core.envelope import AprilOutput, AprilReq
+from sglang_april.adapter.core.hook_table import HOOKS
 from sglang_april.adapter.hook import Hook
-from sglang_april.adapter.v0_5_17 import frontend, hooks_scheduler
-from sglang_april.adapter.v0_5_17.envelope import AprilOutput, AprilReq
-from sglang_april.adapter.v0_5_17.hook_table import HOOKS
 from sglang_april.api import messages
 from tests.unit.scripted_engine import service
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = "sglang_april.adapter.v0_5_17"
+PACKAGE = "sglang_april.adapter.core"
 
 
 class ServerEndedError(Exception):

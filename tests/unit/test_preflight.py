@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_april.adapter import preflight, review, source_tree, versions
-from sglang_april.adapter.v0_5_17 import hook_table
+from sglang_april.adapter.core import hook_table
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
 FILE = "sglang/srt/server_args.py"

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from sglang.srt.managers.io_struct import sock_recv
 
 from sglang_april.adapter import rank_channel
+from sglang_april.adapter.core import rank0_broadcast
+from sglang_april.adapter.core.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.rank_channel import BadMessageError, Copied, Inbox, Sender
-from sglang_april.adapter.v0_5_17 import rank0_broadcast
-from sglang_april.adapter.v0_5_17.rank0_broadcast import Rank0Broadcast
 from sglang_april.api import messages
 from sglang_april.scheduler.decisions import Decided, RanksDifferError
 from tests.support.live import until

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sglang_april.adapter import versions
-from sglang_april.adapter.v0_5_17 import rank_agreement
-from sglang_april.adapter.v0_5_17.build_store import TierBudgets
+from sglang_april.adapter.core import rank_agreement
+from sglang_april.adapter.core.build_store import TierBudgets
 from sglang_april.config import FLAGS, AprilConfig
 
 FORMAT: Any = SimpleNamespace(page_words=256)

@@ -11,10 +11,10 @@ from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_april.adapter import refusal_docs
+from sglang_april.adapter.core import refusals
+from sglang_april.adapter.core.environment import ENVIRONMENT
+from sglang_april.adapter.core.refusals import ARGUMENTS
 from sglang_april.adapter.refusals import changed_arguments, rule_for, stop_if
-from sglang_april.adapter.v0_5_17 import refusals
-from sglang_april.adapter.v0_5_17.environment import ENVIRONMENT
-from sglang_april.adapter.v0_5_17.refusals import ARGUMENTS
 
 FIELDS = [field.name for field in dataclasses.fields(ServerArgs)]
 ROOT = Path(__file__).parents[2]

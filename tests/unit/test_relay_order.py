@@ -8,7 +8,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_april.adapter.v0_5_17 import page_pool
+from sglang_april.adapter.core import page_pool
 from tests.support.delayed_relay import delay
 
 SLOT, FOREIGN, OWN = 3, 111, 222

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_april.adapter.v0_5_17 import proximal
-from sglang_april.adapter.v0_5_17.proximal import RESCORE, rescored_rows
+from sglang_april.adapter.core import proximal
+from sglang_april.adapter.core.proximal import RESCORE, rescored_rows
 
 HIDDEN, VOCAB = 4, 11
 

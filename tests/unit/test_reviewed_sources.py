@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sglang_april.adapter import source_options, versions
+from sglang_april.adapter.core.arguments import ARGUMENTS
+from sglang_april.adapter.core.environment import ENVIRONMENT
+from sglang_april.adapter.core.reviewed_pools import REFUSED_POOLS, SUPPORTED_POOLS
 from sglang_april.adapter.review import review
-from sglang_april.adapter.v0_5_17.arguments import ARGUMENTS
-from sglang_april.adapter.v0_5_17.environment import ENVIRONMENT
-from sglang_april.adapter.v0_5_17.reviewed_pools import REFUSED_POOLS, SUPPORTED_POOLS
 from sglang_april.adapter.wheels import DownloadError, source_of
 
 FOLDER = Path(__file__).parents[2] / "out" / "wheels"

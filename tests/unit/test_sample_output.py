@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_april.adapter.v0_5_17.sample_output import SampleOutput, StreamedOutput
+from sglang_april.adapter.core.sample_output import SampleOutput, StreamedOutput
 
 TOKENS, TOP = 5_000, 3
 

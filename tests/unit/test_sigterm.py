@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_april.adapter.v0_5_17 import shutdown
+from sglang_april.adapter.core import shutdown
 from sglang_april.config import AprilConfig
 from sglang_april.interrupt import what_is_kept
 

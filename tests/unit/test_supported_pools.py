@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from sglang_april.adapter.v0_5_17 import supported_pools
-from sglang_april.adapter.v0_5_17.supported_pools import (
+from sglang_april.adapter.core import supported_pools
+from sglang_april.adapter.core.supported_pools import (
     MHA_POOLS,
     MLA_POOLS,
     REFUSED_POOLS,

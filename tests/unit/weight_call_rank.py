@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sglang_april.adapter.v0_5_17 import hooks_control
+from sglang_april.adapter.core import hooks_control
 
 
 def report_outcome(rank: int, failing: int | None, store: str, outcomes: Any) -> None:

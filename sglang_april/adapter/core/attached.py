@@ -1,0 +1,108 @@
+"""Requests of SGLang's own routes that belong to a run: in the scheduler (`attached-request`).
+
+SGLang creates, queues, answers and aborts them. `Req.april` is their sample, so that the controller can suspend and
+resume them like any other.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import numpy as np
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.core.attach_request import attachment_of
+from sglang_april.scheduler.state import Sample, State
+
+
+def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGenerateReqInput) -> Any:
+    """AROUND Scheduler.handle_generate_request: a request that names a run becomes a sample of it."""
+    attachment = attachment_of(recv_req.sampling_params.custom_params)
+    if attachment is None:
+        return orig(s, recv_req)
+    attached = s.april.attached
+    if reason := attached.refusal(*attachment):
+        refusal = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST.value, "message": reason}
+        attached.refused(recv_req.rid)
+        return s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=refusal), None)
+    run, trajectory, group = attachment
+    recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
+    ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
+    sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
+    s.april.context.engine.create(sample, lambda: orig(s, recv_req))
+    if sample.journal.answered is not None and sample.request is not None:
+        _answer_again(s, sample)
+    elif sample.state is State.RUNNING and sample.request is not None and sample.request.to_finish is None:
+        attached.created(sample)
+    return None
+
+
+def _params(recv_req: TokenizedGenerateReqInput) -> bytes:
+    """What a restarted server compares to recognize a repeated request.
+
+    Empty where it could not be answered from the journal, which has no logprobs of the prompt.
+    """
+    if recv_req.return_logprob and recv_req.logprob_start_len >= 0:
+        return b""
+    asked = (recv_req.sampling_params, recv_req.return_logprob, recv_req.top_logprobs_num)
+    return msgspec.msgpack.encode(asked, order="deterministic")
+
+
+class SavedReason(BaseFinishReason):
+    """Why an earlier server has finished a request."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+
+    def to_json(self) -> dict[str, Any]:
+        """The finish reason as the earlier server sent it."""
+        return self._saved
+
+
+def _answer_again(s: Scheduler, sample: Sample) -> None:
+    """Answer a request that an earlier server has answered, with the tokens that it has."""
+    s.april.suspender.suspend_now([sample])
+    req, answer = sample.request, sample.journal.answered
+    if req is None or answer is None:  # SGLang has refused it
+        return
+    req.finished_reason = SavedReason(answer.finish_reason)
+    s.output_streamer.stream_output([req], req.return_logprob)
+    s.april.attached.end(sample)
+
+
+def queue_attached(s: Scheduler, req: Req) -> None:
+    """Queue a request again that left SGLang's queues; the compilation of a pending grammar is requested again."""
+    if isinstance(req.grammar, Future):
+        req.grammar = None
+    if req.grammar is not None or not s.grammar_manager.process_req_with_grammar(req):
+        s._add_request_to_queue(req)
+
+
+def was_accepted(req: Req) -> bool:
+    """Whether the request is queued again: the limit of SGLang's queue is for attached requests that arrive."""
+    sample = req.april
+    return sample is not None and sample.attached and (sample.admitted_round >= 0 or sample.length > 0)
+
+
+def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
+    """Answer the attached requests that an abort names with the tokens that they have.
+
+    They are taken out of SGLang's queues and batches first. SGLang itself would match `rid` as a prefix, forget the
+    tokens of a request that waits for a prefill, and answer a running one after its next step, which a pause delays.
+    """
+    named = s.april.attached.named(lambda req: recv_req.abort_all or req.rid == recv_req.rid)
+    if named:
+        s.april.attached.abort(named)
+
+
+def answer_aborted(s: Scheduler, req: Req) -> None:
+    """Answer a request that is in no queue and no batch, with the tokens that it has."""
+    if not req.output_ids:
+        s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), None)
+        return
+    req.finished_reason = FINISH_ABORT()
+    s.output_streamer.stream_output([req], req.return_logprob)

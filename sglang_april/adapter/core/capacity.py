@@ -1,0 +1,94 @@
+"""Free slots and pool tokens, counted as SGLang's own admission counts them."""
+
+import itertools
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdder
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.core.accounting import pool_tokens
+from sglang_april.adapter.core.prompt_pages import reserved_output_tokens
+from sglang_april.scheduler.state import Sample
+
+
+class Capacity:
+    """The read-only part of the engine."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._s = scheduler
+        self.page_size: int = scheduler.token_to_kv_pool_allocator.page_size
+
+    def free_slots(self) -> int:
+        s = self._s
+        joining = self._last_prefill_reqs()
+        taken = len(s.running_batch.reqs) + len(joining) + (s.chunked_req is not None and s.chunked_req not in joining)
+        april_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
+        return s.get_num_allocatable_reqs(taken) - april_waiting
+
+    def _last_prefill_reqs(self) -> list[Req]:
+        """Requests of the last prefill, which join the running batch at the top of the next step."""
+        last = self._s.last_batch
+        if last is None or last is self._s.running_batch or not last.forward_mode.is_extend():
+            return []
+        return last.reqs
+
+    def foreign_waiting(self) -> int:
+        return sum(r.april is None for r in self._s.waiting_queue)
+
+    def idle(self) -> bool:
+        s = self._s
+        return s.running_batch.is_empty() and not s.waiting_queue and s.chunked_req is None
+
+    def row_slots(self) -> int:
+        return self._s.get_num_allocatable_reqs(len(self._s.running_batch.reqs))
+
+    def memory_released(self) -> list[str]:
+        return sorted(self._s.weight_updater.offload_tags)
+
+    def mid_prefill(self) -> bool:
+        return self._s.chunked_req is not None
+
+    def pool_tokens(self) -> dict[str, int]:
+        return pool_tokens(self._s)
+
+    def tokens_free(self) -> int:
+        return self._s.token_to_kv_pool_allocator.available_size() + self._s.tree_cache.evictable_size()
+
+    def tokens_for_next_decode(self) -> int:
+        s = self._s
+        alive = [r for r in itertools.chain(s.running_batch.reqs, self._last_prefill_reqs()) if not r.finished()]
+        return sum(r.kv_committed_len % s.page_size == 0 for r in alive if r is not s.chunked_req) * s.page_size
+
+    def prefill_budget(self) -> int:
+        s = self._s
+        adder = PrefillAdder(
+            s.page_size,
+            s.tree_cache,
+            s.token_to_kv_pool_allocator,
+            s.running_batch,
+            s.new_token_ratio_tracker.current,
+            s.max_prefill_tokens,
+            s.chunked_prefill_size,
+            max_prefill_bs=0,
+            max_running_requests=s.max_running_requests,
+            prefill_max_requests=None,
+        )
+        return int(adder.rem_total_tokens)
+
+    def first_waiting_need(self) -> int:
+        queue = self._s.waiting_queue
+        return queue[0].seqlen + _reserved_for_request(queue[0]) + self.page_size if queue else 0
+
+    def remaining_estimate(self, sample: Sample) -> int:
+        req = sample.request
+        reserved = _reserved_for_request(req) if req is not None else reserved_output_tokens(sample)
+        return reserved + self.page_size
+
+    @property
+    def _grammar_queue(self) -> list[Req]:
+        return self._s.grammar_manager.grammar_queue
+
+
+def _reserved_for_request(req: Req) -> int:
+    """Output tokens that SGLang's admission sets aside for a request (`PrefillAdder.add_one_req`)."""
+    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)

@@ -1,0 +1,154 @@
+"""The review of the environment variables of SGLang 0.5.15.post1 to 0.5.18 (`sglang.srt.environ`): which values are
+supported, and why. A release need not have all of them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_april.adapter.core.arguments import NO_HTTP
+from sglang_april.adapter.refusals import Rule, Setting, accept, accept_only, refuse, refuse_if
+
+TIMEOUTS = "SGLANG_REQ_WAITING_TIMEOUT SGLANG_REQ_RUNNING_TIMEOUT"
+LAYOUT = "the page store cannot copy pages of this layout"
+
+
+def _unset_or_one_rank(seconds: Any, server_args: Any) -> bool:
+    return seconds <= 0 or (server_args.tp_size or 1) == 1
+
+
+ENVIRONMENT: tuple[Rule, ...] = (
+    refuse(
+        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+        "it ignores the policy version in cache keys, and would return KV of another policy version",
+    ),
+    refuse(
+        "SGLANG_ENABLE_UNIFIED_RADIX_TREE SGLANG_RADIX_FORCE_MISS",
+        "this prefix cache has not been tested with rollout samples",
+    ),
+    refuse("SGLANG_USE_HND_KVCACHE", LAYOUT),
+    accept_only("SGLANG_AITER_KV_CACHE_LAYOUT", ("nhd",), LAYOUT),
+    refuse("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "it resizes the pool after the page store has read its layout"),
+    refuse("SGLANG_USE_MLX", "the model runner of MLX bypasses the hooks"),
+    refuse(
+        "SGLANG_RETURN_ORIGINAL_LOGPROB",
+        "it changes how logprobs are computed; behaviour logprobs must be those of the policy that drew the token",
+    ),
+    refuse("SGLANG_MAX_NEW_TOKENS_LIMIT", "it would end samples before the length that their round sets"),
+    refuse("SGLANG_MAX_THINK_TOKENS", "its count of thinking tokens has not been tested across a resume"),
+    refuse("SGLANG_RUST_SERVER", NO_HTTP),
+    refuse("SGLANG_ENABLE_GRPC", "requests of its gRPC server have not been tested beside rounds"),
+    refuse("SGLANG_USE_PICKLE_IPC", "rollout messages between SGLang's processes have been tested with pickle only"),
+    refuse("SGLANG_SCHEDULER_DECREASE_PREFILL_IDLE", "it delays prefills by rules of data-parallel attention"),
+    refuse("SGLANG_TEST_SCRIPTED_RUNTIME", "a scripted scheduler does not run rounds"),
+    refuse("SGLANG_CHECK_KV_PAGE_INVARIANTS", "its check has not been tested with the pages of partials"),
+    refuse("SGLANG_PREFILL_TILE_BUDGET", "its limit on prefills has not been tested with rollout samples"),
+    refuse("SGLANG_ENABLE_DELAY_SAMPLE", "late sampling of every batch has not been tested with seeded rows"),
+    refuse(
+        "SGLANG_ENABLE_PREFILL_WAR_READ_DONE",
+        "buffers that a prefill still reads have not been tested with the copies of pages",
+    ),
+    refuse("SGLANG_ENABLE_COLOCATED_BATCH_GEN", "its batches have not been tested with rollout samples"),
+    refuse_if(
+        TIMEOUTS,
+        _unset_or_one_rank,
+        "above 0 with `--tp-size` above 1",
+        "each rank reads its own clock, so ranks could abort different samples",
+    ),
+    accept(
+        """SGLANG_SPEC_* SGLANG_SIMULATE_ACC_* SGLANG_DSPARK_* SGLANG_DFLASH_* SGLANG_RAGGED_VERIFY_MODE
+        SGLANG_NGRAM_FORCE_GREEDY_VERIFY SGLANG_ENABLE_SPLITKV_VERIFY SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH
+        SGLANG_ENABLE_SINGLE_CG_DRAFT SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX SGLANG_FIX_MTP_HC_HIDDEN
+        SGLANG_DISAGG* SGLANG_HICACHE_* SGLANG_STAGING_USE_TORCH SGLANG_MOONCAKE_* MOONCAKE_* SGLANG_MORI_*
+        ENABLE_ASCEND_* ASCEND_* SGLANG_ENABLE_FAILED_SESSION_PROBE SGLANG_FAILED_SESSION_PROBE_INTERVAL_S
+        SGLANG_HUGEPAGE_SIZE SGLANG_PREFILL_DELAYER_* SGLANG_DYNAMIC_CHUNKING_* SGLANG_PP_*
+        SGLANG_DATA_PARALLEL_* SGLANG_DP_* SGLANG_SCHEDULER_SKIP_ALL_GATHER
+        SGLANG_NCCL_ALL_GATHER_IN_OVERLAP_SCHEDULER_SYNC_BATCH SGLANG_ENCODER_* SGLANG_KV_CANARY_*
+        SGLANG_SWA_* SGLANG_OPT_SWA_* SGLANG_DSA_* SGLANG_DISABLE_DSA_* SGLANG_MAMBA_*
+        SGLANG_*_LAZY_COMPACTION* SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND SGLANG_OPT_UNIFIED_*
+        SGLANG_OPT_MAMBA_* SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS SGLANG_TBO_DEBUG SGLANG_GRPC_* SGLANG_MLX_*
+        SGLANG_TEST_SCRIPTED_RUNTIME_* SGLANG_RAY_BUNDLE_INDICES SGLANG_BACKUP_PORT_BASE SGLANG_DSV4_*
+        SGLANG_EXPERIMENTAL_ONLINE_C128_MTP SGLANG_ENABLE_DSA_* SGLANG_ENABLE_CP_V2
+        SGLANG_ENABLE_DP_GATHER_FP8 SGLANG_TOPK_TRANSFORM_512_TORCH SGLANG_FP8_PAGED_MQA_LOGITS_TORCH
+        SGLANG_SM120_FLASHMLA_BACKEND SGLANG_MINIMAX_* SGLANG_PREFILL_TILE_BUDGET_MODE""",
+        "it concerns only a feature or model that is itself refused",
+    ),
+    accept(
+        """SGLANG_INIT_NEW_TOKEN_RATIO SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS
+        SGLANG_RETRACT_DECODE_STEPS SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION SGLANG_SCHEDULER_*
+        SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP SGLANG_ENABLE_WAR_BARRIER SGLANG_FORCE_COARSE_WAR_BARRIER
+        SGLANG_EMPTY_CACHE_INTERVAL SGLANG_FORCE_STREAM_INTERVAL SGLANG_SORT_FREE_LIST_AFTER_MERGE
+        SGLANG_NATIVE_MOVE_KV_CACHE SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD SGLANG_MAX_KV_CHUNK_CAPACITY
+        SGLANG_GRAMMAR_* SGLANG_MEMORY_SAVER_CUDA_GRAPH SGLANG_SYNC_TOKEN_IDS_ACROSS_TP
+        SGLANG_ENABLE_LOGPROB_CHUNK SGLANG_LOGPROB_CHUNK_SIZE SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK
+        SGLANG_LOGITS_PROCESSER_CHUNK_SIZE SGLANG_SANITIZE_NAN_LOGITS""",
+        "it tunes SGLang's scheduling, which applies to samples too; they survive retraction",
+    ),
+    accept(
+        """SGLANG_LOG_* SGLANG_PROFILE_* SGLANG_ENABLE_NVTX_* SGLANG_RECORD_STEP_TIME SGLANG_TORCH_PROFILER_DIR
+        SGLANG_MEM_PROFILE_* SGLANG_OTLP_* SGLANG_DETECT_SLOW_RANK SGLANG_CUDA_COREDUMP* SGLANG_PYSPY_*
+        SGLANG_DEBUG_* SGLANG_PHASE_CHECKER_DEBUG SGLANG_ENABLE_CUDA_GRAPH_CAPTURE_TRACE
+        SGLANG_ENABLE_METRICS_* SGLANG_EXPERT_* SGLANG_EPLB_* SGLANG_ENABLE_EPLB_BALANCEDNESS_METRIC
+        SGLANG_INVARIANT_CHECK SGLANG_ENABLE_ASYNC_ASSERT SGLANG_ENABLE_STRICT_MEM_CHECK_*
+        SGLANG_LOAD_SNAPSHOT_USE_ZMQ SGLANG_*TP_MEMORY_INBALANCE_CHECK SGLANG_STRICT_CONFIG_MUTATION
+        SGLANG_ROLE_NAMESPACES* SGLANG_GRAPH_BATCH_CAPTURE SGLANG_TRACE_ASYNC* SGLANG_JIT_CACHE_DEBUG
+        SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY""",
+        "it only affects logging, metrics, profiling and checks",
+    ),
+    accept(
+        """SGLANG_TEST_* SGLANG_IS_IN_CI* SGLANG_JIT_KERNEL_RUN_FULL_TESTS SGLANG_FORCE_SHUTDOWN
+        SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION SGLANG_SIMULATE_UNIFORM_EXPERTS
+        SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS""",
+        "it is for SGLang's own tests, and samples survive the retractions and aborts that it causes",
+    ),
+    accept(
+        """SGLANG_USE_MODELSCOPE SGLANG_SORT_WEIGHT_FILES SGLANG_ENABLE_WEIGHT_LOADER_V2 SGLANG_NUMA_BIND_V2
+        SGLANG_DISABLED_MODEL_ARCHS SGLANG_PREFETCH_BLOCK_SIZE_MB SGLANG_EXTERNAL_* HF_HUB_*
+        SGLANG_CACHE_DIR SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK SGLANG_PATCH_TOKENIZER
+        SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN SGLANG_PORT SGLANG_TCP_STORE_PORT
+        SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE SGLANG_USE_MESSAGE_QUEUE_BROADCASTER
+        SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS SGLANG_IS_FIRST_RANK_ON_NODE SGLANG_SET_CPU_AFFINITY
+        SGLANG_AUTO_NUMA_BIND SGLANG_CRASH_ON_NUMA_BIND_FAILURE SGLANG_PLATFORM SGLANG_PLUGINS SGLANG_ZBAL_*
+        SGLANG_JIT_CACHE_DIR SGLANG_JIT_CACHE_KEEP SGLANG_RUST_BUILD_MODE""",
+        "it concerns the model's files, the process and its devices",
+    ),
+    accept(
+        """SGLANG_ENABLE_REQUEST_* SGLANG_REQUEST_STATE_WAIT_TIMEOUT SGLANG_FORWARD_UNKNOWN_TOOLS
+        SGLANG_TOOL_STRICT_LEVEL SGLANG_DEFAULT_THINKING SGLANG_INKLING_* SGLANG_EXA_* EXA_API_KEY
+        DISABLE_OPENAPI_DOC SGLANG_WARMUP_TIMEOUT SGLANG_TIMEOUT_KEEP_ALIVE SGLANG_UVICORN_*
+        SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION SGLANG_MAX_BATCH_REQS_PER_HTTP_REQ
+        SGLANG_DISABLE_OUTLINES_DISK_CACHE""",
+        "it concerns SGLang's own routes",
+    ),
+    accept(
+        """SGLANG_VLM_* SGLANG_KIMI_K3_VIT_* SGLANG_IMAGE_* SGLANG_RESIZE_RESAMPLE SGLANG_MM_* SGLANG_VIT_*
+        SGLANG_USE_CUDA_IPC_TRANSPORT SGLANG_USE_IPC_POOL_HANDLE_CACHE SGLANG_EMBEDDING*
+        SGLANG_EXPERIMENTAL_LORA_OPTI SGLANG_USE_AG_AFTER_QLORA""",
+        "it affects only requests that use it, and rollouts that use it are refused with 400",
+    ),
+    accept(
+        """SGLANG_OPT_* SGLANG_USE_* USE_ROCM_* SGLANG_AITER_* SGLANG_ROCM_* SGLANG_HACK_FLASHMLA_BACKEND SGLANG_NPU_*
+        SGLANG_CPU_QUANTIZATION SGLANG_QUANT_* SGLANG_HUMMING_* SGLANG_IS_FLASHINFER_AVAILABLE
+        SGLANG_FLASHINFER_* SGLANG_TRTLLM_* SGLANG_SKIP_SOFTMAX_* SGLANG_TRITON_* SGLANG_ENABLE_TORCH_*
+        SGLANG_ENABLE_JIT_DEEPGEMM SGLANG_JIT_DEEPGEMM_* SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE SGLANG_DG_*
+        SGLANG_DEEPGEMM_* SGLANG_DEEPEP_* SGLANG_BLACKWELL_* SGLANG_DISABLE_STATIC_WATERFILL
+        SGLANG_NIXL_EP_* SGLANG_PPLX_* SGLANG_FORCE_* SGLANG_MOE_* SGLANG_CUTLASS_MOE
+        SGLANG_ENABLE_DETERMINISTIC_INFERENCE SGLANG_ROPE_* SGLANG_ENABLE_OVERLAP_PLAN_STREAM
+        SGLANG_ENABLE_CUDA_GRAPH_DEDUP SGLANG_EAGER_INPUT_NO_COPY SGLANG_PREP_IN_CUDA_GRAPH
+        SGLANG_ENABLE_EMBED_REPLICATION SGLANG_SYMM_MEM_* SGLANG_ENABLE_MOE_* SGLANG_DISABLE_*
+        SGLANG_ENABLE_NVFP4_* SGLANG_GEMMA_* SGLANG_NVFP4_* SGLANG_FP4_* SGLANG_INT4_WEIGHT SGLANG_FP8_*
+        SGLANG_SHARED_EXPERT_TP1 SGLANG_K3_* SGLANG_M3_* SGLANG_CUSTOM_ALL_REDUCE_*
+        SGLANG_ENABLE_CUSTOM_ALL_REDUCE_* SGLANG_ENABLE_PCG_* SGLANG_MUSA_* IS_H200
+        DEEP_NORMAL_MODE_USE_INT8_QUANT FLASHINFER_* USE_TRITON_W8A8_FP8_KERNEL
+        SGLANG_ENABLE_FP8_GEMM_CONFIG_TUNE SGLANG_MLA_DECODE_TUNE SGLANG_ENABLE_FAST_INPUT_LOGPROBS
+        SGLANG_DETERMINISTIC_NCCL_NCHANNELS""",
+        "it chooses the kernels, graphs and collectives of a forward",
+    ),
+)
+
+
+def changed_variables() -> Iterable[Setting]:
+    """SGLang's variables that are set to other than their defaults."""
+    from sglang.srt.environ import EnvField, Envs
+
+    for name, field in vars(Envs).items():
+        if isinstance(field, EnvField) and (value := field.get()) != field._resolve_default():
+            yield Setting(name, value, f"{name}={value}")

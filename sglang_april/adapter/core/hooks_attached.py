@@ -1,0 +1,157 @@
+"""Requests of SGLang's own routes that belong to a run: in the HTTP process (`attached-request`)."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils.aio_rwlock import RWLock
+
+from sglang_april.adapter.core.attach_request import Attachment, attach, is_attached
+
+_pausing: ContextVar[bool] = ContextVar("pausing", default=False)
+_attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
+"""In an attached request: the rids that SGLang has begun for it, one per choice."""
+DATA, DONE = "data: ", "data: [DONE]\n\n"
+"""Prefix of every chunk of an OpenAI stream, and its last chunk."""
+
+
+class PassableLock(RWLock):
+    """SGLang's `model_update_lock`, which attached requests pass but do not hold: no weight call waits for them,
+    because the scheduler suspends them."""
+
+    @property
+    def reader_lock(self) -> Any:
+        return _Pass(self) if _attached.get() is not None else super().reader_lock
+
+
+class _Pass:
+    def __init__(self, lock: RWLock) -> None:
+        self._lock = lock
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire_reader()
+        await self._lock.release_reader()
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `generate_request`, an asynchronous generator.
+
+    Raises:
+        ValueError: the request cannot be attached. SGLang's routes answer 400.
+    """
+    headers = getattr(request, "headers", None) or {}
+    warms_up = request is not None and manager.server_status is ServerStatus.Starting
+    default = None if warms_up else manager.april.config.attach
+    attachment = attach(obj, headers, default, overlap=not manager.server_args.disable_overlap_schedule)
+    answers = original(manager, obj, request)
+    if attachment is None:
+        return answers
+    obj.april_described = {}
+    return _answers(answers, manager, attachment, obj.april_described)
+
+
+async def _answers(answers: Any, manager: Any, attachment: Attachment, described: dict[int, Any]) -> AsyncIterator[Any]:
+    """SGLang's answers. The last one of each choice contains its description, which is also added to `described`."""
+    manager.auto_create_handle_loop()  # a task created below would inherit `_attached` permanently
+    rids: list[str] = []
+    try:
+        while True:
+            token = _attached.set(rids)  # set only until the next answer, during which SGLang takes the lock
+            try:
+                answer = await anext(answers)
+            except StopAsyncIteration:
+                return
+            finally:
+                _attached.reset(token)
+            for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
+                if one["meta_info"].get("finish_reason"):
+                    rids[:] = [rid for rid in rids if rid != one["meta_info"]["id"]]
+                    info = await manager.april.attached.description(one["meta_info"]["id"])
+                    one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
+            yield answer
+    finally:
+        _abort(manager, rids)
+        await answers.aclose()
+
+
+def note_begun(rids: list[str]) -> None:
+    """Called for every request whose state SGLang has created."""
+    begun = _attached.get()
+    if begun is not None:
+        begun += rids
+
+
+def _abort(manager: Any, rids: list[str]) -> None:
+    """Abort the requests of a client that disconnected. 0.5.17 aborts them itself; 0.5.18 lets them run."""
+    for rid in rids:
+        manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
+
+
+def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """AROUND `abort_request`: a pause of mode `abort` does not abort attached requests."""
+    if not (abort_all and _pausing.get()):
+        original(manager, rid, abort_all)
+        return
+    for other in [name for name, state in manager.rid_to_state.items() if not is_attached(state.obj)]:
+        original(manager, other)
+
+
+async def pause(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:
+    """SGLang's `pause_generation`, in which `abort` does not abort attached requests."""
+    token = _pausing.set(True)
+    try:
+        return await original(manager, obj)
+    finally:
+        _pausing.reset(token)
+
+
+def describe_response(result: Any, _serving: Any, _request: Any, ret: list[dict[str, Any]], _created: int) -> Any:
+    """AFTER `_build_chat_response` and `_build_completion_response`: spans in the response's `metadata`."""
+    found = [one["meta_info"]["april"] for one in ret if "april" in one["meta_info"]]
+    if found and getattr(result, "metadata", None) is not None:
+        result.metadata["april"] = found
+    return result
+
+
+async def describe_stream(
+    original: Callable[..., Any], serving: Any, adapted_request: Any, *args: Any
+) -> AsyncIterator[str]:
+    """AROUND `_generate_chat_stream` and `_generate_completion_stream`: the last chunk has spans in `metadata`.
+
+    A chunk waits for the next one only when every choice has ended.
+    """
+    chunks, held = original(serving, adapted_request, *args), ""
+    try:
+        async for chunk in chunks:
+            if chunk == DONE:
+                held = _described(held, adapted_request)
+            if held:
+                yield held
+                held = ""
+            if chunk != DONE and _all_ended(adapted_request):
+                held = chunk
+            else:
+                yield chunk
+        if held:
+            yield held
+    finally:
+        await chunks.aclose()
+
+
+def _all_ended(obj: Any) -> bool:
+    described = getattr(obj, "april_described", None) or {}
+    return bool(described) and len(described) == (1 if obj.is_single else obj.batch_size * obj.parallel_sample_num)
+
+
+def _described(chunk: str, obj: Any) -> str:
+    content = json.loads(chunk.removeprefix(DATA)) if chunk else {}
+    if "choices" not in content:  # an error
+        return chunk
+    content["metadata"] = {"april": [info for _, info in sorted(obj.april_described.items())]}
+    return f"{DATA}{json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,0 +1,138 @@
+"""Scheduler hooks around interruptions: aborts, pushes, flushes, pauses, releases (`suspend-before-interrupt`)."""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput, ReleaseMemoryOccupationReqOutput
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.core.attached import abort_attached
+from sglang_april.adapter.core.hooks_scheduler import Process
+from sglang_april.scheduler.controller import Controller
+
+log = logging.getLogger("sglang_april")
+
+
+def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
+    """AROUND Scheduler.abort_request: abort_all stops rounds, and a rid never matches their samples (SGLang matches
+    prefixes); attached requests are aborted by their whole rid.
+    """
+    if recv_req.abort_all and not s.april.context.frozen:
+        s.april.abort_everything()
+    abort_attached(s, recv_req)
+    samples = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
+    running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
+    before = {r: r.to_finish for r in running}
+    queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
+    s.waiting_queue = [r for r in queue if r.april is None]
+    grammar[:], kept = [r for r in grammar if r.april is None], [r for r in grammar if r.april is not None]
+    try:
+        return orig(s, recv_req)
+    finally:
+        s.waiting_queue += [r for r in queue if r in samples]
+        grammar += kept
+        for req, reason in before.items():
+            req.to_finish = reason
+        if s.chunked_req is not None and s.chunked_req.april is not None:
+            s._pending_chunked_abort_req = None
+
+
+def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.update_weights_from_*: suspend samples first."""
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
+    named = named_version(recv_req.weight_version)
+    refusal = controller.context.clock.refusal(named)
+    if not refusal and recv_req.flush_cache and not manager.is_fully_idle():  # SGLang would fail an assertion
+        refusal = "flush_cache needs an idle engine, and other requests are in flight"
+    out = _refused_update(recv_req, refusal) if refusal else orig(manager, recv_req)
+    kind = type(recv_req).__name__
+    controller.weight_call_ended(
+        out.success, f"{kind}: {out.message}", whole="FromDisk" in kind, refused=bool(refusal), named=named
+    )
+    return out
+
+
+def named_version(label: str | None) -> int | None:
+    """The policy version that SGLang's `weight_version` names: slime sends the number of its push in every call."""
+    return int(label) if label is not None and re.fullmatch("[0-9]{1,15}", label) else None
+
+
+def _refused_update(recv_req: Any, message: str) -> Any:
+    """The output with which SGLang refuses an update, with the reason."""
+    output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
+    extra = {"num_paused_requests": 0} if "FromDisk" in output.__name__ else {}
+    return output(success=False, message=message, **extra)
+
+
+def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[bool, str]:
+    """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before SGLang acts on it.
+
+    SGLang lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
+    on the ranks that succeeded, and reports rank 0's outcome.
+    """
+    try:
+        ok, message = orig(worker, recv_req)
+    except Exception as error:
+        log.exception("weights could not be loaded")
+        ok, message = False, f"{type(error).__name__}: {error}"
+    s = Process.scheduler
+    return (ok, message) if s is None else _combine_over_ranks(s.tp_cpu_group, ok, message)
+
+
+def _combine_over_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
+    """A failure on any rank is a failure on all. A collective call, outside of scheduling steps."""
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return ok, message
+    outcomes: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(outcomes, (ok, message), group=group)
+    failures = [f"rank {rank}: {reason}" for rank, (succeeded, reason) in enumerate(outcomes) if not succeeded]
+    return (False, "; ".join(failures)) if failures else (ok, message)
+
+
+def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerFlushWrapper.handle: samples do not block a flush."""
+    s = Process.scheduler
+    if s is not None:
+        if recv_req.timeout_s and s.ps.tp_size > 1:
+            return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
+        s.april.interrupt()
+    return orig(wrapper, recv_req)
+
+
+def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
+    """AROUND Scheduler.flush_cache: evacuate pages before the pools are cleared."""
+    if s.is_fully_idle():
+        s.april.evacuate()
+    return orig(s, *args, **kwargs)
+
+
+def pause(orig: Callable[..., Any], s: Scheduler, recv_req: Any) -> Any:
+    """AROUND Scheduler.pause_generation."""
+    s.april.freeze()
+    return orig(s, recv_req)
+
+
+def thaw(_result: Any, s: Scheduler, _recv_req: Any) -> None:
+    """AFTER Scheduler.continue_generation."""
+    s.april.thaw()
+
+
+def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second.
+
+    While SGLang's own requests run, it would fail an assertion, which ends the server. In that case nothing is
+    released, and the scheduler's state shows this to the HTTP process.
+    """
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
+    if not manager.is_fully_idle():
+        return ReleaseMemoryOccupationReqOutput()
+    if not recv_req.tags or "kv_cache" in recv_req.tags:
+        controller.evacuate()
+    return orig(manager, recv_req)

@@ -1,0 +1,78 @@
+"""Keeps a trajectory's KV between two legs, and prefills the next leg after it (docs/trajectories.md).
+
+A leg that ends keeps its pages as a suspended sample does. The request of the next leg gets them as the prefix that
+SGLang's radix tree would have found, so that SGLang prefills the other tokens only.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import NextBatchPlan, Req
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.core.hooks_scheduler import Process
+from sglang_april.adapter.core.page_pool import PagePool
+from sglang_april.kv.kv_pages import Pages
+
+
+def keep_kv(orig: Callable[..., None], req: Req, tree_cache: Any, is_insert: bool = True) -> None:
+    """AROUND release_kv_cache: a leg that finishes keeps its KV for the next one."""
+    sample = req.april
+    if _parks(req) and is_insert:
+        sample.kv.pages = _page_pool().park(req)
+    else:
+        orig(req, tree_cache, is_insert)
+
+
+def _parks(req: Req) -> bool:
+    sample = req.april
+    if sample is None or sample.group.leg is None or sample.request is not req or sample.kv.pages is not None:
+        return False
+    return req.finished() and Process.controller is not None and Process.controller.context.park_cap_tokens > 0
+
+
+def use_kv(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER Req.init_next_round_input: the pages of the earlier leg are the prefix."""
+    pages = req.april_prefix = _prefix(req)
+    if pages is None:
+        return
+    req.prefix_indices = pages.slots[: _page_pool().whole_pages(pages.length)]
+    req.cache_protected_len = pages.protected
+    req.last_node = pages.node if pages.node is not None else _page_pool().root
+    req.last_host_node = req.best_match_node = req.last_node
+    req.host_hit_length = 0
+
+
+def _page_pool() -> PagePool:
+    engine = Process.engine
+    assert engine is not None
+    return engine.pages
+
+
+def _prefix(req: Req) -> Pages | None:
+    """The pages after which a leg without tokens is prefilled; None if it has none in the pool."""
+    sample = req.april
+    if sample is None or sample.length or not sample.attached or req.kv is not None:
+        return None
+    pages: Pages | None = sample.kv.pages
+    if pages is None or not pages.ready or (req.return_logprob and 0 <= req.logprob_start_len < pages.length):
+        return None
+    return pages
+
+
+def launch(plan: NextBatchPlan, s: Scheduler, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER Scheduler.get_new_batch_prefill: legs in the prefill take over their pages."""
+    batch = plan.batch_to_run
+    for req in batch.reqs if batch is not None else ():
+        sample = req.april
+        if sample is not None and sample.attached and sample.kv.pages is not None and not sample.length:
+            s.april.launched(sample, on_kv=req.april_prefix is sample.kv.pages)
+
+
+def next_chunk(_: None, s: Scheduler, req: Req) -> None:
+    """AFTER Scheduler.stash_chunked_request: the radix tree does not get KV of an older version, but the next chunk
+    begins behind this one."""
+    if req.april is not None and req.skip_radix_cache_insert:
+        done = len(req.get_fill_ids())
+        req.prefix_indices = s.req_to_token_pool.req_to_token[req.req_pool_idx, :done].to(torch.int64, copy=True)

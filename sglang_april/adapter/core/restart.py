@@ -1,0 +1,155 @@
+"""Restores the journal's state on every rank after a restart (`restart-loses-nothing`).
+
+KV of restored samples is recovered from the disk tier; all other files in its directory are removed.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.managers.scheduler import Scheduler
+
+from sglang_april.adapter.core.build_store import key_of
+from sglang_april.adapter.core.encoded_params import decode_params
+from sglang_april.adapter.core.request import has_grammar
+from sglang_april.config import AprilConfig
+from sglang_april.kv.disk_tier import DiskError, DiskTier
+from sglang_april.kv.kv_pages import StoredKv
+from sglang_april.recovery.journal import Journal, JournalError
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
+from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
+from sglang_april.recovery.model_identity import ModelIdentity, vocabulary_digest
+from sglang_april.scheduler.controller import Controller
+from sglang_april.scheduler.recorder import Recorder
+from sglang_april.scheduler.restore import starting_version
+from sglang_april.scheduler.state import Sample
+
+UNNAMED = -1
+"""Version in cache keys until the policy version of the weights is named."""
+
+log = logging.getLogger("sglang_april")
+
+
+def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: DiskTier | None) -> None:
+    """Restore the journal's state into a controller; rank 0 continues the journal.
+
+    Raises:
+        SystemExit: journal or directory cannot be used, or model or `--april-version` contradict the journal.
+    """
+    try:
+        if config.journal is None:
+            _start_at(controller, config.version or 0, unnamed=False)
+            if disk is not None:
+                disk.begin("")
+            return
+        journal = Journal(config.journal, config.journal_sync) if s.ps.tp_rank == 0 else None
+        if journal is not None:
+            journal.claim(_identity(s))
+        saved = _on_all_ranks(s, journal.load() if journal is not None else None)
+        _check_params(saved)
+        version, unnamed = starting_version(config.version, saved.version)
+        _start_at(controller, version, unnamed=unnamed)
+        _take_over(s, controller, saved, disk)
+    except (JournalError, DiskError, ValueError) as error:
+        raise SystemExit(f"sglang-april: {error}") from error
+    if journal is not None:
+        controller.context.engine.send(restored_event(saved, unnamed=unnamed))
+        engine = controller.context.engine
+        recorder = controller.context.recorder = Recorder(engine, journal, config.journal_interval, saved.attached)
+        recorder.version(version)
+        recorder.epoch(saved.next_epoch)
+        recorder.commit()
+        _log(config, saved, version)
+
+
+def _check_params(saved: JournalSnapshot) -> None:
+    """Another SGLang release may have written the journal.
+
+    Raises:
+        JournalError: the installed one cannot continue a group.
+    """
+    for params, group in {group.params: group for group in saved.groups if not group.whole}.items():
+        try:
+            decode_params(params)
+        except ValueError as error:
+            raise JournalError(f"the journal's group {group.prompt.id!r} cannot be continued: {error}") from error
+
+
+def _identity(s: Scheduler) -> ModelIdentity:
+    config, tokenizer = s.model_config, getattr(s, "tokenizer", None)
+    properties = {
+        "architecture": "/".join(config.hf_config.architectures or ()),
+        "number of layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "number of attention heads": config.num_attention_heads,
+        "number of KV heads": config.num_key_value_heads,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "vocabulary size": config.vocab_size,
+    }
+    if tokenizer is not None:  # with --skip-tokenizer-init there is none
+        properties["tokenizer"] = vocabulary_digest(tokenizer.get_vocab())
+    return ModelIdentity(s.server_args.model_path, {name: str(value) for name, value in properties.items()})
+
+
+def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, disk: DiskTier | None) -> None:
+    if disk is None:
+        controller.restore(saved)
+        return
+    search, began = KvSearch(disk, saved.epoch), time.monotonic()
+    controller.restore(saved, lambda wanted: _search_on_all_ranks(s, search, wanted))
+    back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
+    removed = disk.begin(saved.next_epoch, map(key_of, back))
+    log.info(
+        "april: KV of %d partials is back from the disk: %d bytes verified in %.1f s, %d other files removed",
+        len(back),
+        search.bytes_read,
+        time.monotonic() - began,
+        removed,
+    )
+
+
+def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
+    """Search on all ranks. Samples with a grammar are prefilled again: their requests wait for its compilation."""
+    wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
+    outcomes_by_rank: list[Any] = [None] * s.ps.tp_size
+    torch.distributed.all_gather_object(outcomes_by_rank, search.find_all(wanted_files), group=s.tp_cpu_group)
+    outcomes = iter(combine_outcomes(outcomes_by_rank))
+    return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
+
+
+def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
+    c = controller.context
+    c.clock.version, c.clock.unnamed = version, unnamed
+    # Until the version is named, KV in the tree may belong to any weights, even to those of the version named later.
+    # Its cache keys must therefore differ from those of every version.
+    c.engine.version = UNNAMED if unnamed else version
+
+
+def _on_all_ranks(s: Scheduler, saved: JournalSnapshot | None) -> JournalSnapshot:
+    """Rank 0's copy, on every rank: part of the start, not of a scheduling step."""
+    if s.ps.tp_size == 1:
+        assert saved is not None
+        return saved
+    box: list[Any] = [msgspec.msgpack.encode(saved) if saved is not None else None]
+    torch.distributed.broadcast_object_list(box, src=s.tp_group.first_rank, group=s.tp_cpu_group)
+    return msgspec.msgpack.decode(box[0], type=JournalSnapshot)
+
+
+def _log(config: AprilConfig, saved: JournalSnapshot, version: int) -> None:
+    samples = [x for g in saved.groups for x in g.samples]
+    log.info(
+        "april: journal %s (%s): version %d, %d undelivered samples (%d finished, %d with tokens), %d open rounds, "
+        "%d kept replies, %d damaged records",
+        config.journal,
+        config.journal_sync,
+        version,
+        len(samples),
+        sum(x.finished is not None for x in samples),
+        sum(x.chunk is not None for x in samples),
+        len(saved.rounds),
+        len(saved.replies),
+        saved.corrupt,
+    )

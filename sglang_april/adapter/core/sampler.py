@@ -1,0 +1,95 @@
+"""Samples rows with per-row seeds: those of rollouts, and attached ones that name a seed (`seed-independence`).
+
+SGLang's own sampler draws the other rows. SGLang seeds a whole batch (one tensor, refused with flashinfer's top-p), so
+the per-row seeds are stored separately: `RowSeeds` follows `SamplingBatchInfo` through filter, merge and copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, seeded_sample
+from sglang_april.adapter.core.host_to_device import to_device
+from sglang_april.adapter.core.proximal import recomputed_rows, rescored_rows
+from sglang_april.scheduler.state import Sample
+
+
+@dataclass(slots=True)
+class RowSeeds:
+    """The rows of a batch with per-row seeds, these seeds, and the rows that need proximal logprobs."""
+
+    seeded: list[bool]
+    filtered: list[bool]
+    """Rows with a seed whose top-k, top-p or min-p leaves columns out."""
+    on_device: torch.Tensor
+    """int64 [2, rows] on the device of the batch: the seeds, 0 in rows of other requests; and `seeded` as 0 or 1."""
+    proximal: list[Sample | None] | None = None
+    """Rows of a prefill that need proximal logprobs (proximal.py); None after it."""
+    rescored: list[float | None] | None = None
+    """Rows of a prefill that belong to the audit, with the temperature of their sample; None after it."""
+    _filtered_rows: torch.Tensor | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch) -> "RowSeeds":
+        seeded = [r.april is not None and r.sampling_params.sampling_seed is not None for r in batch.reqs]
+        seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, seeded, strict=True)]
+        filtered = [mine and _is_filtered(r.sampling_params) for r, mine in zip(batch.reqs, seeded, strict=True)]
+        on_device = to_device([seeds, seeded], torch.int64, batch.device)
+        return cls(seeded, filtered, on_device, recomputed_rows(batch), rescored_rows(batch))
+
+    def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
+        on_device = self.on_device[:, rows_on_device]
+        return RowSeeds([self.seeded[i] for i in rows], [self.filtered[i] for i in rows], on_device)
+
+    def joined(self, other: "RowSeeds") -> "RowSeeds":
+        on_device = torch.cat([self.on_device, other.on_device], dim=1)
+        return RowSeeds(self.seeded + other.seeded, self.filtered + other.filtered, on_device)
+
+    def filtered_rows(self) -> torch.Tensor:
+        """Indices of the filtered rows, int64, on the device; copied there once per composition of the batch."""
+        if self._filtered_rows is None:
+            rows = [i for i, filtered in enumerate(self.filtered) if filtered]
+            self._filtered_rows = to_device(rows, torch.int64, self.on_device.device)
+        return self._filtered_rows
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k != TOP_K_ALL or params.top_p != 1.0 or params.min_p > 0
+
+
+def draw(
+    stock: Callable[..., torch.Tensor],
+    sampler: Any,
+    probs: torch.Tensor,
+    info: SamplingBatchInfo,
+    positions: torch.Tensor,
+    simple: bool,
+) -> torch.Tensor:
+    """Next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
+    rows: RowSeeds | None = getattr(info, "april", None)
+    if rows is None or not any(rows.seeded):
+        return stock(sampler, probs, info, positions, simple)
+    seeds, mine = rows.on_device
+    drawn = seeded_sample(probs, seeds, positions, _keep(probs, info, rows))
+    if all(rows.seeded):
+        return drawn.to(torch.int32)
+    # All rows are drawn, because selecting rows would copy their probabilities.
+    tokens = stock(sampler, probs, info, positions, simple)
+    return torch.where(mine.bool(), drawn.to(tokens.dtype), tokens)
+
+
+def _keep(probs: torch.Tensor, info: SamplingBatchInfo, rows: RowSeeds) -> torch.Tensor | None:
+    """Columns that may be drawn, bool [rows, vocab]; None for all. Only filtered rows are sorted."""
+    if not any(rows.filtered):
+        return None
+    if all(rows.filtered):
+        return keep_mask(probs, info.top_ks, info.top_ps, info.min_ps)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    some = rows.filtered_rows()
+    keep[some] = keep_mask(probs[some], info.top_ks[some], info.top_ps[some], info.min_ps[some])
+    return keep
