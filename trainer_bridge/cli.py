@@ -60,7 +60,7 @@ def _run(config: Config, loops: "list[TrainingLoop]") -> int:
     from trainer_bridge.loop import TrainingLoop
     from trainer_bridge.megatron.shapes import UnsupportedModelError
     from trainer_bridge.megatron.workers import TrainerFailed
-    from trainer_bridge.server_process import EngineGoneError
+    from trainer_bridge.server_process import EngineGoneError, ServerStartError
 
     try:
         loop = TrainingLoop(config)
@@ -71,6 +71,8 @@ def _run(config: Config, loops: "list[TrainingLoop]") -> int:
         loop.run()
     except ConfigError as error:  # in a row of the data, which is parsed when it is needed
         return _fail(2, str(error))
+    except ServerStartError as error:
+        return _fail(1, f"{error}. After a correction, for example of server_flags, run the command again.")
     except (RunError, EngineGoneError, HandshakeError, TrainerFailed, AprilError, OSError) as error:
         return _fail(1, f"{str(error).removesuffix('.')}. {_what_is_kept(loop.store)}")
     finally:

@@ -21,6 +21,7 @@ from trainer_bridge.server_process import (
     EngineGoneError,
     EngineLostError,
     LocalServerProcess,
+    ServerStartError,
     last_error,
     termination_timeout_s,
 )
@@ -241,11 +242,33 @@ def test_first_start_that_fails_ends_with_the_servers_error(tmp_path: Path) -> N
     code = "import sys; print('loading'); sys.stdout.flush(); raise ValueError('no decoder')"
     rollout_engine = engine(tmp_path, code)
     rollout_engine._note = notes.append
-    with pytest.raises(EngineGoneError, match=r"did not start: ValueError: no decoder \(log: .*server\.log\)"):
+    with pytest.raises(ServerStartError, match=r"did not start: ValueError: no decoder \(log: .*server\.log\)"):
         rollout_engine.wait_until_ready()
     assert len(notes) == 1
     assert "starting a server" in notes[0]
     rollout_engine.close()
+
+
+def test_refused_server_flag_is_reported_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command would only fail again."""
+
+    class RefusedLoop:
+        def __init__(self, _: Config) -> None:
+            self.store = Checkpoints(tmp_path, 1)
+
+        def run(self) -> None:
+            raise ServerStartError("the server did not start: sglang-april: --pp-size 2 is not supported (log: x)")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", RefusedLoop)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(["--hf-checkpoint", "m", "--prompt-data", "d"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("(log: x). After a correction, for example of server_flags, run the command again.")
 
 
 def test_only_errors_of_the_last_start_are_reported(tmp_path: Path) -> None:
@@ -256,6 +279,12 @@ def test_only_errors_of_the_last_start_are_reported(tmp_path: Path) -> None:
     with log.open("a") as out:
         out.write("loading\nsglang-april: --pp-size is refused.\n\nKilled\n")
     assert last_error(log, start) == "sglang-april: --pp-size is refused."
+    with log.open("a") as out:
+        end = out.tell()
+        out.write(
+            "[2026-11-25 04:11:30] Load weight begin.\nx.py:7: UserWarning: slow\n  warnings.warn(\nW1125 04:1 none\n"
+        )
+    assert last_error(log, end) == "[2026-11-25 04:11:30] Load weight begin."
     assert last_error(tmp_path / "none.log") == ""
 
 
