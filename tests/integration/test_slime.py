@@ -79,7 +79,7 @@ def source(framework: Framework, args: Namespace) -> Any:
 
 def check_sample(framework: Framework, sample: Any) -> None:
     """What training reads of a sample is complete and consistent, and all that slime's contract asks of its output
-    (`assert_sample_contract` of tests/plugin_contracts/test_plugin_rollout_contracts.py)."""
+    (`assert_sample_contract` of its `test_plugin_rollout_contracts`)."""
     assert isinstance(sample, framework.Sample)
     assert isinstance(sample.tokens, list)
     assert {type(token) for token in sample.tokens} == {int}
