@@ -313,3 +313,44 @@ def test_interrupted_run_stops_its_server_and_reports_what_is_kept(tmp_path: Pat
     assert process.returncode == 128 + number
     assert errors == ["april-train: interrupted. No step was saved; the same command starts from the beginning."]
     assert not psutil.pid_exists(server)
+
+
+INTERRUPTED_SAVE = """
+import io, signal, sys
+import torch
+from types import SimpleNamespace
+from pathlib import Path
+from trainer_bridge import __main__, loop
+from trainer_bridge.checkpoints import Checkpoints
+from trainer_bridge.validate import RunError
+
+class Interrupting(io.BytesIO):
+    def write(self, data):
+        signal.raise_signal(signal.SIGINT)
+        return super().write(data)
+
+class SavingLoop:
+    def __init__(self, config):
+        self.engines = SimpleNamespace(end_servers=lambda: None)
+        self.store = Checkpoints(Path(config.save), 1)
+    def interrupt(self):
+        pass
+    def run(self):
+        try:
+            torch.save({"weights": torch.zeros(100000)}, Interrupting())
+        except RuntimeError as error:
+            raise RunError("step-000001 cannot be written") from error
+
+loop.TrainingLoop = SavingLoop
+sys.argv = ["april-train", "--hf-checkpoint=m", "--prompt-data=d", "--save=SAVE"]
+sys.exit(__main__.main())
+"""
+
+
+def test_interruption_while_a_checkpoint_is_written_is_no_failure_of_its_disk(tmp_path: Path) -> None:
+    """An exception of a signal handler in `torch.save` comes out of it as a RuntimeError."""
+    code = INTERRUPTED_SAVE.replace('SAVE"', f'{tmp_path / "run"}"')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), check=False)
+    assert done.returncode == 130, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("april-train: interrupted. No step was saved")
