@@ -153,6 +153,17 @@ def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
     return used, cells
 
 
+def prompt_sharing(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Host tokens of all partials after a round, with and without shared prompts."""
+    used = _newest(_of(rows, "prompt_sharing"), "time")
+    cells = [["", "`n`", "prompt", "response", "partials", "tokens, shared", "separate", "saved"]]
+    for row in used:
+        sizes = [f"{row[name]:,}" for name in ("n", "prompt", "mean", "partials")]
+        tokens = [f"{row['host_tokens'][name]:,}" for name in ("shared", "separate")]
+        cells.append([row["case"], *sizes, *tokens, f"{100 * row['saved']:.0f} %"])
+    return used, cells
+
+
 def kernels(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Page copies on a CPU against SGLang's own."""
     used = [row for row in _newest(_of(rows, "kernels")) if not row.get("skipped")]
@@ -255,6 +266,7 @@ TABLES: dict[str, Table] = {
     "large_reply": large_reply,
     "timeline": timeline,
     "costs": costs,
+    "prompt_sharing": prompt_sharing,
     "kernels": kernels,
     "learning": learning,
     "int8_error": int8_error,

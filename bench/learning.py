@@ -188,7 +188,7 @@ def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
                 process.wait()
     if code:
         lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-        raise RunFailed(f"{folder.name} ended with code {code}: {lines[-1]}\nits output: {log}")
+        raise RunFailed(f"{folder.name} ended with code {code}: {lines[-1]}\noutput: {log}")
     return True
 
 

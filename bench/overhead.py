@@ -139,7 +139,7 @@ def _wait(until: Callable[[], bool], otherwise: str) -> None:
 
 def _check(still: bool) -> None:
     if not still:
-        raise RuntimeError("what decodes beside the measured requests ended before they did: measure fewer prompts")
+        raise RuntimeError("the background requests ended before the measured ones: measure fewer prompts")
 
 
 class OverheadRun:

@@ -130,13 +130,13 @@ class Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("quota", whole(1), "N", "groups (or samples) that end a round which names no quota of its own"),
+    Flag("quota", whole(1), "N", "groups (or samples) that end a round whose request has no quota"),
     Flag("quota_unit", choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
     Flag(
         "kv",
         choice("keep", "recompute", "auto"),
         "{keep,recompute,auto}",
-        "continue partials on their stored KV, or prefill them again under new weights, or (auto) what costs less time",
+        "continue partials on their stored KV, prefill them again under new weights, or (auto) whichever is faster",
     ),
     Flag("max_staleness", whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
     Flag(
@@ -179,7 +179,7 @@ FLAGS: tuple[Flag, ...] = (
         "attach",
         name,
         "RUN",
-        "run of the requests to SGLang's own routes that name none (default: such requests belong to no run)",
+        "run of requests to SGLang's own routes that give no run (default: such requests belong to no run)",
     ),
     Flag(
         "model",
@@ -205,7 +205,7 @@ FLAGS: tuple[Flag, ...] = (
         "journal_sync",
         choice("normal", "full"),
         "{normal,full}",
-        "whether the journal survives the death of the process (normal) or also a loss of power (full)",
+        "what the journal survives: the death of the process (normal) or also a loss of power (full)",
     ),
     Flag("shutdown_s", seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
     Flag("journal_interval", whole(1), "N", "output tokens of a running sample between two journal records"),

@@ -110,7 +110,7 @@ def _paced(args: argparse.Namespace, preset: Preset) -> Preset:
     """The preset with another table of step times, if one is named."""
     if not isinstance(preset, Paced):
         if args.pace:
-            raise SystemExit(f"--pace: preset {preset.name} is measured at this machine's own pace")
+            raise SystemExit(f"--pace: preset {preset.name} runs at this machine's own speed")
         return preset
     if args.server:
         raise SystemExit("--server: whether a running server is paced is not known; a paced preset starts its own")

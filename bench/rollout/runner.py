@@ -265,7 +265,7 @@ class Runner:
         if not track.cell.drain:
             await track.variant.drain()
         if any(counts := lost(track.variant, track.plan.n)):
-            raise IdentityError(f"{track.cell}: {counts[0]} samples were lost, {counts[1]} came twice")
+            raise IdentityError(f"{track.cell}: {counts[0]} samples were lost, {counts[1]} were delivered twice")
 
     async def _rollout_s(self, cell: Cell) -> float:
         track = Track(self._testbed, Cell(cell.distribution, "async"))

@@ -248,4 +248,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    interrupt.run(main, "the demo starts over with the next call; its server has ended")
+    interrupt.run(main, "the server has exited; the next call starts the demo from the beginning")

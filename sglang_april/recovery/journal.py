@@ -46,7 +46,7 @@ class UnwritableError(ValueError):
 
     def __init__(self, index: int, error: Exception) -> None:
         """`index`: its position in the transaction."""
-        super().__init__(f"the journal cannot hold it: {error}")
+        super().__init__(f"the journal cannot store it: {error}")
         self.index = index
 
 
@@ -204,7 +204,7 @@ class Journal:
             except UnwritableError as error:
                 batch, _ = pending.pop(error.index)
                 failed[batch] = str(error)
-                log.error("a record is left out of the journal: %s", error, exc_info=error.__cause__)
+                log.error("a record was not written to the journal: %s", error, exc_info=error.__cause__)
         return ""
 
     def _take(self) -> list[list[Op] | None]:

@@ -229,12 +229,12 @@ class Ledger:
                 group = run.groups.get(prompt_id)
                 if group is None:
                     raise RequestError(
-                        404, f"{name}[{i}]", f"{prompt_id!r} is no undelivered prompt of run {run.name!r}"
+                        404, f"{name}[{i}]", f"{prompt_id!r} is not an undelivered prompt of run {run.name!r}"
                     )
                 if not group.whole:
                     raise RequestError(409, f"{name}[{i}]", f"the group of {prompt_id!r} has not finished")
                 if group.accepted is not None and group.accepted is not verdict:
-                    raise RequestError(409, f"{name}[{i}]", f"{prompt_id!r} has been judged the other way")
+                    raise RequestError(409, f"{name}[{i}]", f"{prompt_id!r} already has the opposite verdict")
         run.verdicts |= {run.groups[i]: True for i in accept} | {run.groups[i]: False for i in reject}
 
     def deliver(self, group: Group, indices: list[int]) -> Delivery:

@@ -73,7 +73,7 @@ def test_a_record_beyond_the_limit_of_sqlite_fails_its_own_round_only(tmp_path: 
     server = EngineWithJournal(tmp_path / "j")
     server.recorder._journal._db.setlimit(0, 10**6)  # SQLITE_LIMIT_LENGTH, 10^9 by default
     refused = server.answer(server.open("big", "big", "a", metadata=bytes(2 * 10**6)))
-    assert (refused.status, refused.reason) == (500, "the journal cannot hold it: string or blob too big")
+    assert (refused.status, refused.reason) == (500, "the journal cannot store it: string or blob too big")
     assert server.answer(server.open("small", "small", "b")).status == 200
     server.recorder.close()
 
@@ -142,7 +142,7 @@ def test_other_records_of_the_same_transaction_are_written(tmp_path: Path) -> No
     journal.close()
     assert written[-1][:2] == (3, "")
     assert {b: r for _, _, failed in written for b, r in failed.items()} == {
-        2: "the journal cannot hold it: not a number"
+        2: "the journal cannot store it: not a number"
     }
     saved = read(tmp_path / "j")
     assert (saved.version, [g.prompt.id for g in saved.groups]) == (3, ["p"])
