@@ -99,9 +99,9 @@ def _suspended(context: Context, partials: list[Partial], prompt: int, *, shared
         members.setdefault(group, []).append(done)
     prompts = [Prompt(str(i), b"\0" * 4 * prompt, len(done), 0, 0) for i, done in enumerate(members.values())]
     samples = []
-    for group, lengths in zip(context.ledger.accept("run", prompts, [b""]), members.values(), strict=True):
+    for accepted, lengths in zip(context.ledger.accept("run", prompts, [b""]), members.values(), strict=True):
         node = object() if shared else None
-        for sample, length in zip(group.samples.values(), lengths, strict=True):
+        for sample, length in zip(accepted.samples.values(), lengths, strict=True):
             context.ledger.admit(sample)
             sample.open_span(0, "fresh")
             sample.length = length

@@ -38,7 +38,7 @@ def check_accounting(s: Scheduler, held: Iterable[Pages]) -> dict[str, int]:
     counts = torch.bincount(torch.cat([o.to("cpu", torch.int64) for o in owners]), minlength=total // page + 1)[1:]
     if not bool((counts == 1).all()):
         lost, twice = int((counts == 0).sum()), int((counts > 1).sum())
-        raise AccountingError(f"KV pool: {lost} pages have no owner, {twice} with more than one")
+        raise AccountingError(f"KV pool: {lost} pages without an owner, {twice} with more than one")
     _check_request_slots(s, requests)
     sizes = {
         "available": allocator.available_size(),
