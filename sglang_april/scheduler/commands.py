@@ -77,7 +77,7 @@ class Commands:
                 return None
             if cmd.brief:
                 return report.brief(self._c)
-            return {**report.state(self._c), "store": self._tiers.report()}
+            return {**report.state(self._c), "store": report.store(self._c, self._tiers)}
         return {"partials": report.partials(self._c, cmd.run), **report.groups(self._c, cmd.run)}
 
     def _note_reply(self, cmd: messages.Acknowledge | messages.DeleteReply) -> None:

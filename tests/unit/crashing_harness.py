@@ -18,8 +18,8 @@ from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample, State
 from tests.unit.controller_harness import ControllerHarness
 from tests.unit.fake_copies import Folder, SampleKey
-from tests.unit.fake_engine import FakeEngine, build, sample_key
-from tests.unit.fake_loop import token
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_request import build, sample_key, token
 from tests.unit.recount import samples_of
 
 KEPT = 2

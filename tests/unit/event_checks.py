@@ -10,7 +10,7 @@ from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.state import Sample, sample_seed
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_loop import Request, Row, token
+from tests.unit.fake_request import Request, Row, token
 from tests.unit.recount import samples_of, spans_of
 from tests.unit.reference_model import FinishedEntry, Key, ModelRound, ReferenceModel, oldest_of
 

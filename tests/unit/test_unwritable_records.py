@@ -106,7 +106,7 @@ def test_a_reply_that_lacks_a_sample_in_the_journal_fails_its_own_round_only(
 def test_the_end_of_a_push_is_answered_once_its_version_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a crash in between would take back a version that the trainer believes in."""
+    """Otherwise a crash in between would revert a version that the trainer relies on."""
     real, gate = schema.version, threading.Event()
 
     def gated(number: int) -> schema.Op:
