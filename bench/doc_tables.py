@@ -83,16 +83,16 @@ def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 
 def large_reply(rows: list[Row]) -> tuple[list[Row], Cells]:
-    """The HTTP process and a round of millions of tokens; the newest row of each form."""
+    """The HTTP process and a round of millions of tokens; the newest row of each encoding."""
     found = {row["encoding"]: row for row in sorted(rows, key=lambda row: row["time"]) if "received_mb" in row}
     head = ["reply", "memory before the round, MB", "with all samples received", "peak", "body, MB"]
     head += ["from the end of the round to the last byte, s", "CPU time of the server, s"]
     head += ["longest pause of the event loop, s"]
     cells = [head]
-    for form, row in found.items():
+    for encoding, row in found.items():
         sizes = [str(row[name]) for name in ("empty_mb", "received_mb", "peak_mb", "body_mb")]
         times = [f"{row[name]:.2f}" for name in ("reply_s", "server_cpu_s")]
-        cells.append([form, *sizes, *times, f"{row['stall_ms'] / 1000:.2f}"])
+        cells.append([encoding, *sizes, *times, f"{row['stall_ms'] / 1000:.2f}"])
     return list(found.values()), cells
 
 

@@ -197,8 +197,8 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
         testbed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed, limit)
         for row in done:
             testbed.note(row)
-        facts = {**record.provenance(), "configuration": configuration(args, preset), "changed": changed(args)}
-        return await Runner(testbed, facts, args.run_id, keep).run(cells, until)
+        common = {**record.provenance(), "configuration": configuration(args, preset), "changed": changed(args)}
+        return await Runner(testbed, common, args.run_id, keep).run(cells, until)
 
 
 def main(given: list[str] | None = None) -> int:

@@ -102,7 +102,7 @@ class Audit:
         """Samples of this version that a prefill can rescore, chosen or not."""
         self._chosen: list[Candidate | None] = []
         """A uniform choice among them (reservoir sampling); None once rescored."""
-        self._holds = 0
+        self._pauses = 0
         self._worker: asyncio.Task[None] | None = None
         self._rescoring: asyncio.Task[list[float]] | None = None
         self._rid = ""
@@ -142,7 +142,7 @@ class Audit:
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """No audit runs: the one in flight is aborted, which takes at most one step of the scheduler."""
-        self._holds += 1
+        self._pauses += 1
         try:
             if (rescoring := self._rescoring) is not None:
                 await asyncio.sleep(0)  # SGLang knows the request once its task has begun
@@ -150,7 +150,7 @@ class Audit:
                 await asyncio.wait([rescoring])
             yield
         finally:
-            self._holds -= 1
+            self._pauses -= 1
 
     def acknowledge(self) -> dict[str, Any]:
         """Acknowledge the findings, so that rounds may open again."""
@@ -193,7 +193,7 @@ class Audit:
                 state = await self._scheduler()
                 self._move_to(state["policy_version"])
                 resting = state["running"] and time.monotonic() < rest_until
-                if state["closed"] or self._holds or resting:
+                if state["closed"] or self._pauses or resting:
                     await asyncio.sleep(POLL_S)
                 elif waiting := [place for place, candidate in enumerate(self._chosen) if candidate is not None]:
                     began = time.monotonic()

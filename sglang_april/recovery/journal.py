@@ -182,10 +182,10 @@ class Journal:
     def _write(self) -> None:
         pending: list[tuple[int, Op]] = []
         failed: dict[int, str] = {}
-        taken, ending = 0, False
-        while not ending:
+        taken, closing = 0, False
+        while not closing:
             for batch in self._take():
-                ending |= batch is None
+                closing |= batch is None
                 taken += batch is not None
                 pending += [(taken, op) for op in batch or ()]
             error = self._write_all(pending, failed)

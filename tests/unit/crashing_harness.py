@@ -69,14 +69,14 @@ class CrashingHarness(ControllerHarness):
             context = e.controller.context
             context.clock.version = e.version = version
             context.clock.unnamed = unnamed
-            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._look)
+            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._find_kv)
             restore_tokens(e, self.histories)
         self._begin(saved.next_epoch)
         self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, self.interval)
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
-    def _look(self, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
+    def _find_kv(self, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
         requested = [(sample_key(sample), kv) for sample, kv in wanted]
         return combine_outcomes([KvSearch(e.copies.folder, self.saved.epoch).find_all(requested) for e in self.engines])
 

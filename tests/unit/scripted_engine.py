@@ -34,9 +34,9 @@ def sglang_rwlock() -> Any:
 class ScriptedEngine:
     """A `Frontend` whose tokens are characters. Nothing ends by itself: tests call `finish` and `end`."""
 
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, **server: Any) -> None:
         defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}
-        self._info = ServerInfo(**{**defaults, "priority": False, "overlap": True, **facts})
+        self._info = ServerInfo(**{**defaults, "priority": False, "overlap": True, **server})
         self.lock = sglang_rwlock()
         self.april: AprilService | None = None
         self.commands: list[messages.Command] = []
