@@ -140,7 +140,7 @@ class Audit:
             self._worker = asyncio.ensure_future(self._work())
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncIterator[None]:
         """No audit runs: the one in flight is aborted, which takes at most one step of the scheduler."""
         self._pauses += 1
         try:

@@ -50,7 +50,7 @@ def _another_flag(_armed: Armed, stock: Callable[..., Any], *args: Any) -> dict[
 
 
 def _smaller_budgets(_armed: Armed, stock: Callable[..., Any], s: Any, config: Any, pages: Any, budgets: Any) -> Any:
-    return stock(s, config, page_format, budgets._replace(host=320))
+    return stock(s, config, pages, budgets._replace(host=320))
 
 
 Fault = tuple[str, Callable[..., Any]]

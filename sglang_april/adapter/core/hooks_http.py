@@ -92,7 +92,7 @@ async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any
 
 async def without_audit(original: Original, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `flush_cache` and `update_weights_from_*`: a request of the audit would refuse or delay them."""
-    async with manager.april.audit.held():
+    async with manager.april.audit.paused():
         return await original(manager, *args, **kwargs)
 
 
@@ -106,7 +106,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     if unknown := sorted(_tags(obj) - set(GPU_MEMORY_ALL_TYPES)):
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
-    async with manager.april.audit.held():
+    async with manager.april.audit.paused():
         await _refuse_while_busy(manager)
         async with manager.model_update_lock.writer_lock:
             result = await _release(original, manager, obj, request)
