@@ -3,7 +3,7 @@
 A sample's logprobs on `fresh` or `recomputed` KV of the current version are those of a plain forward under it. Damaged
 KV, a wrong cache hit or a wrong span breaks this equality, and no other check detects it. The prefill is a stock
 request with a separate cache key, so it never reads the sample's pages. One runs at a time, for at most `SHARE` of the
-time while samples run, and whatever changes weights or memory ends it first (`Audit.held`).
+time while samples run, and whatever changes weights or memory ends it first (`Audit.paused`).
 """
 
 import asyncio
