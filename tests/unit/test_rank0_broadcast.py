@@ -174,7 +174,7 @@ def test_a_message_is_accepted_once_and_by_its_receiver_alone() -> None:
         (inbox, first, "is a repetition"),
         (other, first, "addressed to rank 0"),
         (inbox, second[:-1], "secret"),
-        (inbox, bytes(70_000), "too many"),
+        (inbox, bytes(70_000), "exceed the limit"),
     ):
         with pytest.raises(BadMessageError, match=reason):
             inbox_._open(secret, data)
