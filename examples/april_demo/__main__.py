@@ -262,4 +262,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    interrupt.run(main, "the demo starts over with the next call; its servers have ended")
+    interrupt.run(main, "the servers have exited; the next call starts the demo from the beginning")

@@ -38,6 +38,7 @@ from sglang_april.api.events import (
     RoundEnded,
     RoundWaits,
     TrajectoriesRemoved,
+    count_verdicts,
 )
 from sglang_april.api.observations import Moved, Rates, Tuned
 from sglang_april.api.types import (
@@ -102,6 +103,7 @@ __all__ = [
     "TrajectoriesRemoved",
     "Tuned",
     "Unit",
+    "count_verdicts",
     "decode_event",
     "decode_message",
     "encode",

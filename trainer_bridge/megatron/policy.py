@@ -227,7 +227,7 @@ class Policy:
         # On the CPU: a second copy of weights and optimiser state does not fit on a GPU.
         state = torch.load(self._state_file(folder), map_location="cpu", weights_only=False)
         if state["shape"] != asdict(self.shape):
-            raise ValueError(f"{folder} contains another model shape than {self.settings.hf_checkpoint}")
+            raise ValueError(f"{folder} has a different model shape from {self.settings.hf_checkpoint}")
         self.model.load_state_dict(state["model"])
         with devices.allocating_on(self.device):
             self._load_optimizer_state(state["optimizer"])
