@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import NextBatchPlan, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.hooks_scheduler import Process
 from sglang_april.adapter.core.page_pool import PagePool
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.kv.kv_pages import Pages
 
 
@@ -53,7 +54,7 @@ def _page_pool() -> PagePool:
 def _prefix(req: Req) -> Pages | None:
     """The pages after which a leg without tokens is prefilled; None if it has none in the pool."""
     sample = req.april
-    if sample is None or sample.length or not sample.attached or req.kv is not None:
+    if sample is None or sample.length or not sample.attached or req.req_pool_idx is not None:
         return None
     pages: Pages | None = sample.kv.pages
     if pages is None or not pages.ready or (req.return_logprob and 0 <= req.logprob_start_len < pages.length):
@@ -61,9 +62,9 @@ def _prefix(req: Req) -> Pages | None:
     return pages
 
 
-def launch(plan: NextBatchPlan, s: Scheduler, *_args: Any, **_kwargs: Any) -> None:
+def launch(plan: Any, s: Scheduler, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Scheduler.get_new_batch_prefill: legs in the prefill take over their pages."""
-    batch = plan.batch_to_run
+    batch = shape.batch_of(plan)
     for req in batch.reqs if batch is not None else ():
         sample = req.april
         if sample is not None and sample.attached and sample.kv.pages is not None and not sample.length:

@@ -59,7 +59,7 @@ class PagePool:
     def park(self, req: Req) -> Pages:
         """Pages of a request that has finished, without the KV of its last token; the radix tree gets them as well."""
         ids = req.origin_input_ids + req.output_ids_through_stop
-        length, allocated = min(req.kv_committed_len, len(ids) - 1), req.kv.kv_allocated_len
+        length, allocated = min(req.kv_committed_len, len(ids) - 1), shape.allocated(req)
         # Copies: SGLang frees in groups, and a freed view of this row would change with it.
         slots = self._rows.req_to_token[req.req_pool_idx, :allocated].to(torch.int64, copy=True)
         self._allocator.free(slots[self.round_up(length) :])
@@ -68,7 +68,8 @@ class PagePool:
             slots = self._insert(req, RadixKey(ids[:length], req.extra_key), slots)
         pages = Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
         self._rows.free(req)
-        req.kv, req.prefix_indices = None, torch.empty((0,), dtype=torch.int64)
+        shape.take_kv(req)
+        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
         return pages
 
     def _insert(self, req: Req, key: RadixKey, slots: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Shape(Protocol):
         """The result of `get_new_batch_prefill` when there is nothing to prefill."""
 
     def batch_of(self, result: Any) -> Any:
-        """The batch in a result of `get_next_batch_to_run`, or None."""
+        """The batch in a result of `get_next_batch_to_run` or `get_new_batch_prefill`, or None."""
 
     def forget_last_batch(self, s: Any) -> None:
         """The step in flight was processed, and its batch merged or dropped."""
