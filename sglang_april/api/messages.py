@@ -37,6 +37,7 @@ from sglang_april.api.events import (
     Restored,
     RoundEnded,
     RoundWaits,
+    SavedTrajectory,
     TrajectoriesRemoved,
 )
 from sglang_april.api.observations import Moved, Rates, Tuned
@@ -94,6 +95,7 @@ __all__ = [
     "RoundEnded",
     "RoundSpec",
     "RoundWaits",
+    "SavedTrajectory",
     "Shutdown",
     "Span",
     "StopRound",
