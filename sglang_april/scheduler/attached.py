@@ -71,6 +71,8 @@ class Attached:
             owner, rounds = known.legs, known.rounds_opened > 0
         parked = _claim(leg) if saved is None else None
         sample = c.ledger.add_attached(owner, rid, input_ids, params, saved, leg, parked)
+        if parked is not None:
+            self._tiers.changed_priority(sample)
         if saved is not None:
             _restore(sample, tokens_of(saved), saved.samples[0].finished)
         if leg is not None:
@@ -125,7 +127,7 @@ class Attached:
         if leg is not None and self._parks(sample, leg.trajectory):
             self._end_leg(sample, leg, reason)
             c.ledger.park(sample)
-            self._tiers.add_suspended([sample])
+            self._tiers.changed_priority(sample)
             self._limit_parked()
         else:
             self._tiers.release(sample)
