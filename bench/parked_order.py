@@ -3,8 +3,9 @@
     python -m bench.parked_order
 
 A simulation in counts, without an engine: trajectories of 3-8 turns whose prompt grows, tools whose delay has a short
-or a long tail, and one trajectory in thirty that never returns. A budget holds a share of what all would keep. Prints, per
-order, the share of the prompts' known tokens that must be prefilled again. `known future` discards what returns last.
+or a long tail, and one trajectory in thirty that never returns.
+A budget holds a share of what all would keep. Prints, per order,
+the share of the prompts' known tokens that must be prefilled again. `known future` discards what returns last.
 """
 
 from __future__ import annotations
