@@ -71,7 +71,7 @@ PRESETS = {
 
 
 async def measure_turns(
-    stock: EngineClient, april: EngineClient, preset: AgentsPreset, checkpoints: tuple[Path, Path], facts: record.Row
+    stock: EngineClient, april: EngineClient, preset: AgentsPreset, checkpoints: tuple[Path, Path], common: record.Row
 ) -> list[record.Row]:
     """One row per load, repetition and variant; the order of the variants rotates."""
     rows: list[record.Row] = []
@@ -83,7 +83,7 @@ async def measure_turns(
                 engine = april if variant in ATTACHED else stock
                 row = await Agents(engine, variant, load, checkpoints, seed=repetition).run()
                 given = {"bench": "agents turns", "preset": preset.name, **asdict(load), "variant": variant}
-                of_pair[variant] = {**facts, **given, "repetition": repetition, **row}
+                of_pair[variant] = {**common, **given, "repetition": repetition, **row}
             for row in of_pair.values():
                 row["ratio"] = row["trajectories_per_s"] / of_pair["resend"]["trajectories_per_s"]
             rows += of_pair.values()
@@ -136,25 +136,25 @@ def main(given: list[str] | None = None) -> int:
         pool = preset.slots * preset.context // 2
         size = Size(checkpoints[0], preset.slots, preset.context, pool, pace=preset.pace)
         urls = stack.enter_context(both_servers(size, record.ROOT / "out" / "bench"))
-        facts = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
+        common = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
         if args.what == "pairs":
             for url in urls:
                 serve(url, checkpoints[0], preset.slots, preset.slots, 0)
             for repetition in range(repetitions):
                 rows = measure_pairs(*urls, checkpoints[0], prompts, preset.slots, repetition)
-                _keep(args.out, [{**facts, **row} for row in rows])
+                _keep(args.out, [{**common, **row} for row in rows])
             return 0
         for load in preset.loads[: 1 if args.base_only else None]:
             part = replace(preset, loads=(load,), repetitions=repetitions)
-            _keep(args.out, asyncio.run(_turns(urls, part, checkpoints, facts)))
+            _keep(args.out, asyncio.run(_turns(urls, part, checkpoints, common)))
     return 0
 
 
 async def _turns(
-    urls: tuple[str, str], preset: AgentsPreset, checkpoints: tuple[Path, Path], facts: record.Row
+    urls: tuple[str, str], preset: AgentsPreset, checkpoints: tuple[Path, Path], common: record.Row
 ) -> list[record.Row]:
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
-        return await measure_turns(stock, april, preset, checkpoints, facts)
+        return await measure_turns(stock, april, preset, checkpoints, common)
 
 
 def _checkpoints(preset: AgentsPreset, folder: Path) -> tuple[Path, Path]:

@@ -83,16 +83,16 @@ def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 
 def large_reply(rows: list[Row]) -> tuple[list[Row], Cells]:
-    """The HTTP process and a round of millions of tokens; the newest row of each form."""
+    """The HTTP process and a round of millions of tokens; the newest row of each encoding."""
     found = {row["encoding"]: row for row in sorted(rows, key=lambda row: row["time"]) if "received_mb" in row}
     head = ["reply", "memory before the round, MB", "with all samples received", "peak", "body, MB"]
     head += ["from the end of the round to the last byte, s", "CPU time of the server, s"]
     head += ["longest pause of the event loop, s"]
     cells = [head]
-    for form, row in found.items():
+    for encoding, row in found.items():
         sizes = [str(row[name]) for name in ("empty_mb", "received_mb", "peak_mb", "body_mb")]
         times = [f"{row[name]:.2f}" for name in ("reply_s", "server_cpu_s")]
-        cells.append([form, *sizes, *times, f"{row['stall_ms'] / 1000:.2f}"])
+        cells.append([encoding, *sizes, *times, f"{row['stall_ms'] / 1000:.2f}"])
     return list(found.values()), cells
 
 
@@ -150,6 +150,17 @@ def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
         )
         cells.append(["the same, step that decides nothing, µs", f"{row['plain_step_us']:.1f}", ""])
         used += kept
+    return used, cells
+
+
+def prompt_sharing(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Host tokens of all partials after a round, with and without shared prompts."""
+    used = _newest(_of(rows, "prompt_sharing"), "time")
+    cells = [["", "`n`", "prompt", "response", "partials", "tokens, shared", "separate", "saved"]]
+    for row in used:
+        sizes = [f"{row[name]:,}" for name in ("n", "prompt", "mean", "partials")]
+        tokens = [f"{row['host_tokens'][name]:,}" for name in ("shared", "separate")]
+        cells.append([row["case"], *sizes, *tokens, f"{100 * row['saved']:.0f} %"])
     return used, cells
 
 
@@ -255,6 +266,7 @@ TABLES: dict[str, Table] = {
     "large_reply": large_reply,
     "timeline": timeline,
     "costs": costs,
+    "prompt_sharing": prompt_sharing,
     "kernels": kernels,
     "learning": learning,
     "int8_error": int8_error,

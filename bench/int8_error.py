@@ -116,7 +116,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/int8_error.json")
     args = parser.parse_args(given)
     config = {"sequences": args.sequences, "length": args.length, "seed": args.seed}
-    facts = {"bench": "int8_error", "run_id": uuid.uuid4().hex[:12], **record.provenance(), "config": config}
+    common = {"bench": "int8_error", "run_id": uuid.uuid4().hex[:12], **record.provenance(), "config": config}
     for dtype in DTYPES:
         began = time.perf_counter()
         rows = measure(dtype, **config)
@@ -128,7 +128,7 @@ def main(given: list[str] | None = None) -> int:
             )
         print(f"{time.perf_counter() - began:.1f} s", flush=True)
         if args.record:
-            record.append_rows(record.RESULTS / "int8_error.json", [{**facts, **row} for row in rows])
+            record.append_rows(record.RESULTS / "int8_error.json", [{**common, **row} for row in rows])
     return 0
 
 

@@ -97,13 +97,13 @@ def _tried(case: KernelCase | Missing) -> KernelCase | Missing:
     return case
 
 
-def run_facts(config: KernelConfig, device: str) -> dict[str, Any]:
+def run_fields(config: KernelConfig, device: str) -> dict[str, Any]:
     """Fields that all rows of a run share."""
-    facts = record.provenance()
-    facts["machine"]["threads"] = torch.get_num_threads()
-    facts["machine"]["gpu"] = torch.cuda.get_device_name() if device != "cpu" else None
-    facts["versions"] |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    return {"bench": "kernels", "run_id": uuid.uuid4().hex[:12], **facts, "config": asdict(config)}
+    common = record.provenance()
+    common["machine"]["threads"] = torch.get_num_threads()
+    common["machine"]["gpu"] = torch.cuda.get_device_name() if device != "cpu" else None
+    common["versions"] |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {"bench": "kernels", "run_id": uuid.uuid4().hex[:12], **common, "config": asdict(config)}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -203,15 +203,17 @@ def main(arguments: list[str] | None = None) -> None:
     if device == "cpu":
         print("No GPU is used: these rows time the CPU reference, not the kernels.")
     config = KernelConfig(options.layers, options.heads, options.dim, options.dtype, options.page_tokens)
-    facts, rows = run_facts(config, device), []
+    common, rows = run_fields(config, device), []
     for tokens in options.tokens:
-        new_rows = [{**facts, **row} for row in measured(config, tokens, device)]
+        new_rows = [{**common, **row} for row in measured(config, tokens, device)]
         record.append_rows(options.out, new_rows)
         for row in new_rows:
             print(line(row), flush=True)
         rows += new_rows
     if options.plot:
-        plot(rows, options.plot, f"{facts['machine']['gpu'] or facts['machine']['cpu']}, pages of {config.page_tokens}")
+        plot(
+            rows, options.plot, f"{common['machine']['gpu'] or common['machine']['cpu']}, pages of {config.page_tokens}"
+        )
     if failed := [row["name"] for row in rows if row.get("skipped", "").startswith(FAILED)]:
         sys.exit(f"failed: {', '.join(failed)}")
 

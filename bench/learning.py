@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +26,7 @@ from rich.console import Console
 
 from bench import record
 from bench.learning_page import write_page
-from bench.learning_stats import OFF_POLICY, OVER_THREE, final_reward, in_regime
+from bench.learning_stats import OFF_POLICY, OVER_THREE, in_regime, regime_of, run_metrics
 from examples import interrupt
 from examples.april_demo.server import ServerError, running_server
 from examples.april_demo.settings import Settings, Training
@@ -188,41 +187,8 @@ def train(fields: dict[str, Any], console: Console, limit_s: float) -> bool:
                 process.wait()
     if code:
         lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-        raise RunFailed(f"{folder.name} ended with code {code}: {lines[-1]}\nits output: {log}")
+        raise RunFailed(f"{folder.name} ended with code {code}: {lines[-1]}\noutput: {log}")
     return True
-
-
-def run_metrics(folder: Path) -> record.Row:
-    """Results of a finished run. Shares are of tokens, over all steps; `lengths` counts trained samples."""
-    steps, evaluations = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
-    tokens = sum(row["delivered_tokens"] for row in steps)
-    drifts = [row["kv_drift"] for row in steps if row["kv_drift"] is not None]
-    return {
-        "reward_before": evaluations[0]["reward"],
-        "reward_final": final_reward(evaluations),
-        "reward_se": evaluations[-1]["reward_se"],
-        "samples": steps[-1]["samples_so_far"],
-        "seconds": steps[-1]["seconds_so_far"],
-        "delivered_tokens": tokens,
-        "delivered_tokens_per_s": tokens / sum(row["generate_s"] for row in steps),
-        **regime_of(steps),
-        "hybrid_share": sum(row["hybrid_share"] * row["delivered_tokens"] for row in steps) / tokens,
-        "kv_drift": sum(drifts) / len(drifts) if drifts else None,
-        "lengths": dict(sorted(Counter(length for row in steps for length in row["lengths"]).items())),
-        "evaluations": [
-            {name: row[name] for name in ("step", "samples_so_far", "seconds_so_far", "reward", "reward_se")}
-            for row in evaluations
-        ],
-    }
-
-
-def regime_of(steps: list[record.Row]) -> dict[str, float]:
-    """Share of tokens drawn by an older policy, and of samples drawn over three versions or more."""
-    tokens, samples = (sum(row[name] for row in steps) for name in ("delivered_tokens", "samples"))
-    return {
-        "off_policy_share": sum(row["off_policy_share"] * row["delivered_tokens"] for row in steps) / tokens,
-        "over_three_versions": sum(row["over_three_versions"] * row["samples"] for row in steps) / samples,
-    }
 
 
 class Bench:

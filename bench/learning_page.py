@@ -89,9 +89,9 @@ def ends(runs: dict[int, Row], base: dict[int, Row]) -> dict[int, float]:
     }
 
 
-def _mean(rows: list[Row], key: str, form: str) -> str:
+def _mean(rows: list[Row], key: str, spec: str) -> str:
     values = [row[key] for row in rows if row[key] is not None]
-    return format(mean(values), form) if values else "–"
+    return format(mean(values), spec) if values else "–"
 
 
 def _costs(rows: list[Row], goal: float | None, key: str) -> str:

@@ -1,11 +1,16 @@
-"""The statistics of `bench.learning`: paired differences over seeds, distances of lengths, costs to a target."""
+"""The statistics of `bench.learning`: results of one run, paired differences over seeds, length distances, costs."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
+
+from bench.record import Row
+from trainer_bridge.progress import read_rows
 
 MARGIN = 0.02
 """Non-inferiority margin of held-out reward, at 97.5 % confidence."""
@@ -84,3 +89,36 @@ def ks_distance(variant: Mapping[int, int], base: Mapping[int, int]) -> float:
 def in_regime(off_policy_share: float, over_three_versions: float) -> bool:
     """Whether staleness is large enough for a meaningful comparison."""
     return off_policy_share >= OFF_POLICY and over_three_versions >= OVER_THREE
+
+
+def run_metrics(folder: Path) -> Row:
+    """Results of a finished run. Shares are of tokens, over all steps; `lengths` counts trained samples."""
+    steps, evaluations = read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl")
+    tokens = sum(row["delivered_tokens"] for row in steps)
+    drifts = [row["kv_drift"] for row in steps if row["kv_drift"] is not None]
+    return {
+        "reward_before": evaluations[0]["reward"],
+        "reward_final": final_reward(evaluations),
+        "reward_se": evaluations[-1]["reward_se"],
+        "samples": steps[-1]["samples_so_far"],
+        "seconds": steps[-1]["seconds_so_far"],
+        "delivered_tokens": tokens,
+        "delivered_tokens_per_s": tokens / sum(row["generate_s"] for row in steps),
+        **regime_of(steps),
+        "hybrid_share": sum(row["hybrid_share"] * row["delivered_tokens"] for row in steps) / tokens,
+        "kv_drift": sum(drifts) / len(drifts) if drifts else None,
+        "lengths": dict(sorted(Counter(length for row in steps for length in row["lengths"]).items())),
+        "evaluations": [
+            {name: row[name] for name in ("step", "samples_so_far", "seconds_so_far", "reward", "reward_se")}
+            for row in evaluations
+        ],
+    }
+
+
+def regime_of(steps: list[Row]) -> dict[str, float]:
+    """Share of tokens drawn by an older policy, and of samples drawn over three versions or more."""
+    tokens, samples = (sum(row[name] for row in steps) for name in ("delivered_tokens", "samples"))
+    return {
+        "off_policy_share": sum(row["off_policy_share"] * row["delivered_tokens"] for row in steps) / tokens,
+        "over_three_versions": sum(row["over_three_versions"] * row["samples"] for row in steps) / samples,
+    }

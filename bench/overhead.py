@@ -139,7 +139,7 @@ def _wait(until: Callable[[], bool], otherwise: str) -> None:
 
 def _check(still: bool) -> None:
     if not still:
-        raise RuntimeError("what decodes beside the measured requests ended before they did: measure fewer prompts")
+        raise RuntimeError("the background requests ended before the measured ones: measure fewer prompts")
 
 
 class OverheadRun:
@@ -187,7 +187,7 @@ def main(given: list[str] | None = None) -> int:
     )
     args, console = parser.parse_args(given), Console(highlight=False)
     plan = PRESETS["cpu"].plan
-    facts = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
+    common = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         model = make(Path(folder) / "v0")
         size = Size(model, plan.slots, CONTEXT, 140_000)
@@ -198,7 +198,7 @@ def main(given: list[str] | None = None) -> int:
                 serve(url, model, plan.slots, plan.slots - 1, 0)
             for number in range(args.repetitions):
                 rows = measured.repetition(number)
-                record.append_rows(args.out, [{**facts, **row} for row in rows])
+                record.append_rows(args.out, [{**common, **row} for row in rows])
                 for row in rows:
                     console.print(f"{row['case']:<24} {row['output_tokens_per_s']:9.0f} tokens/s  {row['ratio']:.3f}")
     console.print("  ".join(f"{case}: {median(values):.3f}" for case, values in measured.ratios.items()))

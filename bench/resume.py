@@ -104,7 +104,7 @@ def main(given: list[str] | None = None) -> int:
     )  # fmt: skip
     args = parser.parse_args(given)
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCE["gpu" if has_gpu() else "cpu"]
-    facts = {
+    common = {
         "bench": "resume",
         "run_id": uuid.uuid4().hex[:12],
         **record.provenance(),
@@ -124,7 +124,7 @@ def main(given: list[str] | None = None) -> int:
         parts = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
         print("  ".join(parts))
     if args.record:
-        record.append_rows(args.record, [{**facts, **row} for row in rows])
+        record.append_rows(args.record, [{**common, **row} for row in rows])
     return int(not all(row["passed"] for row in rows))
 
 

@@ -270,7 +270,7 @@ def main(given: list[str] | None = None) -> int:
             costs = H100_4B if args.what == "project" else costs_of(rows, preset)
         given_costs = {"costs": asdict(costs)}
         made = reach(preset, costs) if args.what == "reach" else project(costs)
-    facts = {
+    common = {
         "bench": f"simulate {args.what}",
         "run_id": f"{args.what}-{record.provenance()['time']}",
         **record.provenance(),
@@ -280,7 +280,7 @@ def main(given: list[str] | None = None) -> int:
         found = True
         parts = (f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items())
         print("  ".join(parts), flush=True)
-        record.append_rows(args.out, [{**facts, **given_costs, **row}])
+        record.append_rows(args.out, [{**common, **given_costs, **row}])
     return int(not found)
 
 

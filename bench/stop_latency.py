@@ -100,11 +100,11 @@ def _format(packed: bool) -> str:
     return "msgpack" if packed else "json"
 
 
-async def measure(args: argparse.Namespace, urls: tuple[str, str], facts: record.Row) -> None:
+async def measure(args: argparse.Namespace, urls: tuple[str, str], common: record.Row) -> None:
     """Run all cases, repetition by repetition."""
 
     def keep(row: record.Row) -> None:
-        record.append_rows(args.out, [{**facts, **row}])
+        record.append_rows(args.out, [{**common, **row}])
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
@@ -149,16 +149,16 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument("--server-options", default="", help="further flags of both servers, in one string")
     args = parser.parse_args(given)
-    facts = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
+    common = {"bench": "stop_latency", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
     if args.server:
-        asyncio.run(measure(args, (args.stock_server or args.server, args.server), facts))
+        asyncio.run(measure(args, (args.stock_server or args.server, args.server), common))
         return 0
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
         slots = max(args.running)
         model, extra = args.model or make(Path(folder) / "v0"), tuple(args.server_options.split())
         size = Size(model, slots, LONG + 32, slots * (LONG + 100) + 20_000, extra)
         with both_servers(size, record.ROOT / "out" / "bench") as urls:
-            asyncio.run(measure(args, urls, facts))
+            asyncio.run(measure(args, urls, common))
     return 0
 
 

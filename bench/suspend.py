@@ -272,7 +272,7 @@ def main(given: list[str] | None = None) -> int:
     """Print one line per tier; returns the exit status."""
     args = parsed(given)
     plan = SuspendPlan(**{name: getattr(args, name) for name in asdict(SuspendPlan())})
-    facts = {"bench": "suspend", "run_id": uuid.uuid4().hex[:12], **record.provenance(), "config": asdict(plan)}
+    common = {"bench": "suspend", "run_id": uuid.uuid4().hex[:12], **record.provenance(), "config": asdict(plan)}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name:
         folder = Path(name)
         model = args.model or make(folder / "model", dtype="float32")
@@ -289,7 +289,7 @@ def main(given: list[str] | None = None) -> int:
             )
         )
     if args.record:
-        record.append_rows(record.RESULTS / "suspend.json", [{**facts, **row} for row in rows])
+        record.append_rows(record.RESULTS / "suspend.json", [{**common, **row} for row in rows])
     return 0
 
 

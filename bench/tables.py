@@ -84,12 +84,12 @@ def better_outside(table: dict[str, list[Row]]) -> list[Row]:
     return max(baselines, key=lambda rows: median(map(share, rows)), default=[])
 
 
-def _number(key: str, form: str, per: str | None = None) -> Callable[[list[Row]], str]:
+def _number(key: str, spec: str, per: str | None = None) -> Callable[[list[Row]], str]:
     """A column: the median of a figure over the rows, divided by the figure `per` of the same row if given."""
 
     def shown(rows: list[Row]) -> str:
         values = [row[key] / (row[per] if per else 1) for row in rows if row.get(key) is not None]
-        return format(median(values), form) if values else "–"
+        return format(median(values), spec) if values else "–"
 
     return shown
 

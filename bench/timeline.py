@@ -122,14 +122,14 @@ def main(given: list[str] | None = None) -> int:
         folder = Path(name)
         checkpoints = make(folder / "v0", seed=0), make(folder / "v1", seed=1)
         size = Size(checkpoints[0], preset.plan.slots, preset.context, preset.pool_tokens, (), "bench.traced_server")
-        facts = record.provenance()
+        common = record.provenance()
         with patched_server(size, Path("out") / "bench") as url:
             rows = asyncio.run(measure(url, folder, preset, args.variant, checkpoints))
     for row in rows:
         print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     if args.record:
-        run_id = f"timeline-{facts['time']}"
-        made = [{"bench": "timeline", "run_id": run_id, "preset": preset.name, **facts, **row} for row in rows]
+        run_id = f"timeline-{common['time']}"
+        made = [{"bench": "timeline", "run_id": run_id, "preset": preset.name, **common, **row} for row in rows]
         record.append_rows(record.RESULTS / "timeline.json", made)
     return 0
 

@@ -77,7 +77,7 @@ def note_forwards(folder: Path) -> None:
 def note_copies(folder: Path) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def ended(_: None, _facts: Any, order: int, failure: str = "") -> None:
+    def ended(_: None, _info: Any, order: int, failure: str = "") -> None:
         _note(folder / COPIES, order=order, failure=failure)
 
     HookRegistry.register(_REPORT, ended, HookType.AFTER)

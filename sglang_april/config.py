@@ -9,12 +9,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from sglang_april.api.types import KvPolicy
 from sglang_april.flag_values import (
+    PREFIX,
+    Flag,
     choice,
     concurrency,
     difference,
@@ -27,18 +29,16 @@ from sglang_april.flag_values import (
     text,
     whole,
 )
+from sglang_april.flag_values import (
+    ConfigError as ConfigError,
+)
 
 ENV = "SGLANG_APRIL"
-PREFIX = "--april-"
 BYTES_PER_GB = 10**9
 BYTES_PER_MB = 2**20
 MAX_BODY_MB = 400
 """JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_DEFAULT_HOST_BYTES = 64 * BYTES_PER_GB
-
-
-class ConfigError(ValueError):
-    """An invalid flag; the message is one sentence that names it."""
 
 
 @dataclass(frozen=True)
@@ -96,47 +96,14 @@ class AprilConfig:
         return self.max_body_mb * BYTES_PER_MB
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One row of the table: a field of `AprilConfig`, its parser and its help text."""
-
-    field: str
-    parse: Callable[[Any], Any]
-    metavar: str
-    help: str
-    switch: bool = False
-    """The flag may be given without a value, which means `on`."""
-
-    @property
-    def option(self) -> str:
-        """The flag as on the command line."""
-        return PREFIX + self.field.replace("_", "-")
-
-    @property
-    def arity(self) -> dict[str, Any]:
-        """Keyword arguments of `argparse` for the number of values."""
-        return {"nargs": "?", "const": "on"} if self.switch else {}
-
-    def read(self, value: Any) -> Any:
-        """The parsed value.
-
-        Raises:
-            ConfigError: it names the flag.
-        """
-        try:
-            return self.parse(value)
-        except ValueError as error:
-            raise ConfigError(f"{self.option} {error}, not {value!r}") from None
-
-
 FLAGS: tuple[Flag, ...] = (
-    Flag("quota", whole(1), "N", "groups (or samples) that end a round which names no quota of its own"),
+    Flag("quota", whole(1), "N", "groups (or samples) that end a round whose request has no quota"),
     Flag("quota_unit", choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
     Flag(
         "kv",
         choice("keep", "recompute", "auto"),
         "{keep,recompute,auto}",
-        "continue partials on their stored KV, or prefill them again under new weights, or (auto) what costs less time",
+        "continue partials on their stored KV, prefill them again under new weights, or (auto) whichever is faster",
     ),
     Flag("max_staleness", whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
     Flag(
@@ -179,7 +146,7 @@ FLAGS: tuple[Flag, ...] = (
         "attach",
         name,
         "RUN",
-        "run of the requests to SGLang's own routes that name none (default: such requests belong to no run)",
+        "run of requests to SGLang's own routes that give no run (default: such requests belong to no run)",
     ),
     Flag(
         "model",
@@ -205,7 +172,7 @@ FLAGS: tuple[Flag, ...] = (
         "journal_sync",
         choice("normal", "full"),
         "{normal,full}",
-        "whether the journal survives the death of the process (normal) or also a loss of power (full)",
+        "what the journal survives: the death of the process (normal) or also a loss of power (full)",
     ),
     Flag("shutdown_s", seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
     Flag("journal_interval", whole(1), "N", "output tokens of a running sample between two journal records"),

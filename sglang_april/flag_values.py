@@ -1,13 +1,55 @@
-"""Parsers of flag values, from the command line or JSON. Each raises ValueError; the message continues "--flag …"."""
+"""A flag, and the parsers of flag values from the command line or JSON.
+
+Each parser raises ValueError; the message continues "--flag …".
+"""
 
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+PREFIX = "--april-"
 MAX_COUNT = 2**31 - 1
 MAX_SECONDS = 86_400
+
+
+class ConfigError(ValueError):
+    """An invalid flag; the message is one sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One row of the table: a field of `AprilConfig`, its parser and its help text."""
+
+    field: str
+    parse: Callable[[Any], Any]
+    metavar: str
+    help: str
+    switch: bool = False
+    """The flag may be given without a value, which means `on`."""
+
+    @property
+    def option(self) -> str:
+        """The flag as on the command line."""
+        return PREFIX + self.field.replace("_", "-")
+
+    @property
+    def arity(self) -> dict[str, Any]:
+        """Keyword arguments of `argparse` for the number of values."""
+        return {"nargs": "?", "const": "on"} if self.switch else {}
+
+    def read(self, value: Any) -> Any:
+        """The parsed value.
+
+        Raises:
+            ConfigError: it names the flag.
+        """
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{self.option} {error}, not {value!r}") from None
 
 
 def whole(low: int, high: int = MAX_COUNT) -> Callable[[Any], int]:

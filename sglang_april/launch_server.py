@@ -16,10 +16,10 @@ def reason_not_loaded(env: Mapping[str, str]) -> str | None:
     """Why SGLang would silently skip the plugin, or None."""
     platform = env.get("SGLANG_PLATFORM")
     if platform and platform != PLATFORM:
-        return f"SGLANG_PLATFORM={platform} makes SGLang pass over every plugin that ships another platform"
+        return f"SGLANG_PLATFORM={platform} makes SGLang skip every plugin that provides another platform"
     allowed = env.get("SGLANG_PLUGINS")
     if allowed and PLUGIN not in [name.strip() for name in allowed.split(",")]:
-        return f"SGLANG_PLUGINS={allowed} leaves out the plugin {PLUGIN}"
+        return f"SGLANG_PLUGINS={allowed} does not contain the plugin {PLUGIN}"
     return None
 
 

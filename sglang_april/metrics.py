@@ -45,16 +45,18 @@ class Metrics:
             names = [*labels, *more]
             return Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent", registry=self.registry)
 
-        self._rounds = counter("rounds", "Rounds by how they ended.", "end_reason")
+        self._rounds = counter("rounds", "Rounds by end reason.", "end_reason")
         self._samples = counter("delivered_samples", "Samples in replies.")
         self._tokens = counter("delivered_tokens", "Output tokens in replies, by provenance.", "kv")
         self._after = counter("tokens_after_quota", "Decode tokens computed after a quota was met.")
         self._again = counter("reprefilled_tokens", "Tokens prefilled again to resume partials.")
-        self._decided = counter("kv_decisions", "Partials on older KV that kv auto judged, and why.", "decision", "why")
+        self._decided = counter(
+            "kv_decisions", "Decisions of kv auto about partials on older KV, by reason.", "decision", "why"
+        )
         self._audits = counter("audited_samples", "Samples that the audit rescored, by outcome.", "outcome")
-        self._seconds = histogram("round_seconds", "From a round's opening to its end.", MINUTES)
-        self._latency = histogram("quota_to_reply_seconds", "From the quota met to the reply built.", SECONDS)
-        self._pushes = histogram("push_seconds", "From push/begin to push/end.", MINUTES)
+        self._seconds = histogram("round_seconds", "Duration of a round, from its opening to its end.", MINUTES)
+        self._latency = histogram("quota_to_reply_seconds", "Time from the met quota to the complete reply.", SECONDS)
+        self._pushes = histogram("push_seconds", "Duration of a push, from push/begin to push/end.", MINUTES)
         self._staleness = histogram(
             "sample_staleness", "Policy version of the reply minus that of a delivered sample's oldest token.", VERSIONS
         )
@@ -63,7 +65,7 @@ class Metrics:
             "Difference between drawn and rescored logprobs of an audited sample.",
             DIFFERENCES,
         )
-        self._carried = gauge("carried", "What the latest round left for the next.", "what")
+        self._carried = gauge("carried", "Carry of the latest round.", "what")
         self._carried_tokens = gauge("carried_tokens", "KV tokens of partials after the latest round.", "tier")
         self._carried_bytes = gauge("carried_bytes", "KV bytes of partials after the latest round.", "tier")
 
@@ -163,9 +165,13 @@ def _live(labels: Mapping[str, str], state: Mapping[str, Any] | None) -> Iterato
     yield family("partial_bytes", "KV bytes of suspended samples.", state["bytes"], "tier")
     yield single("carry_tokens", "Undelivered output tokens.", state["carry_tokens"])
     yield single(
-        "carry_cap_tokens", "Undelivered output tokens from which on prompts are refused.", state["carry_cap_tokens"]
+        "carry_cap_tokens",
+        "Limit of undelivered output tokens, at which prompts are refused.",
+        state["carry_cap_tokens"],
     )
-    yield single("oldest_staleness", "Of all undelivered groups.", max(map(int, state["staleness"]), default=0))
+    yield single(
+        "oldest_staleness", "Largest staleness of an undelivered group.", max(map(int, state["staleness"]), default=0)
+    )
     yield single("open_rounds", "Rounds that the scheduler has open.", len(state["rounds"]))
     pending = sum(run["samples"] for run in state["attached"].values())
     yield single("attached_requests", "Pending attached requests, legs of trajectories included.", pending)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell starts background jobs without it
     parser = argparse.ArgumentParser(prog="python -m sglang_april.top", description=__doc__.splitlines()[0])
     parser.add_argument("url", metavar="URL", help="base URL of the server, such as http://localhost:30000")
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between frames (default: 1)")
     parser.add_argument("--api-key", default=os.environ.get("APRIL_API_KEY"), help="default: APRIL_API_KEY")
     options = parser.parse_args(argv)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_sentence(options.url, error), file=sys.stderr)  # noqa: T201
         return 1
     except (LookupError, TypeError, ValueError, msgspec.DecodeError):
-        print(f"{options.url}: this is no sglang-april server", file=sys.stderr)  # noqa: T201
+        print(f"{options.url}: this is not an sglang-april server", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sentence(url: str, error: AprilError) -> str:
     if error.status == 200:
-        return f"{url}: this is no sglang-april server"
-    reason = "the server asks for its key: --api-key or APRIL_API_KEY" if error.status == 401 else error.reason
+        return f"{url}: this is not an sglang-april server"
+    reason = "the server requires its key: --api-key or APRIL_API_KEY" if error.status == 401 else error.reason
     return reason if url.rstrip("/") in reason else f"{url}: {reason}"
 
 

@@ -71,9 +71,8 @@ def shared_gpu(trainer: str, engines: Sequence[EngineInfo]) -> str:
     for engine in engines:
         for gpu in engine.gpus:
             if gpu in owner:
-                return (
-                    f"the engine at {engine.url} shares GPU {gpu} with {owner[gpu]}, and NCCL refuses two ranks on one"
-                )
+                shared = f"the engine at {engine.url} shares GPU {gpu} with {owner[gpu]}"
+                return f"{shared}; NCCL does not support two ranks on one GPU"
             owner[gpu] = f"the engine at {engine.url}"
     return ""
 

@@ -105,7 +105,9 @@ def _check_agent(config: Config) -> None:
     if config.quota_mode != "first":
         raise ConfigError("quota_mode: must be first with an agent; rounds of trajectories have no cohorts")
     if config.overlong_buffer_len:
-        raise ConfigError("overlong_buffer_len: has no meaning for a trajectory; an agent function sets its own reward")
+        raise ConfigError(
+            "overlong_buffer_len: does not apply to trajectories, because an agent function sets the reward"
+        )
     if max(len(config.servers), config.engines) > 1:
         raise ConfigError("agent: needs one engine; a quota of trajectories over several engines is not supported")
     if config.staleness_bound == 0 and config.pool_size > config.rollout_batch_size:

@@ -118,7 +118,9 @@ def main(given: list[str] | None = None) -> int:
     every = pieces(setting)
     chosen = [piece for piece in every if not args.only or piece.name.startswith(tuple(args.only))]
     if not chosen:
-        raise SystemExit(f"no piece's name starts so; there are: {', '.join(piece.name for piece in every)}")
+        raise SystemExit(
+            f"no piece has a name that starts with this; the pieces are {', '.join(piece.name for piece in every)}"
+        )
     if args.list:
         print("\n".join(f"{piece.name}: {' '.join(piece.command)}" for piece in chosen))
         return 0

@@ -110,7 +110,7 @@ def _paced(args: argparse.Namespace, preset: Preset) -> Preset:
     """The preset with another table of step times, if one is named."""
     if not isinstance(preset, Paced):
         if args.pace:
-            raise SystemExit(f"--pace: preset {preset.name} is measured at this machine's own pace")
+            raise SystemExit(f"--pace: preset {preset.name} runs at this machine's own speed")
         return preset
     if args.server:
         raise SystemExit("--server: whether a running server is paced is not known; a paced preset starts its own")
@@ -197,8 +197,8 @@ async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str
         testbed = Testbed(stock, april, checkpoints_of(args, preset, folder), preset, args.seed, limit)
         for row in done:
             testbed.note(row)
-        facts = {**record.provenance(), "configuration": configuration(args, preset), "changed": changed(args)}
-        return await Runner(testbed, facts, args.run_id, keep).run(cells, until)
+        common = {**record.provenance(), "configuration": configuration(args, preset), "changed": changed(args)}
+        return await Runner(testbed, common, args.run_id, keep).run(cells, until)
 
 
 def main(given: list[str] | None = None) -> int:

@@ -89,7 +89,7 @@ def named(name: str, mean: float, longest: int) -> Lengths:
         lengths = sorted(json.loads(Path(argument).read_text()))
         return Lengths(name, lambda u: lengths[int(u * len(lengths))], 1.0, lengths[-1])
     if kind not in INVERSES:
-        raise ValueError(f"no distribution is called that; there are extreme:R, trace:FILE, {', '.join(INVERSES)}")
+        raise ValueError(f"the distribution is not one of extreme:R, trace:FILE, {', '.join(INVERSES)}")
     inverse = INVERSES[kind]
     return Lengths(name, inverse, _scale(inverse, mean, longest), longest)
 

@@ -133,10 +133,10 @@ class Track:
 
 
 class Runner:
-    """Runs cells one after the other. `facts`: fields that every row of the run has."""
+    """Runs cells one after the other. `common`: fields that every row of the run has."""
 
-    def __init__(self, testbed: Testbed, facts: Row, run_id: str, keep: Callable[[Row], None]) -> None:
-        self._testbed, self._facts, self._run_id, self._keep = testbed, facts, run_id, keep
+    def __init__(self, testbed: Testbed, common: Row, run_id: str, keep: Callable[[Row], None]) -> None:
+        self._testbed, self._common, self._run_id, self._keep = testbed, common, run_id, keep
         self._tracks: dict[tuple[str, str, str | None], Track] = {}
         """Tracks in use, removed after the last cell that needs them."""
 
@@ -237,7 +237,7 @@ class Runner:
             "bench": "rollout",
             "run_id": self._run_id,
             "preset": self._testbed.preset.name,
-            **self._facts,
+            **self._common,
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "distribution": cell.distribution,
             "variant": cell.variant,
@@ -265,7 +265,7 @@ class Runner:
         if not track.cell.drain:
             await track.variant.drain()
         if any(counts := lost(track.variant, track.plan.n)):
-            raise IdentityError(f"{track.cell}: {counts[0]} samples were lost, {counts[1]} came twice")
+            raise IdentityError(f"{track.cell}: {counts[0]} samples were lost, {counts[1]} were delivered twice")
 
     async def _rollout_s(self, cell: Cell) -> float:
         track = Track(self._testbed, Cell(cell.distribution, "async"))

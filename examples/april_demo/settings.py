@@ -86,5 +86,5 @@ class Settings:
         """The policy versions in order; after the last, the first follows again."""
         found = sorted(path for path in CHECKPOINTS.glob("v*") if (path / "config.json").exists())
         if len(found) < 2:
-            raise FileNotFoundError(f"{CHECKPOINTS} holds no checkpoints: python -m examples.train_checkpoints")
+            raise FileNotFoundError(f"{CHECKPOINTS} contains no checkpoints: python -m examples.train_checkpoints")
         return found

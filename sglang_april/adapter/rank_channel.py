@@ -87,7 +87,7 @@ class Inbox:
 
     def _open(self, secret: bytes, data: bytes) -> _Message:
         if len(data) > MAX_BYTES:
-            raise BadMessageError(f"{len(data)} bytes are too many")
+            raise BadMessageError(f"{len(data)} bytes exceed the limit")
         mac, content = data[:MAC_BYTES], data[MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(secret, content)):
             raise BadMessageError("it does not carry the secret of this launch")
@@ -96,9 +96,9 @@ class Inbox:
         except msgspec.DecodeError as error:
             raise BadMessageError(str(error)) from error
         if message.receiver != self._rank:
-            raise BadMessageError(f"it was meant for rank {message.receiver}")
+            raise BadMessageError(f"it is addressed to rank {message.receiver}")
         if message.number <= self._newest.get(message.sender, -1):
-            raise BadMessageError(f"message {message.number} of rank {message.sender} came before")
+            raise BadMessageError(f"message {message.number} of rank {message.sender} is a repetition")
         self._newest[message.sender] = message.number
         return message
 

@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--upstream", default="", help="URL of the reviewed tree (default: SGLang's tag)")
     parser.add_argument("--wheels", type=Path, default=FOLDER, help="folder for the sources of wheels (%(default)s)")
     parser.add_argument("--summary", action="store_true", help="print no diffs")
-    parser.add_argument("--accept", action="store_true", help="write the manifest: you have read every change")
+    parser.add_argument("--accept", action="store_true", help="write the manifest, after you have read every change")
     options = parser.parse_args(argv)
     try:
         releases = options.releases or [name for name in versions.manifests() if "+" not in name]

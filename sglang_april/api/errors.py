@@ -18,7 +18,7 @@ class RequestError(Exception):
 
     @property
     def unjournalled(self) -> bool:
-        """Whether the scheduler has carried the request out, and the journal cannot hold it."""
+        """Whether the scheduler has carried the request out, and the journal cannot store it."""
         return (self.status, self.field) == (500, JOURNAL)
 
     def body(self) -> dict[str, dict[str, str]]:

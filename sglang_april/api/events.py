@@ -1,5 +1,6 @@
 """Answers and events from the scheduler to the HTTP process."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +17,12 @@ class Answer(msgspec.Struct, tag=True):
     field: str = ""
     reason: str = ""
     data: dict[str, Any] = {}
+
+
+def count_verdicts(verdicts: Iterable[bool]) -> dict[str, int]:
+    """The counts in the answer to a `judge`."""
+    taken = list(verdicts)
+    return {"accepted": taken.count(True), "rejected": taken.count(False)}
 
 
 class Finished(msgspec.Struct, tag=True):
@@ -40,6 +47,8 @@ class RoundEnded(msgspec.Struct, tag=True):
     """In place of `deliver`, the trajectories that the reply contains, in this order."""
     rejected: list[str] = []
     """Trajectories that have been rejected since the run's last reply."""
+    verdicts: dict[str, bool] = {}
+    """With `count: accepted`, the verdicts on the round's groups by prompt id, delivered or carried."""
     error: str = ""
     """Why the reply cannot be journalled: the round fails. After a restart it is open, and delivers again."""
 
@@ -99,8 +108,8 @@ class Restored(msgspec.Struct, tag=True):
 
     groups: list[tuple[str, Prompt]]
     """(run, prompt) of every undelivered group."""
-    verdicts: list[tuple[str, str, bool]]
-    """(run, prompt id, accepted) of the judged ones."""
+    unjudged: list[tuple[str, str]]
+    """(run, prompt id) of the whole ones without a verdict."""
     finished: list[FinishedSample]
     """In the order in which they finished."""
     rounds: list[RoundSpec]

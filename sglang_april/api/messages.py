@@ -39,6 +39,7 @@ from sglang_april.api.events import (
     RoundWaits,
     SavedTrajectory,
     TrajectoriesRemoved,
+    count_verdicts,
 )
 from sglang_april.api.observations import Moved, Rates, Tuned
 from sglang_april.api.types import (
@@ -104,6 +105,7 @@ __all__ = [
     "TrajectoriesRemoved",
     "Tuned",
     "Unit",
+    "count_verdicts",
     "decode_event",
     "decode_message",
     "encode",

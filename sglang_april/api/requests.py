@@ -169,8 +169,8 @@ class EmptyBody(Body):
 
 REFUSED_FIELDS = {
     "n": "belongs to the prompt, not to the sampling parameters",
-    "stream_interval": "has no meaning here: a round streams whole groups",
-    "custom_params": "is not supported: custom logit processors are not",
+    "stream_interval": "does not apply: a round streams whole groups",
+    "custom_params": "is not supported, because custom logit processors are not",
     "custom_logit_processor": "is not supported",
     "lora_path": "is not supported in this version",
     "return_routed_experts": "is not supported in this version",
@@ -183,7 +183,7 @@ REFUSED_FIELDS = {
     "audio_data": "is not supported: prompts are text only",
     "modalities": "is not supported: prompts are text only",
     "return_logprob": "is not needed: logprobs are always returned",
-    "rid": "is not a field here: a prompt is named by its id",
+    "rid": "is not a field of a prompt: its name is id",
 }
 
 T = TypeVar("T", bound=Body)

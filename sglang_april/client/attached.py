@@ -45,7 +45,7 @@ def read_generated(answer: Mapping[str, Any]) -> Generated:
     meta = answer["meta_info"]
     april = meta.get("april")
     if april is None:
-        raise NotPatchedError(500, "server", "the answer has no spans: SGLang runs there without sglang-april")
+        raise NotPatchedError(500, "server", "the answer has no spans: the server runs SGLang without sglang-april")
     ids = list(answer.get("output_ids") or [])
     drawn = meta.get("output_token_logprobs") or []
     return Generated(

@@ -204,15 +204,15 @@ class Calls:
             return
         response = yield self._request("GET", "/april/state")
         if response.status_code == 404:
-            reason = "SGLang runs there without sglang-april; launch it with python -m sglang_april.launch_server"
+            reason = "the server runs SGLang without sglang-april; launch it with python -m sglang_april.launch_server"
             raise NotPatchedError(404, "server", f"{self._url}: {reason}")
         hooks = self.content(response)["http"]["hooks"]
         if not hooks:
-            raise NotPatchedError(500, "server", f"{self._url}: SGLang runs there without the plugin's hooks")
+            raise NotPatchedError(500, "server", f"{self._url}: the server runs SGLang without the plugin's hooks")
         if hooks.get("protocol") != PROTOCOL:
-            versions = f"sglang-april {hooks.get('april')} there (protocol {hooks.get('protocol')})"
+            versions = f"the server has sglang-april {hooks.get('april')} (protocol {hooks.get('protocol')})"
             raise NotPatchedError(
-                500, "server", f"{self._url}: {versions} and {__version__} here (protocol {PROTOCOL})"
+                500, "server", f"{self._url}: {versions}, the client {__version__} (protocol {PROTOCOL})"
             )
         self._checked = True
 

@@ -72,7 +72,7 @@ class SweepAllocator(TokenToKVPoolAllocator):
         freed = int(_release(self._taken, free_index.long().contiguous().numpy()))
         self._free += freed
         if freed < free_index.numel():
-            raise ValueError(f"{free_index.numel()} slots are freed, and {freed} of them were taken")
+            raise ValueError(f"{free_index.numel()} slots were freed, but only {freed} of them were allocated")
 
 
 @compiled("i8(b1[::1], i8, i8[::1])")

@@ -3,7 +3,7 @@
 A sample's logprobs on `fresh` or `recomputed` KV of the current version are those of a plain forward under it. Damaged
 KV, a wrong cache hit or a wrong span breaks this equality, and no other check detects it. The prefill is a stock
 request with a separate cache key, so it never reads the sample's pages. One runs at a time, for at most `SHARE` of the
-time while samples run, and whatever changes weights or memory ends it first (`Audit.held`).
+time while samples run, and whatever changes weights or memory ends it first (`Audit.paused`).
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class Audit:
         """Samples of this version that a prefill can rescore, chosen or not."""
         self._chosen: list[Candidate | None] = []
         """A uniform choice among them (reservoir sampling); None once rescored."""
-        self._holds = 0
+        self._pauses = 0
         self._worker: asyncio.Task[None] | None = None
         self._rescoring: asyncio.Task[list[float]] | None = None
         self._rid = ""
@@ -140,9 +140,9 @@ class Audit:
             self._worker = asyncio.ensure_future(self._work())
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncIterator[None]:
         """No audit runs: the one in flight is aborted, which takes at most one step of the scheduler."""
-        self._holds += 1
+        self._pauses += 1
         try:
             if (rescoring := self._rescoring) is not None:
                 await asyncio.sleep(0)  # SGLang knows the request once its task has begun
@@ -150,7 +150,7 @@ class Audit:
                 await asyncio.wait([rescoring])
             yield
         finally:
-            self._holds -= 1
+            self._pauses -= 1
 
     def acknowledge(self) -> dict[str, Any]:
         """Acknowledge the findings, so that rounds may open again."""
@@ -193,7 +193,7 @@ class Audit:
                 state = await self._scheduler()
                 self._move_to(state["policy_version"])
                 resting = state["running"] and time.monotonic() < rest_until
-                if state["closed"] or self._holds or resting:
+                if state["closed"] or self._pauses or resting:
                     await asyncio.sleep(POLL_S)
                 elif waiting := [place for place, candidate in enumerate(self._chosen) if candidate is not None]:
                     began = time.monotonic()

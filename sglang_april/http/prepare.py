@@ -121,7 +121,7 @@ class RequestBuilder:
             first = int(wrong[0])
             raise bad(f"{field}[{first}]", f"{int(ids[first])} is not in the vocabulary of {server.vocab_size} tokens")
         if ids.size >= server.max_input_len:
-            raise bad(field, f"has {ids.size} tokens, and the server takes fewer than {server.max_input_len}")
+            raise bad(field, f"has {ids.size} tokens, and the server accepts fewer than {server.max_input_len}")
         new = params.given.get("max_new_tokens")
         if new is not None and ids.size + new > server.context_len:
             reason = f"{ids.size} prompt tokens and {new} new ones exceed the context of {server.context_len}"

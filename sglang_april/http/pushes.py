@@ -30,7 +30,7 @@ class Pushes:
 
     async def begin(self, version: int | None) -> dict[str, Any]:
         """Suspend all samples in the scheduler, then release the rounds' reader locks so that weight calls can run."""
-        async with self._pushing, self._audit.held():
+        async with self._pushing, self._audit.paused():
             began = time.monotonic()
             answer = await self._rpc.call(messages.PushBegin(self._rpc.number(), version))
             self._began = began
@@ -47,7 +47,7 @@ class Pushes:
 
     async def freeze(self) -> None:
         """Begin a pause: no sample takes a step, and the pause waits for no round."""
-        async with self._audit.held():
+        async with self._audit.paused():
             await self._rpc.call(messages.Freeze(self._rpc.number()))
             await self._weight_lock.release_all("pause")
 

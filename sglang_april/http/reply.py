@@ -24,7 +24,7 @@ LOGPROB_KIND = "processed"
 """log-softmax after penalties, bias, grammar mask, temperature; before top-k, top-p, min-p (`behaviour-logprobs`)."""
 
 TRUNCATED = (
-    "logprobs are of the distribution before top_k, top_p and min_p, which is not the one the tokens were drawn from"
+    "logprobs are those of the distribution before top_k, top_p and min_p; the tokens were drawn from a narrower one"
 )
 
 _json = msgspec.json.Encoder()
@@ -47,6 +47,8 @@ class Reply:
     trajectories: list[TrajectoryRecord] | None = None
     """In place of `parts`, what a round of trajectories delivers."""
     rejected: list[str] = field(default_factory=list)
+    verdicts: dict[str, bool] = field(default_factory=dict)
+    """With `count: accepted`, the verdicts on the round's groups by prompt id."""
     received: bool = False
     """Whether a connection has received it."""
 
@@ -80,6 +82,7 @@ class Reply:
             nbytes,
             trajectories,
             ended.rejected,
+            ended.verdicts,
         )
 
     def encode(self, packed: bool) -> bytes:

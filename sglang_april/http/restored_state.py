@@ -68,8 +68,7 @@ class RestoredState:
         for run, prompt in message.groups:
             self._groups.add_prompts(run, [prompt])
         for spec in message.rounds:
-            verdicts = {prompt_id: accepted for run, prompt_id, accepted in message.verdicts if run == spec.run}
-            self._rounds.reopen(RoundRecord(spec, verdicts))
+            self._rounds.reopen(RoundRecord(spec))
         self._rounds.add_finished(self._groups, message.finished)
         self._trajectories.restore(message.trajectories)
         self._preview_unjudged(message)
@@ -81,12 +80,10 @@ class RestoredState:
 
     def _preview_unjudged(self, message: messages.Restored) -> None:
         """Reopened rounds with `count: accepted` stream every whole group without a verdict."""
-        whole = {(sample.run, sample.id) for sample in message.finished if sample.whole}
-        whole -= {(run, prompt_id) for run, prompt_id, _ in message.verdicts}
         for round_ in (r for r in self._rounds.open if r.spec.judged):
             shown = {part.prompt.id for part in round_.events}
-            ids = [p.id for run, p in message.groups if run == round_.run and (run, p.id) in whole]
-            round_.events += self._groups.whole(round_.run, [prompt_id for prompt_id in ids if prompt_id not in shown])
+            ids = [prompt_id for run, prompt_id in message.unjudged if run == round_.run and prompt_id not in shown]
+            round_.events += self._groups.whole(round_.run, ids)
 
     async def _restore_replies(self, replies: list[messages.KeptReply]) -> None:
         """Build the kept replies again, the oldest first. Their texts are decoded again."""

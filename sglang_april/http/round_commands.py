@@ -47,24 +47,26 @@ class RoundCommands:
         """Accept and reject finished groups of a round with `count: accepted`; idempotent, also after its end.
 
         A verdict that comes after the end changes nothing, and its id is `late` in the answer.
+
+        Raises:
+            RequestError: as for `RoundRegistry.find`; 404 or 409 from the scheduler (`Ledger.judge`); 409 for a verdict
+                that contradicts one of the ended round.
         """
         round_ = self._rounds.find(round_id)
         await asyncio.shield(round_.opened)
         command = messages.JudgeRound(self._rpc.number(), round_id, accept, reject)
         late: list[str] = []
         try:
-            await self._rpc.call(command, accepted=lambda _: self._judged(round_, accept, reject))
+            counts = (await self._rpc.call(command)).data
         except RequestError as error:
-            over = round_.spec.judged and (error.status, error.field) == (409, "round_id")
-            if not over or round_.contradicts(accept, reject):
+            if not round_.spec.judged or (error.status, error.field) != (409, "round_id"):
                 raise
-            late = [name for name in (*accept, *reject) if name not in round_.verdicts]
-        verdicts = list(round_.verdicts.values())
-        counts = {"accepted": verdicts.count(True), "rejected": verdicts.count(False)}
+            verdicts = (await asyncio.shield(round_.reply)).verdicts
+            if any(verdicts.get(i) is False for i in accept) or any(verdicts.get(i) is True for i in reject):
+                raise
+            late = [name for name in (*accept, *reject) if name not in verdicts]
+            counts = messages.count_verdicts(verdicts.values())
         return {"round_id": round_id, **counts, "late": late}
-
-    def _judged(self, round_: RoundRecord, accept: list[str], reject: list[str]) -> None:
-        round_.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
 
     async def extend(self, round_id: str, body: requests.ExtendBody, fingerprint: str) -> dict[str, Any]:
         """Raise the quota of an open round and add prompts; idempotent with a key, also after the round's end.

@@ -23,8 +23,6 @@ class RoundRecord:
     """A rollout request from its arrival until its reply is no longer kept."""
 
     spec: RoundSpec
-    verdicts: dict[str, bool] = field(default_factory=dict)
-    """The caller's verdicts by prompt id, for a `judge` repeated after the scheduler has ended the round."""
     extensions: dict[str, tuple[str, "asyncio.Future[dict[str, Any]]"]] = field(default_factory=dict)
     """By `idempotency_key`, the fingerprint and the answer of an `extend`."""
     events: list[GroupSlice] = field(default_factory=list)
@@ -59,11 +57,6 @@ class RoundRecord:
         """Wake the streams of this round."""
         self.changed.set()
         self.changed = asyncio.Event()
-
-    def contradicts(self, accept: list[str], reject: list[str]) -> bool:
-        """Whether one of these verdicts has been taken the other way."""
-        verdict = self.verdicts.get
-        return any(verdict(i) is False for i in accept) or any(verdict(i) is True for i in reject)
 
 
 class RoundRegistry:

@@ -164,7 +164,7 @@ async def get_trajectory(april: AprilService, request: Request) -> Response:
     """The record of an undelivered trajectory."""
     run = query_of(request, "run").get("run", "")
     if not 1 <= len(run) <= 256:
-        raise bad("run", "is required, and has 1 to 256 characters")
+        raise bad("run", "is required, with 1 to 256 characters")
     record = await april.trajectory(run, request.path_params["trajectory"], wants_packed(request))
     return respond(request, record)
 

@@ -42,7 +42,7 @@ def _check_trajectories(body: RolloutBody) -> None:
         raise bad("n", "is needed with quota_unit group and trajectories true, and belongs to the prompt otherwise")
     if not (body.trajectories or body.quota_unit == "trajectory"):
         if body.wait_s is not None:
-            raise bad("wait_s", "has a meaning only in a round of trajectories")
+            raise bad("wait_s", "applies only to a round of trajectories")
         return
     for name in ("prompts", "sampling_params", "proximal", "stream"):
         if getattr(body, name):
@@ -125,7 +125,7 @@ def _raw_ids(ids: list[int] | bytes, field: str, packed: bool) -> bytes:
     elif not packed:
         raise bad(field, "Expected array, got str")
     elif len(ids) % 4:
-        raise bad(field, f"must be whole little-endian int32 numbers, and {len(ids)} bytes are not")
+        raise bad(field, f"must be little-endian int32 numbers; {len(ids)} bytes are not")
     else:
         raw = ids
     if not raw:
@@ -174,10 +174,10 @@ def _check_plain(value: Any, field: str, depth: int = 0) -> None:
         return
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise bad(field, "has a number beyond 64 bits")
+            raise bad(field, "contains a number beyond 64 bits")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise bad(field, "must not have NaN or Infinity")
+            raise bad(field, "must not contain NaN or Infinity")
     elif isinstance(value, list):
         for item in value:
             _check_plain(item, field, depth + 1)

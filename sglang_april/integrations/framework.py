@@ -98,7 +98,7 @@ class Framework:
         try:
             msgspec.json.encode(metadata)
         except TypeError as error:
-            raise ValueError(f"group {first.group_index} cannot travel through the engine: {error}") from error
+            raise ValueError(f"group {first.group_index} cannot be sent through the engine: {error}") from error
         return {
             "id": str(first.group_index),
             "input_ids": tokenizer.encode(first.prompt, add_special_tokens=False),

@@ -161,7 +161,7 @@ class DiskTier:
                 pages = buffer[: min(len(buffer), len(sums) - first)]
                 view = memoryview(pages.numpy()).cast("B")
                 if file.readinto(view) != len(view):
-                    raise DamagedFileError("the file is short")
+                    raise DamagedFileError("the file is truncated")
                 yield pages, sums[first : first + len(pages)]
 
     def remove(self, key: Key) -> None:
@@ -253,7 +253,7 @@ class DiskTier:
         at = 16 + size + 4 * pages * head.page_words
         tail = os.pread(fd, 8 * pages + 4, at)
         if len(tail) != 8 * pages + 4 or zlib.crc32(tail[:-4]) != int.from_bytes(tail[-4:], "little"):
-            raise DamagedFileError("the file is short, or its checksums are damaged")
+            raise DamagedFileError("the file is truncated, or its checksums are damaged")
         os.lseek(fd, 16 + size, os.SEEK_SET)
         return head, torch.from_numpy(np.frombuffer(tail[:-4], "<i8").copy())
 

@@ -47,7 +47,7 @@ class UnwritableError(ValueError):
 
     def __init__(self, index: int, error: Exception) -> None:
         """`index`: its position in the transaction."""
-        super().__init__(f"the journal cannot hold it: {error}")
+        super().__init__(f"the journal cannot store it: {error}")
         self.index = index
 
 
@@ -183,10 +183,10 @@ class Journal:
     def _write(self) -> None:
         pending: list[tuple[int, Op]] = []
         failed: dict[int, str] = {}
-        taken, ending = 0, False
-        while not ending:
+        taken, closing = 0, False
+        while not closing:
             for batch in self._take():
-                ending |= batch is None
+                closing |= batch is None
                 taken += batch is not None
                 pending += [(taken, op) for op in batch or ()]
             error = self._write_all(pending, failed)
@@ -205,7 +205,7 @@ class Journal:
             except UnwritableError as error:
                 batch, _ = pending.pop(error.index)
                 failed[batch] = str(error)
-                log.error("a record is left out of the journal: %s", error, exc_info=error.__cause__)
+                log.error("a record was not written to the journal: %s", error, exc_info=error.__cause__)
         return ""
 
     def _take(self) -> list[list[Op] | None]:

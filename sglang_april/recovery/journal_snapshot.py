@@ -274,7 +274,7 @@ def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(
         groups=[(g.run, g.prompt) for g in saved.groups],
-        verdicts=[(g.run, g.prompt.id, g.accepted) for g in saved.groups if g.accepted is not None],
+        unjudged=[(g.run, g.prompt.id) for g in saved.groups if g.samples and g.whole and g.accepted is None],
         finished=[sample for _, sample in done],
         rounds=[r.spec for r in saved.rounds],
         replies=saved.replies,

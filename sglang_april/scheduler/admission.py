@@ -21,9 +21,9 @@ def candidates(rnd: Round) -> Iterator[Sample]:
     mandatory = _mandatory_partials(rnd)
     yield from mandatory
     yield from (s for s in run.suspended.in_order() if s not in mandatory)
-    for group in sorted(run.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.order)):
+    for group in sorted(run.queued.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.order)):
         yield from _queued(group)
-    for group in islice(run.new, rnd.starts_left()):
+    for group in islice(run.queued.new, rnd.starts_left()):
         yield from _queued(group)
 
 

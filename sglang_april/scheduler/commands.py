@@ -77,7 +77,7 @@ class Commands:
                 return None
             if cmd.brief:
                 return report.brief(self._c)
-            return {**report.state(self._c), "store": self._tiers.report()}
+            return {**report.state(self._c), "store": report.store(self._c, self._tiers)}
         return {"partials": report.partials(self._c, cmd.run), **report.groups(self._c, cmd.run)}
 
     def _note_reply(self, cmd: messages.Acknowledge | messages.DeleteReply) -> None:
@@ -145,7 +145,7 @@ class Commands:
         self._c.ledger.judge(rnd.run, cmd.accept, cmd.reject)
         self._c.recorder.judged(rnd.run.named([*cmd.accept, *cmd.reject]))
         self._round_end.mark_due()
-        return {"quota": rnd.spec.quota, "counted": rnd.counted()}
+        return messages.count_verdicts(rnd.run.verdicts.values())
 
     def _extend(self, cmd: messages.ExtendRound) -> dict[str, Any]:
         c, rnd = self._c, self._find(cmd.round_id)

@@ -68,32 +68,32 @@ class ConcurrencyTuner:
         now = self._measure()
         if now is None:
             return self.limit
-        here, smaller = self._level, self._level + 1 < len(self.limits)
-        larger_pays = here > 0 and self._gain_of(here - 1, unknown=1.0) >= TARGET_GAIN
-        if smaller and self._gain_of(here, unknown=1.0) < MIN_GAIN:
+        level, smaller = self._level, self._level + 1 < len(self.limits)
+        larger_pays = level > 0 and self._gain_of(level - 1, unknown=1.0) >= TARGET_GAIN
+        if smaller and self._gain_of(level, unknown=1.0) < MIN_GAIN:
             self._level += 1
         elif larger_pays:
             self._level -= 1
-        elif smaller and here not in self._gains:
+        elif smaller and level not in self._gains:
             self._level += 1
         return self.limit
 
     def _measure(self) -> Steps | None:
         """Evaluate the steps since the last measurement; None if they are too few."""
-        steps, before, here = self._newest, self._before, self._level
+        steps, before, level = self._newest, self._before, self._level
         self._newest, self._before = deque(maxlen=WINDOW), None
         self._gains = {x: entry for x, entry in self._gains.items() if self._steps - entry[1] <= FORGET_STEPS}
         self._curve = {x: entry for x, entry in self._curve.items() if self._steps - entry[1] <= FORGET_STEPS}
         if len(steps) < WINDOW // 4:
             return None
         now = mean(n for n, _ in steps), median(s for _, s in steps)
-        self._before = here, now
-        self._curve[here] = now, self._steps
-        if before is not None and before[0] != here:
-            self._compare({before[0]: before[1], here: now})
-        elif here > 0 and before is None and here - 1 not in self._gains:
+        self._before = level, now
+        self._curve[level] = now, self._steps
+        if before is not None and before[0] != level:
+            self._compare({before[0]: before[1], level: now})
+        elif level > 0 and before is None and level - 1 not in self._gains:
             # A pause interrupted the try: rounds are too short for one. Assume a gain of 1, so that tries end.
-            self._gains[here - 1] = 1.0, self._steps
+            self._gains[level - 1] = 1.0, self._steps
         return now
 
     def _compare(self, sides: dict[int, Steps]) -> None:

@@ -3,7 +3,6 @@
 Pure: no clock, no engine, no rank.
 """
 
-import bisect
 import itertools
 from collections.abc import Container, Iterable, Iterator
 
@@ -69,7 +68,7 @@ class Ledger:
                 group.samples[index] = Sample(group, index, sample_seed(prompt.seed, prompt.id, incarnation, index))
             group.counts[State.QUEUED] = prompt.n
             run.groups[prompt.id] = group
-            self._enqueue(group)
+            group.run.queued.update(group)
             groups.append(group)
         return groups
 
@@ -97,7 +96,7 @@ class Ledger:
         sample = group.samples[0] = Sample(group, 0, seed=0) if parked is None else _next_leg(parked, group)
         group.counts[State.QUEUED] = 1
         run.groups[prompt.id] = group
-        self._enqueue(group)
+        group.run.queued.update(group)
         return sample
 
     def remove_attached(self, sample: Sample) -> None:
@@ -113,7 +112,7 @@ class Ledger:
         run = sample.group.run
         run.suspended.pop(sample, None)
         sample.move(State.PARKED)
-        self._dequeue(sample.group)
+        sample.group.run.queued.remove(sample.group)
         del run.groups[sample.group.id]
         run.parked[sample] = None
 
@@ -133,7 +132,7 @@ class Ledger:
     def requeue(self, groups: Iterable[Group]) -> None:
         """Their trajectory has begun, so they belong to another admission queue."""
         for group in groups:
-            self._enqueue(group)
+            group.run.queued.update(group)
 
     def forget(self, name: str, busy: Container[str]) -> list[Forgotten]:
         """Forget the least recent ids of the run that has accepted prompts, and idle runs, beyond what is remembered.
@@ -191,7 +190,7 @@ class Ledger:
         run.whole += group.whole
         if known.accepted is not None:
             run.verdicts[group] = known.accepted
-        self._enqueue(group)
+        group.run.queued.update(group)
 
     def admit(self, sample: Sample) -> None:
         """A queued or suspended sample enters the engine."""
@@ -200,7 +199,7 @@ class Ledger:
             self._admissions += 1
         sample.group.run.suspended.pop(sample, None)
         sample.move(State.RUNNING)
-        self._enqueue(sample.group)
+        sample.group.run.queued.update(sample.group)
 
     def suspend(self, sample: Sample) -> None:
         """A running sample leaves the engine; without a token it is queued again."""
@@ -210,13 +209,13 @@ class Ledger:
             sample.group.run.suspended[sample] = None
         else:
             sample.move(State.QUEUED)
-        self._enqueue(sample.group)
+        sample.group.run.queued.update(sample.group)
 
     def finish(self, sample: Sample, step: int) -> None:
         sample.finish_step = step
         sample.move(State.FINISHED)
         run = sample.group.run
-        self._enqueue(sample.group)
+        sample.group.run.queued.update(sample.group)
         run.finished += 1
         run.whole += sample.group.whole
 
@@ -231,12 +230,12 @@ class Ledger:
                 group = run.groups.get(prompt_id)
                 if group is None:
                     raise RequestError(
-                        404, f"{name}[{i}]", f"{prompt_id!r} is no undelivered prompt of run {run.name!r}"
+                        404, f"{name}[{i}]", f"{prompt_id!r} is not an undelivered prompt of run {run.name!r}"
                     )
                 if not group.whole:
                     raise RequestError(409, f"{name}[{i}]", f"the group of {prompt_id!r} has not finished")
                 if group.accepted is not None and group.accepted is not verdict:
-                    raise RequestError(409, f"{name}[{i}]", f"{prompt_id!r} has been judged the other way")
+                    raise RequestError(409, f"{name}[{i}]", f"{prompt_id!r} already has the opposite verdict")
         run.verdicts |= {run.groups[i]: True for i in accept} | {run.groups[i]: False for i in reject}
 
     def deliver(self, group: Group, indices: list[int]) -> Delivery:
@@ -270,33 +269,11 @@ class Ledger:
             run.whole -= group.whole
             run.finished -= group.counts[State.FINISHED]
             run.running -= group.counts[State.RUNNING]
-            self._dequeue(group)
+            group.run.queued.remove(group)
             run.verdicts.pop(group, None)
             for sample in group.samples.values():
                 run.suspended.pop(sample, None)
         return [sample for group in doomed for sample in group.samples.values()]
-
-    @classmethod
-    def _enqueue(cls, group: Group) -> None:
-        """Put the group into `Run.new` or `Run.begun`, so that admission never searches a large pool of prompts."""
-        queue = ("begun" if group.begun else "new") if group.counts[State.QUEUED] else ""
-        if queue == group.queue:
-            return
-        cls._dequeue(group)
-        group.queue = queue
-        if queue == "begun":
-            group.run.begun[group] = None
-        elif queue == "new":
-            bisect.insort(group.run.new, group, key=lambda g: g.order)
-
-    @staticmethod
-    def _dequeue(group: Group) -> None:
-        if group.queue == "begun":
-            del group.run.begun[group]
-        elif group.queue == "new":
-            new = group.run.new
-            del new[bisect.bisect_left(new, group.order, key=lambda g: g.order)]
-        group.queue = ""
 
     def tokens(self) -> int:
         """Output tokens of all undelivered samples."""

@@ -10,6 +10,7 @@ from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
+from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectories import TrajectoryRun
 
 
@@ -170,3 +171,15 @@ def groups(c: Context, run: str | None) -> dict[str, list[dict[str, Any]]]:
         (g.begun, {"run": r.name, "id": g.id, "incarnation": g.incarnation}) for r in runs for g in r.groups.values()
     ]
     return {"groups": [row for _, row in rows], "unstarted": [row for begun, row in rows if not begun]}
+
+
+def store(c: Context, tiers: Tiers) -> dict[str, Any]:
+    """The page store's part of `GET /april/state`: tokens by tier, budgets, and failures."""
+    return {
+        "used_tokens": dict(tiers.used),
+        "cap_tokens": {"host": c.host_cap_tokens, "disk": c.disk_cap_tokens},
+        "page_tokens": c.store_page,
+        "in_flight": len(tiers.transfers),
+        "lost": tiers.lost_total,
+        "last_failure": tiers.last_failure,
+    }

@@ -22,7 +22,7 @@ from sglang_april.scheduler.trajectory_round import TrajectoryRound
 FindKv = Callable[[Sequence[tuple[Sample, StoredKv]]], Sequence[Outcome]]
 """Searches the disk tiers of all ranks together: one outcome per sample."""
 
-RESTARTED = "the server was restarted in this round: its statistics start there"
+RESTARTED = "the server was restarted during this round; its statistics begin at the restart"
 
 
 def starting_version(given: int | None, saved: int) -> tuple[int, bool]:

@@ -82,7 +82,7 @@ class Resumer:
     def _in_turn(self, rounds: list[Round]) -> list[Round]:
         """Those with work, the one that was first least recently before the others, unless a run holds its turn."""
         turn = self._c.reservations.turn
-        with_work = [r for r in rounds if r.run.suspended or r.run.begun or r.run.new]
+        with_work = [r for r in rounds if r.run.suspended or r.run.queued]
         return sorted(with_work, key=lambda r: (r.run is not turn, r.last_first))
 
     def _needs_no_prefill(self, sample: Sample) -> bool:

@@ -72,6 +72,7 @@ class RoundEnd:
         """Fix the reply, and suspend the rest or let it run ahead. The step in flight must be settled."""
         c = self.context
         rnd.stats.quota_met()
+        verdicts = {g.id: verdict for g, verdict in rnd.run.verdicts.items()} if rnd.judged else {}
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
         c.trace(f"end round {rnd.spec.round_id} ({reason}, {len(deliver)} groups)", detail=deliver)
         runs_ahead = rnd.spec.after_quota == "continue"
@@ -84,7 +85,15 @@ class RoundEnd:
         stats, lengths = {**rnd.stats.report(carried), **report.concurrency(rnd)}, report.lengths(rnd.run)
         stats["kv_cost"] = report.kv_cost(c)
         ended = messages.RoundEnded(
-            rnd.spec.round_id, rnd.spec.run, c.clock.version, reason, deliver, carried, stats, lengths
+            rnd.spec.round_id,
+            rnd.spec.run,
+            c.clock.version,
+            reason,
+            deliver,
+            carried,
+            stats,
+            lengths,
+            verdicts=verdicts,
         )
         if isinstance(rnd, TrajectoryRound):
             self._end_trajectories(rnd, ended)

@@ -6,8 +6,7 @@ delivered or dropped. Terms are those of the glossary in docs/design.md.
 
 import enum
 import hashlib
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from sglang_april.api.types import ATTACHED as ATTACHED
 from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
+from sglang_april.scheduler.admission_queues import QueuedGroups, SuspendedSamples
 
 if TYPE_CHECKING:
     from sglang_april.scheduler.trajectories import Leg
@@ -177,7 +177,7 @@ class Group:
     """Undelivered samples by index."""
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
     queue: str = ""
-    """Which of the run's admission queues holds the group: "new", "begun", or "" without queued samples (`Ledger`)."""
+    """Which of the run's admission queues holds the group: "new", "begun", or "" (`QueuedGroups`)."""
     prefix: Prefix | None = None
     """The stored prefix under which the prompt was last copied to the host."""
     leader: "Sample | None" = None
@@ -208,11 +208,16 @@ class Group:
         return self.run.verdicts.get(self)
 
     @property
+    def queued(self) -> int:
+        """Number of queued samples."""
+        return self.counts[State.QUEUED]
+
+    @property
     def begun(self) -> bool:
         """Some member has been admitted or has finished, or it is a leg of a trajectory that has begun."""
         if self.leg is not None:
             return self.leg.trajectory.begun
-        return len(self.samples) < self.prompt.n or self.counts[State.QUEUED] < len(self.samples)
+        return len(self.samples) < self.prompt.n or self.queued < len(self.samples)
 
     @property
     def finish_step(self) -> int:
@@ -235,26 +240,6 @@ class Group:
     def is_over(self, version: int, bound: int | None) -> bool:
         """Whether pushes between two rounds, or a `stop`, carried the group beyond the bound (`over_bound`)."""
         return bound is not None and self.staleness(version) > bound
-
-
-class SuspendedSamples(dict[Sample, None]):
-    """The suspended samples of a run: a set with an admission order that is sorted again only after additions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._queue: deque[Sample] | None = None
-
-    def __setitem__(self, sample: Sample, value: None) -> None:
-        super().__setitem__(sample, value)
-        self._queue = None
-
-    def in_order(self) -> Iterator[Sample]:
-        """The samples in admission order."""
-        if self._queue is None:
-            self._queue = deque(sorted(self, key=lambda s: s.order))
-        while self._queue and self._queue[0] not in self:
-            self._queue.popleft()
-        return (s for s in self._queue if s in self)
 
 
 @dataclass(eq=False, slots=True)
@@ -282,10 +267,7 @@ class Run:
     verdicts: "dict[Group, bool]" = field(default_factory=dict)
     """Undelivered groups that the caller has judged (`count: accepted`)."""
     suspended: SuspendedSamples = field(default_factory=SuspendedSamples)
-    begun: dict[Group, None] = field(default_factory=dict)
-    """Begun groups with queued members."""
-    new: list[Group] = field(default_factory=list)
-    """Groups that have not begun, in arrival order."""
+    queued: QueuedGroups = field(default_factory=QueuedGroups)
     parked: "dict[Sample, None]" = field(default_factory=dict)
     """Samples that hold the KV of an ended leg: between two legs, and until the next leg's prefill is launched."""
     attached: bool = False

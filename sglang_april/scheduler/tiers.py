@@ -7,7 +7,6 @@ Budgets change here when something is decided, in tokens and whole pages of the 
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.kv.cost_model import why_not_store
@@ -295,17 +294,6 @@ class Tiers:
         pages.copy = self._budget.new_copy("disk", kv.length, None)
         self._queues["disk"].push(sample)
         self._c.engine.recover_kv(sample)
-
-    def report(self) -> dict[str, Any]:
-        """The tiers' part of `/april/state`: tokens by tier, budgets, and failures."""
-        return {
-            "used_tokens": dict(self.used),
-            "cap_tokens": {"host": self._c.host_cap_tokens, "disk": self._c.disk_cap_tokens},
-            "page_tokens": self._c.store_page,
-            "in_flight": len(self.transfers),
-            "lost": self.lost_total,
-            "last_failure": self.last_failure,
-        }
 
     # --- copies
 

@@ -24,7 +24,7 @@ class VersionClock:
     def closed(self) -> str:
         """Why no sample may take a step, or an empty string."""
         if self.failed:
-            return f"weights are half pushed: {self.failed}; push them again"
+            return f"the weights are updated only in part: {self.failed}; push them again"
         if self.open:
             return "a push is open: POST /april/push/end ends it"
         if self.unnamed:
@@ -49,7 +49,7 @@ class VersionClock:
         if not self.open:
             raise RequestError(409, "push", "no push is open: POST /april/push/begin opens one")
         if self.failed:
-            raise RequestError(409, "push", f"a weight call of this push failed: {self.failed}; begin it again")
+            raise RequestError(409, "push", f"a weight call of this push failed: {self.failed}; start it again")
         target = version if version is not None else self._target
         self._check(target)
         self.version = target if target is not None else self.version + 1
@@ -61,9 +61,9 @@ class VersionClock:
         if named is None:
             return ""
         if self.open and self._target not in (None, named):
-            return f"weight_version is {named}, and the open push is of version {self._target}"
+            return f"weight_version is {named}, but the open push is to version {self._target}"
         if named < self.version + bool(not self.unnamed and (self.open or self.failed)):
-            return f"weight_version is {named}, and the policy version is {self.version}; it never falls"
+            return f"weight_version is {named}, but the policy version is {self.version} and never decreases"
         return ""
 
     def weight_call(

@@ -83,7 +83,7 @@ def stock() -> Iterator[str]:
 
 
 def test_engine_without_the_plugin_is_refused(stock: str) -> None:
-    with pytest.raises(HandshakeError, match="SGLang runs there without sglang-april"):
+    with pytest.raises(HandshakeError, match="the server runs SGLang without sglang-april"):
         shake_hands(stock, SHAPE)
 
 

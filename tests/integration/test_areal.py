@@ -23,4 +23,4 @@ PACKAGES = [
 
 def test_areal(normal: LiveServer, request: pytest.FixtureRequest) -> None:
     packages = unpacked(PACKAGES, request.config.cache.mkdir("packages"))
-    run_cases("areal_cases.py", packages, normal)
+    run_cases(["areal_cases.py"], packages, normal)

@@ -26,14 +26,14 @@ def test_every_variant_accounts_for_its_tokens(
 ) -> None:
     rows: list[Row] = []
     preset = PRESETS["tiny"]
-    facts = {"machine": {}, "versions": {}, "commit": ""}
+    common = {"machine": {}, "versions": {}, "commit": ""}
 
     async def scene() -> int:
         async with EngineClient(server.url, patched=True) as engine:
             checkpoints = models("qwen3", 0), models("qwen3", 1)
             server.loaded = checkpoints[1]
             testbed = Testbed(engine, engine, checkpoints, preset, given_limit=1.0)
-            return await Runner(testbed, facts, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
+            return await Runner(testbed, common, "smoke", rows.append).run(list(preset.cells()), time.monotonic() + 500)
 
     assert asyncio.run(scene()) == 0
     # A variant whose fields the server refuses has no row.

@@ -58,10 +58,10 @@ def test_health_reports_a_full_disk_and_nothing_is_lost(
         assert health.json()["error"]["reason"].startswith("the journal cannot be written")
         refused = server.rollout(run=f"{run}-new", prompts=[prompt("b", 4)], quota=None, status=503)
         assert refused["error"]["reason"] == health.json()["error"]["reason"]
-        told = server.http.post("/april/rollout", json=body, timeout=60)
-        assert (told.status_code, told.json()["error"]["field"]) == (503, "journal")
-        assert told.json()["error"]["reason"].startswith("the journal cannot be written")
-        assert f"round {run}-waits waits for it" in told.json()["error"]["reason"]
+        answer = server.http.post("/april/rollout", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["field"]) == (503, "journal")
+        assert answer.json()["error"]["reason"].startswith("the journal cannot be written")
+        assert f"round {run}-waits waits for it" in answer.json()["error"]["reason"]
         until(lambda: "still waiting: the journal cannot be written" in caplog.text, "the client logs the reason")
         assert not waiting.done()
         limit(server, resource.RLIM_INFINITY)

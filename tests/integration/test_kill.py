@@ -117,7 +117,7 @@ def partials_replies_and_open_rounds_come_back(server: Server, models: Callable[
 def kv_comes_back_from_the_disk(server: Server, models: Callable[[str, int], Path], run: str) -> None:
     """Kill between two policies: KV on disk is kept KV of the older one after the restart.
 
-    But for one file with a flipped byte, and a sample with a grammar: these are prefilled again, the first is counted.
+    A sample whose file has a flipped byte (counted) and a sample with a grammar are prefilled again.
     """
     first = server.state()["policy_version"]
     policies = {first + i: models("qwen3", (first + i) % 2) for i in range(4)}

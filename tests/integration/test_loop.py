@@ -47,8 +47,8 @@ def test_three_steps_and_the_drain(normal: LiveServer, config: Callable[..., Any
     for report in loop.reports:
         row = report.stats.row()
         assert report.applied
-        assert row["on_policy_gap"] < 1e-4, "trainer and engine are of one mind about fresh tokens"
-    assert rows[1]["off_policy_share"] > 0, "partials were learned from"
+        assert row["on_policy_gap"] < 1e-4, "trainer and engine agree on fresh tokens"
+    assert rows[1]["off_policy_share"] > 0, "partials were trained on"
     assert normal.server.state()["runs"][loop.run_name]["groups"] == 0
     held = read_rows(Path(made.save) / "evaluations.jsonl")
     assert [row["step"] for row in held] == [0, 2, 3, 4]
@@ -76,7 +76,7 @@ def test_evaluation_changes_no_training_sample(config: Callable[..., Any], tmp_p
     held = str(write_prompts(tmp_path / "held.jsonl", 6, 1))
     drawn = []
     for name, fields in (("without", {}), ("with", {"eval_interval": 1, "eval_prompt_data": held})):
-        # A learning rate that moves nothing: what is compared is sampling, not the trainer's arithmetic.
+        # The learning rate changes nothing: the test compares sampling, not the trainer's arithmetic.
         _, loop, _ = train(config(name, num_rollout=2, lr=1e-12, partial_rollout=False, **fields))
         drawn.append([{(r.prompt_id, r.index): r.output_ids.tolist() for r in part} for part in loop.trained])
     assert drawn[0] == drawn[1]

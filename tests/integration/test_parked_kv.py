@@ -33,7 +33,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.8, "sampling_seed": 41, "max_new_toke
 
 
 def check_replay(live: LiveServer, known: dict[str, Any], *, kept: bool = True) -> None:
-    """Every drawn token's logprob is that of Hugging Face forwards, which continue on the KV of the turn before."""
+    """Every drawn token's logprob is that of Hugging Face forwards, which continue on the KV of the previous turn."""
     (branch,) = known["branches"]
     prompt = known["legs"][0]["prompt_ids"]
     output = branch["ids"][len(prompt) :]

@@ -110,12 +110,12 @@ def test_failed_bucket_closes_admission_until_the_next_push(live: LiveServer, ru
     assert send(server, first)["success"]
     failed = send(server, misshapen(second) if "shape" in fault else b"nothing", status=400)
     assert not failed["success"]
-    closed_by(live, run, "weights are half pushed")
+    closed_by(live, run, "the weights are updated only in part")
     for bucket in rest:
         send(server, bucket)
     assert "failed" in server.post("/april/push/end", status=409)["error"]["reason"]
     assert live.version == v
-    closed_by(live, run, "weights are half pushed")
+    closed_by(live, run, "the weights are updated only in part")
     assert push_buckets(live, 1) == v + 1
     assert server.state()["closed"] == ""
     finish(live, run, (v, "fresh"), (v + 1, "kept"))
@@ -127,9 +127,9 @@ def test_failed_bucket_without_begin_needs_a_full_update(live: LiveServer, run: 
     carry(live, run)
     first, second, *_ = buckets_of(live.model(1), TEN)
     send(live.server, misshapen(first), status=400)
-    closed_by(live, run, "weights are half pushed")
+    closed_by(live, run, "the weights are updated only in part")
     assert send(live.server, second)["success"]
-    closed_by(live, run, "weights are half pushed")
+    closed_by(live, run, "the weights are updated only in part")
     assert live.version == v
     assert live.load(1)["success"]
     assert live.version == v + 1
@@ -143,7 +143,7 @@ def test_unreadable_policy_closes_admission(live: LiveServer, run: str) -> None:
     server = live.server
     server.post("/april/push/begin")
     server.post("/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": False}, status=400)
-    closed_by(live, run, "weights are half pushed")
+    closed_by(live, run, "the weights are updated only in part")
     server.post("/april/push/end", status=409)
     assert live.push(0) == v + 1
     assert server.rollout(run=run, prompts=[prompt("a", 2)], quota=1)["policy_version"] == v + 1

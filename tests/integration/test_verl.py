@@ -24,4 +24,4 @@ def test_verl(normal: LiveServer, request: pytest.FixtureRequest) -> None:
     packages = unpacked(PACKAGES, request.config.cache.mkdir("packages"))
     plugin = "sglang_april.integrations.verl.plugin"
     env = {"SGLANG_APRIL": "{}", "VERL_USE_EXTERNAL_MODULES": plugin, "VERL_LOGGING_LEVEL": "ERROR"}
-    run_cases("verl_cases.py", packages, normal, env=env)
+    run_cases(["verl_client_cases.py", "verl_loop_cases.py"], packages, normal, env=env)

@@ -185,7 +185,7 @@ def test_prompt_cached_before_a_push_is_not_reused_after_it(live: LiveServer, ru
         assert prefilled_by_round(f"c{seed}") < len(prompt)
         assert cached_tokens() > 0
         live.push(seed, flush=False)
-        assert cached_tokens() == 0, "a prompt of /generate stood on KV of an older policy"
+        assert cached_tokens() == 0, "a prompt of /generate used KV of an older policy"
 
 
 def test_prefixes_of_older_policies_are_evicted(live: LiveServer, run: str) -> None:

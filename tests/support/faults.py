@@ -49,8 +49,8 @@ def _another_flag(_armed: Armed, stock: Callable[..., Any], *args: Any) -> dict[
     return {**stock(*args), "--april-quota": "5"}
 
 
-def _smaller_budgets(_armed: Armed, stock: Callable[..., Any], s: Any, config: Any, form: Any, budgets: Any) -> Any:
-    return stock(s, config, form, budgets._replace(host=320))
+def _smaller_budgets(_armed: Armed, stock: Callable[..., Any], s: Any, config: Any, pages: Any, budgets: Any) -> Any:
+    return stock(s, config, pages, budgets._replace(host=320))
 
 
 Fault = tuple[str, Callable[..., Any]]

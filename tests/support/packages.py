@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ def unpacked(requirements: list[str], folder: Path) -> Path:
     return path
 
 
-def run_cases(file: str, packages: Path, live: LiveServer, *, env: dict[str, str] | None = None) -> None:
-    """Run the tests of a file in `tests/frameworks` in a process that has these packages, against a live server.
+def run_cases(files: Sequence[str], packages: Path, live: LiveServer, *, env: dict[str, str] | None = None) -> None:
+    """Run the tests of files in `tests/frameworks` in a process that has these packages, against a live server.
 
     A process of its own, because such packages change what is imported: loggers, start methods, other versions.
     """
@@ -47,6 +48,6 @@ def run_cases(file: str, packages: Path, live: LiveServer, *, env: dict[str, str
         **(env or {}),
     }
     options = ["-q", "-x", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests/frameworks" / file)]
+    command = [sys.executable, "-m", "pytest", *options, *(f"{ROOT}/tests/frameworks/{name}" for name in files)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -14,17 +14,17 @@ from sglang_april.http.validation import check_rollout
 from tests.unit.scripted_engine import ScriptedEngine
 
 
-def accept(body: dict[str, Any], packed: bool = False, **facts: Any) -> Any:
+def accept(body: dict[str, Any], packed: bool = False, **server: Any) -> Any:
     """Decode, check and prepare, as the service does; the command to the scheduler."""
     data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
     rollout = decode_rollout(data, packed)
     config, digest = AprilConfig(quota=8), check_rollout(rollout, packed)
-    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**facts))
+    return open_round(1, round_spec(rollout, "r", digest, config), rollout, config, ScriptedEngine(**server))
 
 
-def refuse(body: dict[str, Any], packed: bool = False, **facts: Any) -> RequestError:
+def refuse(body: dict[str, Any], packed: bool = False, **server: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        accept(body, packed, **facts)
+        accept(body, packed, **server)
     assert caught.value.status == 400
     assert caught.value.reason
     return caught.value

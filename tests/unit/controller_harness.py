@@ -163,6 +163,9 @@ class ControllerHarness(EventChecks):
             reject=reject,
         )
         assert answer.status in ([409] if refused else wrong or [200])
+        if answer.status == 200:
+            taken = [g.accepted for g in groups.values()]
+            assert answer.data == {"accepted": taken.count(True), "rejected": taken.count(False)}
         return answer.status
 
     def extend(self, run: str, quota_add: int, prompts: dict[str, tuple[int, int, int]], key: str | None = None) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from sglang_april.api import messages
 from sglang_april.scheduler.state import sample_seed
 from tests.unit.crashing_harness import KEPT
-from tests.unit.fake_loop import token
+from tests.unit.fake_request import token
 
 RUNS = ("a", "b", "c")
 PipeMessage = messages.Command | messages.Event

@@ -18,8 +18,8 @@ from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample, State
 from tests.unit.controller_harness import ControllerHarness
 from tests.unit.fake_copies import Folder, SampleKey
-from tests.unit.fake_engine import FakeEngine, build, sample_key
-from tests.unit.fake_loop import token
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_request import build, sample_key, token
 from tests.unit.recount import samples_of
 
 KEPT = 2
@@ -69,14 +69,14 @@ class CrashingHarness(ControllerHarness):
             context = e.controller.context
             context.clock.version = e.version = version
             context.clock.unnamed = unnamed
-            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._look)
+            e.controller.restore(msgspec.convert(msgspec.to_builtins(saved), JournalSnapshot), self._find_kv)
             restore_tokens(e, self.histories)
         self._begin(saved.next_epoch)
         self.recorder = self.controller.context.recorder = Recorder(self.engine, journal, self.interval)
         self.recorder.epoch(saved.next_epoch)
         self.recorder.commit()
 
-    def _look(self, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
+    def _find_kv(self, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
         requested = [(sample_key(sample), kv) for sample, kv in wanted]
         return combine_outcomes([KvSearch(e.copies.folder, self.saved.epoch).find_all(requested) for e in self.engines])
 

@@ -10,7 +10,7 @@ from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.state import Sample, sample_seed
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_loop import Request, Row, token
+from tests.unit.fake_request import Request, Row, token
 from tests.unit.recount import samples_of, spans_of
 from tests.unit.reference_model import FinishedEntry, Key, ModelRound, ReferenceModel, oldest_of
 
@@ -63,6 +63,8 @@ class EventChecks(ReferenceModel):
         rnd = self.rounds.pop(e.run)
         assert (e.round_id, e.policy_version) == (rnd.spec.round_id, self.version)
         assert e.end_reason == ("stopped" if rnd.stop else self.due(rnd))
+        judged = rnd.spec.count == "accepted"
+        assert e.verdicts == {g.key[1]: g.accepted for g in self.of(e.run) if judged and g.accepted is not None}
         self.check_delivery(rnd, e)
         assert (e.stats["tokens_generated"], e.stats["reprefilled_tokens"]) == (rnd.generated, rnd.reprefilled)
         between = e.stats["ahead"]

@@ -1,6 +1,5 @@
 """An in-memory `sglang_april.scheduler.engine.Engine` under the real controller: no SGLang, no tensors."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,37 +14,9 @@ from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.state import Group, Proximal, Sample, State
 from sglang_april.scheduler.version_clock import VersionClock
-from tests.unit.fake_copies import Copies, SampleKey
-from tests.unit.fake_loop import FakeLoop, Request
-
-
-def build(sample: Sample) -> Request:
-    """Build the request of a sample; a suspended sample restored from a journal gets its tokens."""
-    group = sample.group
-    prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
-    name = f"{group.order}.{sample.index}"
-    request = sample.request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
-    remember(request)
-    return request
-
-
-def remember(request: Request) -> None:
-    """The tokens of a sample that was restored from a journal."""
-    sample = request.sample
-    if sample.journal.snapshot is not None:
-        request.output = np.frombuffer(sample.journal.snapshot.output_ids, "<i4").tolist()
-        request.drawn_under = [(s.version, s.kv) for s in sample.journal.snapshot.spans for _ in range(s.start, s.end)]
-        request.epochs = [0] * len(request.output)
-        sample.journal.snapshot = None
-
-
-def seed_of(rid: str) -> int:
-    """Of an attached request, whose tokens depend on its `rid` alone."""
-    return zlib.crc32(rid.encode())
-
-
-def sample_key(sample: Sample) -> SampleKey:
-    return sample.group.run.name, sample.group.id, sample.group.incarnation, sample.index
+from tests.unit.fake_copies import Copies
+from tests.unit.fake_loop import FakeLoop
+from tests.unit.fake_request import Request, build, remember, sample_key, seed_of
 
 
 class FakeEngine(FakeLoop):

@@ -6,68 +6,13 @@ version, so the next forward detects a lost, shared or stale page. Output token 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from sglang_april.api.messages import Provenance
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.controller import Controller
-from sglang_april.scheduler.state import Group, Sample, State
+from sglang_april.scheduler.state import Group, State
 from tests.unit.fake_copies import Copies
-
-
-def token(seed: int, position: int) -> int:
-    return (seed >> (position % 40)) % 997
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A request in the engine; `sample` is None for a stock request."""
-
-    name: str
-    seed: int
-    prompt: int
-    """Prompt tokens."""
-    max_new: int
-    ends_early: bool = True
-    sample: Sample | None = None
-    output: list[int] = field(default_factory=list)
-    drawn_under: list[tuple[int, Provenance]] = field(default_factory=list)
-    """Per output token: the version, and the provenance of its KV as read from the slots."""
-    epochs: list[int] = field(default_factory=list)
-    """Per output token: the server epoch in which it was drawn."""
-    drawn: int = 0
-    """Output tokens drawn on the device, including the step in flight."""
-    slots: list[int] | None = None
-    recomputed: bool = False
-    leg: int = 0
-    """Incremented when KV is lost; results of an earlier leg are ignored."""
-    reason: dict[str, Any] | None = None
-    abort_next: bool = False
-
-    @property
-    def length(self) -> int:
-        """Output tokens at which it stops."""
-        return 1 + self.seed % self.max_new if self.ends_early else self.max_new
-
-    @property
-    def history(self) -> list[Any]:
-        """Epoch, version and provenance per output token; requests equal in it have equal KV."""
-        return list(zip(self.epochs, self.drawn_under, strict=True))
-
-    @property
-    def rest(self) -> int:
-        return max(self.max_new - len(self.output), 0)
-
-
-@dataclass(slots=True)
-class Row:
-    """The part of one forward that concerns one request."""
-
-    request: Request
-    leg: int
-    prefilled: int
-    drew: tuple[int, Provenance] | None
+from tests.unit.fake_request import Request, Row, token
 
 
 class FakeLoop:
@@ -159,7 +104,7 @@ class FakeLoop:
         return rows or None
 
     def _prefix(self, request: Request) -> list[int]:
-        """The slots behind which a leg is prefilled: those of the leg before, if they are in the pool."""
+        """The slots behind which a leg is prefilled: those of the previous leg, if they are in the pool."""
         sample = request.sample
         if sample is None or sample.kv.pages is None or sample.length:
             return []

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_april.api import messages
-from tests.unit.fake_engine import FakeEngine, seed_of
-from tests.unit.fake_loop import Request, token
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_request import Request, seed_of, token
 from tests.unit.recount import spans_of
 
 AGENTS = "agents"

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
-from tests.unit.fake_engine import FakeEngine, seed_of
-from tests.unit.fake_loop import token
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_request import seed_of, token
 from tests.unit.recount import recount
 
 PROMPT = [5, 6, 7]

@@ -61,5 +61,5 @@ def slots_of(count: int, seed: int = 1) -> torch.Tensor:
     return torch.tensor(random.Random(seed).sample(range(SLOTS // 2), count))
 
 
-ELSEWHERE = torch.arange(SLOTS // 2, SLOTS)
+OTHER_SLOTS = torch.arange(SLOTS // 2, SLOTS)
 KEY = Key("run", "prompt", 0, 1)

@@ -9,7 +9,7 @@ from sglang_april.kv.kv_pages import KvState, Pages
 from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.state import Run, Sample, State
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_loop import Request
+from tests.unit.fake_request import Request
 
 STATES = QUEUED, RUNNING, SUSPENDED, FINISHED, PARKED = tuple(State)
 
@@ -73,8 +73,8 @@ def _recount_run(run: Run) -> list[int]:
             begun.add(group)
     assert [run.running, run.finished, run.whole] == [totals[1], totals[3], whole]
     assert run.suspended.keys() == set(suspended)
-    assert run.begun.keys() == begun
-    assert run.new == sorted(new, key=lambda g: g.order)
+    assert run.queued.begun.keys() == begun
+    assert run.queued.new == sorted(new, key=lambda g: g.order)
     return totals
 
 

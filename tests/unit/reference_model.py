@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sglang_april.api import messages
 from sglang_april.scheduler.ledger import Ledger
-from tests.unit.fake_loop import Request
+from tests.unit.fake_request import Request
 
 Key = tuple[str, str, int]
 """A group: run, id, incarnation."""

@@ -34,9 +34,9 @@ def sglang_rwlock() -> Any:
 class ScriptedEngine:
     """A `Frontend` whose tokens are characters. Nothing ends by itself: tests call `finish` and `end`."""
 
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, **server: Any) -> None:
         defaults = {"vocab_size": 256, "context_len": 100, "max_input_len": 90, "has_tokenizer": True}
-        self._info = ServerInfo(**{**defaults, "priority": False, "overlap": True, **facts})
+        self._info = ServerInfo(**{**defaults, "priority": False, "overlap": True, **server})
         self.lock = sglang_rwlock()
         self.april: AprilService | None = None
         self.commands: list[messages.Command] = []
@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.silent: set[type] = set()
         self.taken: set[tuple[str, str]] = set()
         self.version = 0
+        self.verdicts: dict[str, bool] = {}
         self.running = 0
         """Samples that run, as `GetState` reports them to the audit."""
         self.rescored: list[tuple[str, list[int], int, float]] = []
@@ -77,6 +78,9 @@ class ScriptedEngine:
             ids = [i for run, i in self.taken if run == command.run and i in (command.ids or [i])]
             self.taken -= {(command.run, i) for i in ids}
             return messages.Answer(command.seq, data={"groups": [[i, 0] for i in ids], "samples": len(ids)})
+        if isinstance(command, messages.JudgeRound):
+            self.verdicts |= dict.fromkeys(command.accept, True) | dict.fromkeys(command.reject, False)
+            return messages.Answer(command.seq, data=messages.count_verdicts(self.verdicts.values()))
         if isinstance(command, messages.PushEnd):
             self.version += 1
         brief = isinstance(command, messages.GetState) and command.brief
@@ -119,7 +123,9 @@ class ScriptedEngine:
         carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
         stats = more.get("stats", {"tokens_after_quota": 0, "warnings": []})
         spec = opened.spec
-        self.emit(messages.RoundEnded(spec.round_id, spec.run, self.version, reason, deliver, carried, stats))
+        ended = messages.RoundEnded(spec.round_id, spec.run, self.version, reason, deliver, carried, stats)
+        ended.verdicts = dict(self.verdicts)
+        self.emit(ended)
 
     @property
     def opened(self) -> messages.OpenRound:

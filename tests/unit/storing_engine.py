@@ -21,7 +21,8 @@ from sglang_april.kv.page_format import RawPages
 from sglang_april.kv.page_store import PageStore
 from sglang_april.scheduler.state import Sample
 from tests.unit.fake_copies import File
-from tests.unit.fake_engine import FakeEngine, sample_key
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.fake_request import sample_key
 
 PAGE = 4
 """Tokens."""

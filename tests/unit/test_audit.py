@@ -198,7 +198,7 @@ def test_nothing_runs_while_it_is_held_and_what_runs_is_aborted(monkeypatch: pyt
         scene.engine.hold_rescores = True
         scene.offer(2)
         await until(lambda: len(scene.engine.rescored) == 1)
-        async with scene.audit.held():
+        async with scene.audit.paused():
             await until(lambda: scene.outcomes == ["discarded"])
             await asyncio.sleep(0.01)
             assert len(scene.engine.rescored) == 1

@@ -47,7 +47,7 @@ def test_client_side_variants_run_at_their_best_measured_factor() -> None:
             share = {"share_of_limit": 1.9 if grown else 1 - abs(cell.plan.over_sampling - best)}
             share |= {"carry_grown": grown, "delivered_tokens": 100}
             testbed.note({**reported, **share, "together": cell.together, "plan": asdict(cell.plan)})
-            assert testbed.plan(cell) == cell.plan, "what is tried is tried as it is"
+            assert testbed.plan(cell) == cell.plan, "factors under trial are not replaced"
     assert factors("lognormal") == [2.0, 2.0, 3.0, 1.5]
     assert factors("pareto") == factors("extreme:100") == [2.0, 2.0, 1.5, 1.5]
     assert factors("lognormal", n=8) == [1.5] * 4

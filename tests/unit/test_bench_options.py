@@ -65,7 +65,7 @@ def test_paced_preset_starts_servers_of_its_own_at_the_pace_of_a_table() -> None
     assert preset.limit("lognormal") == pytest.approx(256 / step_s)
     with pytest.raises(SystemExit, match="starts its own"):
         preset_of(arguments(["--preset", "april-paced/8", "--server", "http://localhost:1"]))
-    with pytest.raises(SystemExit, match="at this machine's own pace"):
+    with pytest.raises(SystemExit, match="at this machine's own speed"):
         preset_of(arguments(["--preset", "cpu", "--pace", "table.json"]))
 
 

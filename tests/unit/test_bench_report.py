@@ -13,13 +13,13 @@ from bench.tables import ablations_of, aims, better_outside, by_variant, headlin
 
 
 def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest: Any) -> dict[str, Any]:
-    facts = {"machine": {"cpu": "some", "cores": 2, "gpu": None}, "versions": {"sglang": "0.5.17"}, "commit": "c" * 40}
+    common = {"machine": {"cpu": "some", "cores": 2, "gpu": None}, "versions": {"sglang": "0.5.17"}, "commit": "c" * 40}
     return {
         "bench": "rollout",
         "preset": "cpu",
         "run_id": "r",
         "time": "2026-01-01",
-        **facts,
+        **common,
         "distribution": "lognormal",
         "ablation": None,
         "variant": variant,

@@ -87,7 +87,7 @@ def test_memory_release_is_refused_during_a_paused_stock_request(locked: bool) -
 
     manager: Any = SimpleNamespace(is_pause=True, model_update_lock=SimpleNamespace(is_locked=is_locked))
     if locked:
-        with pytest.raises(ValueError, match="a paused request of SGLang's own is in flight"):
+        with pytest.raises(ValueError, match="a paused stock request is in flight"):
             asyncio.run(hooks_http._refuse_while_busy(manager))
     else:
         asyncio.run(hooks_http._refuse_while_busy(manager))

@@ -105,7 +105,7 @@ def test_free_group_frees_slots_at_its_end(sweep: SweepAllocator) -> None:
 @pytest.mark.parametrize("slots", [[1, 1], [1, 2], [1, 0]])
 def test_freeing_a_free_slot_raises(sweep: SweepAllocator, slots: list[int]) -> None:
     sweep.alloc(1)
-    with pytest.raises(ValueError, match="2 slots are freed, and 1 of them were taken"):
+    with pytest.raises(ValueError, match="2 slots were freed, but only 1 of them were allocated"):
         sweep.free(torch.tensor(slots))
     assert sweep.free_pages.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 

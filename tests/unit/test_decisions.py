@@ -1,4 +1,4 @@
-"""Ranks that decide differently find out at the first step that differs, and ranks that decide alike never do."""
+"""Ranks that decide differently are detected at the first step that differs; ranks that decide alike never are."""
 
 from types import SimpleNamespace
 from typing import Any

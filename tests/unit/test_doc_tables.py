@@ -41,8 +41,8 @@ def test_a_changed_figure_is_found(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_table_comes_from_the_newest_run() -> None:
-    facts = {"machine": {"cpu": "some", "cores": 2}, "versions": {"sglang": "1"}, "commit": "c" * 40, "load": 0.0}
-    base = {"bench": "stop_latency", "running": 16, "format": "json", "tokens_after_end": 0, **facts}
+    common = {"machine": {"cpu": "some", "cores": 2}, "versions": {"sglang": "1"}, "commit": "c" * 40, "load": 0.0}
+    base = {"bench": "stop_latency", "running": 16, "format": "json", "tokens_after_end": 0, **common}
     rows = [
         {**base, "run_id": "old", "time": "2026-01-01T", "variant": variant, "latency_ms": 1.0}
         for variant in ("april", "outside")

@@ -51,7 +51,7 @@ def test_parameters_come_back_as_they_were(given: dict[str, Any]) -> None:
 
 
 def test_another_release_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it has another default: the release that encoded them had no value in mind but its own."""
+    """Also where it has another default: the release that encoded them meant its own default."""
     params = normalised(**GIVEN)
     data = encode_params(params)
     monkeypatch.setattr(encoded_params, "SamplingParams", other_release(temperature=0.1, top_p=0.1))
@@ -64,7 +64,7 @@ def test_another_release_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameter_that_another_release_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error where it is set, and nothing where it is not."""
+    """A parameter that this release lacks is an error if it is set, and ignored otherwise."""
     set_, unset = encode_params(normalised(**GIVEN)), encode_params(normalised(temperature=0.5))
     monkeypatch.setattr(encoded_params, "SamplingParams", other_release(without="custom_params"))
     assert decode_params(unset).temperature == 0.5

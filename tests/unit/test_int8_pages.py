@@ -55,23 +55,23 @@ def rank(tmp_path: Path) -> Iterator[StoreOfHalfPool]:
     rank.disk.close()
 
 
-def store(rank: StoreOfHalfPool, way: str, slots: torch.Tensor) -> None:
-    if way == "disk":
+def store(rank: StoreOfHalfPool, route: str, slots: torch.Tensor) -> None:
+    if route == "disk":
         rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
         rank.store.copy_to_host(1, 7, slots, None)
     assert rank.outcome(1) == ""
-    if way == "spilled":
+    if route == "spilled":
         rank.store.spill(2, 7, KEY, len(slots), 0)
         assert rank.outcome(2) == ""
 
 
-@pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_round_trip_error_is_within_documented_bound(rank: StoreOfHalfPool, way: str) -> None:
+@pytest.mark.parametrize("route", ["host", "disk", "spilled"])
+def test_round_trip_error_is_within_documented_bound(rank: StoreOfHalfPool, route: str) -> None:
     """At most half a code step, max|x| / 254 of a token's head, and bfloat16's own rounding; 0.7 % of the RMS."""
     slots, elsewhere = torch.randperm(SLOTS // 2)[:TOKENS], torch.arange(SLOTS // 2, SLOTS)
     wanted, others = rank.rows(slots), rank.rows(elsewhere[TOKENS:])
-    store(rank, way, slots)
+    store(rank, route, slots)
     rank.store.load(3, 7, elsewhere[:TOKENS])
     assert rank.outcome(3) == ""
     error = rank.rows(elsewhere[:TOKENS]) - wanted

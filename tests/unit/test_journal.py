@@ -111,7 +111,7 @@ def test_the_ids_of_the_oldest_rounds_are_forgotten(tmp_path: Path, monkeypatch:
     saved = read(path)
     assert ([r.spec.round_id for r in saved.replies], saved.gone) == (["r7"], ["r5", "r6"])
     again = read(written(path, accept(8, request("r5"))))
-    assert [r.spec.round_id for r in again.rounds] == ["r5"], "the HTTP process has forgotten the id before"
+    assert [r.spec.round_id for r in again.rounds] == ["r5"], "the HTTP process had already forgotten the id"
 
 
 def test_forgotten_ids_are_deleted_and_the_others_keep_their_order(tmp_path: Path) -> None:

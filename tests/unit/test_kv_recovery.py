@@ -1,4 +1,4 @@
-"""Restarts with a disk tier: KV comes back of just the tokens that the journal has, on all ranks or on none."""
+"""Restarts with a disk tier: KV of exactly the journal's tokens is restored, on all ranks or on none."""
 
 import random
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_april.recovery.kv_recovery import Outcome, combine_outcomes
+from sglang_april.scheduler import report
 from tests.unit.controller_harness import lengths
 from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.test_pressure import tiers
@@ -29,7 +30,7 @@ def suspended_to_disk(harness: CrashingHarness, *sizes: int) -> None:
 
 
 def damage(harness: CrashingHarness, rank: int, number: int, fault: str) -> None:
-    """Something happens to one file of one rank, if there are so many."""
+    """Damage or delete one file of one rank, if it has that many."""
     files = harness.folders[rank].files
     for key in sorted(files)[number : number + 1]:
         if fault == "flip":
@@ -100,9 +101,9 @@ def test_file_missing_on_one_rank_is_used_on_none(harness: CrashingHarness, rank
     damage(harness, rank, 0, fault)
     harness.crash()
     assert tiers(harness, "run") == {"p1": "none", "p2": "disk"}
-    report = harness.controller.tiers.report()
-    assert report["lost"] == (fault == "flip")
-    assert (f"rank {rank}: " in report["last_failure"]) == (fault == "flip")
+    stored = report.store(harness.controller.context, harness.controller.tiers)
+    assert stored["lost"] == (fault == "flip")
+    assert (f"rank {rank}: " in stored["last_failure"]) == (fault == "flip")
     assert all(len(folder.files) == 1 for folder in harness.folders), "unused files are removed everywhere"
     stats = rest(harness)
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["kv_lost"]) == (1, 1, int(fault == "flip"))
@@ -129,7 +130,7 @@ def test_an_older_file_is_not_used(tmp_path: Path) -> None:
     assert all(folder.files for folder in harness.folders)
     harness.crash()
     assert tiers(harness, "run") == {"p1": "none"}
-    assert harness.controller.tiers.report()["lost"] == 0
+    assert report.store(harness.controller.context, harness.controller.tiers)["lost"] == 0
     assert not any(folder.files for folder in harness.folders)
 
 

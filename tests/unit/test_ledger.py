@@ -49,7 +49,7 @@ def test_a_suspended_sample_without_a_token_is_queued_again() -> None:
     driver.suspend(*group.samples.values())
     assert group.counts[QUEUED] == 2
     assert (group.queue, driver.run.suspended, driver.run.running) == ("new", {}, 0)
-    assert [g.id for g in driver.run.new] == ["g0", "g1"]
+    assert [g.id for g in driver.run.queued.new] == ["g0", "g1"]
 
 
 def test_groups_with_queued_members_are_in_the_admission_queues() -> None:
@@ -57,12 +57,16 @@ def test_groups_with_queued_members_are_in_the_admission_queues() -> None:
     driver = LedgerDriver()
     group, other = driver.groups(2, 2)
     driver.start(group.samples[0])
-    assert (group.queue, list(driver.run.begun), driver.run.new) == ("begun", [group], [other])
+    assert (group.queue, list(driver.run.queued.begun), driver.run.queued.new) == ("begun", [group], [other])
     driver.start(group.samples[1])
-    assert (group.queue, list(driver.run.begun)) == ("", [])
+    assert (group.queue, list(driver.run.queued.begun)) == ("", [])
     driver.grow(group.samples[0])
     driver.suspend(*group.samples.values())
-    assert (group.queue, list(driver.run.begun), list(driver.run.suspended)) == ("begun", [group], [group.samples[0]])
+    assert (group.queue, list(driver.run.queued.begun), list(driver.run.suspended)) == (
+        "begun",
+        [group],
+        [group.samples[0]],
+    )
 
 
 def test_order_is_fixed_at_the_first_admission() -> None:
@@ -109,8 +113,8 @@ def test_a_drop_deletes_the_named_groups_in_any_state() -> None:
     gone = driver.ledger.drop(driver.run, ["g0", "g1", "g2", "g3", "unknown"])
     assert len(gone) == 5
     run = driver.run
-    assert (run.running, run.finished, run.whole, run.suspended, run.begun) == (0, 0, 0, {}, {})
-    assert (run.new, list(run.groups)) == ([kept], ["g4"])
+    assert (run.running, run.finished, run.whole, run.suspended, run.queued.begun) == (0, 0, 0, {}, {})
+    assert (run.queued.new, list(run.groups)) == ([kept], ["g4"])
     assert driver.ledger.census() == {"queued": 1, "running": 0, "suspended": 0, "finished": 0}
     assert driver.ledger.drop(run, None) == [kept.samples[0]]
 

@@ -103,7 +103,7 @@ def test_gauges_of_the_moment_come_from_the_state() -> None:
 
 
 def test_a_scrape_of_a_server_without_enable_metrics() -> None:
-    """Rounds and pushes are counted, and the scheduler is asked once however many scrapes come at once."""
+    """Rounds and pushes are counted, and the scheduler is queried once, however many scrapes arrive together."""
 
     async def scenario() -> None:
         april, engine = service()

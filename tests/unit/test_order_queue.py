@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_april.kv import page_store
 from sglang_april.kv.order_queue import OrderQueue
-from tests.unit.rank_store import ELSEWHERE, KEY, RankStore, slots_of
+from tests.unit.rank_store import KEY, OTHER_SLOTS, RankStore, slots_of
 
 
 class HeldDisk:
@@ -53,13 +53,13 @@ def test_load_overtakes_waiting_spills_but_not_those_of_its_own_copy(rank: RankS
     for i in range(3):
         rank.store.spill(20 + i, 10 + i, KEY._replace(member=i), 8, 0)
     assert disk.entered.wait(60)  # the first spill writes
-    rank.store.load(30, 12, ELSEWHERE[8:16])
-    rank.store.load(31, 13, ELSEWHERE[:8])
+    rank.store.load(30, 12, OTHER_SLOTS[8:16])
+    rank.store.load(31, 13, OTHER_SLOTS[:8])
     disk.released.set()
     assert [rank.outcome(order) for order in (20, 21, 22, 30, 31)] == [""] * 5
     assert done == [20, 31, 21, 22, 30]
-    assert torch.equal(rank.rows(ELSEWHERE[:8]), wanted[3])
-    assert torch.equal(rank.rows(ELSEWHERE[8:16]), wanted[2])
+    assert torch.equal(rank.rows(OTHER_SLOTS[:8]), wanted[3])
+    assert torch.equal(rank.rows(OTHER_SLOTS[8:16]), wanted[2])
 
 
 def test_check_runs_in_slices_between_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_check_runs_in_slices_between_orders(tmp_path: Path, monkeypatch: pytest
     rank.store.verify(50)
     assert started.wait(60)
     rank.store.discard(10)
-    rank.store.load(51, 11, ELSEWHERE[:32])
+    rank.store.load(51, 11, OTHER_SLOTS[:32])
     held.set()
     assert rank.outcome(51) == ""
     assert rank.outcome(50) == ""
@@ -111,7 +111,7 @@ def test_check_of_a_file_does_not_share_its_memory_with_other_orders(
     monkeypatch.setattr(page_store.kv_pages, "checksum", slow_checksum)
     rank.store.verify(50)
     assert started.wait(60)
-    rank.store.load(51, 11, ELSEWHERE[:16])
+    rank.store.load(51, 11, OTHER_SLOTS[:16])
     held.set()
     assert (rank.outcome(51), rank.outcome(50)) == ("", "")
     rank.close()

@@ -43,7 +43,7 @@ def test_event_of_a_written_batch_is_sent_at_once() -> None:
     outbox = Outbox(received.append)
     outbox.release(3, {})
     outbox.send(ANSWER, 3)
-    outbox.release(0, {})  # a later try that failed takes nothing back
+    outbox.release(0, {})  # a later failed attempt does not undo it
     outbox.send(STATE, 2)
     assert received == [ANSWER, STATE]
 

@@ -14,7 +14,7 @@ from sglang_april.kv.disk_tier import DiskError, DiskPages, DiskTier, Key
 from sglang_april.kv.host_tier import HostArena, HostPages, PageRange
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.kv_recovery import KvSearch
-from tests.unit.rank_store import ELSEWHERE, KEY, PAGE, RankStore, slots_of
+from tests.unit.rank_store import KEY, OTHER_SLOTS, PAGE, RankStore, slots_of
 
 
 @pytest.fixture
@@ -25,23 +25,23 @@ def rank(tmp_path: Path) -> Iterator[RankStore]:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 37])
-@pytest.mark.parametrize("way", ["host", "disk", "spilled"])
-def test_round_trip_into_other_slots(rank: RankStore, way: str, length: int) -> None:
+@pytest.mark.parametrize("route", ["host", "disk", "spilled"])
+def test_round_trip_into_other_slots(rank: RankStore, route: str, length: int) -> None:
     """Last pages may be partial; other rows of the pool do not change."""
-    slots, target = slots_of(length), ELSEWHERE[:length]
-    wanted, others = rank.rows(slots), rank.rows(ELSEWHERE[length:])
-    if way == "disk":
+    slots, target = slots_of(length), OTHER_SLOTS[:length]
+    wanted, others = rank.rows(slots), rank.rows(OTHER_SLOTS[length:])
+    if route == "disk":
         rank.store.copy_to_disk(1, 7, slots, KEY, 3)
     else:
         rank.store.copy_to_host(1, 7, slots, None)
-    if way == "spilled":
+    if route == "spilled":
         rank.store.spill(2, 7, KEY, length, 3)
         assert rank.outcome(2) == ""
         assert rank.arena.free_pages == 64
     rank.store.load(3, 7, target)
     assert (rank.outcome(1), rank.outcome(3)) == ("", "")
     assert torch.equal(rank.rows(target), wanted)
-    assert torch.equal(rank.rows(ELSEWHERE[length:]), others)
+    assert torch.equal(rank.rows(OTHER_SLOTS[length:]), others)
 
 
 @pytest.mark.parametrize("spill", [False, True])
@@ -58,17 +58,17 @@ def test_group_members_share_one_stored_prompt(rank: RankStore, spill: bool) -> 
         rank.store.spill(2, 10, KEY, 10, 0)
         rank.store.discard(11)
         rank.store.discard(5)
-        rank.store.load(3, 10, ELSEWHERE[:10])
+        rank.store.load(3, 10, OTHER_SLOTS[:10])
         assert rank.outcome(3) == ""
-        assert torch.equal(rank.rows(ELSEWHERE[:10]), wanted[0])
+        assert torch.equal(rank.rows(OTHER_SLOTS[:10]), wanted[0])
         rank.store.verify(4)  # after the discards, which the load has overtaken
         assert rank.outcome(4) == ""
         assert rank.arena.free_pages == 64
         return
     for i, member in enumerate(members):
-        rank.store.load(3 + i, 10 + i, ELSEWHERE[: len(member)])
+        rank.store.load(3 + i, 10 + i, OTHER_SLOTS[: len(member)])
         assert rank.outcome(3 + i) == ""
-        assert torch.equal(rank.rows(ELSEWHERE[: len(member)]), wanted[i])
+        assert torch.equal(rank.rows(OTHER_SLOTS[: len(member)]), wanted[i])
 
 
 def held(rank: RankStore, number: int) -> HostPages | DiskPages:
@@ -99,13 +99,13 @@ def test_damaged_page_fails_the_load_and_is_not_used(rank: RankStore, where: str
     rank.store.verify(3)
     assert [rank.outcome(i) for i in (1, 2, 3)] == ["", "", ""]
     flip_a_bit(rank, where, tmp_path)
-    rank.store.load(4, 7, ELSEWHERE[:9])
+    rank.store.load(4, 7, OTHER_SLOTS[:9])
     assert "damaged" in rank.outcome(4)
     rank.store.verify(5)
     assert rank.outcome(5).endswith("copies 7 are damaged")
-    rank.store.load(6, 8, ELSEWHERE[:9])
+    rank.store.load(6, 8, OTHER_SLOTS[:9])
     assert rank.outcome(6) == ""
-    assert torch.equal(rank.rows(ELSEWHERE[:9]), rank.rows(slots))
+    assert torch.equal(rank.rows(OTHER_SLOTS[:9]), rank.rows(slots))
 
 
 class Faulty:
@@ -122,18 +122,18 @@ class Faulty:
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("way", ["disk", "spilled"])
-def test_failed_write_loses_only_that_copy(tmp_path: Path, fault: int, way: str) -> None:
+@pytest.mark.parametrize("route", ["disk", "spilled"])
+def test_failed_write_loses_only_that_copy(tmp_path: Path, fault: int, route: str) -> None:
     """No partial file is left, the host pages are free again, and the store keeps working."""
     rank = RankStore(tmp_path, write=Faulty(fault))
     slots = slots_of(9)
-    if way == "disk":
+    if route == "disk":
         rank.store.copy_to_disk(1, 7, slots, KEY, 0)
     else:
         rank.store.copy_to_host(0, 7, slots, None)
         rank.store.spill(1, 7, KEY, 9, 0)
     assert os.strerror(fault) in rank.outcome(1)
-    rank.store.load(2, 7, ELSEWHERE[:9])
+    rank.store.load(2, 7, OTHER_SLOTS[:9])
     assert "never stored" in rank.outcome(2)
     assert [p.name for p in tmp_path.iterdir()] == ["lock.r0"]
     assert rank.arena.free_pages == 64
@@ -143,15 +143,15 @@ def test_failed_write_loses_only_that_copy(tmp_path: Path, fault: int, way: str)
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), OSError("no reason")])
-@pytest.mark.parametrize("way", ["disk", "spilled"])
-def test_failed_write_frees_host_pages_once(tmp_path: Path, error: Exception, way: str) -> None:
+@pytest.mark.parametrize("route", ["disk", "spilled"])
+def test_failed_write_frees_host_pages_once(tmp_path: Path, error: Exception, route: str) -> None:
     """Pages freed twice would hold two copies; a partial file would stay until the next start."""
 
     def refuse(fd: int, data: memoryview) -> int:
         raise error
 
     rank = RankStore(tmp_path, write=refuse)
-    if way == "disk":
+    if route == "disk":
         rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 0)
     else:
         rank.store.copy_to_host(0, 7, slots_of(9), None)
@@ -168,9 +168,9 @@ def test_failed_write_frees_host_pages_once(tmp_path: Path, error: Exception, wa
 def test_short_writes_are_continued(tmp_path: Path) -> None:
     rank = RankStore(tmp_path, write=Faulty("short"))
     rank.store.copy_to_disk(1, 7, slots_of(9), KEY, 0)
-    rank.store.load(2, 7, ELSEWHERE[:9])
+    rank.store.load(2, 7, OTHER_SLOTS[:9])
     assert (rank.outcome(1), rank.outcome(2)) == ("", "")
-    assert torch.equal(rank.rows(ELSEWHERE[:9]), rank.rows(slots_of(9)))
+    assert torch.equal(rank.rows(OTHER_SLOTS[:9]), rank.rows(slots_of(9)))
     rank.close()
 
 
@@ -215,9 +215,9 @@ def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str
     assert sorted(p.suffix for p in tmp_path.iterdir()) == ([".kv", ".r0"] if fault == "none" else [".r0"])
     if outcome == "":
         again.store.register_file(20, KEY, 9)
-        again.store.load(1, 20, ELSEWHERE[:9])
+        again.store.load(1, 20, OTHER_SLOTS[:9])
         assert again.outcome(1) == ""
-        assert torch.equal(again.rows(ELSEWHERE[:9]), wanted)
+        assert torch.equal(again.rows(OTHER_SLOTS[:9]), wanted)
     again.close()
 
 

@@ -8,7 +8,7 @@ from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.controller_harness import Build, ControllerHarness, lengths
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.fake_loop import Row
+from tests.unit.fake_request import Row
 from tests.unit.ledger_driver import LedgerDriver, names
 
 

@@ -78,7 +78,7 @@ def test_a_failed_weight_call_closes_admission_until_a_push_succeeds(harness: Bu
     assert w.sample("run", "p0").state is State.SUSPENDED
     answer = w.open("other", lengths(1))
     assert answer.status == 503
-    assert "half pushed" in answer.reason
+    assert "updated only in part" in answer.reason
     if heal == "push":
         assert (w.push_begin(), w.push_end()) == (200, 200)
     else:

@@ -171,10 +171,10 @@ def test_a_message_is_accepted_once_and_by_its_receiver_alone() -> None:
     first, second = inbox._socket.recv(), inbox._socket.recv()
     assert inbox._open(secret, first).body == Copied(5, "")
     for inbox_, data, reason in (
-        (inbox, first, "came before"),
-        (other, first, "meant for rank 0"),
+        (inbox, first, "is a repetition"),
+        (other, first, "addressed to rank 0"),
         (inbox, second[:-1], "secret"),
-        (inbox, bytes(70_000), "too many"),
+        (inbox, bytes(70_000), "exceed the limit"),
     ):
         with pytest.raises(BadMessageError, match=reason):
             inbox_._open(secret, data)

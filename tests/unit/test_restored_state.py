@@ -50,7 +50,7 @@ def kept(engine: ScriptedEngine, opened: messages.OpenRound) -> messages.KeptRep
 def restored(**fields: Any) -> messages.Restored:
     empty: dict[str, Any] = {
         "groups": [],
-        "verdicts": [],
+        "unjudged": [],
         "finished": [],
         "rounds": [],
         "replies": [],
@@ -137,6 +137,30 @@ def test_an_extend_from_before_the_restart_gets_its_first_answer() -> None:
                 other = await client.post(path, json={"quota_add": 3, "idempotency_key": "k"})
                 assert other.status_code == 409
         assert not engine.commands
+
+    run(scenario())
+
+
+def test_a_verdict_again_after_end_and_restart_gets_the_same_answer() -> None:
+    """The ended round's verdicts are journalled with its reply: repeated, contradicted, and too late."""
+
+    async def scenario() -> None:
+        lived, _ = await before("one")
+        opened = lived["one"][0]
+        opened.spec.count = "accepted"
+        april, engine = with_journal()
+        reply = kept(engine, opened)
+        reply.ended.verdicts = {"p-one": True, "surplus": True, "carried": False}
+        engine.emit(restored(replies=[reply]))
+        engine.answers[messages.JudgeRound] = messages.Answer(0, 409, "round_id", "round one has ended")
+        async with client_of(april) as client:
+            again = await client.post("/april/rounds/one/judge", json={"accept": ["p-one", "surplus"]})
+            counts = {"round_id": "one", "accepted": 2, "rejected": 1}
+            assert (again.status_code, again.json()) == (200, {**counts, "late": []})
+            late = await client.post("/april/rounds/one/judge", json={"accept": ["p-one", "other"]})
+            assert late.json() == {**counts, "late": ["other"]}
+            for other in ({"reject": ["surplus"]}, {"accept": ["carried"]}):
+                assert (await client.post("/april/rounds/one/judge", json=other)).status_code == 409
 
     run(scenario())
 

@@ -114,10 +114,10 @@ def test_a_refused_round_leaves_nothing_behind() -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
-            engine.answers[messages.OpenRound] = messages.Answer(0, 503, "push", "weights are half pushed")
+            engine.answers[messages.OpenRound] = messages.Answer(0, 503, "push", "the weights are updated only in part")
             refused = await client.post("/april/rollout", json={"round_id": "r", "prompts": [prompt()]})
             assert refused.status_code == 503
-            assert refused.json() == {"error": {"field": "push", "reason": "weights are half pushed"}}
+            assert refused.json() == {"error": {"field": "push", "reason": "the weights are updated only in part"}}
             assert (await client.get("/april/rounds/r")).status_code == 404
             assert not april.rounds.open
             assert not len(april.completed_groups)

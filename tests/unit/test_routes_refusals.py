@@ -112,7 +112,7 @@ def test_missing_sample_fails_the_round() -> None:
 def test_a_round_that_cannot_be_journalled_is_refused_and_leaves_nothing_behind() -> None:
     async def scenario() -> None:
         april, engine = service()
-        unwritable = messages.Answer(0, 500, "journal", "the journal cannot hold it: too big")
+        unwritable = messages.Answer(0, 500, "journal", "the journal cannot store it: too big")
         engine.answers[messages.OpenRound] = unwritable
         async with client_of(april) as client:
             body = {"round_id": "r", "prompts": [prompt(id="a")]}

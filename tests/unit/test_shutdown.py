@@ -8,6 +8,7 @@ import pytest
 from sglang_april.api import messages
 from sglang_april.api.errors import RequestError
 from sglang_april.http.shutdown import shut_down
+from sglang_april.scheduler import report
 from tests.unit.controller_harness import ControllerHarness, ids, lengths
 from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.recount import samples_of
@@ -33,7 +34,7 @@ def test_partials_of_all_tiers_move_to_the_disk_and_come_back(tmp_path: Path, ov
     lengths_before = {s.group.id: s.length for s in samples_of(w.ledger) if s.finish_step < 0}
     w.step(20)
     assert set(tiers(w).values()) == {"disk"}, "nothing runs, and all copies have ended"
-    assert w.controller.tiers.report()["in_flight"] == 0
+    assert report.store(w.controller.context, w.controller.tiers)["in_flight"] == 0
     assert w.open("late", lengths(1)).status == 503
     w.crash()
     assert {s.group.id: s.length for s in samples_of(w.ledger) if s.finish_step < 0} == lengths_before

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sglang_april.kv.disk_tier import Key
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.kv_recovery import KvSearch
-from tests.unit.rank_store import ELSEWHERE, PAGE, RankStore, slots_of
+from tests.unit.rank_store import OTHER_SLOTS, PAGE, RankStore, slots_of
 
 
 class StoreStory(RuleBasedStateMachine):
@@ -69,10 +69,10 @@ class StoreStory(RuleBasedStateMachine):
     def get(self, name: int) -> None:
         order = self._order()
         kv = self.known.get(name, (None, True))[0]
-        self.rank.store.load(order, name, ELSEWHERE[: len(kv) if kv is not None else 1])
+        self.rank.store.load(order, name, OTHER_SLOTS[: len(kv) if kv is not None else 1])
         assert (self.rank.outcome(order) == "") == (kv is not None)
         if kv is not None:
-            assert torch.equal(self.rank.rows(ELSEWHERE[: len(kv)]), kv)
+            assert torch.equal(self.rank.rows(OTHER_SLOTS[: len(kv)]), kv)
 
     @rule(name=names)
     def drop(self, name: int) -> None:

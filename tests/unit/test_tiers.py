@@ -6,6 +6,7 @@ import pytest
 
 from sglang_april.api import messages
 from sglang_april.kv.kv_pages import KvState, KvStateError, Pages
+from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tiers import Tiers
@@ -197,7 +198,7 @@ def test_a_failed_copy_is_recomputed_counted_and_warned_of(harness: Build, fail_
     assert "none" in tiers_of(w, "run").values()
     w.open("run", {}, quota=None)
     stats = w.reply().stats
-    lost = w.controller.tiers.report()["lost"]
+    lost = report.store(w.controller.context, w.controller.tiers)["lost"]
     assert stats["kv_lost"] == lost == (2 if fail_every == 1 else 1)
     assert stats["resumed_recomputed"] == lost
     assert {s.finish_reason["type"] for s in w.samples.values()} == {"stop"}

@@ -136,13 +136,13 @@ def test_something_else_that_answers_is_an_error(content: Any) -> None:
     with serving(200, content) as url:
         done = subprocess.run(command(url, "--once"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"{url}: this is no sglang-april server\n"
+    assert done.stderr == f"{url}: this is not an sglang-april server\n"
 
 
 def test_a_missing_key_is_named() -> None:
     with serving(401, {"error": "Unauthorized"}) as url:
         done = subprocess.run(command(url, "--once"), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, f"{url}: the server asks for its key: --api-key or APRIL_API_KEY\n")
+    assert (done.returncode, done.stderr) == (1, f"{url}: the server requires its key: --api-key or APRIL_API_KEY\n")
 
 
 def test_no_server_and_no_url_are_errors() -> None:

@@ -73,7 +73,7 @@ def test_a_record_beyond_the_limit_of_sqlite_fails_its_own_round_only(tmp_path: 
     server = EngineWithJournal(tmp_path / "j")
     server.recorder._journal._db.setlimit(0, 10**6)  # SQLITE_LIMIT_LENGTH, 10^9 by default
     refused = server.answer(server.open("big", "big", "a", metadata=bytes(2 * 10**6)))
-    assert (refused.status, refused.reason) == (500, "the journal cannot hold it: string or blob too big")
+    assert (refused.status, refused.reason) == (500, "the journal cannot store it: string or blob too big")
     assert server.answer(server.open("small", "small", "b")).status == 200
     server.recorder.close()
 
@@ -147,7 +147,7 @@ def test_a_round_of_trajectories_that_cannot_be_journalled_is_undone(tmp_path: P
 def test_the_end_of_a_push_is_answered_once_its_version_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a crash in between would take back a version that the trainer believes in."""
+    """Otherwise a crash in between would revert a version that the trainer relies on."""
     real, gate = schema.version, threading.Event()
 
     def gated(number: int) -> schema.Op:
@@ -183,7 +183,7 @@ def test_other_records_of_the_same_transaction_are_written(tmp_path: Path) -> No
     journal.close()
     assert written[-1][:2] == (3, "")
     assert {b: r for _, _, failed in written for b, r in failed.items()} == {
-        2: "the journal cannot hold it: not a number"
+        2: "the journal cannot store it: not a number"
     }
     saved = read(tmp_path / "j")
     assert (saved.version, [g.prompt.id for g in saved.groups]) == (3, ["p"])

@@ -64,10 +64,10 @@ def test_a_refused_bucket_is_missing_from_its_push() -> None:
     clock = VersionClock(3)
     assert call(clock, 5)
     refuse(clock, 5)
-    assert "half pushed" in clock.closed, "an earlier bucket has been applied"
+    assert "updated only in part" in clock.closed, "an earlier bucket has been applied"
     clock.begin(None)
     refuse(clock, 5)
-    assert "begin it again" in refused(409, clock.end, None)
+    assert "start it again" in refused(409, clock.end, None)
 
 
 @pytest.mark.parametrize(("at_begin", "at_end", "becomes"), [(9, None, 9), (None, 9, 9), (9, 12, 12), (None, None, 4)])
@@ -246,7 +246,7 @@ def test_a_named_update_heals_mixed_weights_only_with_a_greater_version() -> Non
     assert not call(clock, 5, ok=False, named=4)
     assert not call(clock, 6, named=4, whole=True)
     assert not call(clock, 6, named=5), "the last bucket of a push cannot be recognised"
-    assert "half pushed" in clock.closed
+    assert "updated only in part" in clock.closed
     assert call(clock, 6, named=5, whole=True)
     assert (clock.version, clock.closed) == (5, "")
 

@@ -1,4 +1,4 @@
-"""One rank of a weight call, in a process of its own: what all ranks make of the ranks' outcomes."""
+"""One rank of a weight call, in a process of its own: how all ranks combine the ranks' outcomes."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """Free slots and pool tokens, counted as SGLang's own admission counts them."""
 
 import itertools
+from collections.abc import Sequence
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdder
@@ -83,6 +84,11 @@ class Capacity:
         req = sample.request
         reserved = _reserved_for_request(req) if req is not None else reserved_output_tokens(sample)
         return reserved + self.page_size
+
+    def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
+        return sorted(
+            (x for x in samples if x.request is not None and x.request.req_pool_idx is not None), key=lambda x: -x.order
+        )
 
     @property
     def _grammar_queue(self) -> list[Req]:

@@ -215,11 +215,6 @@ class SchedulerEngine(Capacity):
     def record(self, sample: Sample, start: int) -> Chunk:
         return chunk_of(sample, start)
 
-    def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted(
-            (x for x in samples if x.request is not None and x.request.req_pool_idx is not None), key=lambda x: -x.order
-        )
-
     # --- after a restart
 
     def recover_kv(self, sample: Sample) -> None:

@@ -75,7 +75,7 @@ class SGLangFrontend:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
         except Exception as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+            raise ValueError(f"the chat template rejects it: {error}") from error
 
     def encode_params(self, params: dict[str, Any]) -> bytes:
         """Build, normalise and verify the parameters as for SGLang's own requests."""

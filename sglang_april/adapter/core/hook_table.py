@@ -104,14 +104,14 @@ HOOKS: tuple[Hook, ...] = (
         "after",
         "hooks_legs:launch",
         (_SCHEDULER + "get_new_batch_prefill",),
-        "a leg of a trajectory takes over the KV of the leg before when its prefill is launched",
+        "a leg of a trajectory takes over the KV of the previous leg when its prefill is launched",
         "upstream keeps KV between the turns of an agent over weight updates",
     ),
     Hook(
         "after",
         "hooks_legs:use_kv",
         ("sglang.srt.managers.schedule_batch.Req.init_next_round_input",),
-        "the KV of the leg before is the prefix of a leg, also under another policy version",
+        "the KV of the previous leg is the prefix of a leg, also under another policy version",
         "upstream keeps KV between the turns of an agent over weight updates",
     ),
     Hook(

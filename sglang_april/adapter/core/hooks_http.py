@@ -92,7 +92,7 @@ async def thaw_after_continue(original: Original, manager: Any, obj: Any) -> Any
 
 async def without_audit(original: Original, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND `flush_cache` and `update_weights_from_*`: a request of the audit would refuse or delay them."""
-    async with manager.april.audit.held():
+    async with manager.april.audit.paused():
         return await original(manager, *args, **kwargs)
 
 
@@ -106,7 +106,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     if unknown := sorted(_tags(obj) - set(GPU_MEMORY_ALL_TYPES)):
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
-    async with manager.april.audit.held():
+    async with manager.april.audit.paused():
         await _refuse_while_busy(manager)
         async with manager.model_update_lock.writer_lock:
             result = await _release(original, manager, obj, request)
@@ -122,7 +122,7 @@ async def _release(original: Original, manager: Any, obj: Any, request: Any) -> 
         if _tags(obj) <= set(await manager.april.released_memory()):
             return result
         await asyncio.sleep(RELEASE_RETRY_S)
-    raise ValueError("memory cannot be released: an aborted request of SGLang's own is in flight")
+    raise ValueError("memory cannot be released: an aborted stock request is in flight")
 
 
 async def resume_if_released(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
@@ -139,7 +139,7 @@ async def _refuse_while_busy(manager: Any) -> None:
     if manager.is_pause:
         # Paused rounds do not hold the lock, so a reader is one of SGLang's own requests.
         if await manager.model_update_lock.is_locked():
-            raise ValueError("memory cannot be released: a paused request of SGLang's own is in flight")
+            raise ValueError("memory cannot be released: a paused stock request is in flight")
         return
     if ids := ", ".join(manager.april.rounds.holding_ids()):
         raise ValueError(
@@ -147,7 +147,7 @@ async def _refuse_while_busy(manager: Any) -> None:
         )
     stock = (rid for rid, state in manager.rid_to_state.items() if not is_attached(state.obj))
     if any(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in stock):
-        raise ValueError("memory cannot be released: a request of SGLang's own is in flight")
+        raise ValueError("memory cannot be released: a stock request is in flight")
 
 
 def _tags(obj: Any) -> set[str]:

@@ -103,7 +103,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, dis
     back = [x for run in controller.context.ledger.runs.values() for x in run.suspended if x.kv.pages is not None]
     removed = disk.begin(saved.next_epoch, map(key_of, back))
     log.info(
-        "april: KV of %d partials is back from the disk: %d bytes verified in %.1f s, %d other files removed",
+        "april: recovered the KV of %d partials from the disk: %d bytes verified in %.1f s, %d other files removed",
         len(back),
         search.bytes_read,
         time.monotonic() - began,

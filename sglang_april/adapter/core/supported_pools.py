@@ -63,7 +63,7 @@ def plane_table(pool: Any) -> PlaneTable:
     """
     name = type(pool).__name__
     if type(pool) not in MHA_POOLS + MLA_POOLS:
-        stop_if(Refusal(f"The KV pool {name}", REFUSED_POOLS.get(name, "it was never reviewed")))
+        stop_if(Refusal(f"The KV pool {name}", REFUSED_POOLS.get(name, "it has not been reviewed")))
     latent = type(pool) in MLA_POOLS
     table = PlaneTable.mla(pool.kv_buffer) if latent else PlaneTable.mha(pool.k_buffer, pool.v_buffer)
     stored, held = 4 * table.token_words, sum(memory.nbytes() for memory in distinct_buffers(pool)) / table.slots
