@@ -185,6 +185,8 @@ class Attached:
                 result,
             )
         )
+        if trajectory.legs_ended == 1:  # without a token, the journal does not know it yet
+            self._c.recorder.trajectories([trajectory])
 
     def abort(self, samples: list[Sample]) -> None:
         """Answer requests with the tokens that they have."""

@@ -252,6 +252,8 @@ class FaultClient(CrashClient):
         """By trajectory and number, those that have been announced of undelivered trajectories."""
         self.left: set[str] = set()
         """Trajectories that were delivered, rejected or dropped."""
+        self.unanswered: set[str] = set()
+        """Those of them whose removal has no answer yet: it may not be in the journal."""
 
     def observe(self, message: PipeMessage) -> None:
         match message:
@@ -259,12 +261,13 @@ class FaultClient(CrashClient):
                 assert message.rid not in self.requests, f"{message.rid} is answered twice"
                 self.requests.add(message.rid)
             case messages.LegEnded():
-                assert message.trajectory not in self.left
+                assert message.trajectory not in self.left, message
                 legs = self.legs.setdefault(message.trajectory, {})
                 assert message.number not in legs
                 legs[message.number] = messages.encode(message)
             case messages.TrajectoriesRemoved():
                 self._leave(message.ids)
+                self.unanswered.update(message.ids)
             case _:
                 super().observe(message)
 
@@ -280,6 +283,8 @@ class FaultClient(CrashClient):
 
     def _answered(self, answer: messages.Answer) -> None:
         command = self.issued.get(answer.seq)
+        if isinstance(command, messages.Drop | messages.EndTrajectories):
+            self.unanswered.clear()
         ended = messages.JudgeRound | messages.ExtendRound | messages.EndTrajectories
         if answer.status == 409 and isinstance(command, ended):
             del self.issued[answer.seq]
@@ -302,7 +307,9 @@ class FaultClient(CrashClient):
             if isinstance(command, messages.Drop) and command.run == AGENTS:
                 self._leave(self.legs.keys() - restored.keys())
             elif isinstance(command, messages.EndTrajectories):
-                self._leave(set(command.reject) - restored.keys())
+                self._leave((self.legs.keys() & command.reject) - restored.keys())
+        self.left -= self.unanswered
+        self.unanswered.clear()
         assert not self.left & restored.keys(), "a trajectory came back"
         for name, legs in self.legs.items():
             assert legs.items() <= restored.get(name, {}).items(), f"trajectory {name} has lost a leg"
