@@ -1,11 +1,10 @@
 """Which requests of SGLang's own routes belong to a run, and which fields their answers get (`attached-request`).
 
-A request names its run, its trajectory, the trajectory's group and the run's seed in headers, or
+A request names its run, its trajectory and the trajectory's group in the headers `RUN`, `TRAJECTORY` and `GROUP`, or
 under the same keys in `sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
 """
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,11 +12,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
-from sglang_april.scheduler.state import sample_seed
 
 RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
-SEED = "x-april-seed"
-"""A whole number: requests of the run without a `sampling_seed` are sampled with seeds that it determines."""
 MAX_NAME = 256
 
 SUPPORTED = frozenset(
@@ -100,11 +96,10 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and "\0" not in value):
             raise ValueError(f"{key}: must be a string of 1 to {MAX_NAME} characters")
     attachment = Attachment(run or default or "", trajectory, group)
-    seed = _seed(headers.get(SEED, named.get(SEED)))
     if isinstance(given, list):
-        obj.sampling_params = [_marked(one, attachment, seed) for one in given]
+        obj.sampling_params = [_marked(one, attachment) for one in given]
     else:
-        obj.sampling_params = _marked(given, attachment, seed)
+        obj.sampling_params = _marked(given, attachment)
     return attachment
 
 
@@ -115,30 +110,8 @@ def is_attached(obj: Any) -> bool:
     return isinstance(params, dict) and attachment_of(params.get("custom_params")) is not None
 
 
-def seed_of(custom_params: Any, name: str, input_ids: bytes) -> int | None:
-    """The seed of a request that has no `sampling_seed`, if its run asks for seeds.
-
-    Args:
-        name: the trajectory, else the `rid`.
-    """
-    seed = custom_params.get(SEED) if isinstance(custom_params, dict) else None
-    return None if seed is None else sample_seed(seed, name, zlib.crc32(input_ids), 0)
-
-
-def _seed(given: Any) -> int | None:
-    if given is None:
-        return None
-    try:
-        seed = int(given)
-    except (TypeError, ValueError):
-        seed = -1
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"{SEED}: must be a whole number from 0 to 2^63 - 1")
-    return seed
-
-
-def _marked(params: dict[str, Any], attachment: Attachment, seed: int | None) -> dict[str, Any]:
-    names = zip((RUN, TRAJECTORY, GROUP, SEED), (*attachment, seed), strict=True)
+def _marked(params: dict[str, Any], attachment: Attachment) -> dict[str, Any]:
+    names = zip((RUN, TRAJECTORY, GROUP), attachment, strict=True)
     custom = {**(params.get("custom_params") or {}), **dict(names)}
     return {**params, "custom_params": {key: value for key, value in custom.items() if value is not None}}
 

@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.core.attach_request import attachment_of, seed_of
+from sglang_april.adapter.core.attach_request import attachment_of
 from sglang_april.scheduler.state import Sample, State
 
 
@@ -32,9 +32,6 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     run, trajectory, group = attachment
     recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
     ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
-    params = recv_req.sampling_params
-    if params.sampling_seed is None:
-        params.sampling_seed = seed_of(params.custom_params, trajectory or recv_req.rid, ids)
     sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
     s.april.context.engine.create(sample, lambda: orig(s, recv_req))
     if sample.journal.answered is not None and sample.request is not None:
