@@ -5,7 +5,7 @@ import multiprocessing
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.checkpoints import Checkpoints
@@ -43,6 +43,8 @@ def _train(config: Config) -> int:
     try:
         return _run(config, loops)
     except Interrupted as interrupted:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for loop in loops:
             loop.interrupt()
         for child in multiprocessing.active_children():  # trainer ranks and reward processes
@@ -60,7 +62,7 @@ def _run(config: Config, loops: "list[TrainingLoop]") -> int:
     from trainer_bridge.loop import TrainingLoop
     from trainer_bridge.megatron.shapes import UnsupportedModelError
     from trainer_bridge.megatron.workers import TrainerFailed
-    from trainer_bridge.server_process import EngineGoneError
+    from trainer_bridge.server_process import EngineGoneError, ServerStartError
 
     try:
         loop = TrainingLoop(config)
@@ -68,9 +70,11 @@ def _run(config: Config, loops: "list[TrainingLoop]") -> int:
         return _fail(2, str(error))
     loops.append(loop)
     try:
-        loop.run()
+        _run_steps(loop)
     except ConfigError as error:  # in a row of the data, which is parsed when it is needed
         return _fail(2, str(error))
+    except ServerStartError as error:
+        return _fail(1, f"{error}. After a correction, for example of server_flags, run the command again.")
     except (RunError, EngineGoneError, HandshakeError, TrainerFailed, AprilError, OSError) as error:
         return _fail(1, f"{str(error).removesuffix('.')}. {_what_is_kept(loop.store)}")
     finally:
@@ -82,15 +86,25 @@ def _run(config: Config, loops: "list[TrainingLoop]") -> int:
 class Interrupted(BaseException):
     """SIGINT or SIGTERM."""
 
+    received: ClassVar["Interrupted | None"] = None
+
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
 def _interrupt(number: int, _: object) -> None:
-    for further in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(further, signal.SIG_IGN)
-    raise Interrupted(number)
+    Interrupted.received = Interrupted(number)
+    raise Interrupted.received
+
+
+def _run_steps(loop: "TrainingLoop") -> None:
+    try:
+        loop.run()
+    except Exception as error:
+        if Interrupted.received is not None:  # in `torch.save`, which then raises an error of its own
+            raise Interrupted.received from error
+        raise
 
 
 def _fail(status: int, message: str) -> int:

@@ -42,6 +42,9 @@ class EngineSession:
         self._run, self._config = run, config
         self.step = 0
         """Steps that the trainer has completed."""
+        self.reconnected = False
+        """The engines may have drawn a part of the next round already, for an earlier process or before they were lost.
+        The loop resets it."""
         self._synced_step: int | None = None
         """The step whose weights the engines are known to have."""
 
@@ -108,6 +111,7 @@ class EngineSession:
 
     def _reconnect(self) -> None:
         """Wait for the engines, connect the trainer to them, and check which of them have the run's carry."""
+        self.reconnected = self._store.base_version > 0  # a new run has had no round
         self._engines.wait_until_ready()
         engines = self._engines.each
         self._trainer.connect([engine.url for engine in engines], self._config.transport, self._config.api_key)

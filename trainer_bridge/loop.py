@@ -98,19 +98,26 @@ class TrainingLoop:
 
     def run(self) -> LoopState:
         """Run all remaining steps and the end of the run."""
+        for _ in self.steps():
+            pass
+        return self.state
+
+    def steps(self) -> Iterator[int]:
+        """As `run`, step by step: yields the number of each step when it is completed, except of the drain."""
         self._restore()
         self._evaluate()
         while self.state.step < self.config.num_rollout:
             self._step(self.config.rollout_batch_size)
+            yield self.state.step
         if self.state.step == self.config.num_rollout:
             self._end()
-        return self.state
 
     # One step
 
     def _step(self, quota: int | None) -> None:
         started, number = time.monotonic(), self.state.step + 1
         rounds = self._rounds(f"{self.run_name}.{number}", quota)
+        rate_known, self.session.reconnected = not self.session.reconnected, False
         version = self._trained_version(rounds)
         samples = training_samples([group for rollout in rounds for group in rollout.groups], self.config)
         with self._timed("colocate_release"):
@@ -127,7 +134,7 @@ class TrainingLoop:
         self.state.samples += len(sequences_by_response(samples))
         self._push()
         self.state.seconds += time.monotonic() - started
-        row = step_metrics(self.state, version, rounds, samples, trained)
+        row = step_metrics(self.state, version, rounds, samples, trained, rate_known=rate_known)
         # The row is written before the checkpoint, which completes the step; so the next row has the time of saving.
         self.progress.step(row | {"drain": quota is None, "seconds": self._seconds})
         self._seconds = {}

@@ -32,8 +32,16 @@ def step_metrics(
     rounds: Sequence[ScoredRollout],
     samples: Sequence[TrainingSample],
     trained: Sequence[TrainedStep],
+    *,
+    rate_known: bool = True,
 ) -> dict[str, Any]:
-    """All metrics of a step except its durations, as JSON values. `version`: the trainer's policy version."""
+    """All metrics of a step except its durations, as JSON values.
+
+    Args:
+        version: the trainer's policy version.
+        rate_known: False if engines may have drawn tokens of the rounds before these were opened (again), in a time
+            that their statistics do not contain.
+    """
     responses = [[samples[i] for i in response] for response in sequences_by_response(samples)]
     firsts = [response[0] for response in responses]
     lengths = np.array([sum(part.drawn for part in response) for response in responses], dtype=np.int64)
@@ -42,7 +50,7 @@ def step_metrics(
     reports = [step.report for step in trained]
     tokens = int(lengths.sum())
     generate_s = sum(rollout.generate_s for rollout in rounds)
-    engine_s = sum(rollout.summary.stats["duration_s"] for rollout in rounds)  # also of a reply that was kept
+    engine_s = sum(rollout.summary.stats["duration_s"] for rollout in rounds)
     row: dict[str, Any] = {
         "step": state.step,
         "round_ids": [rollout.summary.round_id for rollout in rounds],
@@ -60,7 +68,7 @@ def step_metrics(
         "reward_std": float(rewards.std()) if rewards.size else None,
         "delivered_tokens": tokens,
         "generate_s": generate_s,
-        "delivered_tokens_per_s": tokens / engine_s if engine_s else 0.0,
+        "delivered_tokens_per_s": tokens / engine_s if engine_s and rate_known else None,
         "lengths": lengths.tolist(),
         "turns": turns,
         "delivered": [[sample.prompt_id, sample.index] for sample in firsts],

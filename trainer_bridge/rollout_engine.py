@@ -23,6 +23,7 @@ from trainer_bridge.server_process import (
     EngineLostError,
     LocalServerProcess,
     ServerProcess,
+    ServerStartError,
     last_error,
 )
 from trainer_bridge.validate import RunError
@@ -77,7 +78,8 @@ class RolloutEngine:
 
         Raises:
             EngineLostError: a server of the run that was ready before has exited.
-            EngineGoneError: no server is healthy in time, or it exits in its first start.
+            EngineGoneError: no server is healthy in time.
+            ServerStartError: it exits in its first start.
         """
         process, timeout = self.process, self._config.server_start_timeout
         logged = self._log.stat().st_size if self._log.exists() else 0
@@ -90,7 +92,7 @@ class RolloutEngine:
                 reason = last_error(self._log, logged)
                 if self._was_ready:
                     raise EngineLostError(f"the server has exited: {reason} (log: {self._log})")
-                raise EngineGoneError(f"the server did not start: {reason} (log: {self._log})")
+                raise ServerStartError(f"the server did not start: {reason} (log: {self._log})")
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     self._was_ready = True

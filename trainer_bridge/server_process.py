@@ -22,6 +22,8 @@ KILL_AFTER_S = 3.0
 
 ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")
 """A refusal of the plugin, or the last line of a traceback."""
+WARNING_LINE = re.compile(r"warnings\.warn\(|\S+: \w*Warning: |W\d{4} ")
+"""A warning of Python, its source line, or a warning of torch: no news about a start."""
 
 
 class EngineLostError(RuntimeError):
@@ -30,6 +32,10 @@ class EngineLostError(RuntimeError):
 
 class EngineGoneError(RuntimeError):
     """The server cannot be recovered. The run ends, and can be resumed from its last checkpoint."""
+
+
+class ServerStartError(EngineGoneError):
+    """The first start of a server failed, for example because it refuses one of `server_flags`."""
 
 
 class ServerProcess(Protocol):
@@ -139,7 +145,8 @@ def termination_timeout_s(command: Sequence[str]) -> float:
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """The last line of a server's log from byte `start` on that reports an error, or else its last line."""
+    """The last line of a server's log from byte `start` on that reports an error, or else its last line that is no
+    warning."""
     try:
         with log.open("rb") as file:
             file.seek(start)
@@ -147,7 +154,7 @@ def last_error(log: Path, start: int = 0) -> str:
     except OSError:
         return ""
     errors = [line for line in lines if ERROR_LINE.match(line)]
-    return (errors or lines or [""])[-1][:500]
+    return (errors or [line for line in lines if not WARNING_LINE.match(line)] or [""])[-1][:500]
 
 
 def free_port(host: str = "127.0.0.1") -> int:

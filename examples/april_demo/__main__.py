@@ -29,7 +29,7 @@ from examples.april_demo.report import (
     write_summary,
 )
 from examples.april_demo.rounds import VARIANTS, Result, make_variants, metrics, run_interleaved
-from examples.april_demo.server import has_gpu, running_server
+from examples.april_demo.server import has_gpu, running_servers
 from examples.april_demo.settings import AGENT_TRAINING, ROOT, Settings, Training
 from examples.april_demo.training import (
     TRAINED,
@@ -37,7 +37,7 @@ from examples.april_demo.training import (
     configuration,
     import_trainer,
     prepare,
-    train,
+    train_in_turns,
     training_metrics,
 )
 from sglang_april.client import AprilError
@@ -57,7 +57,7 @@ def busy_warning(percent: float) -> str:
         return ""
     return (
         f"other processes used {percent:.0f} % of the cores at the start: rates are lower than on an idle machine; "
-        "the rounds' ratios suffer less, because their variants take turns"
+        "their ratios suffer less, because the variants take turns"
     )
 
 
@@ -87,7 +87,11 @@ def arguments() -> argparse.Namespace:
         help="instead train an agent with a calculator on trajectories of several turns, twice: waiting for all, and "
         "with a quota of trajectories",
     )
-    parser.add_argument("--server", metavar="URL", help="use a running server (started with the demo's model)")
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="use a running server (started with the demo's model); the training runs then follow each other",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="folder for the results")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="measured rounds (%(default)s)")
     parser.add_argument(
@@ -176,15 +180,24 @@ def run_rounds(url: str, settings: Settings, out: Path, console: Console, starte
     return rows, first
 
 
-def run_training(url: str, rows: list[Row], settings: Settings, out: Path, console: Console) -> None:
-    """Second part: the training runs, each of which fills the row of its variant."""
+def run_training(urls: list[str], rows: list[Row], settings: Settings, out: Path, console: Console) -> None:
+    """Second part: the training runs, each of which fills the row of its variant.
+
+    With a server for each they take turns; otherwise they follow each other on the first one.
+    """
     by_variant = {row["variant"]: row for row in rows}
+    names = [name for name in TRAINED if name in by_variant]
     data, trained = prepare(settings, out), dict[str, Trained]()
-    for name in (name for name in TRAINED if name in by_variant):
-        console.rule(f"training, {title(name, settings)}")
+    for together in [names] if len(urls) >= len(names) else [[name] for name in names]:
+        console.rule(f"training: {' and '.join(together)}{', one step each in turn' if len(together) > 1 else ''}")
+        configs = {
+            name: configuration(name, url, settings, data, out, on_gpu=has_gpu())
+            for name, url in zip(together, urls, strict=False)
+        }
         with other_load() as others:
-            trained[name] = train(configuration(name, url, settings, data, out, on_gpu=has_gpu()), console)
-        by_variant[name].update(training_metrics(trained[name], others.share))
+            trained |= train_in_turns(configs, console)
+        for name in together:
+            by_variant[name].update(training_metrics(trained[name], others.share))
         draw_learning(out / "learning.png", trained, {name: title(name, settings) for name in trained})
 
 
@@ -208,8 +221,9 @@ def main() -> int:
     part, failure = "the server", ""
     try:
         imports = ThreadPoolExecutor(1).submit(import_trainer) if trains else None
-        attach = nullcontext(args.server) if args.server else None
-        with attach or running_server(settings, args.out, console, args.server_options) as url:
+        count = max(1, len(set(TRAINED) & set(settings.variants))) if trains else 1
+        attach = nullcontext([args.server]) if args.server else None
+        with attach or running_servers(count, settings, args.out, console, args.server_options) as urls:
             seconds["server_up"] = time.monotonic() - started
             if imports:
                 part = "the trainer's import"
@@ -218,10 +232,10 @@ def main() -> int:
                 rows = [{"variant": name, **training_metrics(None)} for name in TRAINED if name in settings.variants]
             else:
                 part = "the rounds"
-                rows, seconds["first_round"] = run_rounds(url, settings, args.out, console, started)
+                rows, seconds["first_round"] = run_rounds(urls[0], settings, args.out, console, started)
             if trains:
                 part = "training"
-                run_training(url, rows, settings, args.out, console)
+                run_training(urls, rows, settings, args.out, console)
     except FAILURES as problem:
         failure = f"{part} failed: {problem or type(problem).__name__}"
     seconds["all"] = time.monotonic() - started
@@ -248,4 +262,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    interrupt.run(main, "the server has exited; the next call starts the demo from the beginning")
+    interrupt.run(main, "the servers have exited; the next call starts the demo from the beginning")

@@ -111,8 +111,8 @@ def show_training(rows: list[dict[str, Any]], settings: Settings, console: Conso
         }
         table.add_row(*(shown[key] for key in TRAINING_COLUMNS))
     console.print(table)
-    loads = " and ".join(f"{row['training']['other_load']:.0%}" for row in trained)
-    console.print(f"the runs are sequential; other processes used {loads} of the cores", soft_wrap=True)
+    loads = " and ".join(dict.fromkeys(f"{row['training']['other_load']:.0%}" for row in trained))
+    console.print(f"other processes used {loads} of the cores during the training", soft_wrap=True)
     for row in trained:
         if not row["training"]["learned"]:
             console.print(f"[yellow]{row['variant']}: the gain is not above two standard errors of the held-out set")

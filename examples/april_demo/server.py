@@ -1,4 +1,4 @@
-"""Starts the patched server in a new process group, and ends it also after an error."""
+"""Starts patched servers in process groups of their own, and ends them also after an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -43,7 +43,10 @@ def free_port() -> int:
 
 
 def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[str]:
-    """The launch command. The server publishes its load at every step, because the demo measures by it."""
+    """The launch command. The server publishes its load at every step, because the demo measures by it.
+
+    Its memory leaves room for a second server.
+    """
     # fmt: off
     flags = [
         "--model-path", str(settings.model),
@@ -53,11 +56,11 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
         "--load-snapshot-publish-interval", "1",
         "--skip-server-warmup",
         "--log-level", "info",
+        "--mem-fraction-static", "0.4" if gpu else "0.6", "--max-total-tokens", "60000",
     ]
     if not gpu:
         flags += [
             "--device", "cpu", "--dtype", "float32",
-            "--mem-fraction-static", "0.6", "--max-total-tokens", "60000",
             "--disable-overlap-schedule", "--sleep-on-idle",
         ]
     # fmt: on
@@ -85,7 +88,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console
     started = time.monotonic()
     with console.status("") as status:
         while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
-            status.update(f"starting the server (30–90 s, mostly imports) … {elapsed:.0f} s")
+            status.update(f"starting (30–90 s, mostly imports) … {elapsed:.0f} s")
             if process.poll() is not None:
                 code, last = process.returncode, last_line(log)
                 raise ServerError(f"the server ended with code {code} at its start: {last}\nits log: {log}")
@@ -96,26 +99,58 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, console
     raise ServerError(f"the server was not up after {START_TIMEOUT_S:.0f} s; its log: {log}")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, and after three seconds kill what remains of the server's process group."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(3)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Send SIGTERM, and after three seconds kill what remains of the servers' process groups."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + 3
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @contextlib.contextmanager
 def running_server(settings: Settings, out: Path, console: Console, extra: list[str]) -> Iterator[str]:
     """Run a server for the duration of the context; yields its URL."""
+    with running_servers(1, settings, out, console, extra) as (url,):
+        yield url
+
+
+@contextlib.contextmanager
+def running_servers(
+    count: int, settings: Settings, out: Path, console: Console, extra: list[str]
+) -> Iterator[list[str]]:
+    """Run servers for the duration of the context, which start at the same time; yields their URLs."""
     gpu = has_gpu()
-    port = free_port()
-    log = out / "server.log"
-    console.print(f"the engine runs on {'the GPU' if gpu else 'the CPU'}; its log is {log}")
+    ports = [free_port() for _ in range(count)]
+    logs = [out / (f"server-{number}.log" if number else "server.log") for number in range(count)]
+    what = "the engine runs" if count == 1 else f"{count} engines run"
+    console.print(f"{what} on {'the GPU' if gpu else 'the CPU'}; log: {', '.join(map(str, logs))}", soft_wrap=True)
+    processes: list[subprocess.Popen[bytes]] = []
+    # A terminated demo must still end its servers: SIGTERM becomes an ordinary exit.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for port, log in zip(ports, logs, strict=True):
+            processes.append(start(command(settings, port, gpu, extra), gpu, log))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        started = time.monotonic()
+        for process, url, log in zip(processes, urls, logs, strict=True):
+            wait_until_up(process, url, log, console)
+        console.print(f"server{'s' * (count > 1)} up after {time.monotonic() - started:.0f} s")
+        yield urls
+    finally:
+        end(processes)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def start(words: list[str], gpu: bool, log: Path) -> subprocess.Popen[bytes]:
+    """Start a server in a process group of its own."""
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command(settings, port, gpu, extra),
+        return subprocess.Popen(
+            words,
             cwd=ROOT,
             env=environment(gpu),
             stdin=subprocess.DEVNULL,
@@ -123,13 +158,3 @@ def running_server(settings: Settings, out: Path, console: Console, extra: list[
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    # A terminated demo must still end its server: SIGTERM becomes an ordinary exit.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        url = f"http://127.0.0.1:{port}"
-        took = wait_until_up(process, url, log, console)
-        console.print(f"server up after {took:.0f} s")
-        yield url
-    finally:
-        end(process)
-        signal.signal(signal.SIGTERM, previous)

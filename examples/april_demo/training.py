@@ -1,17 +1,17 @@
-"""Training on the demo's server: waiting for all, then with the batch quota; Megatron runs on the CPU.
+"""Training on the demo's servers: waiting for all, and with the batch quota; Megatron runs on the CPU.
 
 Both runs start from the same weights, learn from the same prompts in the same order with the same seeds, and take the
-same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs
-follow each other: a server has the weights of one policy, and its versions, from which staleness is counted, are those
-of one run. To take turns, they would need a server each. Instead, each run reports the share of the cores that other
-processes used, so that the effect of the machine on a difference in seconds is visible.
+same number of samples per step. What differs is `partial_rollout` and the pool of prompts in the engine. The runs take
+turns, one step each, so that the machine's load has the same effect on both. Each has a server of its own, because a
+server has the weights of one policy, and its versions, from which staleness is counted, are those of one run. The other
+server is idle meanwhile: between its rounds all samples are suspended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +117,8 @@ def configuration(
     return load(None, fields)
 
 
-def train(config: Config, console: Console) -> Trained:
-    """Train one run from its first step to its last; prints a line per step."""
+def train_in_turns(configs: Mapping[str, Config], console: Console) -> dict[str, Trained]:
+    """Train runs from their first step to their last, one step of each in turn; prints a line per step."""
     import torch
 
     from trainer_bridge.loop import TrainingLoop
@@ -126,19 +126,25 @@ def train(config: Config, console: Console) -> Trained:
 
     # More threads do not speed up a tiny model, and one thread adds in a fixed order.
     torch.set_num_threads(1)
-    folder = Path(config.save)
-    loop = TrainingLoop(config, progress=RunProgress(folder, console))
-    try:
-        loop.run()
-    finally:
-        loop.close()
-    return Trained(read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl"))
+    width = max(map(len, configs))
+    with contextlib.ExitStack() as stack:
+        steps = []
+        for name, config in configs.items():
+            label = f"{name:<{width}}  " if len(configs) > 1 else ""
+            loop = TrainingLoop(config, progress=RunProgress(Path(config.save), console, label))
+            stack.callback(loop.close)
+            steps.append(loop.steps())
+        for _ in itertools.zip_longest(*steps):
+            pass
+    folders = {name: Path(config.save) for name, config in configs.items()}
+    return {
+        name: Trained(read_rows(folder / "steps.jsonl"), read_rows(folder / "evaluations.jsonl"))
+        for name, folder in folders.items()
+    }
 
 
 def import_trainer() -> None:
     """Import the trainer, which takes as long as the server's start: call this while the server starts."""
-    # Megatron's warnings about optional packages do not concern users of the demo.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     from trainer_bridge.megatron.device import hide_gpus
 
     hide_gpus()  # the engine's; the trainer runs on the CPU

@@ -27,8 +27,10 @@ log = logging.getLogger("sglang_april")
 Group = list[Sample]
 
 
-def refusal(args: Namespace) -> str:
+def refusal(args: Namespace | None) -> str:
     """Why a round cannot do what these arguments ask for; empty if it can."""
+    if args is None:  # slime's contract check of outputs calls so; slime's own function cannot serve that either
+        return "args is None: the router, the sizes and the sampling of a rollout are in the trainer's arguments"
     if args.rollout_top_p != 1.0:
         return "--rollout-top-p must be 1: the engine does not return the tokens of the nucleus, which training replays"
     if getattr(args, "custom_generate_function_path", None):
@@ -52,7 +54,7 @@ class Rollouts:
         """Prompts that the data source has given and no engine has taken."""
 
     def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
-        if evaluation:
+        if evaluation and args is not None:
             return self._framework.evaluate(args, rollout_id, data_source)
         if reason := refusal(args):
             raise ValueError(f"sglang_april: {reason}")

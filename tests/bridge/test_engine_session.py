@@ -81,7 +81,7 @@ def test_new_run_pushes_once_and_then_once_per_step(tmp_path: Path) -> None:
     server.version = 6
     session, rollouts = make_session(server, tmp_path)
     connect(session)
-    assert (server.pushes, session.version) == ([None], 7)
+    assert (server.pushes, session.version, session.reconnected) == ([None], 7, False)
     rollouts.engines_with_carry = {0}
     session.step = 1
     session.sync_weights()
@@ -97,7 +97,7 @@ def test_trainer_restarted_from_a_checkpoint_does_not_push_to_an_engine_that_is_
     again, rollouts = make_session(server, tmp_path, step=1)
     connect(again)
     assert rollouts.engines_with_carry
-    assert (server.pushes, again.version) == ([None], 2)
+    assert (server.pushes, again.version, again.reconnected) == ([None], 2, True)
     for step in (2, 3):
         again.step = step
         again.sync_weights()

@@ -67,9 +67,20 @@ def test_repeated_steps_replace_their_rows(progress: RunProgress, tmp_path: Path
 
 def test_console_line_and_events_of_a_step(progress: RunProgress, tmp_path: Path) -> None:
     progress.step(row(2, problems=["the reward died"]))
+    progress.step(row(3, delivered_tokens_per_s=None))
     progress.close()
     output = (tmp_path / "console").read_text()
-    for part in ("step    2", "0.200", "8/30", "21 tok/s", "25%", "rollout 2.0", "outside 0.8", "the reward died"):
+    for part in (
+        "step    2",
+        "0.200",
+        "8/30",
+        "21 tok/s",
+        " – tok/s",
+        "25%",
+        "rollout 2.0",
+        "outside 0.8",
+        "the reward died",
+    ):
         assert part in output
     assert any((tmp_path / "events").iterdir())
 

@@ -21,6 +21,7 @@ from trainer_bridge.server_process import (
     EngineGoneError,
     EngineLostError,
     LocalServerProcess,
+    ServerStartError,
     last_error,
     termination_timeout_s,
 )
@@ -241,11 +242,33 @@ def test_first_start_that_fails_ends_with_the_servers_error(tmp_path: Path) -> N
     code = "import sys; print('loading'); sys.stdout.flush(); raise ValueError('no decoder')"
     rollout_engine = engine(tmp_path, code)
     rollout_engine._note = notes.append
-    with pytest.raises(EngineGoneError, match=r"did not start: ValueError: no decoder \(log: .*server\.log\)"):
+    with pytest.raises(ServerStartError, match=r"did not start: ValueError: no decoder \(log: .*server\.log\)"):
         rollout_engine.wait_until_ready()
     assert len(notes) == 1
     assert "starting a server" in notes[0]
     rollout_engine.close()
+
+
+def test_refused_server_flag_is_reported_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command would only fail again."""
+
+    class RefusedLoop:
+        def __init__(self, _: Config) -> None:
+            self.store = Checkpoints(tmp_path, 1)
+
+        def run(self) -> None:
+            raise ServerStartError("the server did not start: sglang-april: --pp-size 2 is not supported (log: x)")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("trainer_bridge.loop.TrainingLoop", RefusedLoop)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(["--hf-checkpoint", "m", "--prompt-data", "d"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("(log: x). After a correction, for example of server_flags, run the command again.")
 
 
 def test_only_errors_of_the_last_start_are_reported(tmp_path: Path) -> None:
@@ -256,6 +279,12 @@ def test_only_errors_of_the_last_start_are_reported(tmp_path: Path) -> None:
     with log.open("a") as out:
         out.write("loading\nsglang-april: --pp-size is refused.\n\nKilled\n")
     assert last_error(log, start) == "sglang-april: --pp-size is refused."
+    with log.open("a") as out:
+        end = out.tell()
+        out.write(
+            "[2026-11-25 04:11:30] Load weight begin.\nx.py:7: UserWarning: slow\n  warnings.warn(\nW1125 04:1 none\n"
+        )
+    assert last_error(log, end) == "[2026-11-25 04:11:30] Load weight begin."
     assert last_error(tmp_path / "none.log") == ""
 
 
@@ -284,3 +313,47 @@ def test_interrupted_run_stops_its_server_and_reports_what_is_kept(tmp_path: Pat
     assert process.returncode == 128 + number
     assert errors == ["april-train: interrupted. No step was saved; the same command starts from the beginning."]
     assert not psutil.pid_exists(server)
+
+
+INTERRUPTED_SAVE = """
+import io, signal, sys
+import torch
+from types import SimpleNamespace
+from pathlib import Path
+from trainer_bridge import __main__, loop
+from trainer_bridge.checkpoints import Checkpoints
+from trainer_bridge.validate import RunError
+
+class Interrupting(io.BytesIO):
+    writes = 0
+    def write(self, data):
+        self.writes += 1
+        if self.writes == 3:
+            signal.raise_signal(signal.SIGINT)
+        return super().write(data)
+
+class SavingLoop:
+    def __init__(self, config):
+        self.engines = SimpleNamespace(end_servers=lambda: None)
+        self.store = Checkpoints(Path(config.save), 1)
+    def interrupt(self):
+        pass
+    def run(self):
+        try:
+            torch.save({"weights": torch.zeros(100000)}, Interrupting())
+        except RuntimeError as error:
+            raise RunError("step-000001 cannot be written") from error
+
+loop.TrainingLoop = SavingLoop
+sys.argv = ["april-train", "--hf-checkpoint=m", "--prompt-data=d", "--save=SAVE"]
+sys.exit(__main__.main())
+"""
+
+
+def test_interruption_while_a_checkpoint_is_written_is_no_failure_of_its_disk(tmp_path: Path) -> None:
+    """An exception of a signal handler in `torch.save` comes out of it as a RuntimeError."""
+    code = INTERRUPTED_SAVE.replace('SAVE"', f'{tmp_path / "run"}"')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), check=False)
+    assert done.returncode == 130, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("april-train: interrupted. No step was saved")

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,24 @@ def test_two_ranks_train_like_one(
     if group.settings.tensor_model_parallel_size == 1:
         kill_one_rank(group)
         resume_from_checkpoint(model, tmp_path, one_process)
+
+
+def test_two_trainers_of_one_process_take_turns(model: Path, one_process: TwoSteps, tmp_path: Path) -> None:
+    """Each has weights and an optimiser of its own, also after the other has been closed."""
+    with ExitStack() as stack:
+        other, trainer = (make_trainer(settings(model)) for _ in range(2))
+        stack.callback(trainer.close)
+        steps = []
+        for count in COUNTS:
+            other.step(micro_batches(count + 1), LOSS)
+            steps.append(trainer.step(micro_batches(count), LOSS))
+        other.close()
+        check_weights(weights(trainer, tmp_path / "weights"), one_process.weights[1])
+        for got, expected in zip(steps, one_process.reports, strict=True):
+            check_step(got, expected)
+        logprobs = [x.numpy() for x in trainer.logprobs([batch.sequences for batch in micro_batches(3)])]
+    for a, b in zip(logprobs, one_process.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * 10, rtol=0)
 
 
 def test_data_parallel_ranks_share_the_optimiser_and_resume(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""The demo's training part on a live server: both runs, rows, token accounting, picture. No gain is asserted."""
+"""The demo's training part on live servers: both runs, rows, token accounting, picture. No gain is asserted."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from examples.april_demo.__main__ import run_training
-from examples.april_demo.report import TITLES
 from examples.april_demo.settings import Settings, Training
 from examples.april_demo.training import training_metrics
 from examples.sorting_task import ListLengths
@@ -16,16 +16,17 @@ from trainer_bridge.progress import read_rows
 
 
 def test_both_runs_train_and_fill_their_rows(
-    normal: LiveServer, models: Callable[[str, int], Path], tmp_path: Path
+    normal: LiveServer, second: LiveServer, models: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
+    """They take turns, each on its server."""
     training = Training(
         steps=2, groups=3, samples_per_group=2, pool=6, held_out=6, eval_interval=1, checkpoint=models("qwen3", 0)
     )
     settings = Settings(lengths=ListLengths(2, 6), training=training)
     rows = [{"variant": name, **THROUGHPUT, **training_metrics(None)} for name in ("synchronous", "outside", "april")]
     console = Console(record=True, width=200)
-    before = normal.server.state()["policy_version"]
-    run_training(normal.server.url, rows, settings, tmp_path, console)
+    before = [live.version for live in (normal, second)]
+    run_training([normal.server.url, second.server.url], rows, settings, tmp_path, console)
 
     synchronous, outside, april = rows
     assert outside["training"] is None
@@ -37,15 +38,18 @@ def test_both_runs_train_and_fill_their_rows(
         assert [point["step"] for point in row["training"]["evaluations"]] == [0, 1, 2]
         assert row["training"]["held_out"] == 6
         assert row["seconds"] > 0
-        assert f"training, {TITLES[row['variant']]}" in console.export_text(clear=False)
     # Same weights, same held-out problems, same noise.
     assert april["reward_before"] == pytest.approx(synchronous["reward_before"], abs=1e-4)
     assert synchronous["training"]["off_policy_share"] == 0.0
     assert (tmp_path / "learning.png").exists()
+    assert "training: synchronous and april, one step each in turn" in console.export_text(clear=False)
+    lines = re.findall(r"^(synchronous|april) +step +(\d+)  reward", console.export_text(), re.MULTILINE)
+    assert lines == [("synchronous", "1"), ("april", "1"), ("synchronous", "2"), ("april", "2")]
     # A push before the first step and one after each.
-    state = normal.server.state()
-    assert state["policy_version"] == before + 2 * 3
-    assert not any(run["groups"] for name, run in state["runs"].items() if name.startswith("demo-"))
+    assert [live.version for live in (normal, second)] == [version + 3 for version in before]
+    for live in (normal, second):
+        runs = live.server.state()["runs"]
+        assert not any(run["groups"] for name, run in runs.items() if name.startswith("demo-"))
 
 
 THROUGHPUT = {

@@ -4,7 +4,9 @@ Blocks in STORY run on a server that the quickstart's own command has started; o
 all other blocks are checked: program, flags, files and extras exist.
 """
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sglang_april import config
 from tests.support.pages import ROOT, CodeBlock, block, blocks, check_command, commands
 from tests.support.server import START_LIMIT_S, free_port
 
@@ -146,6 +149,22 @@ def test_every_python_block_runs(found: CodeBlock) -> None:
         compile(found.text, found.page, "exec")
     else:
         assert (found.page, found.number) in STORY
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/integrations").glob("*.md")), ids=lambda page: page.stem)
+def test_names_and_settings_for_other_trainers(page: Path) -> None:
+    """What other trainers load by its dotted name exists (they need not be installed), and SGLANG_APRIL is accepted."""
+    text = page.read_text()
+    for module, name in re.findall(r"(sglang_april(?:\.[a-z_]+)*)\.(\w+)", text):
+        folder = ROOT / module.replace(".", "/")
+        if (folder / name).is_dir() or (folder / f"{name}.py").exists():
+            continue
+        tree = ast.parse(folder.with_suffix(".py").read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    given = re.findall(r"SGLANG_APRIL\W{1,5}(\{.*?\})", text)
+    assert given or page.stem == "own"
+    for settings in given:
+        assert config.from_env({"SGLANG_APRIL": settings.replace('\\"', '"')})["quota"] == 32
 
 
 def test_no_code_is_hidden_from_these_tests() -> None:

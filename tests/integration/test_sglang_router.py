@@ -15,6 +15,7 @@ from tests.integration.conftest import NORMAL, Pool
 from tests.support.live import LiveServer, live_server, until
 from tests.support.packages import unpacked
 from tests.support.server import Server, free_port
+from tests.support.workload import prompt
 
 PACKAGES = ["sglang-router==0.3.2", "setproctitle==1.3.7"]
 BODY: dict[str, Any] = {
@@ -62,6 +63,7 @@ def attaching(pool: Pool, models: Any) -> Iterator[list[LiveServer]]:
 def test_attached_requests_and_one_engine_per_trajectory(
     request: pytest.FixtureRequest, attaching: list[LiveServer]
 ) -> None:
+    """Also under a push to one engine, and beside rounds, which are sent past the router."""
     with router(request, [live.server for live in attaching]) as client:
         served = {key: [_engine(client, attaching, key) for _ in range(2)] for key in (f"t{i}" for i in range(8))}
         assert all(len(set(engines)) == 1 for engines in served.values())
@@ -77,6 +79,24 @@ def test_attached_requests_and_one_engine_per_trajectory(
             live.server.post("/continue_generation", {})
         spans = live.result_of(answer)["meta_info"]["april"]["spans"]
         assert [(span["version"], span["kv"]) for span in spans] == [(0, "fresh"), (1, "kept")]
+        rounds_beside_attached_requests(client, attaching, served)
+
+
+def rounds_beside_attached_requests(
+    client: httpx.Client, servers: list[LiveServer], served: dict[str, list[int]]
+) -> None:
+    """Rounds are sent to the engines directly. Meanwhile the router sends each trajectory to its engine as before: the
+    engines are at two policy versions here, and an answer names that of its engine."""
+    assert servers[0].version != servers[1].version
+    prompts = [prompt(f"p{i}", 80) for i in range(4)]
+    with servers[0].server.slowed(0.05), servers[1].server.slowed(0.05):
+        replies = [live.open(run="rounds", prompts=prompts, quota=None) for live in servers]
+        for key, engines in served.items():
+            (span,) = _generate(client, key, max_new_tokens=4)["meta_info"]["april"]["spans"]
+            assert span["version"] == servers[engines[0]].version
+        assert not any(reply.done() for reply in replies)
+    for live, reply in zip(servers, replies, strict=True):
+        assert [len(group["samples"]) for group in live.result_of(reply)["finished"]] == [1] * 4
 
 
 def test_plain_requests_pass_and_rounds_do_not(request: pytest.FixtureRequest, normal: LiveServer) -> None:
@@ -89,8 +109,9 @@ def test_plain_requests_pass_and_rounds_do_not(request: pytest.FixtureRequest, n
         assert client.post("/april/rollout", json={}).status_code == 404
 
 
-def _generate(client: httpx.Client, key: str) -> Any:
-    answer = client.post("/generate", json=BODY, headers={"x-smg-routing-key": key})
+def _generate(client: httpx.Client, key: str, **params: Any) -> Any:
+    body = {**BODY, "sampling_params": {**BODY["sampling_params"], **params}}
+    answer = client.post("/generate", json=body, headers={"x-smg-routing-key": key})
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -78,8 +78,13 @@ def source(framework: Framework, args: Namespace) -> Any:
 
 
 def check_sample(framework: Framework, sample: Any) -> None:
-    """What training reads of a sample is complete and consistent."""
+    """What training reads of a sample is complete and consistent, and all that slime's contract asks of its output
+    (`assert_sample_contract` of its `test_plugin_rollout_contracts`)."""
     assert isinstance(sample, framework.Sample)
+    assert isinstance(sample.tokens, list)
+    assert {type(token) for token in sample.tokens} == {int}
+    assert isinstance(sample.response, str)
+    assert isinstance(sample.response_length, int)
     length = sample.response_length
     assert 0 < length == len(sample.loss_mask) == len(sample.rollout_log_probs) <= 60
     assert sample.status in (framework.Sample.Status.COMPLETED, framework.Sample.Status.TRUNCATED)
@@ -263,18 +268,27 @@ def test_time_per_rollout_beside_slimes_own(
 
 
 def test_contract_of_slimes_rollout_functions(framework: Framework) -> None:
-    """slime's own check of the signature; its check of outputs calls with `args=None`, which no rollout can serve."""
+    """slime's own check of the signature. Its check of outputs calls with `args=None`, which slime's own function
+    cannot serve either: here the error says so, and `check_sample` has its assertions."""
     if framework.package != "slime":
         pytest.skip("the wheel of miles has no contract tests")
     checkout = Path(os.environ["SLIME_PATH"])
     code = (
         "from plugin_contracts import test_plugin_rollout_contracts as contract\n"
         "function = contract.load_function('sglang_april.integrations.slime.generate_rollout')\n"
-        "contract.assert_rollout_function_signature_matches_default(function)"
+        "contract.assert_rollout_function_signature_matches_default(function)\n"
+        "for served in (function, contract.default_generate_rollout):\n"
+        "    try:\n"
+        "        contract.assert_rollout_function_matches_default_contract(served)\n"
+        "    except (ValueError, AttributeError, TypeError) as error:\n"
+        "        print(error)\n"
+        "    else:\n"
+        "        raise SystemExit('it can be served')\n"
     )
     path = os.pathsep.join(map(str, (checkout, checkout / "tests", ROOT)))
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().startswith("sglang_april: args is None")
 
 
 def fields(sample: Any) -> dict[str, type]:

@@ -99,7 +99,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     text = console.export_text()
     assert "0.500 → 0.800 +0.300 0.100" in text
     assert "…" not in text, "80 columns are enough"
-    assert "other processes used 25% and 25% of the cores" in text
+    assert "other processes used 25% of the cores during the training" in text
     assert "outside" not in text
     assert text.count("not above two standard errors") == 1
     draw_learning(tmp_path / "learning.png", runs)

@@ -8,8 +8,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sglang_april.client.types import RolloutGroup, RolloutSummary
-from sglang_april.integrations.group_rollout import _Rollout
+from sglang_april.integrations.group_rollout import Rollouts, _Rollout
 from tests.bridge.fake_engine_pool import group
 
 
@@ -54,3 +56,11 @@ def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
     output = asyncio.run(_Rollout(*made).run(set()))
     assert [[sample.index for sample in samples] for samples in output.samples] == [[7]]
     assert output.samples[0][0].reward == 1.0
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_call_without_arguments_is_refused_with_a_sentence(evaluation: bool) -> None:
+    """slime's contract check of outputs makes such calls."""
+    framework: Any = FakeFramework()
+    with pytest.raises(ValueError, match="args is None: the router"):
+        Rollouts(framework).generate_rollout(None, 2, object(), evaluation)  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def test_demo_interrupted_while_its_server_starts_leaves_no_process(tmp_path: Pa
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("interrupted: the demo starts over")
+    assert errors.splitlines()[-1].startswith("interrupted: the servers have exited")
     assert not any(child.is_running() for child in children)
 
 

@@ -57,6 +57,7 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype, tensor_parallel: i
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=True,
+        cuda_graph_scope=[],  # the default is a deprecated name of this one
     )
 
 

@@ -37,8 +37,22 @@ from trainer_bridge.trainer import PARTS, Part, SequenceStats, StepReport, Train
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 
+class ProcessGroups:
+    """Those of this process."""
+
+    users = 0
+    """Policies that use them."""
+
+
 def init_process_groups(device: torch.device, rank: int, settings: TrainerSettings, init_method: str | None) -> None:
-    """Create the process groups of torch and Megatron; `init_method` is the rendezvous of several ranks."""
+    """Create the process groups of torch and Megatron; `init_method` is the rendezvous of several ranks.
+
+    Trainers of one rank in one process share the groups.
+    """
+    ProcessGroups.users += 1
+    if ProcessGroups.users > 1 and settings.world_size == 1:
+        devices.initialize(device, settings.seed)
+        return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if settings.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -51,7 +65,10 @@ def init_process_groups(device: torch.device, rank: int, settings: TrainerSettin
 
 
 def destroy_process_groups() -> None:
-    """Undo `init_process_groups`."""
+    """Undo `init_process_groups`, once no policy of this process uses them."""
+    ProcessGroups.users -= 1
+    if ProcessGroups.users:
+        return
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

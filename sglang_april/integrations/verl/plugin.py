@@ -1,7 +1,9 @@
 """The entry point `verl.plugins`: verl imports this module in each of its processes.
 
 With `SGLANG_APRIL` in the environment of the job, the weight adapter of SGLang is replaced (`weights.py`); otherwise
-nothing is. verl ignores a plugin that fails, so `check_registered` verifies the replacement before it is used.
+nothing is. verl ignores a plugin that fails. `check_registered` finds a process without the variable; it cannot see
+other processes, where the adapter is used. If it is missing there, the agent loops' client finds no step for the
+version of a response, and raises (`agent_loop.AttachedClient`).
 
 It also records, on the actor of each SGLang server, the training step of each policy version: a push of verl's
 validation moves the version without a step, so the step cannot be computed from the version.
@@ -24,17 +26,20 @@ def register() -> None:
 
 
 def check_registered() -> None:
-    """Raise unless the registered weight adapter is `ServerAdapter`.
+    """Raise unless `ServerAdapter` is the registered weight adapter of this process.
+
+    This module registers it at its import if `SGLANG_APRIL` is set, so in such a process this raises only if something
+    has replaced the adapter since.
 
     Raises:
-        RuntimeError: `SGLANG_APRIL` is missing in the job's environment, or verl could not load the plugin.
+        RuntimeError: `SGLANG_APRIL` is missing in the environment of this process, or another adapter is registered.
     """
     from verl.workers.rollout import base
 
     if base._ROLLOUT_REGISTRY[NAME] != ADAPTER:
         raise RuntimeError(
-            f"sglang_april: verl has not loaded this plugin: set {ENV} in the runtime environment of the job, and"
-            " leave VERL_USE_EXTERNAL_PLUGINS at 'auto'"
+            f"sglang_april: verl's weight adapter for SGLang is not that of this plugin: set {ENV} in the runtime"
+            " environment of the job, and leave VERL_USE_EXTERNAL_PLUGINS at 'auto'"
         )
 
 
