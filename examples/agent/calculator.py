@@ -38,8 +38,11 @@ MAX_TURNS = 10
 """Maximum number of turns; a trajectory without an answer by then gets no reward."""
 TOOL_SECONDS = 0.05
 """Median time of a call of the calculator."""
-TAIL = 1.0
-"""Standard deviation of the logarithm of that time: one call in forty takes longer than seven times the median."""
+TAIL = 2.0
+"""Standard deviation of the logarithm of that time: one call in forty takes longer than fifty times the median, as
+calls of searches and sandboxes do."""
+LONGEST_SECONDS = 5.0
+"""Limit of that time, as a tool's timeout sets it."""
 
 
 def draw_numbers(rng: random.Random) -> list[int]:
@@ -86,8 +89,9 @@ def reward(numbers: list[int], answer: int) -> float:
 
 
 def tool_seconds(task: str, turn: int) -> float:
-    """How long a call takes: log-normal, the same for the same task and turn in every run."""
-    return TOOL_SECONDS * random.Random(f"{task}-{turn}").lognormvariate(0.0, TAIL)
+    """How long a call takes: log-normal up to a limit, the same in every run for the same list and turn."""
+    numbers = task.rpartition(".")[0]  # `<list>.<trajectory>`
+    return min(LONGEST_SECONDS, TOOL_SECONDS * random.Random(f"{numbers}-{turn}").lognormvariate(0.0, TAIL))
 
 
 async def agent(task: AgentTask, client: AsyncOpenAI) -> float:

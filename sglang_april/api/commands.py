@@ -53,7 +53,8 @@ class EndTrajectories(msgspec.Struct, tag=True):
 
     seq: int
     run: str
-    done: list[str]
+    done: dict[str, bytes]
+    """By trajectory, the caller's reward and metadata as msgpack, opaque to the scheduler."""
     reject: list[str]
 
 
@@ -159,5 +160,5 @@ Command = (
     | GetPartials
 )
 
-Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | Drop | Acknowledge | Shutdown | PushEnd
+Lasting = OpenRound | StopRound | JudgeRound | ExtendRound | EndTrajectories | Drop | Acknowledge | Shutdown | PushEnd
 """Commands with a durable effect: with a journal they are answered once it is written (`journal-before-reply`)."""

@@ -1,7 +1,7 @@
 """Answers and events from the scheduler to the HTTP process."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,6 +53,43 @@ class RoundEnded(msgspec.Struct, tag=True):
     """Why the reply cannot be journalled: the round fails. After a restart it is open, and delivers again."""
 
 
+class LegEnded(msgspec.Struct, tag=True):
+    """A leg of a trajectory has ended, finished or aborted."""
+
+    run: str
+    trajectory: str
+    group: str
+    number: int
+    rid: str
+    parent: int | None
+    shared: int
+    """How many tokens of the parent's sequence its prompt begins with."""
+    prompt_ids: bytes
+    """int32: the prompt behind those tokens."""
+    prefilled: int
+    """Prompt tokens that were computed; the others had KV already."""
+    result: FinishedSample
+
+
+class SavedTrajectory(msgspec.Struct, array_like=True):
+    """A trajectory as the journal stores it."""
+
+    run: str
+    id: str
+    group: str
+    state: Literal["active", "done", "rejected", "left"]
+    """`rejected` ones are to be named in the next reply; `left`: delivered, dropped, or named in one."""
+    oldest: int | None = None
+    """Policy version of its first output token; None without tokens."""
+    outcome: Literal["", "done", "rejected"] = ""
+    order: int = -1
+    """Its place among the trajectories of the run that have ended."""
+    result: bytes = b""
+    """The caller's reward and metadata as msgpack, opaque to the scheduler; empty unless done."""
+    legs: list[LegEnded] = []
+    """The ended ones, in the order in which they ended."""
+
+
 class KeptReply(msgspec.Struct, array_like=True):
     """A kept reply with all of its content, as the journal stores it."""
 
@@ -62,6 +99,8 @@ class KeptReply(msgspec.Struct, array_like=True):
     """One per entry of `ended.deliver`."""
     samples: list[FinishedSample]
     acknowledged: bool = False
+    trajectories: list[SavedTrajectory] = []
+    """One per entry of `ended.trajectories`."""
 
 
 class Restored(msgspec.Struct, tag=True):
@@ -81,6 +120,8 @@ class Restored(msgspec.Struct, tag=True):
     unnamed: bool
     """No round is admitted until the policy version is named (`no-step-on-unknown-weights`)."""
     warnings: list[str]
+    trajectories: list[SavedTrajectory] = []
+    """The undelivered ones."""
 
 
 class Named(msgspec.Struct, tag=True):
@@ -96,24 +137,6 @@ class AttachedEnded(msgspec.Struct, tag=True):
     spans: list[Span]
     policy_version: int
     """Policy version when the request ended."""
-
-
-class LegEnded(msgspec.Struct, tag=True):
-    """A leg of a trajectory has ended, finished or aborted."""
-
-    run: str
-    trajectory: str
-    group: str
-    number: int
-    rid: str
-    parent: int | None
-    shared: int
-    """How many tokens of the parent's sequence its prompt begins with."""
-    prompt_ids: bytes
-    """int32: the prompt behind those tokens."""
-    prefilled: int
-    """Prompt tokens that were computed; the others had KV already."""
-    result: FinishedSample
 
 
 class RoundWaits(msgspec.Struct, tag=True):

@@ -37,6 +37,7 @@ from sglang_april.api.events import (
     Restored,
     RoundEnded,
     RoundWaits,
+    SavedTrajectory,
     TrajectoriesRemoved,
     count_verdicts,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "RoundEnded",
     "RoundSpec",
     "RoundWaits",
+    "SavedTrajectory",
     "Shutdown",
     "Span",
     "StopRound",

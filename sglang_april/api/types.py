@@ -10,6 +10,8 @@ import msgspec
 
 ATTACHED = "\0attached "
 """Begins the names of the runs of attached requests; a rollout request cannot name one."""
+LEGS = ATTACHED + "\0"
+"""Begins the names of the runs of legs, which are attached requests; no caller can name one."""
 
 Unit = Literal["group", "sample", "trajectory"]
 KvPolicy = Literal["keep", "recompute", "auto"]

@@ -9,6 +9,7 @@ from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.frontend import Frontend
 from sglang_april.http.reply import Reply
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
+from sglang_april.http.trajectories import TrajectoryRecord, TrajectoryRecords
 from sglang_april.http.weight_lock import WeightLock
 
 logger = logging.getLogger("sglang_april")
@@ -18,13 +19,20 @@ class RestoredState:
     """With a journal, the scheduler's first message restores this process's state; requests wait for it."""
 
     def __init__(
-        self, engine: Frontend, journal: str | None, groups: CompletedGroups, rounds: RoundRegistry, lock: WeightLock
+        self,
+        engine: Frontend,
+        journal: str | None,
+        groups: CompletedGroups,
+        rounds: RoundRegistry,
+        lock: WeightLock,
+        trajectories: TrajectoryRecords,
     ) -> None:
         self._engine = engine
         self._journal = journal
         self._groups = groups
         self._rounds = rounds
         self._lock = lock
+        self._trajectories = trajectories
         self._complete = asyncio.Event()
         self._replay: asyncio.Task[None] | None = None
         self.fault = ""
@@ -62,6 +70,7 @@ class RestoredState:
         for spec in message.rounds:
             self._rounds.reopen(RoundRecord(spec))
         self._rounds.add_finished(self._groups, message.finished)
+        self._trajectories.restore(message.trajectories)
         self._preview_unjudged(message)
         self._rounds.mark_gone(message.gone)
         self._lock.block("restart")
@@ -81,7 +90,7 @@ class RestoredState:
         for kept in replies:
             try:
                 parts = self._parts(kept)
-                reply = await Reply.build(kept.ended, parts)
+                reply = await Reply.build(kept.ended, parts, _records(kept) if kept.spec.trajectories else None)
             except Exception:
                 logger.exception("the reply of round %s is lost", kept.spec.round_id)
                 self._rounds.mark_gone([kept.spec.round_id])
@@ -98,3 +107,9 @@ class RestoredState:
             done = tuple(self._groups.completed(prompt, sample) for sample in of_group)
             parts.append(GroupSlice(prompt, delivery.incarnation, done, delivery.complete, delivery.accepted))
         return parts
+
+
+def _records(kept: messages.KeptReply) -> list[TrajectoryRecord]:
+    records = TrajectoryRecords()
+    records.restore(kept.trajectories)
+    return records.take(kept.spec.run, kept.ended.trajectories)

@@ -55,7 +55,7 @@ class AprilService:
         """SGLang's tags of memory that is released now."""
         self.pushes = Pushes(self.rpc, self.weight_lock, self.rounds, self.audit, self.metrics.pushed)
         self.restored_state = RestoredState(
-            engine, config.journal, self.completed_groups, self.rounds, self.weight_lock
+            engine, config.journal, self.completed_groups, self.rounds, self.weight_lock, self.trajectories
         )
         self.closing = ""
         """Why the server is about to end, or empty."""
@@ -131,7 +131,8 @@ class AprilService:
 
     async def end_trajectories(self, run: str, body: requests.EndBody) -> dict[str, Any]:
         """Trajectories are done, or rejected; idempotent."""
-        command = messages.EndTrajectories(self.rpc.number(), run, list(body.trajectories), body.reject)
+        results = {name: msgspec.msgpack.encode(result) for name, result in body.trajectories.items()}
+        command = messages.EndTrajectories(self.rpc.number(), run, results, body.reject)
 
         def ended(answer: messages.Answer) -> None:
             names = answer.data.pop("new")

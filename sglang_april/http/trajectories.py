@@ -7,6 +7,7 @@ are int32 and logprobs float32, as raw little-endian bytes.
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sglang_april.api import messages
@@ -183,6 +184,14 @@ class TrajectoryRecords:
         for name, body in ended.items():
             record = self.of(run, name)
             record.ended = record.ended or body
+
+    def restore(self, saved: list[messages.SavedTrajectory]) -> None:
+        """After a restart: add trajectories that the journal has."""
+        for one in saved:
+            record = self.of(one.run, one.id, one.group)
+            record.legs = {leg.number: leg for leg in one.legs}
+            if one.result:
+                record.ended = msgspec.msgpack.decode(one.result, type=DoneBody)
 
     def remove(self, run: str, names: list[str]) -> None:
         """Remove trajectories that the scheduler removed without delivery."""

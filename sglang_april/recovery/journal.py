@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_april.recovery.journal_snapshot import CorruptRecordError, JournalSnapshot, read_snapshot, seal, unseal
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, read_snapshot
 from sglang_april.recovery.model_identity import ModelIdentity
 from sglang_april.recovery.schema import SCHEMA, TABLES, Op
+from sglang_april.recovery.sealed import CorruptRecordError, seal, unseal
 
 log = logging.getLogger("sglang_april")
 

@@ -2,13 +2,23 @@
 
 import secrets
 import sqlite3
-import zlib
 from typing import Any
 
 import msgspec
 
-from sglang_april.api.messages import FinishedSample, KeptReply, Prompt, Restored, RoundEnded, RoundSpec, Span
+from sglang_april.api.messages import (
+    FinishedSample,
+    KeptReply,
+    Prompt,
+    Restored,
+    RoundEnded,
+    RoundSpec,
+    SavedTrajectory,
+    Span,
+)
 from sglang_april.api.types import ATTACHED
+from sglang_april.recovery.journal_trajectories import DeliveredTrajectories, read_trajectories
+from sglang_april.recovery.sealed import CorruptRecordError, unseal
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -77,6 +87,8 @@ class JournalSnapshot(msgspec.Struct):
     """In arrival order."""
     attached: list[SnapshotGroup] = []
     """Attached requests with tokens, unfinished or finished, in arrival order (`attached_journal.py`)."""
+    trajectories: list[SavedTrajectory] = []
+    """In the order in which they began; those that have left without their legs."""
     rounds: list[SnapshotRound] = []
     replies: list[KeptReply] = []
     gone: list[str] = []
@@ -92,34 +104,6 @@ class JournalSnapshot(msgspec.Struct):
     """Number of damaged records; their tokens are generated again."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
     """Statements that delete the damaged records."""
-
-
-class CorruptRecordError(ValueError):
-    """A record whose checksum does not match."""
-
-
-def seal(value: Any, *key: Any) -> bytes:
-    """msgpack preceded by a CRC-32 over it and over the key columns of its row."""
-    body = msgspec.msgpack.encode(value)
-    return _crc(body, key) + body
-
-
-def unseal(blob: Any, kind: Any, *key: Any) -> Any:
-    """The value that was given to `seal`.
-
-    Raises:
-        CorruptRecordError: the record was changed, or moved to another row.
-    """
-    if not isinstance(blob, bytes) or len(blob) < 4 or blob[:4] != _crc(body := blob[4:], key):
-        raise CorruptRecordError
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise CorruptRecordError from error
-
-
-def _crc(body: bytes, key: tuple[Any, ...]) -> bytes:
-    return zlib.crc32(body, zlib.crc32(msgspec.msgpack.encode(key))).to_bytes(4, "little")
 
 
 def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
@@ -144,7 +128,8 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
             if accepted is not None and group.whole:  # damage may have made it unfinished again
                 group.accepted = bool(accepted)
             (saved.attached if run.startswith(ATTACHED) else saved.groups).append(group)
-    _read_rounds(db, saved)
+    delivered = read_trajectories(db, saved)
+    _read_rounds(db, saved, delivered)
     saved.version = _version(saved, meta.get("version"))
     return saved
 
@@ -156,7 +141,9 @@ def _version(saved: JournalSnapshot, record: Any) -> int:
     except CorruptRecordError:
         saved.corrupt += 1
     samples = [s for g in saved.groups for s in g.samples]
-    spans = [span for s in samples for part in (s.chunk, s.finished) if part is not None for span in part.spans]
+    legs = [leg.result for t in saved.trajectories for leg in t.legs]
+    spans = [span for leg in legs for span in leg.spans]
+    spans += [span for s in samples for part in (s.chunk, s.finished) if part is not None for span in part.spans]
     return max([span.version for span in spans] + [r.ended.policy_version for r in saved.replies], default=0)
 
 
@@ -227,7 +214,7 @@ def _whole(tail: FinishedSample, start: int, chunk: Chunk | None) -> FinishedSam
     )
 
 
-def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot) -> None:
+def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot, delivered: DeliveredTrajectories) -> None:
     for round_id, number, spec_blob, ended_blob, held in db.execute(
         "SELECT round_id, number, spec, ended, held FROM rounds ORDER BY seq"
     ).fetchall():
@@ -241,6 +228,7 @@ def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot) -> None:
             else:
                 ended = unseal(ended_blob, RoundEnded, round_id)
                 reply = _reply(db, saved, spec, ended)
+                reply.trajectories = _delivered(ended, delivered.get(round_id, {}))
                 reply.acknowledged = spec.keep_until_ack and not held
                 saved.replies.append(reply)
         except CorruptRecordError:
@@ -273,6 +261,13 @@ def _reply(db: sqlite3.Connection, saved: JournalSnapshot, spec: RoundSpec, ende
     return KeptReply(spec, ended, prompts, samples)
 
 
+def _delivered(ended: RoundEnded, known: dict[str, SavedTrajectory]) -> list[SavedTrajectory]:
+    try:
+        return [known[name] for name in ended.trajectories]
+    except KeyError as error:
+        raise CorruptRecordError from error
+
+
 def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
     """The journal's content for the HTTP process; `unnamed`: no round is admitted until the version is named."""
     damage = f"{saved.corrupt} journal records were damaged; their tokens are generated again"
@@ -286,6 +281,7 @@ def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
         gone=saved.gone,
         unnamed=unnamed,
         warnings=[damage] if saved.corrupt else [],
+        trajectories=[t for t in saved.trajectories if t.state in ("active", "done")],
     )
 
 

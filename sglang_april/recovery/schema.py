@@ -6,13 +6,16 @@ the journal; messages identify it by (run, id, incarnation).
 """
 
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
-from sglang_april.recovery.journal_snapshot import Chunk, seal
+from sglang_april.api.types import LEGS
+from sglang_april.recovery.journal_snapshot import Chunk
+from sglang_april.recovery.journal_trajectories import delete_delivered, deliver
+from sglang_april.recovery.sealed import seal
 
-SCHEMA = 5
+SCHEMA = 6
 REMEMBERED = 2**16
 """Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
@@ -31,6 +34,11 @@ CREATE TABLE IF NOT EXISTS chunks(gid INTEGER, idx INTEGER, start INTEGER, body 
 CREATE TABLE IF NOT EXISTS finished(
     gid INTEGER, idx INTEGER, start INTEGER, step INTEGER, body BLOB, round_id TEXT, PRIMARY KEY(gid, idx));
 CREATE INDEX IF NOT EXISTS finished_by_round ON finished(round_id) WHERE round_id IS NOT NULL;
+CREATE TABLE IF NOT EXISTS trajectories(
+    seq INTEGER PRIMARY KEY, run TEXT, id TEXT, state TEXT, body BLOB, round_id TEXT, UNIQUE(run, id));
+CREATE INDEX IF NOT EXISTS trajectories_by_round ON trajectories(round_id) WHERE round_id IS NOT NULL;
+CREATE TABLE IF NOT EXISTS legs(
+    seq INTEGER PRIMARY KEY, run TEXT, id TEXT, number INTEGER, body BLOB, UNIQUE(run, id, number));
 """
 
 DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
@@ -50,7 +58,13 @@ class RecordError(ValueError):
 def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten: Iterable[ForgottenIds] = ()) -> Op:
     """A round, the `number`th of its run, its new groups, and the ids that are no longer remembered because of them."""
     new, gone, run = list(groups), list(forgotten), spec.run
-    row = (spec.round_id, spec.run, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack))
+    row = (
+        spec.round_id,
+        LEGS + run if spec.trajectories else run,
+        number,
+        seal(spec, spec.round_id, number),
+        int(spec.keep_until_ack),
+    )
 
     def op(db: sqlite3.Connection) -> None:
         # An id without a reply may be used again once the HTTP process, which checks ids, has forgotten it.
@@ -130,20 +144,24 @@ def finished(gid: int, start: int, step: int, tail: FinishedSample) -> Op:
     return lambda db: db.execute(statement, (*key, seal(tail, *key)))
 
 
-def ended(event: RoundEnded) -> Op:
-    """A round's reply is fixed. The operation raises RecordError if the round or a delivered sample is not recorded."""
+def ended(event: RoundEnded, legs: Mapping[str, int] | None = None) -> Op:
+    """A round's reply is fixed. The operation raises RecordError if the round or a part of its reply is not recorded.
+
+    `legs`: in a round of trajectories, how many legs each of its records has.
+    """
+    run = event.run if legs is None else LEGS + event.run
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
-        row = (seal(event, event.round_id), event.round_id, event.run)
+        row = (seal(event, event.round_id), event.round_id, run)
         known = db.execute("UPDATE rounds SET ended=? WHERE round_id=? AND run=? AND ended IS NULL", row).rowcount
         found = db.executemany(
             "UPDATE finished SET round_id=? WHERE gid="
             "(SELECT max(gid) FROM groups WHERE run=? AND id=? AND incarnation=?) AND idx=?",
             delivered,
         ).rowcount
-        if not known or found < len(delivered):
-            raise RecordError("it lacks the round's acceptance or a sample of the reply; see the server's log")
+        if not known or found < len(delivered) or not deliver(db, event, legs or {}):
+            raise RecordError("it lacks the round's acceptance or a part of the reply; see the server's log")
 
     return op
 
@@ -161,6 +179,7 @@ def reply_deleted(round_id: str) -> Op:
         db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE round_id=?", (round_id,))
         db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
         _forget_groups(db, gids)
+        delete_delivered(db, round_id, REMEMBERED)
         oldest = "(SELECT max(seq) FROM rounds) - ?"
         db.execute(f"DELETE FROM rounds WHERE length(ended)=0 AND seq <= {oldest}", (REMEMBERED,))  # noqa: S608
 

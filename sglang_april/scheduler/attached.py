@@ -8,13 +8,14 @@ One that names a trajectory is a leg of it. Legs have a separate run, whose roun
 the engine by admission, as samples do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.api.messages import FinishedSample
+from sglang_april.api.types import LEGS
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
 from sglang_april.scheduler.context import NO_CAP, Context
@@ -57,19 +58,28 @@ class Attached:
         """
         c = self._c
         leg, rounds = None, False
+        legs = (ATTACHED if trajectory is None else LEGS) + run
+        saved = self._saved(legs.removeprefix(ATTACHED), rid, input_ids, params)
+        answered = saved is not None and saved.samples[0].finished is not None
+        if trajectory is not None and answered and c.trajectory_run(run).recorded(trajectory, rid):
+            trajectory = None  # the record has this leg; only its answer is sent again
         if trajectory is None:
             owner = c.ledger.runs.get(ATTACHED + run) or Run(ATTACHED + run, attached=True)
         else:
             known = c.trajectory_run(run)
             leg = known.begin_leg(trajectory, group, rid, np.frombuffer(input_ids, "<i4"))
             owner, rounds = known.legs, known.rounds_opened > 0
-        saved = self._saved(owner.name.removeprefix(ATTACHED), rid, input_ids, params)
         parked = _claim(leg) if saved is None else None
         sample = c.ledger.add_attached(owner, rid, input_ids, params, saved, leg, parked)
+        if parked is not None:
+            self._tiers.changed_priority(sample)
         if saved is not None:
             _restore(sample, tokens_of(saved), saved.samples[0].finished)
         if leg is not None:
             leg.trajectory.pending[sample] = leg
+            if sample.length:
+                leg.prefilled = len(leg.prompt)
+                self.first_token(leg.trajectory, sample)
             self._forget(leg.trajectory.run)
         if owner.name not in c.attached and not rounds:
             c.attached[owner.name] = Round(_spec(owner.name, c.attached_kv), owner, 0)
@@ -80,6 +90,11 @@ class Attached:
         sample.open_span(c.clock.version, "recomputed" if sample.length else "fresh")
         sample.recompute.in_progress = sample.length > 0
         return sample
+
+    def first_token(self, trajectory: Trajectory, sample: Sample) -> None:
+        """A leg has drawn its first token."""
+        if trajectory.first_token(sample.spans[0].version):
+            self._c.recorder.trajectories([trajectory])
 
     def created(self, sample: Sample) -> None:
         """SGLang has queued the request: a leg waits for its admission instead."""
@@ -112,7 +127,7 @@ class Attached:
         if leg is not None and self._parks(sample, leg.trajectory):
             self._end_leg(sample, leg, reason)
             c.ledger.park(sample)
-            self._tiers.add_suspended([sample])
+            self._tiers.changed_priority(sample)
             self._limit_parked()
         else:
             self._tiers.release(sample)
@@ -156,7 +171,7 @@ class Attached:
         trajectory.sequences[-1].parked = sample if kv.pages is not None else None
         self._release([s.parked for s in gone if s.parked is not None])
         del trajectory.pending[sample]
-        self._c.recorder.send(
+        self._c.recorder.leg_ended(
             messages.LegEnded(
                 trajectory.run.name,
                 trajectory.id,
@@ -170,6 +185,8 @@ class Attached:
                 result,
             )
         )
+        if trajectory.legs_ended == 1:  # without a token, the journal does not know it yet
+            self._c.recorder.trajectories([trajectory])
 
     def abort(self, samples: list[Sample]) -> None:
         """Answer requests with the tokens that they have."""
@@ -192,9 +209,12 @@ class Attached:
 
     # --- trajectories
 
-    def end_trajectories(self, run: TrajectoryRun, done: Iterable[str], reject: Iterable[str]) -> None:
-        """Trajectories are done or rejected; `TrajectoryRun.check` has passed them. Their pending legs are aborted."""
-        ended = [t for name in done if (t := run.end(name, "done")) is not None]
+    def end_trajectories(self, run: TrajectoryRun, done: Mapping[str, bytes], reject: Iterable[str]) -> None:
+        """Trajectories are done or rejected; `TrajectoryRun.check` has passed them. Their pending legs are aborted.
+
+        `done`: the caller's reward and metadata of each.
+        """
+        ended = [t for name, result in done.items() if (t := run.end(name, "done", result)) is not None]
         rejected = [t for name in reject if (t := run.end(name, "rejected")) is not None]
         self._c.trace("trajectories end", detail=[[t.id for t in ended], [t.id for t in rejected]])
         self._leave([*ended, *rejected], rejected)
@@ -212,6 +232,7 @@ class Attached:
         for trajectory in unused:
             del run.active[trajectory.id]
         self._leave([], unused)
+        self._c.recorder.trajectories_forgotten(run.name, [t.id for t in unused])
 
     def _release(self, parked: list[Sample]) -> None:
         """Release the KV of ended legs that no leg will continue."""
@@ -224,6 +245,7 @@ class Attached:
         if pending:
             self.abort(pending)
         self._release([sample for trajectory in [*ended, *removed] for sample in trajectory.take_parked()])
+        self._c.recorder.trajectories(ended)
         if removed:
             name, ids = removed[0].run.name, [t.id for t in removed]
             self._c.recorder.send(messages.TrajectoriesRemoved(name, ids))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_april.api import messages
+from sglang_april.api.types import LEGS
 from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.recovery.journal_snapshot import SnapshotGroup
 from sglang_april.scheduler.decisions import Decisions
@@ -13,7 +14,7 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
 from sglang_april.scheduler.state import Run, Sample
-from sglang_april.scheduler.trajectories import LEGS, TrajectoryRun
+from sglang_april.scheduler.trajectories import TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
 NO_CAP = 2**62

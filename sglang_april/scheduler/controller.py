@@ -221,7 +221,7 @@ class Controller:
         run = group.run
         group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
         if group.leg is not None:
-            group.leg.trajectory.first_token(sample.spans[0].version)
+            self.attached.first_token(group.leg.trajectory, sample)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:
         self.context.trace("finish", [sample])

@@ -3,20 +3,27 @@
 A pure function of lengths, versions, admission orders and token budgets, so that all ranks decide alike
 (`rank-determinism`). Recompute time per byte grows with length (attention is quadratic, bytes are linear;
 `BW* = 2 b eff / (2 p + c T)` falls with T), so under a byte budget the longest samples are kept first.
+
+The KV of an ended leg saves a prefill only if its trajectory returns. Its expected return falls with the time for which
+it has been parked: trajectories that never return remain, and tool delays have a long tail. So it is evicted before all
+samples that will resume, and what was parked first goes first (`bench/parked_order.py`).
 """
 
 import heapq
 from collections.abc import Callable
 
 from sglang_april.kv.kv_pages import CopyTier, KvState, Pages
-from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.state import Sample, State
 
 _MIN_COMPACT = 64
+_PARKED = 1 << 200
+"""Subtracted from the priority of a parked sample, which is below that of all others."""
 _NOT_ON_DEVICE = frozenset({KvState.COPYING_OUT, KvState.COPYING_OUT_SLOTS_FREED, KvState.STORED})
 
 
 def eviction_priority(sample: Sample) -> int:
-    """Smaller is evicted first: least recompute time per byte, then newer tokens, then later admission.
+    """Smaller is evicted first: parked samples in the order of their steps, then least recompute time per byte, then
+    newer tokens, then later admission.
 
     Packs the three into one unique integer, 64 bits each, because heaps compare integers fastest. It is constant while
     the sample is suspended, and cached with its pages: hence the version of the oldest token instead of its staleness,
@@ -24,7 +31,9 @@ def eviction_priority(sample: Sample) -> int:
     """
     pages = sample.kv.pages
     assert pages is not None
-    if pages.priority is None:
+    if pages.priority is None and sample.state is State.PARKED:
+        pages.priority = (sample.finish_step << 64) - sample.order - _PARKED
+    elif pages.priority is None:
         pages.priority = (pages.length << 128) - ((sample.oldest_version or 0) << 64) - sample.order
     return pages.priority
 

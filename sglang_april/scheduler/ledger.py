@@ -10,6 +10,7 @@ from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.scheduler.state import (
+    ATTACHED,
     Group,
     JournalMarks,
     LedgerError,
@@ -157,7 +158,8 @@ class Ledger:
             else:
                 self.run(run_name).first_incarnation = incarnation
         for run_name, count in saved.rounds_opened.items():
-            self.run(run_name).rounds_opened = count
+            if not run_name.startswith(ATTACHED):
+                self.run(run_name).rounds_opened = count
         for known in saved.groups:
             self._restore_group(known)
 

@@ -9,8 +9,17 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.api.messages import Answer, Event, Finished, FinishedSample, JournalFault, RoundEnded, RoundSpec
-from sglang_april.recovery import schema
+from sglang_april.api.messages import (
+    Answer,
+    Event,
+    Finished,
+    FinishedSample,
+    JournalFault,
+    LegEnded,
+    RoundEnded,
+    RoundSpec,
+)
+from sglang_april.recovery import journal_trajectories, schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.journal_snapshot import SnapshotGroup
 from sglang_april.recovery.outbox import Outbox
@@ -18,6 +27,7 @@ from sglang_april.scheduler.attached_journal import KeptRequests
 from sglang_april.scheduler.engine import Engine
 from sglang_april.scheduler.ledger import Forgotten
 from sglang_april.scheduler.state import Group, Sample
+from sglang_april.scheduler.trajectories import Trajectory
 
 
 class Unrecorded:
@@ -64,8 +74,21 @@ class Unrecorded:
         a stream has shown."""
         self._engine.send(event)
 
-    def ended(self, event: RoundEnded) -> None:
-        """The reply is fixed; with a journal it is sent once it is written."""
+    def leg_ended(self, event: LegEnded) -> None:
+        """A leg of a trajectory; with a journal it is sent, and then its answer, once it is written."""
+        self._engine.send(event)
+
+    def trajectories(self, changed: Iterable[Trajectory]) -> None:
+        """Trajectories have begun or ended."""
+
+    def trajectories_forgotten(self, run: str, ids: list[str]) -> None:
+        """Trajectories of a run without rounds are no longer kept."""
+
+    def ended(self, event: RoundEnded, legs: Mapping[str, int] | None = None) -> None:  # noqa: ARG002
+        """The reply is fixed; with a journal it is sent once it is written.
+
+        `legs`: in a round of trajectories, how many legs each of its records has.
+        """
         self._engine.send(event)
 
     def acknowledged(self, round_id: str) -> None: ...
@@ -121,10 +144,14 @@ class Recorder(Unrecorded):
         self.commit()
         self._outbox.send(event, self._batches)
 
-    def ended(self, event: RoundEnded) -> None:
+    def leg_ended(self, event: LegEnded) -> None:
+        self._records.append(journal_trajectories.leg(event))
+        self._outbox.send(event, self._batches + 1)
+
+    def ended(self, event: RoundEnded, legs: Mapping[str, int] | None = None) -> None:
         """Written in a separate batch: no other record can fail this reply, and this record fails no other event."""
         self.commit()
-        self._records.append(schema.ended(event))
+        self._records.append(schema.ended(event, legs))
         self._outbox.send(event, self._batches + 1)
         self.commit()
 
@@ -194,6 +221,13 @@ class Recorder(Unrecorded):
         self._kept.remove(gid)
         if not same:
             self._records.append(schema.dropped([gid]))
+
+    def trajectories(self, changed: Iterable[Trajectory]) -> None:
+        self._records += [journal_trajectories.trajectory(one.saved()) for one in changed]
+
+    def trajectories_forgotten(self, run: str, ids: list[str]) -> None:
+        if ids:
+            self._records.append(journal_trajectories.forgotten(run, ids))
 
     def acknowledged(self, round_id: str) -> None:
         self._records.append(schema.acknowledged(round_id))

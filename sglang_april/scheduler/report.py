@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_april.api.types import LEGS
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.trajectories import LEGS, TrajectoryRun
+from sglang_april.scheduler.trajectories import TrajectoryRun
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:

@@ -6,6 +6,8 @@ Every rank calls these functions with the same `JournalSnapshot` and the same ou
 
 from collections.abc import Callable, Sequence
 
+from sglang_april.api.messages import SavedTrajectory
+from sglang_april.api.types import LEGS
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotRound
 from sglang_april.recovery.kv_recovery import Outcome
@@ -15,6 +17,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
+from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 FindKv = Callable[[Sequence[tuple[Sample, StoredKv]]], Sequence[Outcome]]
 """Searches the disk tiers of all ranks together: one outcome per sample."""
@@ -39,14 +42,32 @@ def restore(c: Context, saved: JournalSnapshot) -> None:
     """Fill an empty ledger. Samples restart from their last record; `recover_kv` restores their KV."""
     c.ledger.restore(saved)
     c.step = max((s.step for g in saved.groups for s in g.samples), default=0)
+    _restore_trajectories(c, saved)
     for known in saved.rounds:
         _reopen(c, known)
     c.saved_attached = saved_requests(saved)
 
 
+def _restore_trajectories(c: Context, saved: JournalSnapshot) -> None:
+    of_run: dict[str, list[SavedTrajectory]] = {}
+    for one in saved.trajectories:
+        of_run.setdefault(one.run, []).append(one)
+    for name, trajectories in of_run.items():
+        c.trajectory_run(name).restore(trajectories)
+    for name, count in saved.rounds_opened.items():
+        if name.startswith(LEGS):
+            c.trajectory_run(name.removeprefix(LEGS)).rounds_opened = count
+
+
 def _reopen(c: Context, known: SnapshotRound) -> None:
-    run = c.ledger.run(known.spec.run)
-    rnd = Round(known.spec, run, known.number)
+    rnd: Round
+    if known.spec.trajectories:
+        trajectories = c.trajectory_run(known.spec.run)
+        run = trajectories.legs
+        rnd = TrajectoryRound(known.spec, run, known.number, trajectories=trajectories)
+    else:
+        run = c.ledger.run(known.spec.run)
+        rnd = Round(known.spec, run, known.number)
     run.kv, run.max_staleness = known.spec.kv, known.spec.max_staleness
     rnd.stats.carried_in = report.sizes(run)
     rnd.stats.warnings.append(RESTARTED)

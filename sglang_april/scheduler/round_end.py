@@ -1,6 +1,7 @@
 """Check rounds after relevant events and end those that are due; `quota.py` decides whether one is."""
 
 from sglang_april.api import messages
+from sglang_april.api.types import LEGS
 from sglang_april.scheduler import report
 from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
@@ -58,11 +59,13 @@ class RoundEnd:
 
     def abandon(self, run: str, round_id: str) -> None:
         """Close a round that was never accepted, because it could not be journalled: there is no reply."""
-        rnd = self.context.rounds.get(run)
-        if rnd is not None and rnd.spec.round_id == round_id:
+        for name in (run, LEGS + run):
+            rnd = self.context.rounds.get(name)
+            if rnd is None or rnd.spec.round_id != round_id:
+                continue
             self.context.engine.settle()
             self._suspender.suspend_run(rnd.run, rnd.spec.tier)
-            del self.context.rounds[run]
+            del self.context.rounds[name]
             self._tiers.round_ended()
 
     def end(self, rnd: Round, reason: messages.EndReason, ids: list[str] | None) -> None:
@@ -101,10 +104,9 @@ class RoundEnd:
             c.ahead[rnd.run.name] = rnd
 
     def _end_trajectories(self, rnd: TrajectoryRound, ended: messages.RoundEnded) -> None:
-        """Rounds of trajectories are not journalled."""
         run = rnd.trajectories
+        run.rejected += rnd.surplus
         self._attached.drop_trajectories(run, rnd.surplus)
-        ended.trajectories, ended.rejected = rnd.delivered, [*run.rejected, *rnd.surplus]
-        run.rejected = []
+        ended.trajectories, ended.rejected, run.rejected = rnd.delivered, run.rejected, []
         ended.carried["trajectories"] = rnd.report(self.context.clock.version)
-        self.context.recorder.send(ended)
+        self.context.recorder.ended(ended, rnd.legs)

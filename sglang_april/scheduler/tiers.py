@@ -42,6 +42,13 @@ class Tiers:
             if sample.kv.pages is not None:
                 self._queues["device"].push(sample)
 
+    def changed_priority(self, sample: Sample) -> None:
+        """A sample with KV begins or ceases to be parked."""
+        pages = sample.kv.pages
+        if pages is not None:
+            pages.priority = None
+            self._queues[pages.tier].push(sample)
+
     def prepare_resume(self, sample: Sample) -> None:
         """Discard the copy of a sample that resumes on its slots: the next token makes it incomplete."""
         pages = sample.kv.pages

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from sglang_april.api.errors import RequestError
-from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
+from sglang_april.api.messages import LegEnded, SavedTrajectory
+from sglang_april.scheduler.state import Run, Sample, State
 
-LEGS = ATTACHED + "\0"
-"""Begins the names of the runs of legs, which are attached requests; no caller can name one."""
 MAX_ENDED = 2**16
 """Ended trajectories of a run that are remembered, so that a repeated message changes nothing."""
 MAX_WITHOUT_ROUNDS = 2**10
@@ -80,6 +79,13 @@ class Trajectory:
     """Policy version of the first output token; None without tokens."""
     begun: bool = False
     """A leg has been admitted."""
+    legs_ended: int = 0
+    restored: set[str] = field(default_factory=set)
+    """The `rid`s of legs that had ended when the server was restarted."""
+    order: int = -1
+    """Its place among the trajectories of the run that have ended."""
+    result: bytes = b""
+    """The caller's reward and metadata, if it is done."""
 
     @property
     def done(self) -> bool:
@@ -107,9 +113,30 @@ class Trajectory:
         self.sequences = [s for s in self.sequences if s not in gone]
         self.sequences.append(Sequence(ids, [*leg.path, (leg.number, len(ids))]))
         self.tokens += len(output)
+        self.legs_ended += 1
         gone += self.sequences[:-MAX_BRANCHES]
         del self.sequences[:-MAX_BRANCHES]
         return gone
+
+    def restore_legs(self, legs: list[LegEnded]) -> None:
+        """After a restart: add its ended legs, in the order in which they ended."""
+        known: dict[int, Sequence] = {}
+        for saved in legs:
+            prompt, path, extends = np.frombuffer(saved.prompt_ids, "<i4"), [], None
+            if saved.parent is not None:
+                before = known[saved.parent]
+                prompt = np.concatenate([before.ids[: saved.shared], prompt])
+                path = _prefix(before.legs, saved.shared)
+                extends = before if saved.shared == len(before.ids) else None
+            leg = Leg(self, saved.number, saved.rid, prompt, saved.parent, saved.shared, path, extends)
+            self.branches += bool(self.sequences) and extends is None
+            self.end_leg(leg, np.frombuffer(saved.result.output_ids, "<i4"))
+            known[leg.number] = self.sequences[-1]
+            self.legs = max(self.legs, leg.number + 1)
+            self.restored.add(saved.rid)
+            for span in saved.result.spans[:1]:
+                self.first_token(span.version)
+        self.begun = self.oldest is not None
 
     def take_parked(self) -> list[Sample]:
         """The samples that hold KV of its ended legs, which are no longer needed."""
@@ -118,9 +145,26 @@ class Trajectory:
             sequence.parked = None
         return parked
 
-    def first_token(self, version: int) -> None:
-        """A leg draws its first token."""
-        self.oldest = version if self.oldest is None else min(self.oldest, version)
+    def first_token(self, version: int) -> bool:
+        """A leg draws its first token; returns whether that changes `oldest`."""
+        before = self.oldest
+        self.oldest = version if before is None else min(before, version)
+        return self.oldest != before
+
+    def saved(self) -> SavedTrajectory:
+        """What the journal stores of it, its legs apart."""
+        run = self.run
+        outcome = run.ended.get(self.id)
+        state: Literal["active", "done", "rejected", "left"]
+        if outcome is None:
+            state = "active"
+        elif self.done:
+            state = "done"
+        else:
+            state = "rejected" if self.id in run.rejected else "left"
+        return SavedTrajectory(
+            run.name, self.id, self.group, state, self.oldest, outcome or "", self.order, self.result
+        )
 
     def staleness(self, version: int) -> int:
         """`version` minus that of its oldest token; 0 without tokens."""
@@ -156,6 +200,30 @@ class TrajectoryRun:
     rejected: list[str] = field(default_factory=list)
     """Those that have been rejected since the last reply."""
     rounds_opened: int = 0
+    ends: int = 0
+    """Trajectories that have ended so far."""
+
+    def restore(self, saved: list[SavedTrajectory]) -> None:
+        """After a restart: add the trajectories of this run, in the order in which they began."""
+        for one in saved:
+            if one.state in ("active", "done"):
+                trajectory = Trajectory(self, one.id, one.group, oldest=one.oldest)
+                trajectory.restore_legs(one.legs)
+                trajectory.order, trajectory.result = one.order, one.result
+                self.active[one.id] = trajectory
+        for one in sorted(saved, key=lambda t: t.order):
+            if one.outcome:
+                self.ended[one.id] = one.outcome
+            if one.state == "done":
+                self.done[self.active[one.id]] = None
+            elif one.state == "rejected":
+                self.rejected.append(one.id)
+            self.ends = max(self.ends, one.order + 1)
+
+    def recorded(self, name: str, rid: str) -> bool:
+        """Whether a request is a leg that had ended before a restart."""
+        known = self.active.get(name)
+        return known is not None and rid in known.restored
 
     def refusal(self, name: str, group: str | None) -> str:
         """Why no request can be a leg of this trajectory, or an empty string."""
@@ -200,14 +268,18 @@ class TrajectoryRun:
                 if before is not None and before != outcome:
                     raise RequestError(409, name, f"trajectory {i!r} has ended: {before}")
 
-    def end(self, name: str, outcome: Outcome) -> Trajectory | None:
-        """A trajectory that `check` has passed ends; None if it had ended before."""
+    def end(self, name: str, outcome: Outcome, result: bytes = b"") -> Trajectory | None:
+        """A trajectory that `check` has passed ends; None if it had ended before.
+
+        `result`: the caller's reward and metadata.
+        """
         if name in self.ended:
             return None
         self.ended[name] = outcome
         if len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
         trajectory = self.active[name]
+        self._in_order(trajectory, result)
         if outcome == "done":
             self.done[trajectory] = None
         else:
@@ -221,7 +293,12 @@ class TrajectoryRun:
         if trajectory is not None:
             self.done.pop(trajectory, None)
             self.ended[name] = "rejected"
+            self._in_order(trajectory)
         return trajectory
+
+    def _in_order(self, trajectory: Trajectory, result: bytes = b"") -> None:
+        trajectory.order, trajectory.result = self.ends, result
+        self.ends += 1
 
     def deliver(self, trajectory: Trajectory) -> None:
         """A reply contains it: it leaves."""

@@ -37,6 +37,7 @@ class TrajectoryCommands:
         rnd = TrajectoryRound(spec, run, known.rounds_opened, tuned=c.tuned, trajectories=known)
         rnd.stats.carried_in = report.sizes(run)
         rnd.mark_mandatory(c.clock.version)
+        c.recorder.accepted(spec, rnd.number, [], [])
         c.attached.pop(run.name, None)
         c.rounds[run.name] = rnd
         if ahead := c.ahead.pop(run.name, None):
@@ -54,7 +55,11 @@ class TrajectoryCommands:
             raise RequestError(409, "prompts", f"round {cmd.round_id} is a round of trajectories, which has none")
         if rnd.spec.quota is not None:
             rnd.spec.quota = rnd.spec.quota + cmd.quota_add
-        return {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": []}
+        answer: dict[str, Any] = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": []}
+        if cmd.idempotency_key is not None:
+            rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
+        self._c.recorder.extended(rnd.spec, rnd.number, [], [])
+        return answer
 
     def end(self, cmd: messages.EndTrajectories) -> dict[str, Any]:
         """End trajectories, done or rejected; idempotent.

@@ -19,6 +19,8 @@ class TrajectoryRound(Round):
     stale: set[Trajectory] = field(default_factory=set)
     """Those that had reached `max_staleness`: they are done before the round ends (`staleness-bound`)."""
     delivered: list[str] = field(default_factory=list)
+    legs: dict[str, int] = field(default_factory=dict)
+    """Of those that are delivered, how many legs their records have."""
     surplus: list[str] = field(default_factory=list)
     """Members of delivered groups beyond `n`, which leave with them."""
 
@@ -100,6 +102,7 @@ class TrajectoryRound(Round):
             self.stats.over_bound += bound is not None and trajectory.staleness(version) > bound
             self.trajectories.deliver(trajectory)
         self.delivered = [t.id for t in chosen]
+        self.legs = {t.id: t.legs_ended for t in chosen}
         self.surplus = [t.id for t in self.trajectories.active.values() if t.group in groups]
         return []
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -135,7 +135,9 @@ def killed_and_asked_again(live: LiveServer) -> None:
     version = live.version
     short = {"rid": "rid done", "input_ids": [4], "sampling_params": {**UNSEEDED, "max_new_tokens": 20}}
     answered = server.post("/generate", {**short, "return_logprob": True})
+    agents = Trajectories(live)
     with server.slowed(0.03):
+        agents.begin_another()
         streams = Streams(live, ASKED)
         until(
             lambda: all(len(streams.tokens(name)) > 4 * INTERVAL for name in ASKED), "all have tokens", streams.received
@@ -159,6 +161,76 @@ def killed_and_asked_again(live: LiveServer) -> None:
     assert set(answers["grammar"]["text"]) == {"a", "b"}
     assert server.post("/generate", {**short, "return_logprob": True})["output_ids"] == answered["output_ids"]
     check_answered_again(live, short, answered)
+    agents.check_restored(version)
+
+
+class Trajectories:
+    """A round of trajectories that is open when the server is killed, and what its agents have seen."""
+
+    ROUND: ClassVar[dict[str, Any]] = {"run": "tr", "round_id": "tr", "quota_unit": "trajectory", "quota": 2}
+
+    def __init__(self, live: LiveServer) -> None:
+        """`t0` has two legs, and `t1` is done."""
+        self._live = live
+        self._lost = live.in_background(self._post, "/april/rollout", self.ROUND)
+        until(lambda: live.server.state()["rounds"], "the round is open")
+        first = self._leg("t0", "t0-0", [7, 8, 9], 20)
+        self._history = [7, 8, 9, *first["output_ids"], 5]
+        self._second = self._leg("t0", "t0-1", self._history, 20)
+        self._leg("t1", "t1-0", [7, 8], 10)
+        self._done = {"trajectories": {"t1": {"reward": 0.5, "metadata": {"tool": "x"}}}}
+        assert live.server.post("/april/rounds/tr/done", self._done)["counted"] == 1
+        self._before = {name: self._record(name) for name in ("t0", "t1")}
+
+    def _post(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+        answer = httpx.post(f"{self._live.server.url}{path}", json=body, headers=headers, timeout=600)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def _leg(self, name: str, rid: str, ids: list[int], length: int) -> dict[str, Any]:
+        body = {"rid": rid, "input_ids": ids, "sampling_params": {**UNSEEDED, "max_new_tokens": length}}
+        headers = {"x-april-run": "tr", "x-april-trajectory": name}
+        return self._post("/generate", {**body, "return_logprob": True}, **headers)
+
+    def _record(self, name: str) -> dict[str, Any]:
+        return dict(self._live.server.http.get(f"/april/trajectories/{name}", params={"run": "tr"}).json())
+
+    def begin_another(self) -> None:
+        """A leg of `t2`, which the server does not end."""
+        self._broken = self._live.in_background(self._leg, "t2", "t2-0", [9, 9], LENGTH)
+        until(lambda: self._live.running() == 1, "it runs")
+
+    def check_restored(self, version: int) -> None:
+        """After the restart the round is open with whole records; a leg continues, and `done` is repeated."""
+        for lost in (self._lost, self._broken):
+            with pytest.raises(httpx.TransportError):
+                lost.result(120)
+        live, server = self._live, self._live.server
+        assert {name: self._record(name) for name in ("t0", "t1")} == self._before
+        again = self._leg("t2", "t2-0", [9, 9], LENGTH)
+        recorded = again["meta_info"]["april"]["spans"][0]["end"]
+        assert recorded >= 3 * INTERVAL
+        assert again["meta_info"]["april"]["spans"] == [
+            {"start": 0, "end": recorded, "version": version, "kv": "fresh"},
+            {"start": recorded, "end": LENGTH, "version": version, "kv": "recomputed"},
+        ]
+        repeated = self._leg("t0", "t0-1", self._history, 20)
+        assert repeated["output_ids"] == self._second["output_ids"]
+        assert self._record("t0") == self._before["t0"], "the leg is not recorded twice"
+        third = self._leg("t0", "t0-2", [*self._history, *self._second["output_ids"], 6], 4)
+        assert self._record("t0")["branches"][0]["ids"][-4:] == third["output_ids"]
+        assert server.post("/april/rounds/tr/done", self._done)["counted"] == 1
+        reply = live.in_background(self._post, "/april/rollout", self.ROUND)
+        server.post("/april/rounds/tr/done", {"trajectories": {"t2": {"reward": 1}}})
+        ended = live.result_of(reply)
+        one, two = ended["trajectories"]
+        assert one == {key: value for key, value in self._before["t1"].items() if key not in ("state", "staleness")}
+        assert (one["reward"], one["metadata"]) == (0.5, {"tool": "x"})
+        assert two["legs"][0]["output_ids"] == again["output_ids"]
+        assert two["legs"][0]["logprobs"] == [row[0] for row in again["meta_info"]["output_token_logprobs"]]
+        assert two["legs"][0]["spans"] == again["meta_info"]["april"]["spans"]
+        assert [t["id"] for t in ended["carried"]["trajectories"]] == ["t0"]
+        server.post("/april/drop", {"run": "tr"})
 
 
 def check_continued(received: list[int], answer: dict[str, Any], version: int, *, continued: bool) -> None:

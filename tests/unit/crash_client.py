@@ -1,5 +1,6 @@
 """The client of a process that is killed: remembers every message and checks the next epoch against them."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import msgspec
@@ -28,7 +29,7 @@ class CrashClient:
         self.open: dict[str, str] = {}
         """Round -> run."""
         self.replies: dict[str, bytes] = {}
-        self.order: dict[str, list[str]] = {run: [] for run in RUNS}
+        self.order: dict[str, list[str]] = defaultdict(list)
         self.finished: dict[tuple[str, str, int], messages.FinishedSample] = {}
         self.restored = 0
 

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -125,9 +125,16 @@ class FaultLoop(CrashLoop):
             self.rng.choice(self.disturbances())()
 
     def finish(self) -> None:
-        """Everything that was asked is answered, too."""
+        """Everything that was asked is answered, too, and trajectories are delivered."""
         self.name_the_version()
         self.requests.ask_all()
+        if AGENTS not in self.open_runs():
+            self.round_of_trajectories()
+        while self.requests.pending:
+            self.engine.step()
+        known = self.context.trajectories.get(AGENTS)
+        if known is not None:
+            self.issue(messages.EndTrajectories, run=AGENTS, done=dict.fromkeys(known.active, b"{}"), reject=[])
         super().finish()
         assert not self.requests.pending
 
@@ -151,6 +158,9 @@ class FaultLoop(CrashLoop):
             self.end_trajectories,
         ]
 
+    def open_runs(self) -> set[str]:
+        return {r.spec.run for r in self.context.rounds.values()}
+
     def push_beside_requests(self) -> None:
         """Requests that arrive while a push is open wait for its end."""
         self.issue(messages.PushBegin)
@@ -164,6 +174,7 @@ class FaultLoop(CrashLoop):
         if rnd is not None:
             self.issue(messages.StopRound, round_id=rnd.spec.round_id)
             return
+        self.delete_replies(AGENTS)
         name = f"{AGENTS}.{self.seed}.{self.seq}"
         spec = messages.RoundSpec(name, AGENTS, 2, "trajectory", "keep", 5, trajectories=True)
         self.issue(messages.OpenRound, spec=spec, prompts=[], params=[])
@@ -178,7 +189,7 @@ class FaultLoop(CrashLoop):
             return
         name = [self.rng.choice(list(run.active))]
         done, reject = (name, []) if self.rng.random() < 0.7 else ([], name)
-        self.issue(messages.EndTrajectories, run=AGENTS, done=done, reject=reject)
+        self.issue(messages.EndTrajectories, run=AGENTS, done=dict.fromkeys(done, b""), reject=reject)
 
     def pause(self) -> None:
         self.engine.controller.freeze()
@@ -229,32 +240,51 @@ class FaultLoop(CrashLoop):
 
 
 class FaultClient(CrashClient):
-    """Knows that a round may end before a verdict or a prompt reaches it, and what was answered of attached requests.
-
-    The journal has no trajectories and no rounds of them.
+    """Knows that a round may end before a verdict or a prompt reaches it, what was answered of attached requests, and
+    the records of trajectories.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.requests: set[str] = set()
         """The `rid`s of answered ones."""
+        self.legs: dict[str, dict[int, bytes]] = {}
+        """By trajectory and number, those that have been announced of undelivered trajectories."""
+        self.left: set[str] = set()
+        """Trajectories that were delivered, rejected or dropped."""
+        self.unanswered: set[str] = set()
+        """Those of them whose removal has no answer yet: it may not be in the journal."""
 
     def observe(self, message: PipeMessage) -> None:
         match message:
             case messages.AttachedEnded():
                 assert message.rid not in self.requests, f"{message.rid} is answered twice"
                 self.requests.add(message.rid)
-            case messages.LegEnded() | messages.TrajectoriesRemoved() | messages.RoundEnded(run="agents"):
-                pass
+            case messages.LegEnded():
+                assert message.trajectory not in self.left, message
+                legs = self.legs.setdefault(message.trajectory, {})
+                assert message.number not in legs
+                legs[message.number] = messages.encode(message)
+            case messages.TrajectoriesRemoved():
+                self._leave(message.ids)
+                self.unanswered.update(message.ids)
             case _:
                 super().observe(message)
 
+    def _leave(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.left.add(name)
+            self.legs.pop(name, None)
+
+    def _replied(self, ended: messages.RoundEnded, samples: list[messages.FinishedSample]) -> None:
+        super()._replied(ended, samples)
+        assert not self.left & set(ended.trajectories), "a trajectory is delivered twice"
+        self._leave(ended.trajectories)
+
     def _answered(self, answer: messages.Answer) -> None:
         command = self.issued.get(answer.seq)
-        if isinstance(command, messages.OpenRound) and command.spec.trajectories:
-            assert answer.status == 200
-            del self.issued[answer.seq]
-            return
+        if isinstance(command, messages.Drop | messages.EndTrajectories):
+            self.unanswered.clear()
         ended = messages.JudgeRound | messages.ExtendRound | messages.EndTrajectories
         if answer.status == 409 and isinstance(command, ended):
             del self.issued[answer.seq]
@@ -270,7 +300,22 @@ class FaultClient(CrashClient):
             if isinstance(command, messages.ExtendRound):
                 run = command.round_id.split(".")[0]
                 self.accepted |= {(run, p.id): p.n for p in command.prompts if (run, p.id) in there}
+        unanswered = list(self.issued.values())
         super()._restored(epoch)
+        restored = {t.id: {leg.number: messages.encode(leg) for leg in t.legs} for t in epoch.trajectories}
+        for command in unanswered:
+            if isinstance(command, messages.Drop) and command.run == AGENTS:
+                self._leave(self.legs.keys() - restored.keys())
+            elif isinstance(command, messages.EndTrajectories):
+                self._leave((self.legs.keys() & command.reject) - restored.keys())
+        self.left -= self.unanswered
+        self.unanswered.clear()
+        assert not self.left & restored.keys(), "a trajectory came back"
+        for name, legs in self.legs.items():
+            assert legs.items() <= restored.get(name, {}).items(), f"trajectory {name} has lost a leg"
+        for reply in epoch.replies:
+            assert [t.id for t in reply.trajectories] == reply.ended.trajectories
+        self.legs |= restored
 
 
 def failing_epoch(folder: Path, pipe: int, seed: int, fault: Fault, answered: set[str]) -> None:

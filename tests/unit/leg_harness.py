@@ -77,7 +77,7 @@ class LegHarness:
         self.command(messages.StopRound, round_id=rnd.spec.round_id)
 
     def done(self, run: str, *done: str, reject: tuple[str, ...] = ()) -> messages.Answer:
-        return self.command(messages.EndTrajectories, run=run, done=list(done), reject=list(reject))
+        return self.command(messages.EndTrajectories, run=run, done=dict.fromkeys(done, b""), reject=list(reject))
 
     def push(self) -> None:
         self.command(messages.PushBegin)

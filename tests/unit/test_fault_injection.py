@@ -44,6 +44,8 @@ def inject_all(folder: Path) -> None:
     assert not list(client.undelivered())
     assert not client.open
     assert {one.rid for one in read(folder)} == client.requests
+    assert not client.legs, "a trajectory is not delivered"
+    assert len(client.left) > 50
     missed = {(call, when) for call in calls() for when in ("before", "after")} - failed
     assert not missed, f"no epoch made these calls: {sorted(missed)}"
     print(

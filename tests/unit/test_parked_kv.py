@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_april.api import messages
+from sglang_april.scheduler.eviction import eviction_priority
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.leg_harness import PROMPT, LegHarness
 
@@ -115,6 +116,23 @@ def test_the_cap_releases_what_was_parked_first(w: LegHarness) -> None:
     for name in "abc":
         turn(w, name, PROMPT, 4, name=name)
     assert [turn(w, f"2{name}", [*w.sequence(name), 1], name=name).prefilled for name in "ca"] == [2, 8]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_parked_first_is_evicted_first(overlap: bool) -> None:
+    """By length, as suspended samples are, the KV of abandoned long trajectories would fill the tiers."""
+    w = LegHarness(overlap=overlap, slots=4, host_cap=12)
+    turn(w, "long", PROMPT, 8, name="long")
+    turn(w, "short", PROMPT, 3, name="short")
+    w.step(2)
+    assert w.do(FakeEngine.flush)
+    w.step(4)
+    held = {s.group.leg.trajectory.id for s in w.context.trajectories["run"].legs.parked if s.kv.pages and s.group.leg}
+    assert held == {"short"}
+    (sample,) = (s for s in w.context.trajectories["run"].legs.parked if s.kv.pages)
+    before = eviction_priority(sample)
+    w.leg("run", "next", [*w.sequence("short"), 1], 3, "short")
+    assert eviction_priority(sample) > 0 > before, "its leg will use it"
 
 
 @pytest.mark.parametrize("host", [0, 60])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.recovery import schema
+from sglang_april.recovery import journal_trajectories, schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.scheduler.recorder import Recorder
 from tests.unit.fake_engine import FakeEngine
@@ -101,6 +101,47 @@ def test_a_reply_that_lacks_a_sample_in_the_journal_fails_its_own_round_only(
     saved = read(tmp_path / "j")
     assert [r.spec.round_id for r in saved.rounds] == ["bad"], "it is open again and delivers its sample"
     assert [g.prompt.id for g in saved.groups] == ["a"]
+
+
+def test_a_leg_that_is_not_in_the_journal_fails_its_own_round_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a restarted server would have another record than the reply."""
+    real = journal_trajectories.leg
+
+    def unwritable(_db: Any) -> None:
+        raise sqlite3.DataError("string or blob too big")
+
+    monkeypatch.setattr(
+        journal_trajectories, "leg", lambda event: unwritable if event.trajectory == "bad" else real(event)
+    )
+    server = EngineWithJournal(tmp_path / "j")
+    for name in ("bad", "good"):
+        spec = messages.RoundSpec(name, name, 1, "trajectory", "keep", 5, trajectories=True)
+        assert server.answer(server.issue(messages.OpenRound, spec=spec, prompts=[], params=[])).status == 200
+        server.engine.attach_request(name, name, [1, 2, 3], 2, name)
+        server.replies(0)
+        assert (
+            server.answer(server.issue(messages.EndTrajectories, run=name, done={name: b""}, reject=[])).status == 200
+        )
+    errors = {r.round_id: r.error for r in server.replies(2)}
+    assert "lacks" in errors["bad"]
+    assert errors["good"] == ""
+    server.recorder.close()
+    saved = read(tmp_path / "j")
+    assert [r.spec.round_id for r in saved.rounds] == ["bad"]
+    assert [(t.id, t.state) for t in saved.trajectories] == [("bad", "done"), ("good", "left")]
+
+
+def test_a_round_of_trajectories_that_cannot_be_journalled_is_undone(tmp_path: Path) -> None:
+    server = EngineWithJournal(tmp_path / "j")
+    server.open("first", "same", "a", length=90)
+    spec = messages.RoundSpec("same", "agents", 1, "trajectory", "keep", 5, trajectories=True)
+    refused = server.answer(server.issue(messages.OpenRound, spec=spec, prompts=[], params=[]))
+    assert (refused.status, refused.field) == (500, "journal")
+    server.answer(server.issue(messages.Drop, run="agents", ids=[], round_id="same"))
+    assert [r.spec.run for r in server.controller.context.rounds.values()] == ["first"]
+    server.recorder.close()
 
 
 def test_the_end_of_a_push_is_answered_once_its_version_is_written(

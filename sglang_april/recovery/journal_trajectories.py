@@ -1,0 +1,132 @@
+"""Trajectories in the journal: their records, leg by leg, and how they have ended (docs/trajectories.md)."""
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_april.api.messages import LegEnded, RoundEnded, SavedTrajectory
+from sglang_april.recovery.sealed import CorruptRecordError, seal, unseal
+
+DeliveredTrajectories = dict[str, dict[str, SavedTrajectory]]
+"""By round with a kept reply, and by id."""
+_Op = Callable[[sqlite3.Connection], Any]
+_DELETE = tuple(f"DELETE FROM {table} WHERE run=? AND id=?" for table in ("trajectories", "legs"))  # noqa: S608
+
+
+class Restoring(Protocol):
+    """The part of a `JournalSnapshot` that trajectories change."""
+
+    trajectories: list[SavedTrajectory]
+    corrupt: int
+    repairs: list[tuple[str, tuple[Any, ...]]]
+
+
+def trajectory(saved: SavedTrajectory) -> _Op:
+    """A trajectory has begun or ended; the legs of one that has left are deleted."""
+    key = saved.run, saved.id
+    row = (*key, saved.state, seal(saved, *key))
+
+    def op(db: sqlite3.Connection) -> None:
+        db.execute(
+            "INSERT INTO trajectories(run, id, state, body) VALUES(?,?,?,?) "
+            "ON CONFLICT(run, id) DO UPDATE SET state=excluded.state, body=excluded.body",
+            row,
+        )
+        if saved.state in ("rejected", "left"):
+            db.execute("DELETE FROM legs WHERE run=? AND id=?", key)
+
+    return op
+
+
+def forgotten(run: str, ids: list[str]) -> _Op:
+    """Trajectories are no longer remembered."""
+    rows = [(run, name) for name in ids]
+
+    def op(db: sqlite3.Connection) -> None:
+        for statement in _DELETE:
+            db.executemany(statement, rows)
+
+    return op
+
+
+def leg(event: LegEnded) -> _Op:
+    """A leg has ended."""
+    key = event.run, event.trajectory, event.number
+    row = (*key, seal(event, *key))
+    return lambda db: db.execute("INSERT OR REPLACE INTO legs(run, id, number, body) VALUES(?,?,?,?)", row)
+
+
+def deliver(db: sqlite3.Connection, event: RoundEnded, legs: Mapping[str, int]) -> bool:
+    """The trajectories of a reply leave, those that it delivers and those that it names as rejected.
+
+    Returns:
+        Whether the journal has all of them, with as many `legs` as their records.
+    """
+    named = [(event.run, name) for name in event.rejected]
+    db.executemany("UPDATE trajectories SET state='left' WHERE run=? AND id=? AND state='rejected'", named)
+    for name in event.trajectories:
+        key = event.run, name
+        (there,) = db.execute("SELECT count(*) FROM legs WHERE run=? AND id=?", key).fetchone()
+        leaves = "UPDATE trajectories SET state='left', round_id=? WHERE run=? AND id=? AND state='done'"
+        if not db.execute(leaves, (event.round_id, *key)).rowcount or there != legs[name]:
+            return False
+    return True
+
+
+def delete_delivered(db: sqlite3.Connection, round_id: str, remembered: int) -> None:
+    """A reply is no longer kept; of its trajectories, as of others that have left, the last ids are remembered."""
+    found = db.execute("SELECT run, id FROM trajectories WHERE round_id=?", (round_id,)).fetchall()
+    db.executemany("DELETE FROM legs WHERE run=? AND id=?", found)
+    db.execute("UPDATE trajectories SET round_id=NULL WHERE round_id=?", (round_id,))
+    oldest = "(SELECT max(seq) FROM trajectories) - ?"
+    db.execute(
+        f"DELETE FROM trajectories WHERE state='left' AND round_id IS NULL AND seq <= {oldest}",  # noqa: S608
+        (remembered,),
+    )
+
+
+def read_trajectories(db: sqlite3.Connection, saved: Restoring) -> DeliveredTrajectories:
+    """Read all trajectories; returns those of kept replies.
+
+    An active one loses its legs from a damaged one on. A done one with damage is deleted, because
+    no reply has a part of a record.
+    """
+    delivered: DeliveredTrajectories = {}
+    query = "SELECT run, id, state, body, round_id FROM trajectories ORDER BY seq"
+    for run, name, state, body, round_id in db.execute(query).fetchall():
+        try:
+            one = msgspec.structs.replace(unseal(body, SavedTrajectory, run, name), state=state)
+            one.legs = _legs(db, saved, one) if state in ("active", "done") or round_id is not None else []
+        except CorruptRecordError:
+            saved.corrupt += 1
+            saved.repairs += [(statement, (run, name)) for statement in _DELETE]
+            continue
+        if round_id is not None:
+            delivered.setdefault(round_id, {})[name] = one
+        saved.trajectories.append(one if round_id is None else msgspec.structs.replace(one, legs=[]))
+    return delivered
+
+
+def _legs(db: sqlite3.Connection, saved: Restoring, of: SavedTrajectory) -> list[LegEnded]:
+    """Its legs in the order in which they ended.
+
+    Raises:
+        CorruptRecordError: one is damaged or missing, and the trajectory is not active.
+    """
+    legs: list[LegEnded] = []
+    query = "SELECT seq, number, body FROM legs WHERE run=? AND id=? ORDER BY seq"
+    for seq, number, body in db.execute(query, (of.run, of.id)).fetchall():
+        try:
+            one = unseal(body, LegEnded, of.run, of.id, number)
+            if one.parent is not None and one.parent not in {before.number for before in legs}:
+                raise CorruptRecordError
+        except CorruptRecordError:
+            if of.state != "active":
+                raise
+            saved.corrupt += 1
+            saved.repairs.append(("DELETE FROM legs WHERE run=? AND id=? AND seq>=?", (of.run, of.id, seq)))
+            break
+        legs.append(one)
+    return legs
