@@ -71,7 +71,7 @@ REFUSED_WAYS = {
     "engine": "--dp-size 2 is not supported",
     "prebuilt": "--dp-size 2 is not supported",
     "bad_environment": "SGLANG_APRIL must be a JSON object",
-    "hidden_by_platform": "SGLANG_PLATFORM=other makes SGLang pass over",
+    "hidden_by_platform": "SGLANG_PLATFORM=other makes SGLang skip",
     "hidden_by_plugins": "SGLANG_PLUGINS=other does not contain the plugin april",
     "unreviewed_source": "this SGLang 9.9.9 is not supported, only the reviewed sources of 0.0.1: compared with",
     "without_target": "the hook target sglang.srt.managers.scheduler.Scheduler.get_init_info does not exist",

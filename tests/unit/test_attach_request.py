@@ -63,6 +63,38 @@ def test_what_cannot_be_suspended_is_refused_if_it_names_a_run_and_stock_otherwi
     assert attach(EmbeddingReqInput(text="1"), {RUN: "r"}, "default") is None
 
 
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("names", [{RUN: None}, {TRAJECTORY: 7}, {GROUP: "g", "thinking_budget": 3}])
+@pytest.mark.parametrize("default", [None, "default"])
+def test_a_request_that_is_not_attached_names_nothing_to_the_scheduler(
+    default: str | None, names: dict[str, Any], batch: bool
+) -> None:
+    params: Any = {"temperature": 0.5, "custom_params": names}
+    obj = request(sampling_params=[params] if batch else params, return_hidden_states=True)
+    assert attach(obj, {}, default) is None
+    assert not is_attached(obj)
+    sent: Any = obj.sampling_params[0] if batch else obj.sampling_params  # type: ignore[index,call-overload]
+    rest = {key: value for key, value in names.items() if not key.startswith("x-april")}
+    assert sent == {"temperature": 0.5, "custom_params": rest or None}
+
+
+def test_requests_of_a_batch_name_the_same_run() -> None:
+    given: Any = [{"custom_params": {RUN: "a"}}, {"custom_params": {RUN: "b"}}]
+    with pytest.raises(ValueError, match="x-april-run: must be the same in all requests of a batch"):
+        attach(GenerateReqInput(input_ids=[[1], [2]], sampling_params=given), {}, None)
+    with pytest.raises(ValueError, match="x-april-run: must be the same in all requests of a batch"):
+        attach(GenerateReqInput(input_ids=[[1], [2]], sampling_params=[{}, *given]), {}, None)
+
+
+@pytest.mark.parametrize("given", [7, "x", [7], [{}, None]])
+def test_parameters_of_an_attached_request_are_objects(given: Any) -> None:
+    with pytest.raises(ValueError, match="sampling_params: must be an object"):
+        attach(request(sampling_params=given), {RUN: "r"}, None)
+    obj = request(sampling_params=given)
+    assert attach(obj, {}, None) is None
+    assert obj.sampling_params == given
+
+
 @pytest.mark.parametrize("name", ["x" * 257, "a\0b", 7])
 def test_a_run_is_named_by_a_string(name: Any) -> None:
     with pytest.raises(ValueError, match=r"x-april-run: must be a string of 1 to 256"):

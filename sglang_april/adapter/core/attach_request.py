@@ -5,7 +5,7 @@ under the same keys in `sampling_params.custom_params`; `--april-attach RUN` att
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
 
-RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
+KEYS = RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
 MAX_NAME = 256
 
 SUPPORTED = frozenset(
@@ -78,28 +78,24 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
     if not isinstance(obj, GenerateReqInput):
         return None
     given = obj.sampling_params or {}
-    first = (given[0] if given else {}) if isinstance(given, list) else given
-    custom = first.get("custom_params") if isinstance(first, dict) else None
-    named = custom if isinstance(custom, dict) else {}
-    run = headers.get(RUN) or named.get(RUN)
-    trajectory = headers.get(TRAJECTORY) or named.get(TRAJECTORY)
-    group = headers.get(GROUP) or named.get(GROUP)
-    problem = _problem(obj) or (_penalty(given) if overlap else "")
-    problem = problem or (_leg_problem(obj, first) if trajectory is not None else "")
+    each = given if isinstance(given, list) else [given]
+    run, trajectory, group = (headers.get(key) or _named(each, key) for key in KEYS)
+    problem = _problem(obj) or (_penalty(each) if overlap else "")
+    problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
     if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
+        _mark(obj, (None, None, None))  # the scheduler trusts what it reads there
         return None
+    if not all(isinstance(params, dict) for params in each):
+        problem = "sampling_params: must be an object, or one per request of a batch"
     if problem:
         raise ValueError(problem)
     if group is not None and trajectory is None:
         raise ValueError(f"{GROUP}: needs {TRAJECTORY}")
-    for key, value in ((RUN, run), (TRAJECTORY, trajectory), (GROUP, group)):
+    for key, value in zip(KEYS, (run, trajectory, group), strict=True):
         if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and "\0" not in value):
             raise ValueError(f"{key}: must be a string of 1 to {MAX_NAME} characters")
     attachment = Attachment(run or default or "", trajectory, group)
-    if isinstance(given, list):
-        obj.sampling_params = [_marked(one, attachment) for one in given]
-    else:
-        obj.sampling_params = _marked(given, attachment)
+    _mark(obj, attachment)
     return attachment
 
 
@@ -110,16 +106,35 @@ def is_attached(obj: Any) -> bool:
     return isinstance(params, dict) and attachment_of(params.get("custom_params")) is not None
 
 
-def _marked(params: dict[str, Any], attachment: Attachment) -> dict[str, Any]:
-    names = zip((RUN, TRAJECTORY, GROUP), attachment, strict=True)
-    custom = {**(params.get("custom_params") or {}), **dict(names)}
-    return {**params, "custom_params": {key: value for key, value in custom.items() if value is not None}}
+def _custom(params: Any) -> dict[str, Any]:
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    return custom if isinstance(custom, dict) else {}
 
 
-def _leg_problem(obj: GenerateReqInput, params: Any) -> str:
+def _named(each: list[Any], key: str) -> Any:
+    """What the parameters of a request, or of every request of a batch, name under a key."""
+    names = [_custom(params).get(key) for params in each]
+    if any(name != names[0] for name in names):
+        raise ValueError(f"{key}: must be the same in all requests of a batch")
+    return names[0] if names else None
+
+
+def _mark(obj: GenerateReqInput, names: Sequence[str | None]) -> None:
+    """Write the run, trajectory and group of a request into its parameters, or take them out where they are None."""
+    given = obj.sampling_params or {}
+    obj.sampling_params = [_marked(one, names) for one in given] if isinstance(given, list) else _marked(given, names)
+
+
+def _marked(params: Any, names: Sequence[str | None]) -> Any:
+    custom = {key: value for key, value in _custom(params).items() if key not in KEYS}
+    custom |= {key: value for key, value in zip(KEYS, names, strict=True) if value is not None}
+    return params if custom == _custom(params) else {**params, "custom_params": custom or None}
+
+
+def _leg_problem(obj: GenerateReqInput, each: list[Any]) -> str:
     """Why a request cannot be a leg: a leg has one sample, so that the next leg can continue it. Empty if it can."""
     batch = isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
-    if batch or (isinstance(params, dict) and (params.get("n") or 1) > 1):
+    if batch or any(isinstance(params, dict) and (params.get("n") or 1) > 1 for params in each):
         return f"{TRAJECTORY}: names one request with one sample, not several"
     return ""
 
@@ -132,8 +147,8 @@ def _problem(obj: GenerateReqInput) -> str:
     return ""
 
 
-def _penalty(given: Any) -> str:
-    for one in given if isinstance(given, list) else [given]:
+def _penalty(each: list[Any]) -> str:
+    for one in each:
         for name, neutral in PENALTIES.items():
             if isinstance(one, dict) and one.get(name) not in (None, neutral):
                 return f"{name}: {PENALTIES_LAG}"
