@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from sglang_april.adapter.shapes.interface import Argument
+
 Accepts = Callable[[Any, Any], bool]
 """(value, ServerArgs) → whether the value is supported."""
 
@@ -72,16 +74,13 @@ class Setting:
     """The name as a user would type it."""
 
 
-def changed_arguments(server_args: Any) -> Iterable[Setting]:
-    """The fields of a ServerArgs that differ from their defaults."""
-    for field in dataclasses.fields(server_args):
-        value = getattr(server_args, field.name)
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
+def changed_arguments(arguments: Iterable[Argument]) -> Iterable[Setting]:
+    """The arguments that differ from their defaults."""
+    for name, value, default in arguments:
         if value == default or (_is_unset(value) and _is_unset(default)):
             continue
-        flag = "--" + field.name.replace("_", "-")
-        yield Setting(field.name, value, flag if value is True else f"{flag} {value}")
+        flag = "--" + name.replace("_", "-")
+        yield Setting(name, value, flag if value is True else f"{flag} {value}")
 
 
 def find(settings: Iterable[Setting], rules: Sequence[Rule], server_args: Any) -> Refusal | None:

@@ -15,12 +15,13 @@ A release that changes nothing the handlers rely on needs only a manifest. Where
 the release's shape, a module in `SHAPES` that its manifest names (`shapes/interface.py`).
 """
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -154,8 +155,17 @@ def hook_table() -> HookTable:
 
 def load_hook_table(shape: str) -> HookTable:
     """The hook table for the releases of a shape."""
-    table = importlib.import_module(f"{CORE}.hook_table")
-    return HookTable(table.HOOKS, (*table.DEPENDS_ON, *load_shape(shape).DEPENDS_ON))
+    table, differs = importlib.import_module(f"{CORE}.hook_table"), load_shape(shape)
+    hooks = [dataclasses.replace(hook, paths=_targets(hook.paths, differs)) for hook in table.HOOKS]
+    return HookTable(
+        (*(hook for hook in hooks if hook.paths), *differs.HOOKS),
+        (*_targets(table.DEPENDS_ON, differs), *differs.DEPENDS_ON),
+    )
+
+
+def _targets(paths: Iterable[str], shape: Shape) -> tuple[str, ...]:
+    """The symbols, each where it is in the releases of a shape."""
+    return tuple(target for path in paths for target in shape.TARGETS.get(path, (path,)))
 
 
 def load_shape(name: str) -> Shape:

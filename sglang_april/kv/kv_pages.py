@@ -68,7 +68,7 @@ class Prefix:
     length: int
     """Tokens; whole pages of the store."""
     node: Any
-    """The radix tree node that owned the pages; pages of another node are another prefix."""
+    """The lock on the pages in the radix tree; pages with another lock are another prefix."""
     users: int = 0
     """Copies that begin with it, and samples that run on KV loaded from it."""
 
@@ -96,7 +96,7 @@ class Pages:
     slots: Any
     """int64 [length] pool slots in token order; None while no slots are held."""
     node: Any
-    """The locked radix tree node of the protected part, else None."""
+    """The lock on the protected part in the radix tree, else None. Equal locks protect the same slots."""
     extra_key: str | None
     """Cache key of the protected part; never changed while KV is held (`no-mixed-version-prefix`)."""
     state: KvState = KvState.DEVICE

@@ -101,6 +101,17 @@ class Controller:
         self._pushes.weight_call_ended(ok, message, whole=whole, refused=refused, named=named)
         self.context.recorder.commit()
 
+    def session_begun(self) -> None:
+        """SGLang's `begin_weight_update`: the weight calls up to its end are one push, if none is open."""
+        self._pushes.session_begun()
+        self.context.recorder.commit()
+
+    def session_ended(self) -> str:
+        """SGLang's `end_weight_update`; returns why the version has not moved, or an empty string."""
+        problem = self._pushes.session_ended()
+        self.context.recorder.commit()
+        return problem
+
     def freeze(self) -> None:
         """Begin a pause: no rollout sample takes a step until `thaw`."""
         self._pushes.freeze()

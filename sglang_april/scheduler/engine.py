@@ -102,6 +102,9 @@ class Engine(Protocol):
     def attach(self, samples: Sequence[Sample]) -> None:
         """Let samples join the running batch as plain decode rows on their device pages."""
 
+    def end_weight_session(self) -> None:
+        """Let SGLang finish the weight update that calls of a push have begun, if it has begun one."""
+
     def hand_over(self, sample: Sample) -> None:
         """The pages of a leg without tokens belong to its request, whose prefill after them is launched."""
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from sglang_april.api import messages
+from sglang_april.api.errors import RequestError
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.suspend import Suspender
@@ -13,6 +14,8 @@ class Interrupter:
         self._c = context
         self._suspender = suspender
         self._round_end = round_end
+        self._of_session = False
+        """The open push was opened by `session_begun`."""
 
     def interrupt(self) -> None:
         """End the rounds that are over, and suspend the samples of all others."""
@@ -22,9 +25,28 @@ class Interrupter:
 
     def begin(self, version: int | None) -> None:
         self._c.clock.begin(version)
+        self._of_session = False
+        self._c.engine.end_weight_session()  # an earlier push may have left one open
         self.interrupt()
 
+    def session_begun(self) -> None:
+        """SGLang's own bracket around weight calls is a push, unless it is inside of one."""
+        if self._of_session or not self._c.clock.open:
+            self._c.clock.begin(None)
+            self._of_session = True
+
+    def session_ended(self) -> str:
+        """The end of that bracket; returns why the version has not moved, or an empty string."""
+        if self._of_session:
+            try:
+                self.end(None)
+            except RequestError as error:
+                return str(error)
+            self._of_session = False
+        return ""
+
     def end(self, version: int | None) -> dict[str, Any]:
+        self._c.engine.end_weight_session()  # also if the push has failed
         self._c.clock.end(version)
         self._suspender.suspend_all()  # attached requests that have arrived since the last step, under the old version
         self._version_moved()

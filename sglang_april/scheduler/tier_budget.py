@@ -54,7 +54,7 @@ class TierBudget:
         if pages.node is None or not length:
             return None, 0
         prefix = sample.group.prefix
-        matches = prefix is not None and prefix.node is pages.node and prefix.length == length
+        matches = prefix is not None and prefix.node == pages.node and prefix.length == length
         return (prefix if matches else None), length
 
     def keep_prefix(self, sample: Sample, prefix: Prefix) -> None:

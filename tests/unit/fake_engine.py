@@ -43,6 +43,7 @@ class FakeEngine(FakeLoop):
         self.first_start: dict[str, int] = {}
         """Number of each request's first start, by name."""
         self.starts = 0
+        self.sessions_ended = 0
         self.shares = shares
         """Whether members of a group can start on the KV of its prompt, as with a radix tree of one-token pages."""
         self.ended: dict[tuple[str, str, int, int], Request] = {}
@@ -142,6 +143,9 @@ class FakeEngine(FakeLoop):
             request.slots, request.drawn, sample.kv.pages = pages.slots, len(request.output), None
             self.running.append(request)
         assert len(self.running) <= self.slots
+
+    def end_weight_session(self) -> None:
+        self.sessions_ended += 1
 
     def hand_over(self, sample: Sample) -> None:
         sample.kv.pages = None

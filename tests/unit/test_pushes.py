@@ -43,6 +43,57 @@ def test_weight_calls_without_begin_are_one_push_until_the_next_forward(harness:
     assert w.version == 2
 
 
+def test_weight_calls_in_sglangs_own_bracket_are_one_push(harness: Build) -> None:
+    """No sample takes a step inside, and the version moves once, at its end."""
+    w = harness()
+    w.open("run", lengths(9, 9), quota=2)
+    w.step(3)
+    w.do(lambda e: e.controller.session_begun())
+    for _ in range(3):
+        w.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+        w.step()
+    assert (w.version, w.controller.context.clock.open) == (0, True)
+    w.do(lambda e: e.controller.session_ended())
+    assert (w.version, w.controller.context.clock.open) == (1, False)
+    assert ids(w.reply()) == ["p0", "p1"]
+
+
+def test_sglangs_own_bracket_inside_of_a_push_leaves_its_version_alone(harness: Build) -> None:
+    w = harness()
+    assert w.push_begin(version=7) == 200
+    w.do(lambda e: e.controller.session_begun())
+    w.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+    w.do(lambda e: e.controller.session_ended())
+    assert (w.version, w.controller.context.clock.open) == (0, True)
+    assert w.push_end() == 200
+    assert w.version == 7
+
+
+def test_sglangs_own_bracket_with_a_failed_call_does_not_move_the_version(harness: Build) -> None:
+    """The next one heals the failure."""
+    w = harness()
+    problems: list[str] = []
+    for ok in (False, True):
+        w.do(lambda e: e.controller.session_begun())
+        w.do(lambda e, ok=ok: e.weight_call(ok=ok, whole=False, flush=False))
+        w.do(lambda e: problems.append(e.controller.session_ended()))
+    assert "a weight call of this push failed" in problems[0]
+    assert problems[-1] == ""
+    assert (w.version, w.controller.context.closed()) == (1, "")
+
+
+def test_the_begin_and_the_end_of_a_push_leave_no_weight_session_open(harness: Build) -> None:
+    """Also the end of a push that has failed."""
+    w = harness()
+    w.push_begin()
+    w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
+    before = w.engine.sessions_ended
+    assert w.push_end() == 409
+    assert w.engine.sessions_ended == before + 1
+    w.push_begin()
+    assert w.engine.sessions_ended == before + 2
+
+
 def test_a_refused_push_changes_nothing(harness: Build) -> None:
     """409 for a version that is not greater and for an end without a begin; running samples keep running."""
     w = harness()

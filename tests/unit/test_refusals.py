@@ -15,6 +15,7 @@ from sglang_april.adapter.core import refusals
 from sglang_april.adapter.core.environment import ENVIRONMENT
 from sglang_april.adapter.core.refusals import ARGUMENTS
 from sglang_april.adapter.refusals import changed_arguments, rule_for, stop_if
+from sglang_april.adapter.shapes.installed import shape
 
 FIELDS = [field.name for field in dataclasses.fields(ServerArgs)]
 ROOT = Path(__file__).parents[2]
@@ -130,7 +131,7 @@ def test_a_variable_that_a_new_release_adds_refuses_the_start_by_name(monkeypatc
 @pytest.mark.parametrize("name", USED_BY_FRAMEWORKS)
 def test_arguments_of_frameworks_and_recipes_are_supported(name: str) -> None:
     args = requested(**{name: USED_BY_FRAMEWORKS[name]})
-    assert [setting.name for setting in changed_arguments(args)] == [name]
+    assert [setting.name for setting in changed_arguments(shape.arguments(args))] == [name]
     assert sentence(args) == ""
 
 

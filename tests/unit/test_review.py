@@ -50,7 +50,7 @@ FILES = {
 }
 ADAPTER = {
     "__init__.py": "",
-    "shape.py": "DEPENDS_ON = ('sglang.engine.Engine.pause',)",
+    "shape.py": "DEPENDS_ON, TARGETS, HOOKS = ('sglang.engine.Engine.pause',), {}, ()",
     "hook_table.py": """
 from sglang_april.adapter.hook import Hook
 HOOKS = (Hook("around", "hooks:multiply", ("sglang.engine.Engine.step",), "to multiply", "never"),)

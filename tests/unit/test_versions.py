@@ -54,7 +54,7 @@ def test_manifest_names_the_shape(release: str) -> None:
     assert versions.installed()["shape"] == "shape"
     with pytest.raises(versions.PreflightError, match=r"there is no shape round in tests\.unit\.fake_adapter"):
         versions.load_shape("round")
-    assert versions.hook_table().HOOKS is hook_table.HOOKS
+    assert versions.hook_table().HOOKS == hook_table.HOOKS
     preflight.check()
 
 

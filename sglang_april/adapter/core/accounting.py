@@ -24,14 +24,12 @@ def check_accounting(s: Scheduler, held: Iterable[Pages]) -> dict[str, int]:
     """
     allocator, tree = s.token_to_kv_pool_allocator, s.tree_cache
     page, total = allocator.page_size, s.max_total_num_tokens
-    free = torch.cat([allocator.free_pages, allocator.release_pages])
-    empty = tree.is_chunk_cache() or not tree.total_size()
-    in_tree = torch.empty(0, dtype=torch.int64) if empty else tree.all_values_flatten()
+    free, in_tree = shape.free_pages(allocator), shape.slots_in_tree(tree)
     held = list(held)
     held_slots = [p.slots[p.protected :] for p in held if p.slots is not None]
     requests = list(_with_kv(s))
     running_slots = [
-        s.req_to_token_pool.req_to_token[r.req_pool_idx, r.cache_protected_len : shape.allocated(r)].to(torch.int64)
+        s.req_to_token_pool.req_to_token[shape.row(r), shape.protected(r) : shape.allocated(r)].to(torch.int64)
         for r in requests
     ]
     owners = [free, *(_pages(x, page) for x in (in_tree, *held_slots, *running_slots))]
@@ -59,7 +57,7 @@ def pool_tokens(s: Scheduler) -> dict[str, int]:
         "available": s.token_to_kv_pool_allocator.available_size(),
         "evictable": s.tree_cache.evictable_size(),
         "protected": s.tree_cache.protected_size(),
-        "running": sum(-(-shape.allocated(r) // page) * page - r.cache_protected_len for r in _with_kv(s)),
+        "running": sum(-(-shape.allocated(r) // page) * page - shape.protected(r) for r in _with_kv(s)),
         "total": s.max_total_num_tokens,
     }
 
@@ -75,14 +73,14 @@ def _with_kv(s: Scheduler) -> Iterator[Req]:
     last = s.last_batch.reqs if s.last_batch is not None else []
     chunked = [s.chunked_req] if s.chunked_req is not None else []
     for req in [*s.running_batch.reqs, *last, *chunked]:
-        if req.req_pool_idx is not None and id(req) not in seen:
+        if shape.has_kv(req) and id(req) not in seen:
             seen.add(id(req))
             yield req
 
 
 def _check_request_slots(s: Scheduler, requests: list[Req]) -> None:
     pool = s.req_to_token_pool
-    owned = sorted([*pool.free_slots, *(r.req_pool_idx for r in requests)])
+    owned = sorted([*pool.free_slots, *(shape.row(r) for r in requests)])
     if owned != list(range(1, pool.size + 1)):
         raise AccountingError(
             f"request slots: {len(set(owned))} of {pool.size} have an owner, {len(owned)} are claimed"

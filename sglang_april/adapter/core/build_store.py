@@ -8,6 +8,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.rank0_broadcast import Rank0Broadcast
 from sglang_april.adapter.core.supported_pools import check_scheduler, plane_table
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import copier_for
 from sglang_april.kv.disk_tier import DiskError, DiskTier, Key
@@ -65,7 +66,7 @@ def build_store(
     disk = None
     try:
         if config.disk_dir is not None:
-            rank, layout = s.ps.tp_rank, _layout(s, page_format)
+            rank, layout = shape.tp_rank(s), _layout(s, page_format)
             disk = DiskTier(Path(config.disk_dir), rank, layout, budgets.page_tokens, copier.page_words)
     except DiskError as error:
         raise SystemExit(f"sglang-april: {error}.") from error
@@ -78,5 +79,5 @@ def build_store(
 def _layout(s: Scheduler, page_format: PageFormat) -> str:
     """Digest of the KV layout, without the model's path: with `kv: keep`, a later checkpoint resumes from older KV."""
     rows = [page_format.name, *((str(b.dtype), *b.shape[1:]) for b in page_format.table.buffers)]
-    text = f"{s.model_config.hf_config.architectures} {s.ps.tp_rank}/{s.ps.tp_size} {rows}"
+    text = f"{s.model_config.hf_config.architectures} {shape.tp_rank(s)}/{shape.tp_size(s)} {rows}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -43,8 +43,8 @@ def measure(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], rank_b
     except Exception:
         log.exception("april: kv auto keeps everything, because its rates could not be measured")
         found = None
-    ranks: list[Rates | None] = [found] * s.ps.tp_size
-    if s.ps.tp_size > 1:
+    ranks: list[Rates | None] = [found] * shape.tp_size(s)
+    if shape.tp_size(s) > 1:
         torch.distributed.all_gather_object(ranks, found, group=s.tp_cpu_group)
     known = [rank for rank in ranks if rank is not None]
     return slowest_rank(known) if len(known) == len(ranks) else None
@@ -93,8 +93,8 @@ def _prefill(s: Scheduler, prefix: torch.Tensor, tokens: int) -> torch.Tensor:
     """One forward of the model over `tokens` after a prefix; returns their pool slots, int64 [tokens]."""
     ids = array("q", [1]) * (len(prefix) + tokens)
     req = Req("april.calibrate", "", ids, SamplingParams(max_new_tokens=1))
-    req.prefix_indices, req.full_untruncated_fill_ids, req.logprob_start_len = prefix, ids, NO_INPUT_LOGPROBS
-    req.set_extend_range(len(prefix), len(ids))
+    req.full_untruncated_fill_ids, req.logprob_start_len = ids, NO_INPUT_LOGPROBS
+    shape.extend_range(req, prefix, len(ids))
     batch = ScheduleBatch.init_new(
         [req],
         s.req_to_token_pool,

@@ -9,6 +9,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.accounting import pool_tokens
 from sglang_april.adapter.core.prompt_pages import reserved_output_tokens
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.state import Sample
 
 
@@ -58,7 +59,7 @@ class Capacity:
     def tokens_for_next_decode(self) -> int:
         s = self._s
         alive = [r for r in itertools.chain(s.running_batch.reqs, self._last_prefill_reqs()) if not r.finished()]
-        return sum(r.kv_committed_len % s.page_size == 0 for r in alive if r is not s.chunked_req) * s.page_size
+        return sum(shape.committed(r) % s.page_size == 0 for r in alive if r is not s.chunked_req) * s.page_size
 
     def prefill_budget(self) -> int:
         s = self._s
@@ -86,9 +87,7 @@ class Capacity:
         return reserved + self.page_size
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted(
-            (x for x in samples if x.request is not None and x.request.req_pool_idx is not None), key=lambda x: -x.order
-        )
+        return sorted((x for x in samples if x.request is not None and shape.has_kv(x.request)), key=lambda x: -x.order)
 
     @property
     def _grammar_queue(self) -> list[Req]:

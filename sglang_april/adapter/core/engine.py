@@ -47,11 +47,11 @@ class SchedulerEngine(Capacity):
         self.overlap: bool = scheduler.enable_overlap
         size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
         kv_bytes = sum(size) if isinstance(size, tuple) else size
-        self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * scheduler.ps.tp_size
-        page_format, ranks = select_page_format(scheduler, config), scheduler.ps.tp_size
+        page_format, ranks = select_page_format(scheduler, config), shape.tp_size(scheduler)
+        self.bytes_per_token = int(kv_bytes // (scheduler.max_total_num_tokens + self.page_size)) * ranks
         self.kv_pages = page_format.name
         self.stored_bytes_per_token = 4 * page_format.page_words // page_format.page_tokens * ranks
-        local_ranks = ranks // scheduler.server_args.nnodes
+        local_ranks = ranks // shape.resolved(scheduler.server_args).nnodes
         budgets = tier_budgets(config, page_format, ranks, local_ranks)
         self.budgets, self.gpus = agree(scheduler, config, page_format, budgets)
         self.broadcast = Rank0Broadcast(scheduler)
@@ -91,7 +91,7 @@ class SchedulerEngine(Capacity):
             s.process_batch_result(batch, result)
         last, s.last_batch = s.last_batch, None
         if last is not None and last is not s.running_batch and last.forward_mode.is_extend():
-            last.filter_batch(chunked_req_to_exclude=[r for r in (s.chunked_req, last.chunked_req) if r is not None])
+            shape.remove(last, [r for r in (s.chunked_req, last.chunked_req) if r is not None])
             if not last.is_empty():
                 s.running_batch = _merged(s.running_batch, last)
         shape.forget_last_batch(s)
@@ -158,6 +158,9 @@ class SchedulerEngine(Capacity):
         for sample in samples:
             sample.kv.pages = None
         self._s.running_batch = _merged(self._s.running_batch, batch)
+
+    def end_weight_session(self) -> None:
+        shape.end_weight_session(self._s)
 
     def hand_over(self, sample: Sample) -> None:
         pages = sample.kv.pages
@@ -292,10 +295,10 @@ class SchedulerEngine(Capacity):
 
     def renew_keys(self) -> None:
         for req in itertools.chain(self._s.waiting_queue, self._grammar_queue):
-            if req.req_pool_idx is None:
+            if not shape.has_kv(req):
                 self._renew(req)
         tree, allocator = self._s.tree_cache, self._s.token_to_kv_pool_allocator
-        if not tree.is_chunk_cache():
+        if shape.has_tree(tree):
             # Unlocked nodes belong to older versions now and would only slow down eviction in later steps.
             allocator.free_group_begin()
             tree.evict(EvictParams(num_tokens=tree.evictable_size()))

@@ -16,6 +16,7 @@ from sglang_april.adapter.core.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.core.hooks_attached import PassableLock
 from sglang_april.adapter.core.proximal import RESCORE
 from sglang_april.adapter.hooking import hook_report
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.http.frontend import ServerInfo
 from sglang_april.http.routes import add_routes
 from sglang_april.http.service import AprilService
@@ -37,7 +38,7 @@ class SGLangFrontend:
 
     def server_info(self) -> ServerInfo:
         """Available once the schedulers have reported, which is before the first request."""
-        manager, args = self._manager, self._manager.server_args
+        manager, args = self._manager, shape.resolved(self._manager.server_args)
         return ServerInfo(
             vocab_size=manager.model_config.vocab_size,
             context_len=manager.context_len - manager.num_reserved_tokens,
@@ -118,7 +119,7 @@ class SGLangFrontend:
         return [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]
 
     def _lowest_priority(self) -> int | None:
-        args = self._manager.server_args
+        args = shape.resolved(self._manager.server_args)
         if not args.enable_priority_scheduling:
             return None
         return LOWEST_PRIORITY if args.schedule_low_priority_values_first else -LOWEST_PRIORITY
@@ -149,13 +150,13 @@ def _model(manager: TokenizerManager) -> dict[str, Any]:
         "architecture": (config.architectures or [None])[0],
         "vocab_size": manager.model_config.vocab_size,
         **{name: getattr(config, name, None) for name in names},
-        "tp_size": manager.server_args.tp_size,
+        "tp_size": shape.resolved(manager.server_args).tp_size,
     }
 
 
 def attach(manager: TokenizerManager) -> AprilService:
     """Give a TokenizerManager the service, as `manager.april` and, where SGLang serves HTTP, as routes under /april."""
-    args = manager.server_args
+    args = shape.resolved(manager.server_args)
     manager.model_update_lock = PassableLock()
     metrics = Metrics(args.served_model_name)
     service = AprilService(SGLangFrontend(manager), config.load(), metrics)

@@ -10,6 +10,7 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_april.adapter.core.attach_request import Attachment, attach, is_attached
+from sglang_april.adapter.shapes.installed import shape
 
 _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
 _attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
@@ -48,7 +49,7 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     headers = getattr(request, "headers", None) or {}
     warms_up = request is not None and manager.server_status is ServerStatus.Starting
     default = None if warms_up else manager.april.config.attach
-    attachment = attach(obj, headers, default, overlap=not manager.server_args.disable_overlap_schedule)
+    attachment = attach(obj, headers, default, overlap=not shape.resolved(manager.server_args).disable_overlap_schedule)
     answers = original(manager, obj, request)
     if attachment is None:
         return answers

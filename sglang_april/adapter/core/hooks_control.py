@@ -12,6 +12,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.attached import abort_attached
 from sglang_april.adapter.core.hooks_scheduler import Process
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.controller import Controller
 
 log = logging.getLogger("sglang_april")
@@ -25,7 +26,7 @@ def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
         s.april.abort_everything()
     abort_attached(s, recv_req)
     samples = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
-    running = [r for b in (s.running_batch, s.last_batch) if b is not None for r in b.reqs if r.april is not None]
+    running = [r for r in shape.in_flight(s) if r.april is not None]
     before = {r: r.to_finish for r in running}
     queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
     s.waiting_queue = [r for r in queue if r.april is None]
@@ -47,14 +48,41 @@ def weight_call(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     controller.interrupt()
     named = named_version(recv_req.weight_version)
     refusal = controller.context.clock.refusal(named)
-    if not refusal and recv_req.flush_cache and not manager.is_fully_idle():  # SGLang would fail an assertion
+    if not refusal and recv_req.flush_cache and not shape.may_clear(manager, manager.scheduler):
         refusal = "flush_cache needs an idle engine, and other requests are in flight"
-    out = _refused_update(recv_req, refusal) if refusal else orig(manager, recv_req)
+    out = _refused_update(recv_req, refusal) if refusal else _update(orig, manager, recv_req)
     kind = type(recv_req).__name__
     controller.weight_call_ended(
         out.success, f"{kind}: {out.message}", whole="FromDisk" in kind, refused=bool(refusal), named=named
     )
     return out
+
+
+def _update(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    try:
+        with shape.weight_session(manager, recv_req, keep=manager.scheduler.april.context.clock.open):
+            return orig(manager, recv_req)
+    except WeightsNotReadError as error:
+        return _refused_update(recv_req, str(error))
+
+
+def begin_push(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.begin_weight_update: the calls up to its end are one push."""
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
+    out = orig(manager, recv_req)
+    if out.success:
+        controller.session_begun()
+    return out
+
+
+def end_push(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.end_weight_update: the version moves."""
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
+    out = orig(manager, recv_req)
+    problem = controller.session_ended() if out.success else ""
+    return type(out)(success=False, message=problem) if problem else out
 
 
 def named_version(label: str | None) -> int | None:
@@ -69,19 +97,42 @@ def _refused_update(recv_req: Any, message: str) -> Any:
     return output(success=False, message=message, **extra)
 
 
-def load_weights(orig: Callable[..., Any], worker: Any, recv_req: Any) -> tuple[bool, str]:
+class WeightsNotReadError(RuntimeError):
+    """The weights of a call could not be received on some rank."""
+
+
+def load_weights(orig: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """AROUND BaseTpWorker.update_weights_from_*: one outcome on all ranks, before SGLang acts on it.
 
     SGLang lets an exception (a tensor of a wrong shape, an unreadable file) end the scheduler, flushes the cache only
     on the ranks that succeeded, and reports rank 0's outcome.
     """
     try:
-        ok, message = orig(worker, recv_req)
+        ok, message = orig(worker, *args, **kwargs)
     except Exception as error:
         log.exception("weights could not be loaded")
         ok, message = False, f"{type(error).__name__}: {error}"
     s = Process.scheduler
     return (ok, message) if s is None else _combine_over_ranks(s.tp_cpu_group, ok, message)
+
+
+def read_weights(orig: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND the functions that receive or decode weights before they are loaded: one outcome on all ranks.
+
+    Raises:
+        WeightsNotReadError: on all ranks, if one of them failed.
+    """
+    weights, ok, message = None, True, ""
+    try:
+        weights = orig(worker, *args, **kwargs)
+    except Exception as error:
+        log.exception("weights could not be read")
+        ok, message = False, f"{type(error).__name__}: {error}"
+    if Process.scheduler is not None:
+        ok, message = _combine_over_ranks(Process.scheduler.tp_cpu_group, ok, message)
+    if not ok:
+        raise WeightsNotReadError(message)
+    return weights
 
 
 def _combine_over_ranks(group: Any, ok: bool, message: str) -> tuple[bool, str]:
@@ -99,7 +150,7 @@ def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
     """AROUND SchedulerFlushWrapper.handle: samples do not block a flush."""
     s = Process.scheduler
     if s is not None:
-        if recv_req.timeout_s and s.ps.tp_size > 1:
+        if recv_req.timeout_s and shape.tp_size(s) > 1:
             return FlushCacheReqOutput(success=False, message="flush_cache with a timeout is refused with TP > 1")
         s.april.interrupt()
     return orig(wrapper, recv_req)
@@ -107,7 +158,7 @@ def flush_request(orig: Callable[..., Any], wrapper: Any, recv_req: Any) -> Any:
 
 def flush(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> bool:
     """AROUND Scheduler.flush_cache: evacuate pages before the pools are cleared."""
-    if s.is_fully_idle():
+    if shape.may_clear(s, s):
         s.april.evacuate()
     return orig(s, *args, **kwargs)
 
@@ -131,7 +182,7 @@ def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any
     """
     controller: Controller = manager.scheduler.april
     controller.interrupt()
-    if not manager.is_fully_idle():
+    if not shape.may_clear(manager, manager.scheduler):
         return ReleaseMemoryOccupationReqOutput()
     if not recv_req.tags or "kv_cache" in recv_req.tags:
         controller.evacuate()

@@ -7,7 +7,6 @@ SGLang's radix tree would have found, so that SGLang prefills the other tokens o
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -17,13 +16,13 @@ from sglang_april.adapter.shapes.installed import shape
 from sglang_april.kv.kv_pages import Pages
 
 
-def keep_kv(orig: Callable[..., None], req: Req, tree_cache: Any, is_insert: bool = True) -> None:
+def keep_kv(orig: Callable[..., None], req: Req, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND release_kv_cache: a leg that finishes keeps its KV for the next one."""
     sample = req.april
-    if _parks(req) and is_insert:
+    if _parks(req) and shape.is_inserted(*args, **kwargs):
         sample.kv.pages = _page_pool().park(req)
     else:
-        orig(req, tree_cache, is_insert)
+        orig(req, tree_cache, *args, **kwargs)
 
 
 def _parks(req: Req) -> bool:
@@ -38,11 +37,8 @@ def use_kv(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
     pages = req.april_prefix = _prefix(req)
     if pages is None:
         return
-    req.prefix_indices = pages.slots[: _page_pool().whole_pages(pages.length)]
-    req.cache_protected_len = pages.protected
-    req.last_node = pages.node if pages.node is not None else _page_pool().root
-    req.last_host_node = req.best_match_node = req.last_node
-    req.host_hit_length = 0
+    pool = _page_pool()
+    shape.start_after(req, pages, pool.whole_pages(pages.length), pool.tree)
 
 
 def _page_pool() -> PagePool:
@@ -54,12 +50,18 @@ def _page_pool() -> PagePool:
 def _prefix(req: Req) -> Pages | None:
     """The pages after which a leg without tokens is prefilled; None if it has none in the pool."""
     sample = req.april
-    if sample is None or sample.length or not sample.attached or req.req_pool_idx is not None:
+    if sample is None or sample.length or not sample.attached or shape.has_kv(req):
         return None
     pages: Pages | None = sample.kv.pages
     if pages is None or not pages.ready or (req.return_logprob and 0 <= req.logprob_start_len < pages.length):
         return None
     return pages
+
+
+def prefix_slots(orig: Callable[..., Any], tree: Any, req: Req) -> Any:
+    """AROUND UnifiedRadixCache.prefix_device_indices: pages that a leg begins on need not be in the tree."""
+    pages: Pages | None = getattr(req, "april_prefix", None)
+    return orig(tree, req) if pages is None else pages.slots[: req.prefix_len]
 
 
 def launch(plan: Any, s: Scheduler, *_args: Any, **_kwargs: Any) -> None:
@@ -75,5 +77,4 @@ def next_chunk(_: None, s: Scheduler, req: Req) -> None:
     """AFTER Scheduler.stash_chunked_request: the radix tree does not get KV of an older version, but the next chunk
     begins behind this one."""
     if req.april is not None and req.skip_radix_cache_insert:
-        done = len(req.get_fill_ids())
-        req.prefix_indices = s.req_to_token_pool.req_to_token[req.req_pool_idx, :done].to(torch.int64, copy=True)
+        shape.next_chunk(s, req)

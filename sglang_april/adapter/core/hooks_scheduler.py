@@ -62,7 +62,7 @@ class Process:
 
 def attach(_: None, s: Scheduler) -> None:
     """AFTER Scheduler.init_request_dispatcher."""
-    fail_stop.arm(s.ps.tp_rank)
+    fail_stop.arm(shape.tp_rank(s))
     config = load()
     engine = SchedulerEngine(s, config)
     budgets = engine.budgets
@@ -71,7 +71,7 @@ def attach(_: None, s: Scheduler) -> None:
     context.attached_kv = config.kv
     if config.park_gb is not None:
         context.park_cap_tokens = int(config.park_gb * BYTES_PER_GB) // engine.bytes_per_token
-    if s.ps.tp_size > 1:
+    if shape.tp_size(s) > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
     if threading.current_thread() is threading.main_thread():
@@ -83,7 +83,7 @@ def attach(_: None, s: Scheduler) -> None:
     restart(s, s.april, config, engine.store.disk)
     began = time.monotonic()
     rates = measure(
-        s, engine.store, {"host": budgets.host, "disk": budgets.disk}, engine.bytes_per_token // s.ps.tp_size
+        s, engine.store, {"host": budgets.host, "disk": budgets.disk}, engine.bytes_per_token // shape.tp_size(s)
     )
     took = time.monotonic() - began
     if rates is not None:
@@ -95,7 +95,7 @@ def attach(_: None, s: Scheduler) -> None:
 
 def _digest_file(s: Scheduler) -> TextIO | None:
     folder = os.environ.get("SGLANG_APRIL_DIGEST")
-    return (Path(folder) / f"rank{s.ps.tp_rank}.log").open("w") if folder else None
+    return (Path(folder) / f"rank{shape.tp_rank(s)}.log").open("w") if folder else None
 
 
 @fail_stop.ends_server
@@ -227,7 +227,7 @@ def _on_queued(controller: Controller, engine: SchedulerEngine, req: Req, is_ret
 
     SGLang passes `is_retracted=False` for requests that were preempted by priority.
     """
-    if req.req_pool_idx is None:
+    if not shape.has_kv(req):
         engine._renew(req)
         if req.april is not None:
             req.skip_radix_cache_insert = False

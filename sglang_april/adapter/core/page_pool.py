@@ -6,15 +6,12 @@ last output token does not exist yet, the next decode step writes it.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_april.adapter.core.host_to_device import columns_to_device
@@ -29,6 +26,7 @@ class PagePool:
         self._s = scheduler
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool
+        self.tree = scheduler.tree_cache
         self.page_size: int = self._allocator.page_size
 
     def round_up(self, tokens: int) -> int:
@@ -41,68 +39,45 @@ class PagePool:
     def hand_over(self, pages: Pages) -> None:
         """A request has been given the pages as its prefix, which its prefill has locked as well."""
         if pages.node is not None:
-            self._s.tree_cache.dec_lock_ref(pages.node)
+            shape.unlock(self.tree, pages.node)
         if (used := self.whole_pages(pages.length)) < pages.length:
             self._allocator.free(pages.slots[used:])
 
     def detach(self, req: Req) -> Pages:
         """Pages of a running request; its request slot is freed, its prefix stays locked in the tree."""
-        length = req.kv_committed_len
+        length = shape.committed(req)
         if not length == req.seqlen - 1 == shape.allocated(req):
             raise AssertionError(f"{req.rid}: KV {length}/{shape.allocated(req)} of {req.seqlen - 1} tokens")
-        slots = self._rows.req_to_token[req.req_pool_idx, :length].to(torch.int64, copy=True)
+        slots = self._rows.req_to_token[shape.row(req), :length].to(torch.int64, copy=True)
+        pages = Pages(length, shape.protected(req), slots, shape.lock_of(req), req.extra_key)
         self._rows.free(req)
         shape.take_kv(req)
-        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
-        return Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+        return pages
 
     def park(self, req: Req) -> Pages:
         """Pages of a request that has finished, without the KV of its last token; the radix tree gets them as well."""
         ids = req.origin_input_ids + req.output_ids_through_stop
-        length, allocated = min(req.kv_committed_len, len(ids) - 1), shape.allocated(req)
+        length, allocated = min(shape.committed(req), len(ids) - 1), shape.allocated(req)
         # Copies: SGLang frees in groups, and a freed view of this row would change with it.
-        slots = self._rows.req_to_token[req.req_pool_idx, :allocated].to(torch.int64, copy=True)
+        slots = self._rows.req_to_token[shape.row(req), :allocated].to(torch.int64, copy=True)
         self._allocator.free(slots[self.round_up(length) :])
         slots = slots[:length]
-        if not req.skip_radix_cache_insert and not self._s.tree_cache.is_chunk_cache():
-            slots = self._insert(req, RadixKey(ids[:length], req.extra_key), slots)
-        pages = Pages(length, req.cache_protected_len, slots, req.last_node, req.extra_key)
+        if not req.skip_radix_cache_insert and shape.has_tree(self.tree):
+            slots = shape.insert(self.tree, req, ids[:length], slots)
+        pages = Pages(length, shape.protected(req), slots, shape.lock_of(req), req.extra_key)
         self._rows.free(req)
         shape.take_kv(req)
-        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
         return pages
-
-    def _insert(self, req: Req, key: RadixKey, slots: torch.Tensor) -> torch.Tensor:
-        """Give whole pages to the radix tree, and lock them there; returns the slots, in which the tree's own replace
-        those that it had already (`RadixCache.cache_unfinished_req`)."""
-        tree = self._s.tree_cache
-        if tree.disable_finished_insert:
-            return slots
-        key = key.page_aligned(self.page_size)
-        known = tree.insert(InsertParams(key=key, value=slots[: len(key)].clone(), priority=req.priority or 0))
-        self._allocator.free(slots[req.cache_protected_len : known.prefix_len])
-        found = tree.match_prefix(MatchPrefixParams(key=key))
-        tree.dec_lock_ref(req.last_node)
-        tree.inc_lock_ref(found.last_device_node)
-        req.cache_protected_len, req.last_node = len(found.device_indices), found.last_device_node
-        return torch.cat([found.device_indices.to(torch.int64), slots[len(found.device_indices) :]])
-
-    @property
-    def root(self) -> Any:
-        """The node that requests without a prefix in the radix tree lock; None without a tree."""
-        return None if self._s.tree_cache.is_chunk_cache() else self._s.tree_cache.root_node
 
     def reset_request(self, req: Req) -> None:
         """Release the KV of a request in a batch and make it ready to be prefilled again."""
-        release_kv_cache(req, self._s.tree_cache, is_insert=False)
+        shape.release_kv(req, self.tree)
         req.reset_for_retract()
 
     def free(self, pages: Pages, req: Req | None) -> None:
         """Release pages; `req` keeps its tokens, and is None if the sample has no request yet (after a restart)."""
         self.free_slots(pages)
         if req is not None:
-            req.kv_committed_len = 0
-            req.last_node = None
             req.reset_for_retract()
 
     def free_slots(self, pages: Pages) -> None:
@@ -110,13 +85,13 @@ class PagePool:
             return
         self._allocator.free(pages.slots[pages.protected :])
         if pages.node is not None:
-            self._s.tree_cache.dec_lock_ref(pages.node)
+            shape.unlock(self.tree, pages.node)
         pages.slots, pages.node, pages.protected = None, None, 0
 
     def alloc_slots(self, pages: Pages) -> bool:
         """Allocate slots for all tokens of the pages; False if the pool has too few."""
         need = self.round_up(pages.length)
-        evict_from_tree_cache(self._s.tree_cache, need)
+        evict_from_tree_cache(self.tree, need)
         slots = self._allocator.alloc(need)
         if slots is None:
             return False
@@ -148,11 +123,8 @@ class PagePool:
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
         for req, page, old in zip(reqs, pages, inexact, strict=True):
-            self._rows.write((req.req_pool_idx, slice(0, page.length)), page.slots)
-            shape.give_kv(req, page.length)
-            req.kv_committed_len = page.length
-            req.cache_protected_len, req.last_node = page.protected, page.node or self.root
-            req.prefix_indices = page.slots[: page.protected]
+            self._rows.write((shape.row(req), slice(0, page.length)), page.slots)
+            shape.give_kv(req, page, s.tree_cache)
             req.extra_key = page.extra_key
             req.skip_radix_cache_insert = old
         batch = ScheduleBatch.init_new(
@@ -170,14 +142,14 @@ class PagePool:
     @staticmethod
     def _ready(reqs: list[Req]) -> list[Req]:
         for req in reqs:
-            req.req_pool_idx, req.extend_range = None, None
-            req.is_retracted, req.kv_committed_len = False, 0
+            shape.forget_kv(req)
+            req.is_retracted = False
         return reqs
 
 
 def _fill_decode_tensors(s: Scheduler, batch: ScheduleBatch, lengths: list[int]) -> None:
     """What `prepare_for_decode` expects of a batch whose last step has been processed."""
-    rows = [r.req_pool_idx for r in batch.reqs]
+    rows = [shape.row(r) for r in batch.reqs]
     last = [r.output_ids[-1] if r.output_ids else r.origin_input_ids[-1] for r in batch.reqs]
     batch.req_pool_indices, batch.seq_lens, last_tokens = columns_to_device([rows, lengths, last], batch.device)
     batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)

@@ -4,15 +4,13 @@ SGLang inserts that KV into its tree after the prefill (`cache_unfinished_req`).
 input token and samples the next one, so a decode step on the prompt's last token replaces the prefill.
 """
 
-import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_april.adapter.core.proximal import is_penalised
 from sglang_april.adapter.core.request import has_grammar, params_of
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.kv.kv_pages import Pages
 from sglang_april.scheduler.state import Group, Sample
 
@@ -25,7 +23,9 @@ class PromptPages:
         self._tree = tree
         self._page: int = scheduler.token_to_kv_pool_allocator.page_size
         # Deterministic inference must not depend on the other requests, but they decide which member is prefilled.
-        self._off = tree.is_chunk_cache() or bool(scheduler.server_args.enable_deterministic_inference)
+        self._off = not shape.has_tree(tree) or bool(
+            shape.resolved(scheduler.server_args).enable_deterministic_inference
+        )
 
     def shares(self, group: Group) -> bool:
         """The tree keeps whole pages, so the last token must be the first of its page.
@@ -39,15 +39,13 @@ class PromptPages:
 
     def find(self, req: Req) -> Pages | None:
         """Pages of the prompt without its last token, locked in the tree; None if the tree lacks some of them."""
-        key = RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key)
-        found = self._tree.match_prefix(MatchPrefixParams(key=key, req=req))
         length = len(req.origin_input_ids) - 1
-        if len(found.device_indices) < length:
+        found = shape.lock_prefix(self._tree, req, length)
+        if found is None:
             return None
-        # The node of the prefilled member, so that all members share one copy on the host.
-        self._tree.inc_lock_ref(found.last_device_node)
-        slots = found.device_indices[:length].to(torch.int64, copy=True)
-        return Pages(length, length, slots, found.last_device_node, req.extra_key)
+        # The lock equals that of the prefilled member, so that all members share one copy on the host.
+        slots, lock = found
+        return Pages(length, length, slots, lock, req.extra_key)
 
 
 def reserved_output_tokens(sample: Sample) -> int:

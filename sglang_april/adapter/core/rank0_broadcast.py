@@ -17,6 +17,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from sglang_april.adapter.core.envelope import AprilReq
 from sglang_april.adapter.rank_channel import Body, Copied, Inbox, Sender, new_secret
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.api import messages
 from sglang_april.scheduler.decisions import MAX_TEXT, Decided, PeerComparison
 
@@ -27,7 +28,7 @@ class Rank0Broadcast:
     """One rank's endpoint. Its methods may be called from any thread."""
 
     def __init__(self, s: Scheduler) -> None:
-        self._ranks, self._rank = s.ps.tp_size, s.ps.tp_rank
+        self._ranks, self._rank = shape.tp_size(s), shape.tp_rank(s)
         self._lock = threading.Lock()
         self._to_scheduler: zmq.Socket[bytes] | None = None
         self._failures_by_transfer: dict[int, dict[int, str]] = {}
@@ -64,7 +65,7 @@ class Rank0Broadcast:
 
     def _join(self, s: Scheduler) -> None:
         """Connect the ranks. A collective call during the start."""
-        inbox = Inbox(self._rank, get_local_ip_auto() if s.server_args.nnodes > 1 else None)
+        inbox = Inbox(self._rank, get_local_ip_auto() if shape.resolved(s.server_args).nnodes > 1 else None)
         gathered: list[Any] = [None] * self._ranks
         mine = (inbox.address, new_secret() if self._rank == 0 else b"")
         torch.distributed.all_gather_object(gathered, mine, group=s.tp_cpu_group)

@@ -18,6 +18,7 @@ import april_kernels
 import sglang_april
 from sglang_april.adapter import versions
 from sglang_april.adapter.core.build_store import TierBudgets
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.config import FLAGS, AprilConfig
 from sglang_april.kv.page_format import PageFormat
 
@@ -113,7 +114,7 @@ def agree(s: Scheduler, config: AprilConfig, page_format: PageFormat, budgets: T
     Raises:
         SystemExit: the ranks differ; the sentence names what differs, both values and the rank.
     """
-    ranks: int = s.ps.tp_size
+    ranks = shape.tp_size(s)
     gathered: list[Any] = [None] * ranks
     mine = RankReport(_compared(s, config, page_format), budgets, _gpu())
     if ranks == 1:
@@ -144,7 +145,8 @@ def find_difference(ranks: list[dict[str, str]]) -> str:
 def _compared(s: Scheduler, config: AprilConfig, page_format: PageFormat) -> dict[str, str]:
     flags = {flag.option: getattr(config, flag.field) for flag in FLAGS if flag.field not in OF_MACHINE}
     flags |= {flag.option: "a path" if getattr(config, flag.field) else None for flag in FLAGS if flag.field in PATHS}
-    arguments = {_option(name): getattr(s.server_args, name) for name in ARGUMENTS if hasattr(s.server_args, name)}
+    args = shape.resolved(s.server_args)
+    arguments = {_option(name): getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
     found: dict[str, Any] = {
         "the reviewed source of sglang": versions.installed()["sglang"],
         "the files of sglang that sglang-april relies on (their digest)": versions.source_digest(),

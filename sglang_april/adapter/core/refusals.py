@@ -63,19 +63,23 @@ MODELS: tuple[tuple[Callable[[Any], bool], Refusal], ...] = (
 
 def find(server_args: Any) -> Refusal | None:
     """The first argument or variable that no rule accepts, or None."""
-    return refusals.find(refusals.changed_arguments(server_args), ARGUMENTS, server_args) or refusals.find(
-        changed_variables(), ENVIRONMENT, server_args
-    )
+    return _find_argument(server_args) or refusals.find(changed_variables(), ENVIRONMENT, shape.resolved(server_args))
+
+
+def _find_argument(server_args: Any) -> Refusal | None:
+    changed = refusals.changed_arguments(shape.arguments(server_args))
+    return refusals.find(changed, ARGUMENTS, shape.resolved(server_args))
 
 
 def find_in_model(server_args: Any) -> Refusal | None:
     """Why the model is not supported, or None; reads its config file, not its weights."""
-    model = server_args.get_model_config()
+    model = shape.model_config(server_args)
     return next((refusal for applies, refusal in MODELS if applies(model)), None)
 
 
 def find_pace(server_args: Any) -> Refusal | None:
     """Why `--april-cpu-pace` cannot take effect, or None."""
-    if config.load().cpu_pace is None or server_args.device == "cpu":
+    device = shape.resolved(server_args).device
+    if config.load().cpu_pace is None or device == "cpu":
         return None
-    return Refusal(f"--april-cpu-pace with --device {server_args.device}", "it paces the portable CPU platform only")
+    return Refusal(f"--april-cpu-pace with --device {device}", "it paces the portable CPU platform only")

@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang_april.adapter.core.build_store import key_of
 from sglang_april.adapter.core.encoded_params import decode_params
 from sglang_april.adapter.core.request import has_grammar
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
 from sglang_april.kv.kv_pages import StoredKv
@@ -45,7 +46,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
             if disk is not None:
                 disk.begin("")
             return
-        journal = Journal(config.journal, config.journal_sync) if s.ps.tp_rank == 0 else None
+        journal = Journal(config.journal, config.journal_sync) if shape.tp_rank(s) == 0 else None
         if journal is not None:
             journal.claim(_identity(s))
         saved = _on_all_ranks(s, journal.load() if journal is not None else None)
@@ -91,7 +92,9 @@ def _identity(s: Scheduler) -> ModelIdentity:
     }
     if tokenizer is not None:  # with --skip-tokenizer-init there is none
         properties["tokenizer"] = vocabulary_digest(tokenizer.get_vocab())
-    return ModelIdentity(s.server_args.model_path, {name: str(value) for name, value in properties.items()})
+    return ModelIdentity(
+        shape.resolved(s.server_args).model_path, {name: str(value) for name, value in properties.items()}
+    )
 
 
 def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, disk: DiskTier | None) -> None:
@@ -114,7 +117,7 @@ def _take_over(s: Scheduler, controller: Controller, saved: JournalSnapshot, dis
 def _search_on_all_ranks(s: Scheduler, search: KvSearch, wanted: Sequence[tuple[Sample, StoredKv]]) -> list[Outcome]:
     """Search on all ranks. Samples with a grammar are prefilled again: their requests wait for its compilation."""
     wanted_files = [(key_of(sample), kv) for sample, kv in wanted if not has_grammar(sample.group)]
-    outcomes_by_rank: list[Any] = [None] * s.ps.tp_size
+    outcomes_by_rank: list[Any] = [None] * shape.tp_size(s)
     torch.distributed.all_gather_object(outcomes_by_rank, search.find_all(wanted_files), group=s.tp_cpu_group)
     outcomes = iter(combine_outcomes(outcomes_by_rank))
     return [None if has_grammar(sample.group) else next(outcomes) for sample, _ in wanted]
@@ -130,7 +133,7 @@ def _start_at(controller: Controller, version: int, *, unnamed: bool) -> None:
 
 def _on_all_ranks(s: Scheduler, saved: JournalSnapshot | None) -> JournalSnapshot:
     """Rank 0's copy, on every rank: part of the start, not of a scheduling step."""
-    if s.ps.tp_size == 1:
+    if shape.tp_size(s) == 1:
         assert saved is not None
         return saved
     box: list[Any] = [msgspec.msgpack.encode(saved) if saved is not None else None]

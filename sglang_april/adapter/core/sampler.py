@@ -16,6 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, seeded_sample
 from sglang_april.adapter.core.host_to_device import to_device
 from sglang_april.adapter.core.proximal import recomputed_rows, rescored_rows
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.state import Sample
 
 
@@ -63,24 +64,25 @@ def _is_filtered(params: SamplingParams) -> bool:
 
 
 def draw(
-    stock: Callable[..., torch.Tensor],
+    stock: Callable[..., Any],
     sampler: Any,
     probs: torch.Tensor,
     info: SamplingBatchInfo,
     positions: torch.Tensor,
     simple: bool,
-) -> torch.Tensor:
-    """Next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
+) -> Any:
+    """SGLang's result with the next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
     rows: RowSeeds | None = getattr(info, "april", None)
     if rows is None or not any(rows.seeded):
         return stock(sampler, probs, info, positions, simple)
     seeds, mine = rows.on_device
     drawn = seeded_sample(probs, seeds, positions, _keep(probs, info, rows))
     if all(rows.seeded):
-        return drawn.to(torch.int32)
+        return shape.sampled(drawn.to(torch.int32))
     # All rows are drawn, because selecting rows would copy their probabilities.
-    tokens = stock(sampler, probs, info, positions, simple)
-    return torch.where(mine.bool(), drawn.to(tokens.dtype), tokens)
+    result = stock(sampler, probs, info, positions, simple)
+    tokens = shape.tokens_of(result)
+    return shape.sampled(torch.where(mine.bool(), drawn.to(tokens.dtype), tokens), result)
 
 
 def _keep(probs: torch.Tensor, info: SamplingBatchInfo, rows: RowSeeds) -> torch.Tensor | None:

@@ -12,13 +12,12 @@ import torch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from april_kernels.kv_pages import PlaneTable
 from sglang_april.adapter.core.reviewed_pools import REFUSED_POOLS
 from sglang_april.adapter.refusals import Refusal, stop_if
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.cpu.allocator import SweepAllocator, TorchPagedAllocator
 from sglang_april.cpu.pool import HugePagesPool
 
@@ -31,7 +30,6 @@ ALLOCATORS: tuple[type, ...] = (
     SweepAllocator,
     TorchPagedAllocator,
 )
-PREFIX_CACHES: tuple[type, ...] = (RadixCache, ChunkCache)
 
 _ADDRESSES = frozenset({"k_data_ptrs", "v_data_ptrs", "data_ptrs", "data_strides"})
 """Attributes of a pool that hold addresses and strides of its buffers, not KV."""
@@ -46,7 +44,7 @@ def check_scheduler(s: Scheduler) -> None:
     parts = {
         "request pool": (s.req_to_token_pool, REQUEST_POOLS),
         "KV allocator": (s.token_to_kv_pool_allocator, ALLOCATORS),
-        "prefix cache": (s.tree_cache, PREFIX_CACHES),
+        "prefix cache": (s.tree_cache, shape.prefix_caches()),
     }
     for what, (part, supported) in parts.items():
         if type(part) not in supported:

@@ -7,10 +7,97 @@ only its row shows whether it has KV.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_april.adapter.shapes import until_0_5_18 as common
+from sglang_april.adapter.shapes.until_0_5_18 import (
+    HOOKS,
+    TARGETS,
+    arguments,
+    committed,
+    end_weight_session,
+    extend_range,
+    forget_kv,
+    free_pages,
+    has_kv,
+    has_tree,
+    in_flight,
+    insert,
+    is_inserted,
+    lock_of,
+    lock_prefix,
+    may_clear,
+    model_config,
+    next_chunk,
+    prefix_caches,
+    protected,
+    release_kv,
+    remove,
+    resolved,
+    row,
+    sampled,
+    slots_in_tree,
+    start_after,
+    tokens_of,
+    tp_rank,
+    tp_size,
+    unlock,
+    weight_session,
+)
+from sglang_april.kv.kv_pages import Pages
+
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "DEPENDS_ON",
+    "HOOKS",
+    "TARGETS",
+    "allocated",
+    "arguments",
+    "batch_of",
+    "committed",
+    "end_weight_session",
+    "enter_prefill",
+    "enter_step",
+    "extend_range",
+    "forget_kv",
+    "forget_last_batch",
+    "forward_batch",
+    "free_pages",
+    "give_kv",
+    "has_kv",
+    "has_tree",
+    "in_flight",
+    "insert",
+    "is_inserted",
+    "is_recurrent",
+    "lock_of",
+    "lock_prefix",
+    "logits",
+    "may_clear",
+    "model_config",
+    "next_batch",
+    "next_chunk",
+    "no_prefill",
+    "prefill",
+    "prefix_caches",
+    "protected",
+    "release_kv",
+    "remove",
+    "resolved",
+    "row",
+    "sampled",
+    "slots_in_tree",
+    "start_after",
+    "take_kv",
+    "tokens_of",
+    "tp_rank",
+    "tp_size",
+    "unlock",
+    "weight_session",
+]
+
 DEPENDS_ON: tuple[str, ...] = (
+    *common.DEPENDS_ON,
     "sglang.srt.managers.schedule_batch.Req.pop_committed_kv_cache",
     "sglang.srt.managers.schedule_batch.Req.pop_overallocated_kv_cache",
     "sglang.srt.model_executor.model_runner.ModelRunner.mambaish_config",
@@ -21,13 +108,15 @@ def allocated(req: Any) -> int:
     return int(req.kv_allocated_len)
 
 
-def give_kv(req: Any, length: int) -> None:
-    req.kv_allocated_len = length
+def give_kv(req: Any, pages: Pages, tree: Any) -> None:
+    req.kv_allocated_len = pages.length
     req.kv_committed_freed = req.kv_overallocated_freed = False
+    common.hold(req, pages, tree)
 
 
 def take_kv(req: Any) -> None:
     req.kv_allocated_len = 0
+    common.drop_prefix(req)
 
 
 def enter_step(s: Any) -> None:

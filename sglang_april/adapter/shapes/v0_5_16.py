@@ -3,10 +3,97 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_april.adapter.shapes import until_0_5_18 as common
+from sglang_april.adapter.shapes.until_0_5_18 import (
+    HOOKS,
+    TARGETS,
+    arguments,
+    committed,
+    end_weight_session,
+    extend_range,
+    forget_kv,
+    free_pages,
+    has_kv,
+    has_tree,
+    in_flight,
+    insert,
+    is_inserted,
+    lock_of,
+    lock_prefix,
+    may_clear,
+    model_config,
+    next_chunk,
+    prefix_caches,
+    protected,
+    release_kv,
+    remove,
+    resolved,
+    row,
+    sampled,
+    slots_in_tree,
+    start_after,
+    tokens_of,
+    tp_rank,
+    tp_size,
+    unlock,
+    weight_session,
+)
+from sglang_april.kv.kv_pages import Pages
+
 if TYPE_CHECKING:
     import torch
 
+__all__ = [
+    "DEPENDS_ON",
+    "HOOKS",
+    "TARGETS",
+    "allocated",
+    "arguments",
+    "batch_of",
+    "committed",
+    "end_weight_session",
+    "enter_prefill",
+    "enter_step",
+    "extend_range",
+    "forget_kv",
+    "forget_last_batch",
+    "forward_batch",
+    "free_pages",
+    "give_kv",
+    "has_kv",
+    "has_tree",
+    "in_flight",
+    "insert",
+    "is_inserted",
+    "is_recurrent",
+    "lock_of",
+    "lock_prefix",
+    "logits",
+    "may_clear",
+    "model_config",
+    "next_batch",
+    "next_chunk",
+    "no_prefill",
+    "prefill",
+    "prefix_caches",
+    "protected",
+    "release_kv",
+    "remove",
+    "resolved",
+    "row",
+    "sampled",
+    "slots_in_tree",
+    "start_after",
+    "take_kv",
+    "tokens_of",
+    "tp_rank",
+    "tp_size",
+    "unlock",
+    "weight_session",
+]
+
 DEPENDS_ON: tuple[str, ...] = (
+    *common.DEPENDS_ON,
     "sglang.srt.configs.hybrid_arch.mambaish_config",
     "sglang.srt.managers.schedule_batch.NextBatchPlan",
     "sglang.srt.managers.schedule_batch.ReqKvInfo",
@@ -18,14 +105,16 @@ def allocated(req: Any) -> int:
     return int(req.kv.kv_allocated_len)
 
 
-def give_kv(req: Any, length: int) -> None:
+def give_kv(req: Any, pages: Pages, tree: Any) -> None:
     from sglang.srt.managers.schedule_batch import ReqKvInfo
 
-    req.kv = ReqKvInfo(kv_allocated_len=length, swa_evicted_seqlen=0)
+    req.kv = ReqKvInfo(kv_allocated_len=pages.length, swa_evicted_seqlen=0)
+    common.hold(req, pages, tree)
 
 
 def take_kv(req: Any) -> None:
     req.kv = None
+    common.drop_prefix(req)
 
 
 def enter_step(s: Any, running_batch: Any, last_batch: Any) -> None:
