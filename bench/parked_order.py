@@ -17,6 +17,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from examples import interrupt
+
 AGENTS, REQUESTS = 64, 4000
 TOKENS = 3000
 """Mean length of a parked sequence."""
@@ -90,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    interrupt.run(main, "nothing was written")

@@ -1,5 +1,7 @@
 """A distributed push in which one engine refuses a bucket: the others are unblocked, and the next push succeeds."""
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,5 +46,12 @@ def test_engines_waiting_in_the_broadcast_are_unblocked_when_one_refuses(receive
 def test_engine_that_refuses_to_join_fails_the_push_at_once(receivers: list[Receiver]) -> None:
     engines: Any = receivers[:1]
     receivers[0].refuse(True)
+    before = set(threading.enumerate())
+    transport = DistributedTransport(engines, torch.device("cpu"))
     with pytest.raises(WeightCallError, match="first refuses"):
-        DistributedTransport(engines, torch.device("cpu")).open()
+        transport.open()
+    transport.close()
+    deadline = time.monotonic() + 60
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, f"the trainer still waits for the engine: {left}"
+        time.sleep(0.05)

@@ -38,6 +38,7 @@ class DistributedTransport:
         self._address = master_address or reachable_address(engines)
         self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
         self._group: Any = None
+        self._store: dist.TCPStore | None = None
         self.group_name = ""
         """Name of the process group at the engines; empty if there is none."""
 
@@ -48,7 +49,9 @@ class DistributedTransport:
         self._destroy_on_engines()
         self.group_name = f"april-{os.getpid()}-{next(_group_numbers)}"
         size = 1 + sum(engine.info.tp_size for engine in self._engines)
-        store = dist.TCPStore(self._address, 0, size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        connect = partial(dist.TCPStore, self._address, world_size=size, timeout=TIMEOUT, wait_for_workers=False)
+        self._store = connect(port=0, is_master=True)
+        port = self._store.port
         offsets = itertools.accumulate((engine.info.tp_size for engine in self._engines), initial=1)
         engine_joins = [
             self._threads.submit(
@@ -56,7 +59,7 @@ class DistributedTransport:
                 "/init_weights_update_group",
                 {
                     "master_address": self._address,
-                    "master_port": store.port,
+                    "master_port": port,
                     "rank_offset": offset,
                     "world_size": size,
                     "group_name": self.group_name,
@@ -65,11 +68,14 @@ class DistributedTransport:
             )
             for engine, offset in zip(self._engines, offsets, strict=False)
         ]
-        prefix_store = dist.PrefixStore(self.group_name, store)
+        prefix_store = dist.PrefixStore(self.group_name, connect(port=port, is_master=False))
         own_join = _run_in_daemon(partial(join_group, self._backend, prefix_store, size, self.group_name))
-        # If an engine refuses, joining the group would only fail after `TIMEOUT`.
         wait([*engine_joins, own_join], return_when=FIRST_EXCEPTION)
-        _wait_and_raise([call for call in engine_joins if _has_failed(call)] or engine_joins)
+        refused = [call for call in engine_joins if _has_failed(call)]
+        if refused:
+            # Without its store, the members that wait for this engine fail at once, and not after `TIMEOUT`.
+            self._store = None
+        _wait_and_raise(refused or engine_joins)
         self._group = own_join.result()
 
     def send(self, bucket: WeightBucket) -> None:
