@@ -5,6 +5,7 @@ at most the capacity of a pipe ahead of its reader. So kills hit all phases equa
 """
 
 import fcntl
+import gc
 import os
 import random
 import signal
@@ -230,6 +231,7 @@ def forked(live: Callable[[int], None], client: CrashClient, last_word: int | No
     """Fork `live(pipe)` and receive that many messages, or all; returns their number and the exit status."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    gc.freeze()  # a collection in the child would copy the parent's pages
     child = os.fork()
     if child == 0:
         os.close(read)

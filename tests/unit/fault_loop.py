@@ -154,6 +154,7 @@ class FaultLoop(CrashLoop):
             self.release,
             self.requests.abort,
             self.push_beside_requests,
+            self.weight_session,
             self.round_of_trajectories,
             self.end_trajectories,
         ]
@@ -167,6 +168,13 @@ class FaultLoop(CrashLoop):
         self.requests.ask()
         self.engine.step()
         self.issue(messages.PushEnd)
+
+    def weight_session(self) -> None:
+        """A weight update between SGLang's own calls that begin and end it."""
+        self.engine.controller.session_begun()
+        self.engine.weight_call(ok=True, whole=False, flush=False)
+        self.engine.step()
+        self.engine.controller.session_ended()
 
     def round_of_trajectories(self) -> None:
         """Begin one, or stop it."""

@@ -55,11 +55,13 @@ class FaultedRequests:
         """Ask again what is left, or something new."""
         if len(self.pending) >= MAX_PENDING:
             return
-        if self._left and self._rng.random() < 0.7:
+        if self._left and self._rng.random() < 0.5:
             self._send(self._left.pop(self._rng.randrange(len(self._left))))
             return
         self._numbers += 1
-        trajectory = f"t{self._rng.randrange(3)}.{self._epoch}" if self._rng.random() < 0.5 else ""
+        trajectory = f"t{self._rng.randrange(3)}.{self._epoch}" if self._rng.random() < 0.7 else ""
+        if self._histories and self._rng.random() < 0.7:
+            trajectory = self._rng.choice(list(self._histories))
         length, history = self._rng.choice((1, 6, 30)), self._histories.get(trajectory, [])
         extends = history and len(history) + 1 + length <= MAX_TOKENS
         prompt = [*history, self._numbers] if extends else PROMPT

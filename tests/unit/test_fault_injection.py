@@ -30,6 +30,7 @@ def inject_all(folder: Path) -> None:
     """Every epoch fails at another call, on the journal and the files that the ones before have left."""
     client, epoch, failed = FaultClient(), 0, set()
     for fault in faults(7):
+        print(f"{epoch} epochs, next fault: {fault}", flush=True)
         for _ in range(SEEDS if fault.nth == 1 else 1):
             epoch += 1
             _, status = forked(
