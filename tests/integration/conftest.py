@@ -157,7 +157,7 @@ def normal(server: Server, models: Callable[[str, int], Path]) -> Iterator[LiveS
 @pytest.fixture
 def second(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """A second server like the first."""
-    with live_server(pool.get("second", NORMAL), lambda seed: models("qwen3", seed)) as live:
+    with live_server(pool.get("second", NORMAL, forked=True), lambda seed: models("qwen3", seed)) as live:
         yield live
 
 

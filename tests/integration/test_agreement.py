@@ -34,7 +34,8 @@ Groups = list[dict[str, Any]]
 @pytest.fixture(params=SERVERS)
 def live(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     name, flags = SERVERS[request.param]
-    with live_server(pool.get(name, flags, request.param), lambda seed: models(request.param, seed)) as live:
+    server = pool.get(name, flags, request.param, forked=name == request.param)
+    with live_server(server, lambda seed: models(request.param, seed)) as live:
         yield live
 
 
