@@ -137,6 +137,8 @@ class AttachedEnded(msgspec.Struct, tag=True):
     spans: list[Span]
     policy_version: int
     """Policy version when the request ended."""
+    drawn: tuple[Prompt, FinishedSample] | None = None
+    """What the audit needs, if the server has one and the request was not aborted."""
 
 
 class RoundWaits(msgspec.Struct, tag=True):

@@ -108,7 +108,7 @@ class RequestBuilder:
             spaces_between_special_tokens=params.get("spaces_between_special_tokens", True),
             no_stop_trim=params.get("no_stop_trim", False),
             truncates=_truncates(params),
-            rescore=_rescore(params),
+            rescore=rescore(params),
         )
 
     def _check_length(self, raw: bytes, params: Params, field: str, new_field: str) -> None:
@@ -244,8 +244,8 @@ def _truncates(params: Params) -> bool:
     return params.get("top_p", 1.0) < 1 or params.get("min_p", 0.0) > 0 or params.get("top_k", -1) not in (-1, 1 << 30)
 
 
-def _rescore(params: Params) -> float | str:
-    """The temperature by which logits are divided, or what else changes the distribution."""
+def rescore(params: Params) -> float | str:
+    """The temperature by which logits are divided, or what else changes the distribution (`Prompt.rescore`)."""
     changes = [name for name, neutral in PENALTIES.items() if params.get(name, neutral) != neutral]
     changes += [name for name in (*GRAMMARS, "min_new_tokens", "logit_bias") if params.get(name, None)]
     temperature = params.get("temperature", 1.0)

@@ -200,6 +200,9 @@ class AprilService:
             self.trajectories.remove(message.run, message.ids)
         elif isinstance(message, messages.AttachedEnded):
             self.attached.receive(message)
+            if message.drawn is not None:
+                prompt, sample = message.drawn
+                self.audit.offer(sample, prompt)
         elif isinstance(message, messages.RoundEnded):
             self._round_ended(message)
         else:

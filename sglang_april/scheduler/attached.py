@@ -123,6 +123,7 @@ class Attached:
             return
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
+        result = c.engine.answered(sample) if c.audited else None
         leg = sample.group.leg
         if leg is not None and self._parks(sample, leg.trajectory):
             self._end_leg(sample, leg, reason)
@@ -139,7 +140,11 @@ class Attached:
         if not run.groups:
             c.attached.pop(run.name, None)
         rid = sample.group.id.partition(":")[2]
-        c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version))
+        drawn = None
+        if result is not None:
+            result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), rid
+            drawn = sample.group.prompt, result
+        c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version, drawn))
 
     def _parks(self, sample: Sample, trajectory: Trajectory) -> bool:
         """Whether the sample keeps its KV for the next leg."""

@@ -48,6 +48,8 @@ class Context:
     """After a restart, by run and `rid`: attached requests in the journal that have not been sent again."""
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests."""
+    audited: bool = False
+    """Whether the HTTP process audits samples, attached requests included."""
     tuned: messages.Tuned | None = None
     """The current limit for `concurrency: auto`, with the step times that it is based on."""
     rates: messages.Rates | None = None

@@ -105,6 +105,29 @@ def test_a_wrong_span_is_found(
     record_property("guard", name)
 
 
+@pytest.mark.parametrize("name", ["sound pages", "span version"])
+def test_a_damaged_page_and_a_wrong_span_of_an_attached_request_are_found(
+    audited: LiveServer, run: str, name: str
+) -> None:
+    """It is suspended by a pause within a version, or by a push."""
+    server = audited.server
+    params = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True, "sampling_seed": 5}
+    params["custom_params"] = {"x-april-run": run}
+    body = {"rid": "long", "input_ids": token_ids(20, 7), "sampling_params": params, "return_logprob": True}
+    with server.slowed():
+        answer = audited.in_background(server.post, "/generate", body)
+        until(lambda: audited.running() == 1, "it runs")
+        audited.wait_decodes(30)
+        server.remove_guard(name)
+        if name == "sound pages":
+            server.post("/pause_generation", {"mode": "retract"})
+            server.post("/continue_generation", {})
+        else:
+            audited.push(1)
+    assert len(audited.result_of(answer)["output_ids"]) == LENGTH
+    finding(audited, run)
+
+
 def test_pushes_flushes_and_pauses_do_not_wait_for_an_audit(audited: LiveServer, run: str) -> None:
     """An audit that is in flight is aborted; its sample counts as discarded, and the call succeeds."""
     server = audited.server

@@ -18,6 +18,15 @@ PARAMS = {"temperature": 0.8}
 LENGTH = 300
 GENERATE = {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
 SHORT = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+ATTACHED = {"custom_params": {"x-april-run": "agents"}, "ignore_eos": True}
+SHORT_ATTACHED = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 3, **ATTACHED}}
+ASKED: dict[str, Any] = {
+    "rid": "asked",
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": LENGTH, "sampling_seed": 3, **PARAMS, **ATTACHED},
+    "return_logprob": True,
+}
+"""An attached request, which is asked again after each restart."""
 # process and function (tests/support/faults.py), the handler that the sentence names, the call that reaches it
 ONE_RANK = [
     ("rank 0", "detach", "receive_message", ("/april/push/begin", {})),
@@ -28,6 +37,7 @@ ONE_RANK = [
 TWO_RANKS = [
     ("rank 1", "detach", "flush_request", ("/flush_cache", {})),
     ("rank 0", "progress", "count_finishes", ("/generate", SHORT)),
+    ("rank 1", "attached", "begin_attached", ("/generate", SHORT_ATTACHED)),
 ]
 Fault = tuple[str, str, str, tuple[str, dict[str, Any]]]
 
@@ -49,10 +59,12 @@ def start(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Ite
 
 
 def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
-    """A round, a stock request and the call that fails end with an error; so does the server, with one sentence."""
+    """A round, a stock request, an attached one and the call that fails end with an error; so does the server, with one
+    sentence."""
     server, (process, name, handler, (path, body)) = live.server, fault
     with AprilClient(server.url) as client:
         waiting = [live.in_background(client.rollout, **round_), live.in_background(server.post, "/generate", GENERATE)]
+        waiting.append(live.in_background(server.post, "/generate", ASKED))
         until(lambda: server.state()["samples"]["running"] or any(w.done() for w in waiting), "the round runs")
         live.wait_decodes()
         with server.raising(process, name):
@@ -60,8 +72,9 @@ def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
             until(lambda: not server.alive, "the server has ended")
         with pytest.raises(ServerLostError, match=round_["round_id"]):
             live.result_of(waiting[0])
-        with pytest.raises(httpx.TransportError):
-            live.result_of(waiting[1])
+        for request in waiting[1:]:
+            with pytest.raises(httpx.TransportError):
+                live.result_of(request)
         assert last.exception(TIMEOUT_S) is None or isinstance(last.exception(), httpx.TransportError)
     until(lambda: not server.processes(), "no process is left")
     log = server.log.read_text(errors="replace")
@@ -90,8 +103,14 @@ def test_server_ends_and_its_journal_delivers_everything_once(
             server.http.close()
             server.spawn()
             server.wait()
+    asked = server.post("/generate", ASKED)
     last = server.rollout(**round_)
     groups = [*first["finished"], *last["finished"]]
     delivered = sorted(key for group in groups for key in by_key([group]))
     assert delivered == [*((f"p{i}", 0, j) for i in range(3) for j in range(2)), ("short", 0, 0)]
+    meta = asked["meta_info"]
+    logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+    sample = {"output_ids": asked["output_ids"], "logprobs": logprobs, "spans": meta["april"]["spans"], "seed": 3}
+    assert len(logprobs) == LENGTH
+    groups.append({"id": "asked", "prompt_ids": ASKED["input_ids"], "samples": [sample]})
     live.check(groups, {g["id"]: PARAMS for g in groups})

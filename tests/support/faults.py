@@ -77,6 +77,7 @@ APRIL = "sglang_april."
 EXCEPTIONS: dict[str, str] = {
     "detach": APRIL + "adapter.core.engine.SchedulerEngine.detach",
     "command": APRIL + "scheduler.commands.Commands.execute",
+    "attached": APRIL + "scheduler.attached.Attached.begin",
     "progress": APRIL + "scheduler.controller.Controller.progress",
     "row seeds": APRIL + "adapter.core.sampler.RowSeeds.keep",
     "journal thread": APRIL + "recovery.journal.Journal._transaction",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from sglang_april.api import messages
@@ -47,3 +48,21 @@ def test_a_request_may_end_in_the_step_in_flight_while_it_is_suspended(act: Act)
     assert spans(w, "b") == [(0, "fresh")]
     assert b.state is State.FINISHED
     assert not w.context.ledger.runs
+
+
+@pytest.mark.parametrize("names", [(), ("t",)], ids=["request", "leg"])
+def test_the_audit_gets_requests_that_were_not_aborted(names: tuple[str, ...]) -> None:
+    """Prompt, tokens, logprobs and spans, under the names that the caller knows (`audited-logprobs`)."""
+    w = LegHarness()
+    w.context.audited = w.engines[1].controller.context.audited = True
+    w.leg("agents", "a", PROMPT, 5, *names)
+    w.leg("agents", "b", PROMPT, 50, *names)
+    w.step(8)
+    w.abort("b")
+    drawn = {event.rid: event.drawn for event in w.of(messages.AttachedEnded)}
+    assert drawn["b"] is None
+    assert drawn["a"] is not None
+    prompt, sample = drawn["a"]
+    assert (sample.run, sample.id, len(sample.output_ids)) == ("agents", "a", 20)
+    assert prompt.input_ids == np.array(PROMPT, "<i4").tobytes()
+    assert [(span.start, span.end) for span in sample.spans] == [(0, 5)]

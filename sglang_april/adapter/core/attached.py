@@ -14,8 +14,10 @@ import numpy as np
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.core.attach_request import attachment_of
+from sglang_april.http.prepare import Params, rescore
 from sglang_april.scheduler.state import Sample, State
 
 
@@ -33,6 +35,7 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
     ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
     sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
+    sample.group.prompt.rescore = _rescore(recv_req.sampling_params)
     s.april.context.engine.create(sample, lambda: orig(s, recv_req))
     if sample.journal.answered is not None and sample.request is not None:
         _answer_again(s, sample)
@@ -50,6 +53,10 @@ def _params(recv_req: TokenizedGenerateReqInput) -> bytes:
         return b""
     asked = (recv_req.sampling_params, recv_req.return_logprob, recv_req.top_logprobs_num)
     return msgspec.msgpack.encode(asked, order="deterministic")
+
+
+def _rescore(params: SamplingParams) -> float | str:
+    return rescore(Params(0, msgspec.structs.asdict(params)))
 
 
 class SavedReason(BaseFinishReason):

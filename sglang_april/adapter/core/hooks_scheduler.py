@@ -69,6 +69,7 @@ def attach(_: None, s: Scheduler) -> None:
     context = Context(engine, VersionClock(), budgets.host, budgets.disk, budgets.page_tokens)
     context.carry_cap_tokens = config.carry_tokens
     context.attached_kv = config.kv
+    context.audited = config.audit > 0
     if config.park_gb is not None:
         context.park_cap_tokens = int(config.park_gb * BYTES_PER_GB) // engine.bytes_per_token
     if shape.tp_size(s) > 1:
