@@ -75,7 +75,9 @@ def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
         for request in waiting[1:]:
             with pytest.raises(httpx.TransportError):
                 live.result_of(request)
-        assert last.exception(TIMEOUT_S) is None or isinstance(last.exception(), httpx.TransportError)
+        # A flush beside running requests fails; rank 0 may say so before rank 1 has ended.
+        error = last.exception(TIMEOUT_S)
+        assert error is None or isinstance(error, httpx.TransportError) or str(error).startswith("/flush_cache: 400")
     until(lambda: not server.processes(), "no process is left")
     log = server.log.read_text(errors="replace")
     sentences = re.findall(r"sglang-april: the server ends, because (.*) raised (.*) in (.*)\.", log)
@@ -90,7 +92,7 @@ def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
 def test_server_ends_and_its_journal_delivers_everything_once(
     start: Callable[..., LiveServer], run: str, name: str, flags: list[str], faults: list[Fault]
 ) -> None:
-    live = start(name, flags, forked=faults is TWO_RANKS)
+    live = start(name, flags, forked=True)
     server = live.server
     prompts = [prompt(f"p{i}", LENGTH, n=2, **PARAMS) for i in range(3)]
     first = server.rollout(run=run, prompts=[*prompts, prompt("short", 12, **PARAMS)], quota=1, tier="host")
@@ -110,7 +112,8 @@ def test_server_ends_and_its_journal_delivers_everything_once(
     assert delivered == [*((f"p{i}", 0, j) for i in range(3) for j in range(2)), ("short", 0, 0)]
     meta = asked["meta_info"]
     logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    sample = {"output_ids": asked["output_ids"], "logprobs": logprobs, "spans": meta["april"]["spans"], "seed": 3}
+    sample = {"index": 0, "output_ids": asked["output_ids"], "logprobs": logprobs, "seed": 3}
+    sample["spans"] = meta["april"]["spans"]
     assert len(logprobs) == LENGTH
     groups.append({"id": "asked", "prompt_ids": ASKED["input_ids"], "samples": [sample]})
     live.check(groups, {g["id"]: PARAMS for g in groups})
