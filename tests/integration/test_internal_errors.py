@@ -47,9 +47,8 @@ def start(pool: Pool, models: Callable[[str, int], Path], tmp_path: Path) -> Ite
     """Starts a server with a journal that no other test uses."""
     started: list[LiveServer] = []
 
-    def start(name: str, flags: list[str], *, forked: bool) -> LiveServer:
-        server = pool.get(name, [*flags, f"--april-journal={tmp_path / 'journal'}"], forked=forked)
-        server.fork_server = pool.fork_server  # for later starts
+    def start(name: str, flags: list[str]) -> LiveServer:
+        server = pool.get(name, [*flags, f"--april-journal={tmp_path / 'journal'}"], forked=True)
         started.append(LiveServer(server, lambda seed: models("qwen3", seed)))
         return started[-1]
 
@@ -92,7 +91,7 @@ def ended_by(live: LiveServer, fault: Fault, round_: dict[str, Any]) -> None:
 def test_server_ends_and_its_journal_delivers_everything_once(
     start: Callable[..., LiveServer], run: str, name: str, flags: list[str], faults: list[Fault]
 ) -> None:
-    live = start(name, flags, forked=True)
+    live = start(name, flags)
     server = live.server
     prompts = [prompt(f"p{i}", LENGTH, n=2, **PARAMS) for i in range(3)]
     first = server.rollout(run=run, prompts=[*prompts, prompt("short", 12, **PARAMS)], quota=1, tier="host")
@@ -112,8 +111,7 @@ def test_server_ends_and_its_journal_delivers_everything_once(
     assert delivered == [*((f"p{i}", 0, j) for i in range(3) for j in range(2)), ("short", 0, 0)]
     meta = asked["meta_info"]
     logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    sample = {"index": 0, "output_ids": asked["output_ids"], "logprobs": logprobs, "seed": 3}
-    sample["spans"] = meta["april"]["spans"]
+    output = {"output_ids": asked["output_ids"], "logprobs": logprobs, "spans": meta["april"]["spans"]}
     assert len(logprobs) == LENGTH
-    groups.append({"id": "asked", "prompt_ids": ASKED["input_ids"], "samples": [sample]})
+    groups.append({"id": "asked", "prompt_ids": ASKED["input_ids"], "samples": [{"index": 0, "seed": 3, **output}]})
     live.check(groups, {g["id"]: PARAMS for g in groups})

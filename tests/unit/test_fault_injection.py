@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 from tests.unit.crash_loop import forked
-from tests.unit.fault_loop import FAILED, NO_FAULT, FaultClient, FaultLoop, calls, failing_epoch, faults
+from tests.unit.fault_loop import FAILED, NO_FAULT, FaultClient, FaultLoop, failing_epoch
 from tests.unit.fault_requests import read
+from tests.unit.injected_faults import calls, faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200
