@@ -29,7 +29,9 @@ class TorchCpuPlatform(CpuSRTPlatform):
         upstream_default = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
         if server_args.attention_backend in (None, upstream_default):
             server_args.attention_backend = "torch_native"
-            setattr(server_args, CHOSEN_BY_PLATFORM, True)
+            os.environ[CHOSEN_BY_PLATFORM] = "1"
+        else:
+            os.environ.pop(CHOSEN_BY_PLATFORM, None)
         check_pace(server_args.attention_backend)
         # xgrammar allocates its mask through CUDA.
         server_args.grammar_backend = server_args.grammar_backend or "llguidance"
@@ -73,6 +75,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
         return MLATokenToKVPool
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """The pool of a kind; SGLang 0.5.22 and later ask here, earlier ones the two methods above."""
+        pools = {"mha": self.get_mha_kv_pool_cls, "mla": self.get_mla_kv_pool_cls}
+        return pools[kind]() if kind in pools else None
 
     def get_paged_allocator_cls(self) -> Any:
         """The constructor of an allocator that fits the page size."""
