@@ -65,7 +65,11 @@ class FaultLoop(CrashLoop):
             self.engine.step()
         known = self.context.trajectories.get(AGENTS)
         if known is not None:
-            self.issue(messages.EndTrajectories, run=AGENTS, done=dict.fromkeys(known.active, b"{}"), reject=[])
+            open_ones = [name for name, trajectory in known.active.items() if not trajectory.done]
+            self.issue(messages.EndTrajectories, run=AGENTS, done=dict.fromkeys(open_ones, b"{}"), reject=[])
+        while known is not None and known.active:  # one round delivers at most its quota
+            self.round_of_trajectories()
+            self.engine.step()
         super().finish()
         assert not self.requests.pending
 
