@@ -59,9 +59,9 @@ class FaultLoop(CrashLoop):
         """Everything that was asked is answered, too, and trajectories are delivered."""
         self.name_the_version()
         self.requests.ask_all()
-        if AGENTS not in self.open_runs():
-            self.round_of_trajectories()
         while self.requests.pending:
+            if AGENTS not in self.open_runs():  # the last round may have ended at its quota
+                self.round_of_trajectories()
             self.engine.step()
         known = self.context.trajectories.get(AGENTS)
         if known is not None:
