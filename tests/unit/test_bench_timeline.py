@@ -1,4 +1,4 @@
-"""bench.timeline and bench.host_time: the parts of the scheduler's loop add up to the time of the rounds, or of a step."""
+"""bench.timeline and bench.host_time: the parts of the scheduler loop add up to the rounds, or to a step."""
 
 from typing import Any
 
