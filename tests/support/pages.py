@@ -104,6 +104,8 @@ def _pip(words: list[str]) -> None:
     assert words[1].startswith((".", "sglang_april-")), "the package is on no index"
     for name in ",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(","):
         assert name in extras
+        if name == "engine":  # without a release, pip takes the newest, which not every machine can install
+            assert words[2:] == ["sglang==0.5.17"], "name the SGLang release"
 
 
 def _curl(words: list[str]) -> None:
