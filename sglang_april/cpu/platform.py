@@ -59,6 +59,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
 
         attention.install()
         sampling.install()
+        default_to_cpu()
 
     def get_default_attention_backend(self) -> str:
         """PyTorch's scaled dot product attention."""
@@ -94,6 +95,18 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:  # noqa: ARG002 - SGLang's signature
         """No compilation."""
         return "eager"
+
+
+def default_to_cpu() -> None:
+    """Make `torch.get_device_module()` that of the CPU.
+
+    torch 2.14 built with CUDA returns CUDA's also where there is no GPU, and SGLang, which waits for that device as it
+    releases memory, would fail.
+    """
+    import torch
+
+    stock = torch.get_device_module
+    torch.get_device_module = lambda device=None: stock("cpu" if device is None else device)
 
 
 def check_pace(attention_backend: str) -> None:
