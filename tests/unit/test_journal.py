@@ -144,7 +144,7 @@ def test_an_incarnation_that_comes_back_in_a_forgotten_run_is_another_group(tmp_
 
 @pytest.mark.parametrize("path", ["missing/folder/j", "."])
 def test_an_unusable_path_is_one_sentence(tmp_path: Path, path: str) -> None:
-    with pytest.raises(JournalError, match=r"the journal .* cannot be used: unable to open database file"):
+    with pytest.raises(JournalError, match=r"the journal .* cannot be used: its folder does not exist"):
         probe(tmp_path / path)
 
 
