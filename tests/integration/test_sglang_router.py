@@ -1,11 +1,6 @@
 """SGLang's own router in front of live servers: single requests go through it, rounds and pushes past it."""
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -13,42 +8,14 @@ import pytest
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.live import LiveServer, live_server, until
-from tests.support.packages import unpacked
-from tests.support.server import Server, free_port
+from tests.support.router import sglang_router
 from tests.support.workload import prompt
 
-PACKAGES = ["sglang-router==0.3.2", "setproctitle==1.3.7"]
 BODY: dict[str, Any] = {
     "input_ids": [9, 8, 7, 6],
     "sampling_params": {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
     "return_logprob": True,
 }
-
-
-@contextmanager
-def router(request: pytest.FixtureRequest, servers: list[Server]) -> Iterator[httpx.Client]:
-    packages = unpacked(PACKAGES, request.config.cache.mkdir("packages"))
-    port, metrics = free_port(), free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--policy", "manual", "--port", str(port)]
-    command += ["--prometheus-port", str(metrics), "--worker-urls", *(server.url for server in servers)]
-    env = {**os.environ, "PYTHONPATH": str(packages)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            until(lambda: process.poll() is not None or _workers(client) == len(servers), "the router has its workers")
-            assert process.poll() is None
-            yield client
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _workers(client: httpx.Client) -> int:
-    try:
-        return sum(worker["is_healthy"] for worker in client.get("/workers").json()["workers"])
-    except (httpx.HTTPError, ValueError):
-        time.sleep(0.2)
-        return 0
 
 
 @pytest.fixture
@@ -64,7 +31,7 @@ def test_attached_requests_and_one_engine_per_trajectory(
     request: pytest.FixtureRequest, attaching: list[LiveServer]
 ) -> None:
     """Also under a push to one engine, and beside rounds, which are sent past the router."""
-    with router(request, [live.server for live in attaching]) as client:
+    with sglang_router(request, [live.server for live in attaching]) as client:
         served = {key: [_engine(client, attaching, key) for _ in range(2)] for key in (f"t{i}" for i in range(8))}
         assert all(len(set(engines)) == 1 for engines in served.values())
         assert {engines[0] for engines in served.values()} == {0, 1}
@@ -100,7 +67,7 @@ def rounds_beside_attached_requests(
 
 
 def test_plain_requests_pass_and_rounds_do_not(request: pytest.FixtureRequest, normal: LiveServer) -> None:
-    with router(request, [normal.server]) as client:
+    with sglang_router(request, [normal.server]) as client:
         through, direct = _generate(client, "t0"), normal.server.post("/generate", BODY)
         assert through["output_ids"] == direct["output_ids"]
         assert "april" not in through["meta_info"]
