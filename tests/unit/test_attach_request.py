@@ -128,7 +128,7 @@ def test_a_description_may_come_before_or_after_the_answer() -> None:
 
 
 def test_unread_descriptions_are_bounded_and_an_answer_does_not_wait_forever(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attached, "LIMIT_S", 0.01)
     monkeypatch.setattr(attached, "UNTAKEN", 2)
@@ -138,9 +138,12 @@ def test_unread_descriptions_are_bounded_and_an_answer_does_not_wait_forever(
         for rid in "abc":
             requests.receive(ended(rid))
         assert await requests.description("a") == {}
+        assert await requests.description("never") == {}
         assert await requests.description("c")
 
     asyncio.run(scenario())
+    (warning,) = caplog.messages
+    assert warning.startswith("request a is answered without spans")
 
 
 @pytest.mark.parametrize("batch", [False, True])
