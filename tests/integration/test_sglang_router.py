@@ -1,5 +1,6 @@
 """SGLang's own router in front of live servers: single requests go through it, rounds and pushes past it."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,19 +67,41 @@ def rounds_beside_attached_requests(
         assert [len(group["samples"]) for group in live.result_of(reply)["finished"]] == [1] * 4
 
 
-def test_plain_requests_pass_and_rounds_do_not(request: pytest.FixtureRequest, normal: LiveServer) -> None:
-    with sglang_router(request, [normal.server]) as client:
-        through, direct = _generate(client, "t0"), normal.server.post("/generate", BODY)
-        assert through["output_ids"] == direct["output_ids"]
-        assert "april" not in through["meta_info"]
+def test_plain_requests_pass_and_rounds_do_not(
+    request: pytest.FixtureRequest, normal: LiveServer, second: LiveServer
+) -> None:
+    """Round-robin over two engines: both answer as they do without the router, streams as well."""
+    engines = [normal, second]
+    with sglang_router(request, [live.server for live in engines], "round_robin") as client:
+        before = [len(live.server.forwards()) for live in engines]
+        answers = [_generate(client, "") for _ in range(4)]
+        assert all(len(live.server.forwards()) > count for live, count in zip(engines, before, strict=True))
+        direct = normal.server.post("/generate", BODY)
+        for answer in answers:
+            assert answer["output_ids"] == direct["output_ids"]
+            assert "april" not in answer["meta_info"]
+        with client.stream("POST", "/generate", json={**BODY, "stream": True}) as stream:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+        assert chunks[-1]["text"] == direct["text"]
         fields = {"model": "m", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 4}
         assert client.post("/v1/chat/completions", json=fields).json()["choices"]
         assert client.post("/april/rollout", json={}).status_code == 404
 
 
+def test_headers_and_parameters_that_name_a_run_are_dropped(request: pytest.FixtureRequest, normal: LiveServer) -> None:
+    """So behind the router only `--april-attach` attaches requests; past it, the same request is attached."""
+    params = {"temperature": 0, "max_new_tokens": 4, "custom_params": {"x-april-run": "agents"}}
+    body = {"input_ids": [9, 8, 7, 6], "sampling_params": params}
+    with sglang_router(request, [normal.server]) as client:
+        for http, attached in ((client, False), (normal.server.http, True)):
+            for sent in (body, {**body, "sampling_params": {"max_new_tokens": 4}}):
+                meta = http.post("/generate", json=sent, headers={"x-april-run": "agents"}).json()["meta_info"]
+                assert ("april" in meta) == attached
+
+
 def _generate(client: httpx.Client, key: str, **params: Any) -> Any:
     body = {**BODY, "sampling_params": {**BODY["sampling_params"], **params}}
-    answer = client.post("/generate", json=body, headers={"x-smg-routing-key": key})
+    answer = client.post("/generate", json=body, headers={"x-smg-routing-key": key} if key else {})
     assert answer.status_code == 200, answer.text
     return answer.json()
 

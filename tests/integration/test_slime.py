@@ -1,18 +1,24 @@
 """Rollouts of slime's kind with the trainer's own data source, samples and rewards, on live servers."""
 
+import json
+import re
+import shlex
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_april import config
 from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts
 from tests.integration.slime_fixtures import FUNCTIONS, check_sample, source, trainer_args
 from tests.support.live import LiveServer
 from tests.support.router import sglang_router
+from tests.support.server import ROOT
 
 pytest_plugins = ("tests.integration.slime_fixtures",)
 
@@ -133,22 +139,6 @@ def test_engines_behind_sglangs_router_share_a_quota_and_get_one_version(
     assert all(live.decodes() > before for live, before in zip(engines, decodes, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [
-        ("rollout_top_p", 0.9, "--rollout-top-p must be 1"),
-        ("custom_generate_function_path", "m.f", "attach them to a run"),
-        ("use_rollout_routing_replay", True, "routed experts"),
-    ],
-)
-def test_arguments_that_a_round_cannot_honour_are_refused(
-    framework: Framework, args: Namespace, field: str, value: object, reason: str
-) -> None:
-    setattr(args, field, value)
-    with pytest.raises(ValueError, match=reason):
-        Rollouts(framework).generate_rollout(args, 0, source(framework, args), False)
-
-
 def test_failed_reward_ends_the_round_and_its_groups_stay(
     framework: Framework, args: Namespace, normal: LiveServer
 ) -> None:
@@ -168,6 +158,22 @@ def test_evaluation_is_the_trainers_own(framework: Framework, args: Namespace, m
     monkeypatch.setitem(sys.modules, f"{framework.package}.rollout.sglang_rollout", own)
     assert Rollouts(framework).generate_rollout(args, 3, "data", True) == "evaluated"
     assert calls == [((args, 3, "data"), {"evaluation": True})]
+
+
+def test_command_of_the_page(framework: Framework) -> None:
+    """Its runtime environment is JSON that activates the plugin, and the trainer knows its flags."""
+    (command,) = re.findall(
+        r"^ray job submit.*?(?=^```)", (ROOT / "docs/integrations/slime.md").read_text(), re.M | re.S
+    )
+    words = shlex.split(command.replace("\\\n", " "))
+    (env,) = [word.partition("=")[2] for word in words if word.startswith("--runtime-env-json=")]
+    assert config.from_env(json.loads(env.replace(", …", ""))["env_vars"])["quota"] == 32
+    flags = [word for word in words[words.index("train.py") :] if word.startswith("--")]
+    spec = find_spec(f"{framework.package}.utils.arguments")
+    assert spec is not None
+    arguments = Path(spec.origin or "").read_text()
+    assert flags
+    assert [flag for flag in flags if f'"{flag}"' not in arguments] == []
 
 
 def test_paths_of_the_rollout_functions(framework: Framework, args: Namespace) -> None:

@@ -119,7 +119,7 @@ def test_contract_call_without_arguments_is_refused(framework: Framework, tmp_pa
 def run_contract(folder: Path, function: str) -> str:
     """slime's contract tests of rollout functions, in a process of its own, because they replace modules by stubs."""
     checkout = Path(os.environ["SLIME_PATH"])
-    tests = checkout / "tests/plugin_contracts/test_plugin_rollout_contracts.py"
+    tests = checkout / "tests" / "plugin_contracts" / "test_plugin_rollout_contracts.py"
     path = os.pathsep.join(map(str, (folder, ROOT / "tests/integration", ROOT, checkout)))
     env = {**os.environ, "PYTHONPATH": path, "SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH": function}
     code = (  # ray and transformers are imported before slime's stubs replace them

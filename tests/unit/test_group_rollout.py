@@ -75,3 +75,18 @@ def test_groups_of_a_data_source_without_group_index_have_different_ids() -> Non
     assert [Framework.prompt_id(group) for group in groups] == ["sample-0", "sample-2", "2"]
     with pytest.raises(ValueError, match="neither group_index nor index"):
         Framework.prompt_id([SimpleNamespace(group_index=None, index=None)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("rollout_top_p", 0.9, "--rollout-top-p must be 1"),  # slime's own rollout would send custom_params
+        ("custom_generate_function_path", "m.f", "attach them to a run"),
+        ("use_rollout_routing_replay", True, "routed experts"),
+    ],
+)
+def test_arguments_that_a_round_cannot_honour_are_refused(field: str, value: object, reason: str) -> None:
+    framework: Any = FakeFramework()
+    args = Namespace(**{"rollout_top_p": 1.0, field: value})
+    with pytest.raises(ValueError, match=reason):
+        Rollouts(framework).generate_rollout(args, 0, object(), False)
