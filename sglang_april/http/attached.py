@@ -1,10 +1,13 @@
 """What the scheduler reports of an attached request at its end, until the answer contains it (`attached-request`)."""
 
 import asyncio
+import logging
 from collections import OrderedDict
 from typing import Any
 
 from sglang_april.api import messages
+
+logger = logging.getLogger("sglang_april")
 
 UNTAKEN = 2**12
 """Maximum number of descriptions kept for requests whose callers have disconnected."""
@@ -18,6 +21,7 @@ class AttachedRequests:
     def __init__(self) -> None:
         self._ended: OrderedDict[str, messages.AttachedEnded] = OrderedDict()
         self._waiting: dict[str, asyncio.Future[messages.AttachedEnded]] = {}
+        self._warned = False
 
     def receive(self, message: messages.AttachedEnded) -> None:
         """Store the description of a request that has ended in the scheduler."""
@@ -34,6 +38,14 @@ class AttachedRequests:
         try:
             message = self._ended.pop(rid, None) or await self._next(rid)
         except TimeoutError:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "request %s is answered without spans, because the scheduler has not described it within %g s; "
+                    "this is logged once",
+                    rid,
+                    LIMIT_S,
+                )
             return {}
         oldest = message.spans[0].version if message.spans else message.policy_version
         return {

@@ -76,6 +76,7 @@ def _answer_again(s: Scheduler, sample: Sample) -> None:
     req, answer = sample.request, sample.journal.answered
     if req is None or answer is None:  # SGLang has refused it
         return
+    req.april_output.unpack(req)
     req.finished_reason = SavedReason(answer.finish_reason)
     s.output_streamer.stream_output([req], req.return_logprob)
     s.april.attached.end(sample)
@@ -108,6 +109,7 @@ def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
 
 def answer_aborted(s: Scheduler, req: Req) -> None:
     """Answer a request that is in no queue and no batch, with the tokens that it has."""
+    req.april_output.unpack(req)
     if not req.output_ids:
         s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), None)
         return

@@ -79,11 +79,11 @@ class Capacity:
 
     def first_waiting_need(self) -> int:
         queue = self._s.waiting_queue
-        return queue[0].seqlen + _reserved_for_request(queue[0]) + self.page_size if queue else 0
+        return queue[0].seqlen + _reserved(queue[0], len(queue[0].output_ids)) + self.page_size if queue else 0
 
     def remaining_estimate(self, sample: Sample) -> int:
         req = sample.request
-        reserved = _reserved_for_request(req) if req is not None else reserved_output_tokens(sample)
+        reserved = _reserved(req, sample.length) if req is not None else reserved_output_tokens(sample)
         return reserved + self.page_size
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -94,6 +94,9 @@ class Capacity:
         return self._s.grammar_manager.grammar_queue
 
 
-def _reserved_for_request(req: Req) -> int:
-    """Output tokens that SGLang's admission sets aside for a request (`PrefillAdder.add_one_req`)."""
-    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+def _reserved(req: Req, drawn: int) -> int:
+    """Output tokens that SGLang's admission sets aside for a request (`PrefillAdder.add_one_req`).
+
+    `drawn`: its tokens so far; those of a suspended request are not in its `output_ids`.
+    """
+    return min(max(req.sampling_params.max_new_tokens - drawn, 0), CLIP_MAX_NEW_TOKENS)

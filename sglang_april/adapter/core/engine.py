@@ -110,10 +110,10 @@ class SchedulerEngine(Capacity):
             self.collect_proximal(sample, wanted=proximal)
             return
         req: Req = sample.request
+        req.april_output.unpack(req)
         if sample.attached:
             queue_attached(s, req)
             return
-        req.april_output.unpack(req)
         self.collect_proximal(sample, wanted=proximal)
         s._add_request_to_queue(req)
 

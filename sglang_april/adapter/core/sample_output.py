@@ -1,11 +1,13 @@
 """The output of a sample in arrays: 8 bytes per token while it is suspended (token id int32, logprob float32).
 
-SGLang appends to Python lists, which take 80 bytes per token together with `output_ids`, and reads only what it has not
-streamed yet. Outputs of samples are not streamed by SGLang, so the lists are emptied into arrays whenever
-the output is read. Token ids stay with the request while it runs (int64), because SGLang reads them.
+SGLang appends to Python lists, which take 80 bytes per token together with `output_ids`. Outputs of samples are not
+streamed by SGLang, so the lists are emptied into arrays whenever the output is read. Those of attached requests are
+streamed from their lists by position, so they are emptied only while the request is suspended. Token ids stay with the
+request while it runs (int64), because SGLang reads them.
 """
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,7 @@ class SampleOutput:
 
 
 class StreamedOutput(SampleOutput):
-    """`Req.april_output` of an attached request: SGLang streams its lists, so they stay as they are."""
+    """`Req.april_output` of an attached request, whose lists SGLang streams while it runs."""
 
     __slots__ = ()
 
@@ -89,14 +91,28 @@ class StreamedOutput(SampleOutput):
                 self._top_logprobs.extend(values)
                 self._top_ids.extend(ids)
 
-    def pack(self, req: Any) -> None: ...
+    def pack(self, req: Any) -> None:
+        """Empty the lists as well, and what SGLang decodes, which it builds again from prompt and output."""
+        super().pack(req)
+        self._set_lists(req, [], [])
+        req.surr_offset, req.surr_and_decode_ids = None, array("q")
+
+    def unpack(self, req: Any) -> None:
+        """Fill the lists again: SGLang knows by their lengths what it has streamed."""
+        if self._ids is not None:
+            super().unpack(req)
+            self._set_lists(req, req.output_ids, self.top_logprobs(0, len(req.output_ids)))
 
     def restore(self, req: Any, logprobs: bytes, top: list[list[tuple[float, int]]] | None) -> None:
-        """Restore also the lists that SGLang streams, if the request asks for logprobs."""
+        """Restore also the lists."""
         super().restore(req, logprobs, top)
+        self._set_lists(req, req.output_ids, top)
+
+    def _set_lists(self, req: Any, ids: Sequence[int], top: list[list[tuple[float, int]]] | None) -> None:
+        """The lists of the tokens `ids`, if the request asks for logprobs."""
         if req.return_logprob:
-            req.logprob.output_token_logprobs_val = self._logprobs.tolist()
-            req.logprob.output_token_logprobs_idx = list(req.output_ids)
+            req.logprob.output_token_logprobs_val = self._logprobs[: len(ids)].tolist()
+            req.logprob.output_token_logprobs_idx = list(ids)
             req.logprob.output_top_logprobs_val = [[value for value, _ in row] for row in top or ()]
             req.logprob.output_top_logprobs_idx = [[token for _, token in row] for row in top or ()]
 

@@ -1,0 +1,25 @@
+"""Pool tokens that a sample takes, counted as SGLang's admission counts them."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang_april.adapter.core.capacity import Capacity
+from sglang_april.adapter.core.sample_output import SampleOutput
+
+PAGE = 16
+
+
+def test_a_suspended_sample_needs_room_for_what_it_may_still_draw() -> None:
+    """Its tokens are packed, so the engine's request has none."""
+    lists = SimpleNamespace(output_token_logprobs_val=[], output_top_logprobs_val=None)
+    params = SimpleNamespace(max_new_tokens=100)
+    req: Any = SimpleNamespace(output_ids=array("q", range(60)), logprob=lists, sampling_params=params)
+    SampleOutput().pack(req)
+    scheduler: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE))
+    sample: Any = SimpleNamespace(request=req, length=60)
+    assert Capacity(scheduler).remaining_estimate(sample) == 40 + PAGE
