@@ -44,7 +44,7 @@ gpu: $(READY)
 	$(BIN)/python -m bench.gpu $(GPU_ARGS)
 
 docs: $(READY)
-	$(BIN)/python -m mkdocs build --strict && echo "open out/site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open out/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m bench.rollout $(BENCH_ARGS)

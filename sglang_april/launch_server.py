@@ -26,7 +26,8 @@ def reason_not_loaded(env: Mapping[str, str]) -> str | None:
 def main(argv: Sequence[str]) -> None:
     """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
     if find_spec("sglang") is None:
-        raise SystemExit("sglang-april: SGLang is not installed; pip install 'sglang-april[engine]' installs it.")
+        install = "pip install 'sglang-april[engine]' sglang==0.5.17"
+        raise SystemExit(f"sglang-april: SGLang is not installed; {install} installs it.")
     reason = reason_not_loaded(os.environ) or reason_not_startable(argv)
     if reason is not None:
         raise SystemExit(f"sglang-april: {reason}.")

@@ -44,8 +44,16 @@ def test_reserved_rid_is_refused_while_samples_run(
         ({"input_ids": [1, 2.5]}, "input_ids"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens: must be a whole number"),
         ({"input_ids": [1], "return_logprob": True, "top_logprobs_num": 513}, "top_logprobs_num"),
+        ({"input_ids": [1], "sampling_params": {"custom_params": "x"}}, "custom_params: Expected"),
+        ({"input_ids": [1], "sampling_params": {"custom_params": {"a": [[1]]}}}, "sampling_params.custom_params"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"ignore_eos": "yes"}]}, "sampling_params.ignore_eos"),
+        ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**70}}, "sampling_params.sampling_seed"),
+        ({"input_ids": [1], "sampling_params": {"top_k": 2**31}}, "sampling_params.top_k"),
+        ({"input_ids": [1], "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [512]}}, "stop_token_ids"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"1": 1e300}}}, "sampling_params.logit_bias"),
+        ({"input_ids": [1], "sampling_params": {"repetition_penalty": 1e-44}}, "sampling_params.repetition_penalty"),
+        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len: Expected"),
     ],
-    ids=["beyond the vocabulary", "negative", "fraction", "fraction of a length", "too many logprobs"],
 )
 def test_request_that_would_end_the_scheduler_is_refused(
     normal: LiveServer, body: dict[str, Any], message: str

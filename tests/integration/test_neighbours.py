@@ -1,24 +1,28 @@
 """Rounds beside hostile clients of SGLang's own routes (`isolated-samples`, `delivered-once`).
 
 A request that would end SGLang's scheduler by itself is refused with 400 or not sent (tests/support/neighbours.py lists
-them). `APRIL_STORIES=1250` makes 50,000 calls, which takes more than an hour; `APRIL_SEED` draws others.
+them). SGLang itself answers some malformed requests with 500, where an exception of a route is no ValueError: for
+example a `rid` that is an empty list, a `temperature` that is a string, or fewer `sampling_params` than prompts. The
+test lists what was raised, and fails if the plugin raised it. `APRIL_STORIES=125` makes 5,000 calls; `APRIL_SEED` draws
+others.
 """
 
 import itertools
 import os
+import random
 import time
 from collections import Counter
 from typing import Any
 
-from hypothesis import Phase, given, seed, settings
-from hypothesis import strategies as st
-
 from tests.support.delivery_record import DeliveryRecord
 from tests.support.live import LiveServer, until
 from tests.support.neighbours import CALLS, Neighbour, heal
+from tests.support.tracebacks import raised
 from tests.support.workload import prompt
 
 STORIES, NEIGHBOURS, CALLS_EACH = int(os.environ.get("APRIL_STORIES", "50")), 4, 10
+ROUNDS = 5
+"""Rounds of one run, whose samples are then checked."""
 PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
@@ -29,6 +33,7 @@ class NeighbourStory:
         self.live, self.run, self.record = live, run, DeliveryRecord()
         self.numbers = itertools.count()
         self.statuses: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
         self.groups: list[dict[str, Any]] = []
         self.attached: list[dict[str, Any]] = []
         """Attached requests that were answered in full, as groups."""
@@ -49,6 +54,7 @@ class NeighbourStory:
         self.live.result_of(asked)
         for neighbour in neighbours:
             self.statuses.update(neighbour.statuses)
+            self.faults.update(neighbour.faults)
 
     def roll_out(self, body: dict[str, Any]) -> dict[str, Any]:
         """A round as a trainer runs it: repeated while the server is closed, for example by a neighbour's push."""
@@ -95,31 +101,23 @@ class NeighbourStory:
 
 
 def test_rounds_beside_hostile_neighbours_are_exact(normal: LiveServer, run: str) -> None:
-    """At least 2,000 calls from fixed seeds, unless requested otherwise."""
+    """At least 2,000 calls from a fixed seed, unless requested otherwise."""
     statuses: Counter[str] = Counter()
-    names = itertools.count()
-
-    @seed(int(os.environ.get("APRIL_SEED", "0")))
-    @settings(max_examples=STORIES // 5, deadline=None, database=None, phases=[Phase.generate])
-    @given(
-        plan=st.lists(
-            st.tuples(
-                st.lists(st.integers(0, 2**30), min_size=NEIGHBOURS, max_size=NEIGHBOURS), st.sampled_from([1, 2, None])
-            ),
-            min_size=5,
-            max_size=5,
-        )
-    )
-    def stories(plan: list[tuple[list[int], int | None]]) -> None:
-        story = NeighbourStory(normal, f"{run}-{next(names)}")
-        for seeds, quota in plan:
-            story.play(seeds, quota)
+    faults: Counter[str] = Counter()
+    rng = random.Random(int(os.environ.get("APRIL_SEED", "0")))
+    logged = normal.server.log.stat().st_size
+    for number in range(STORIES // ROUNDS):
+        story = NeighbourStory(normal, f"{run}-{number}")
+        for _ in range(ROUNDS):
+            story.play([rng.randrange(2**30) for _ in range(NEIGHBOURS)], rng.choice([1, 2, None]))
         story.end()
         statuses.update(story.statuses)
+        faults.update(story.faults)
         statuses["attached, with exact tokens"] += len(story.attached)
         print(f"{sum(statuses[kind] for kind in CALLS)} calls", flush=True)
-
-    stories()
-    print(dict(statuses))
+    exceptions = raised(normal.server.log.read_bytes()[logged:].decode(errors="replace"))
+    print(dict(statuses), dict(faults), dict(exceptions))
     assert sum(statuses[kind] for kind in CALLS) >= STORIES * NEIGHBOURS * CALLS_EACH
     assert statuses["attached, with exact tokens"] > 0
+    assert not [path for path in faults if path.startswith("/april")]
+    assert not [one for one in exceptions if one.package == "sglang_april"]

@@ -17,57 +17,10 @@ from urllib.parse import quote
 
 import httpx
 
+from tests.support.hostile_values import CUSTOM, IDS, LENGTHS, MODES, NAMES, PLAIN_NAMES, RARE, RIDS
 from tests.support.live import LiveServer
 from tests.support.server import Server
 
-RIDS: tuple[Any, ...] = (
-    *(
-        "april",
-        "april.",
-        "april.0.0",
-        "april.2.1",
-        "april..",
-        "",
-        "a",
-        "rid",
-        "rid",
-        "é\n",
-        "x" * 5000,
-    ),
-    *(["april.0.0", "b"], ["b", "b"], [], 7, None, {"a": 1}),
-)
-IDS: tuple[Any, ...] = (
-    [],
-    [1],
-    [7] * 40,
-    [7] * 300,
-    [5] * 5000,
-    [511],
-    [512],
-    [10**9],
-    [2**63],
-    ["1"],
-    [[1], [2, 3]],
-    None,
-)
-LENGTHS: tuple[Any, ...] = (0, 1, 3, 20, 200, 10**6, 2**31, -1, 1.5, "7", None)
-NAMES: tuple[Any, ...] = (
-    "agents",
-    "neighbour",
-    "",
-    "a" * 256,
-    "a" * 257,
-    "\0attached agents",
-    "april.0",
-    "é",
-    7,
-    None,
-    ["a"],
-)
-"""Of runs, trajectories and groups."""
-PLAIN_NAMES = tuple(name for name in NAMES if isinstance(name, str) and name.isascii() and "\0" not in name)
-"""Those that fit into a header."""
-MODES = ("abort", "in_place", "retract", "none", 3)
 CALLS = {
     "generate": 12,
     "chat": 4,
@@ -91,6 +44,8 @@ CALLS = {
 ATTEMPTS = 5
 WEIGHTS = threading.Lock()
 """One weight call at a time: under a pause, SGLang 0.5.17 does not serialise them, and its HTTP process ends."""
+WEIGHTS_LIMIT_S = 180
+"""Longest wait for a weight call, so that the next one does not begin while a busy machine still loads."""
 
 
 @dataclass
@@ -106,6 +61,8 @@ class Neighbour:
     runs: tuple[str, ...] = ()
     """Runs of others, which its attached requests name too."""
     statuses: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    """Paths of calls that were answered with 500."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -127,7 +84,12 @@ class Neighbour:
     def _post(self, path: str, body: Any, timeout: float | None = None, headers: dict[str, str] | None = None) -> None:
         options = {} if timeout is None else {"timeout": timeout}
         answer = self.http.post(path, json=body, headers=headers, **options)  # type: ignore[arg-type]
+        self._count(path, answer)
+
+    def _count(self, path: str, answer: httpx.Response) -> None:
         self.statuses[str(answer.status_code)] += 1
+        if answer.status_code == 500:
+            self.faults[path] += 1
 
     def _attach(self, rng: random.Random, body: dict[str, Any]) -> dict[str, str]:
         """Let every second request name a run, its own or another's, and some a trajectory (`attached-request`).
@@ -138,15 +100,17 @@ class Neighbour:
             return {}
         keys = ["x-april-run", *(("x-april-trajectory", "x-april-group") if rng.random() < 0.4 else ())]
         if "sampling_params" in body and rng.random() < 0.4:
-            body["sampling_params"]["custom_params"] = {key: rng.choice((*NAMES, *self.runs)) for key in keys}
+            given, names = body["sampling_params"], {key: rng.choice((*NAMES, *self.runs)) for key in keys}
+            for params in given if isinstance(given, list) else [given]:
+                params["custom_params"] = dict(names) if rng.random() < 0.8 else rng.choice(CUSTOM)
             return {}
         return {key: rng.choice((*PLAIN_NAMES, *self.runs)) for key in keys}
 
     def _some(self, rng: random.Random, **choices: tuple[Any, ...]) -> dict[str, Any]:
         return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.6}
 
-    def generate(self, rng: random.Random) -> None:
-        params = self._some(
+    def _params(self, rng: random.Random) -> dict[str, Any]:
+        return self._some(
             rng,
             max_new_tokens=LENGTHS,
             temperature=(0, 1.0, -1, 1e9, "hot"),
@@ -155,10 +119,23 @@ class Neighbour:
             ignore_eos=(True, False),
             stop=("1", ["1", ""], 7),
             regex=("[0-9]+", "("),
-        )
-        body = {"sampling_params": params}
+        ) | {name: rng.choice(values) for name, values in RARE.items() if rng.random() < 0.05}
+
+    def _batch(self, rng: random.Random) -> dict[str, Any]:
+        """Prompts with parameters of their own, most of which fit together."""
+        prompts = rng.choice([{"text": ["1", "2 3"]}, {"input_ids": [[1], [2, 3]]}, {"input_ids": [[7] * 40] * 2}])
+        size = rng.choice((2, 2, 2, 1, 3, 0))
+        each = [self._params(rng) if rng.random() < 0.3 else {"max_new_tokens": 20} for _ in range(size)]
+        if rng.random() < 0.8:  # SGLang wants one `n` for all
+            each = [{**params, "n": 1} for params in each]
+        return {**prompts, "sampling_params": each}
+
+    def generate(self, rng: random.Random) -> None:
+        body: dict[str, Any] = {"sampling_params": self._params(rng)}
         body |= {"text": rng.choice(["1 2 3", "", "x" * 3000, ["1", "2"], 7])} if rng.random() < 0.4 else {}
         body |= {"input_ids": rng.choice(IDS)} if rng.random() < 0.6 else {}
+        if rng.random() < 0.2:
+            body = self._batch(rng)
         body |= self._some(
             rng,
             rid=RIDS,
@@ -207,13 +184,12 @@ class Neighbour:
             "abort_all_requests": rng.random() < 0.2,
         }
         with WEIGHTS:
-            self._post("/update_weights_from_disk", body)
+            self._post("/update_weights_from_disk", body, timeout=WEIGHTS_LIMIT_S)
 
     def broken_weights(self, rng: random.Random) -> None:
+        body = {"model_path": "/nowhere", "flush_cache": rng.choice([True, False])}
         with WEIGHTS:
-            self._post(
-                "/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": rng.choice([True, False])}
-            )
+            self._post("/update_weights_from_disk", body, timeout=WEIGHTS_LIMIT_S)
 
     def release(self, rng: random.Random) -> None:
         self._post("/release_memory_occupation", {"tags": rng.choice([["kv_cache"], ["no such tag"], [], None])})
@@ -258,8 +234,8 @@ class Neighbour:
                 body = {"trajectories": {str(name): {}}}
                 self._post(f"/april/rounds/{rng.choice(('none', *self.runs))}/done", body, timeout=5)
             case _:
-                answer = self.http.get(f"/april/trajectories/{quote(str(name))}", params={"run": str(run)}, timeout=5)
-                self.statuses[str(answer.status_code)] += 1
+                path = f"/april/trajectories/{quote(str(name))}"
+                self._count(path, self.http.get(path, params={"run": str(run)}, timeout=5))
 
     def push(self, rng: random.Random) -> None:
         self._post(
@@ -276,7 +252,8 @@ class Neighbour:
             "/v1/models",
             "/none",
         )
-        self.statuses[str(self.http.get(rng.choice(paths)).status_code)] += 1
+        path = rng.choice(paths)
+        self._count(path, self.http.get(path))
 
 
 def heal(live: LiveServer) -> None:

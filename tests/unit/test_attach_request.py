@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 from sglang_april.adapter.core import hooks_attached
 from sglang_april.adapter.core.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
@@ -172,6 +172,27 @@ def test_the_warm_up_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     manager.server_status = ServerStatus.Up
     hooks_attached.generate(lambda *_: "answers", manager, request(), over_http)
     assert defaults == [None, "default", "default"]
+
+
+def test_a_refused_stream_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang aborts what `rid` names two seconds after the end of a stream, and needs fields that it sets later."""
+    aborted: list[Any] = []
+    manager: Any = SimpleNamespace(
+        april=SimpleNamespace(config=SimpleNamespace(attach=None)),
+        server_args=SimpleNamespace(disable_overlap_schedule=True),
+        server_status=ServerStatus.Up,
+        abort_request=aborted.append,
+    )
+    obj = request(rid="another's", stream=True, return_hidden_states=True)
+    asked: Any = SimpleNamespace(headers={RUN: "r"})
+    with pytest.raises(ValueError, match="return_hidden_states"):
+        hooks_attached.generate(lambda *_: "answers", manager, obj, asked)
+
+    async def no_wait(_seconds: float) -> None: ...
+
+    monkeypatch.setattr(asyncio, "sleep", no_wait)
+    asyncio.run(TokenizerManager.create_abort_task(manager, obj)())
+    assert aborted == []
 
 
 def chunks_of(chunks: list[str], described: dict[int, Any], after: int, n: int = 1) -> list[str]:

@@ -20,7 +20,6 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._discard_pending_req_states",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
     "sglang.srt.managers.tokenizer_manager.ServerStatus",

@@ -31,6 +31,13 @@ HTTP_HOOKS: tuple[Hook, ...] = (
         "upstream refuses prompts without tokens on every path",
     ),
     Hook(
+        "after",
+        "hooks_http:refuse_harmful_values",
+        (_TOKENIZER + "_create_tokenized_object",),
+        "answers 400 for values that the scheduler cannot decode, or that do not fit into its tensors",
+        "upstream validates all parameters in the HTTP process",
+    ),
+    Hook(
         "around",
         "hooks_attached:generate",
         (_TOKENIZER + "generate_request",),

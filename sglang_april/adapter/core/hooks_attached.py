@@ -49,7 +49,12 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     headers = getattr(request, "headers", None) or {}
     warms_up = request is not None and manager.server_status is ServerStatus.Starting
     default = None if warms_up else manager.april.config.attach
-    attachment = attach(obj, headers, default, overlap=not shape.resolved(manager.server_args).disable_overlap_schedule)
+    overlap = not shape.resolved(manager.server_args).disable_overlap_schedule
+    try:
+        attachment = attach(obj, headers, default, overlap=overlap)
+    except ValueError:
+        obj.is_single, obj.rid = False, []  # what SGLang aborts two seconds after the end of a stream
+        raise
     answers = original(manager, obj, request)
     if attachment is None:
         return answers

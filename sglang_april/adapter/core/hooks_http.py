@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_april.adapter.core import frontend, hooks_attached
+from sglang_april.adapter.core import frontend, harmful_values, hooks_attached
 from sglang_april.adapter.core.attach_request import is_attached
 from sglang_april.adapter.core.request import RESERVED_RID
 from sglang_april.adapter.core.shutdown import ShutdownHandler
@@ -73,6 +73,18 @@ def refuse_empty_prompt(_manager: Any, obj: Any, input_ids: Any) -> None:
         and not obj.contains_mm_input()
     ):
         raise ValueError("the prompt has no tokens")
+
+
+def refuse_harmful_values(tokenized: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER `_create_tokenized_object`.
+
+    Raises:
+        ValueError: the scheduler would end because of a value. SGLang's routes answer 400.
+    """
+    if isinstance(obj, GenerateReqInput) and (
+        reason := harmful_values.problem(tokenized, manager.model_config.vocab_size)
+    ):
+        raise ValueError(reason)
 
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
