@@ -129,6 +129,8 @@ def test_agents_with_the_openai_package(port: int) -> None:
     names = execute("docs/integrations/own.md", 1, port, {})
     assert len(names["messages"]) == 5
     assert names["spans"][0]["start"] == 0
+    known = httpx.get(f"http://localhost:{port}/april/trajectories/t17", params={"run": "my-run"}, timeout=60).json()
+    assert len(known["legs"]) >= 2, "more if the test is run again"
 
 
 def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[str, Any]:
