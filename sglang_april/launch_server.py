@@ -23,7 +23,7 @@ def reason_not_loaded(env: Mapping[str, str]) -> str | None:
     return None
 
 
-def why_schedulers_ended(error: RuntimeError) -> str | int | None:
+def status_after(error: RuntimeError) -> str | int | None:
     """What to exit with if a scheduler ended during the start; None for other errors.
 
     A scheduler that exits with 1 has printed why. SGLang's traceback of the launcher and its hint at a lack of memory
@@ -66,9 +66,10 @@ def main(argv: Sequence[str]) -> None:
         # A server that fails kills itself (`kill_process_tree`). Process 1 of a container cannot, and exits with 0.
         raise SystemExit(end.code or 1) from end
     except RuntimeError as error:
-        if (reason := why_schedulers_ended(error)) is None:
+        status = status_after(error)
+        if status is None:
             raise
-        raise SystemExit(reason) from None
+        raise SystemExit(status) from None
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
