@@ -26,7 +26,7 @@ test: $(READY)
 # The live tests of the adapter, for another release of SGLang: those of trainers, other frameworks, benchmarks and pages need not
 # be repeated with each.
 NOT_LIVE := agent_training areal bench_rollout bridge_push demo gpu_rehearsal loop loop_ray loop_server_killed own_trainer pages \
-	sglang_router slime train_interrupted verl wheel
+	sglang_router slime slime_own train_interrupted verl wheel
 live: $(READY)
 	$(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup tests/integration \
 		$(NOT_LIVE:%=--ignore=tests/integration/test_%.py) $(TEST_ARGS)
@@ -44,7 +44,7 @@ gpu: $(READY)
 	$(BIN)/python -m bench.gpu $(GPU_ARGS)
 
 docs: $(READY)
-	$(BIN)/python -m mkdocs build --strict && echo "open out/site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open out/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m bench.rollout $(BENCH_ARGS)

@@ -2,9 +2,10 @@
 
 Files of JSON lines in the folder `APRIL_STEPS`: `forwards.jsonl`, one line as each forward of the model begins on rank
 0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended; with
-`APRIL_SPANS` set, also `spans.jsonl`, one line for each part of the scheduler loop (`at`, `took`: seconds; forwards
-also have `rows` and `context`, the tokens of all rows). SGLang spawns its scheduler, and the spawned process imports
-this file again, which applies the hooks there.
+`APRIL_SPANS` set, also `spans.jsonl`, one line for each part of the scheduler loop (`at`, `took`: seconds; `cpu`: CPU
+seconds of its thread; `thread`: CPU seconds of the thread when it began; forwards also have `rows` and `context`, the
+tokens of all rows). SGLang spawns its scheduler, and the spawned process imports this file again, which applies the
+hooks there. Without `--april-quota` it is a stock server, whose spans are in `stock-spans.jsonl`.
 """
 
 import bisect
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ENV, SPANS_ENV = "APRIL_STEPS", "APRIL_SPANS"
-FORWARDS, COPIES, SPANS = "forwards.jsonl", "copies.jsonl", "spans.jsonl"
+FORWARDS, COPIES, SPANS, STOCK_SPANS = "forwards.jsonl", "copies.jsonl", "spans.jsonl", "stock-spans.jsonl"
 _FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 _REPORT = "sglang_april.adapter.core.rank0_broadcast.Rank0Broadcast.report"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -86,14 +87,14 @@ def note_copies(folder: Path) -> None:
 def note_spans(folder: Path) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    out = (folder / SPANS).open("a", buffering=1)
+    out = (folder / (SPANS if "--april-quota" in sys.argv else STOCK_SPANS)).open("a", buffering=1)
 
     def timed(piece: str) -> Callable[..., Any]:
         def call(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            at, start = time.time(), time.perf_counter()
+            at, start, thread = time.time(), time.perf_counter(), time.thread_time()
             returned = stock(*args, **kwargs)
-            took = time.perf_counter() - start
-            line = {"at": at, "took": took, "piece": piece}
+            took, cpu = time.perf_counter() - start, time.thread_time() - thread
+            line = {"at": at, "took": took, "thread": thread, "cpu": cpu, "piece": piece}
             if piece == "forward":
                 batch = args[1]
                 decode, context = bool(batch.forward_mode.is_decode()), int(batch.seq_lens_sum)

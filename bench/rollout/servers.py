@@ -35,6 +35,7 @@ class Size:
     extra: tuple[str, ...] = ()
     launcher: str = "sglang_april.launch_server"
     """Module that starts the patched server."""
+    stock_launcher: str = "sglang.launch_server"
     pace: Path | None = None
     """Table of step times (`--april-cpu-pace`) for both servers, which then run the overlap loop as on a GPU."""
 
@@ -58,7 +59,7 @@ def command(size: Size, port: int, patched: bool, gpu: bool, share: str = LAST) 
     ]
     flags += ["--chunked-prefill-size", "8192"] if size.pace else [] if gpu else ["--disable-overlap-schedule"]
     # fmt: on
-    start = [size.launcher, "--april-quota", "1", "--april-kv", "keep"] if patched else ["sglang.launch_server"]
+    start = [size.launcher, "--april-quota", "1", "--april-kv", "keep"] if patched else [size.stock_launcher]
     return [sys.executable, "-m", *start, *flags, *size.extra]
 
 

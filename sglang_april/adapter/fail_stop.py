@@ -61,13 +61,17 @@ def ends_server(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class IntendedError(RuntimeError):
+    """What a handler raises on purpose, on all ranks, through SGLang's function to another handler."""
+
+
 def run_handler(row: Hook, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the handler of a hook. What SGLang's own function raises inside an `around` handler is left to SGLang."""
     stock = _Stock(args[0]) if row.kind == "around" else None
     try:
         return handler(*((stock, *args[1:]) if stock is not None else args), **kwargs)
     except Exception as error:
-        if _Rank.number is None or (stock is not None and error is stock.error):
+        if _Rank.number is None or isinstance(error, IntendedError) or (stock is not None and error is stock.error):
             raise
         end(row.handler.partition(":")[2], error)
 

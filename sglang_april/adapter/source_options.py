@@ -10,6 +10,7 @@ from pathlib import Path
 from sglang_april.adapter import source_tree
 
 ARGUMENTS = "sglang.srt.server_args.ServerArgs"
+NAMESPACES = "sglang/srt/arg_groups/fields"
 VARIABLES = "sglang.srt.environ.Envs"
 POOLS = "sglang/srt/mem_cache"
 POOL = "KVCache"
@@ -17,12 +18,21 @@ POOL = "KVCache"
 
 def arguments(root: Path) -> dict[str, str]:
     """The fields of ServerArgs with the source of their defaults; empty for one without."""
-    fields = [item for item in _body(ARGUMENTS, root) if isinstance(item, ast.AnnAssign)]
+    fields = [item for item in _argument_nodes(root) if isinstance(item, ast.AnnAssign)]
     return {
         item.target.id: ast.unparse(item.value) if item.value else ""
         for item in fields
         if isinstance(item.target, ast.Name) and not ast.unparse(item.annotation).startswith("ClassVar")
     }
+
+
+def _argument_nodes(root: Path) -> list[ast.stmt]:
+    """The bodies of ServerArgs and of the namespaces that 0.5.23 builds it from."""
+    nodes = list(_body(ARGUMENTS, root))
+    for file in sorted((root / NAMESPACES).glob("*.py")):
+        for node in source_tree.parse(file).body:
+            nodes += node.body if isinstance(node, ast.ClassDef) else []
+    return nodes
 
 
 def variables(root: Path) -> dict[str, str]:

@@ -4,8 +4,9 @@ import os
 
 from sglang_april import config
 
-CHOSEN_BY_PLATFORM = "april_cpu_attention"
-"""Attribute of `ServerArgs`, not a flag: the platform chose the attention backend, not the user."""
+CHOSEN_BY_PLATFORM = "SGLANG_APRIL_CPU_ATTENTION"
+"""Environment variable for SGLang's processes: the platform chose the attention backend, not the user. SGLang 0.5.23
+drops attributes of `ServerArgs` that are not fields."""
 
 
 def activate() -> str | None:

@@ -66,7 +66,8 @@ class SweepAllocator(TokenToKVPoolAllocator):
         Raises:
             ValueError: a slot was not taken, or occurs twice.
         """
-        if not self.is_not_in_free_group:
+        # Before 0.5.23 `free_group` is always a list.
+        if not getattr(self, "is_not_in_free_group", self.free_group is None):
             super().free(free_index)
             return
         freed = int(_release(self._taken, free_index.long().contiguous().numpy()))

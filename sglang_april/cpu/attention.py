@@ -10,6 +10,7 @@ SGLang recognizes by the name `torch_native` that no Triton kernel may be launch
 `install` registers a factory under it, which returns this backend only if the platform, not the user, chose it.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -33,9 +34,8 @@ def make_backend(runner: Any) -> TorchNativeAttnBackend:
     """
     if (table := pace.chosen()) is not None:
         pace.install(runner, table)
-    return (TorchCpuAttention if getattr(runner.server_args, CHOSEN_BY_PLATFORM, False) else TorchNativeAttnBackend)(
-        runner
-    )
+    chosen = os.environ.get(CHOSEN_BY_PLATFORM) == "1"
+    return (TorchCpuAttention if chosen else TorchNativeAttnBackend)(runner)
 
 
 class TorchCpuAttention(TorchNativeAttnBackend):

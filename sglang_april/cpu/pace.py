@@ -129,8 +129,10 @@ class Clock:
 
 def install(runner: Any, table: Table) -> None:
     """Pace the forwards of a model runner, the only one of its process."""
+    from sglang_april.adapter.shapes.installed import shape
+
     clock, stock = Clock(), runner.forward
-    overlaps = not runner.server_args.disable_overlap_schedule
+    overlaps = not shape.resolved(runner.server_args).disable_overlap_schedule
 
     def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:
         clock.launch(table.seconds(batch))

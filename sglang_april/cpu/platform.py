@@ -29,7 +29,9 @@ class TorchCpuPlatform(CpuSRTPlatform):
         upstream_default = "torch_native" if self.cpu_arch is CpuArchEnum.ARM else "intel_amx"
         if server_args.attention_backend in (None, upstream_default):
             server_args.attention_backend = "torch_native"
-            setattr(server_args, CHOSEN_BY_PLATFORM, True)
+            os.environ[CHOSEN_BY_PLATFORM] = "1"
+        else:
+            os.environ.pop(CHOSEN_BY_PLATFORM, None)
         check_pace(server_args.attention_backend)
         # xgrammar allocates its mask through CUDA.
         server_args.grammar_backend = server_args.grammar_backend or "llguidance"
@@ -57,6 +59,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
 
         attention.install()
         sampling.install()
+        default_to_cpu()
 
     def get_default_attention_backend(self) -> str:
         """PyTorch's scaled dot product attention."""
@@ -74,6 +77,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
 
         return MLATokenToKVPool
 
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """The pool of a kind; SGLang 0.5.22 and later ask here, earlier ones the two methods above."""
+        pools = {"mha": self.get_mha_kv_pool_cls, "mla": self.get_mla_kv_pool_cls}
+        return pools[kind]() if kind in pools else None
+
     def get_paged_allocator_cls(self) -> Any:
         """The constructor of an allocator that fits the page size."""
         from sglang_april.cpu.allocator import make_allocator
@@ -87,6 +95,18 @@ class TorchCpuPlatform(CpuSRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:  # noqa: ARG002 - SGLang's signature
         """No compilation."""
         return "eager"
+
+
+def default_to_cpu() -> None:
+    """Make `torch.get_device_module()` that of the CPU.
+
+    torch 2.14 built with CUDA returns CUDA's also where there is no GPU, and SGLang, which waits for that device as it
+    releases memory, would fail.
+    """
+    import torch
+
+    stock = torch.get_device_module
+    torch.get_device_module = lambda device=None: stock("cpu" if device is None else device)
 
 
 def check_pace(attention_backend: str) -> None:

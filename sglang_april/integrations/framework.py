@@ -81,26 +81,40 @@ class Framework:
 
     # --- groups to prompts and back
 
+    @staticmethod
+    def prompt_id(group: Sequence[Sample]) -> str:
+        """The id of a group at the engines. Data sources may set no `group_index`: slime's rollouts do not read it.
+
+        Raises:
+            ValueError: the samples have no index either.
+        """
+        first = group[0]
+        if first.group_index is not None:
+            return str(first.group_index)
+        if first.index is None:
+            raise ValueError("sglang_april: the samples of --data-source-path have neither group_index nor index")
+        return f"sample-{first.index}"
+
     def to_prompt(self, group: Sequence[Sample], tokenizer: Any, rollout_id: int) -> dict[str, Any]:
         """The prompt of a group. Its metadata rebuilds the samples, in any process.
 
         Raises:
             ValueError: the group has parts that a prompt cannot carry.
         """
-        first = group[0]
+        first, name = group[0], self.prompt_id(group)
         if not isinstance(first.prompt, str):
-            raise ValueError(f"group {first.group_index}: the prompt must be text (--apply-chat-template)")
+            raise ValueError(f"group {name}: the prompt must be text (--apply-chat-template)")
         if any(value is not None for value in (first.multimodal_inputs or {}).values()):
-            raise ValueError(f"group {first.group_index}: multimodal inputs are not supported")
+            raise ValueError(f"group {name}: multimodal inputs are not supported")
         fields = self.Sample(prompt=first.prompt).to_dict()
         saved = {name: value for name, value in first.to_dict().items() if value != fields.get(name)}
         metadata = {"sample": saved, "indices": [sample.index for sample in group], "rollout_id": rollout_id}
         try:
             msgspec.json.encode(metadata)
         except TypeError as error:
-            raise ValueError(f"group {first.group_index} cannot be sent through the engine: {error}") from error
+            raise ValueError(f"group {name} cannot be sent through the engine: {error}") from error
         return {
-            "id": str(first.group_index),
+            "id": name,
             "input_ids": tokenizer.encode(first.prompt, add_special_tokens=False),
             "n": len(group),
             "metadata": {**metadata, "prompt": first.prompt},

@@ -171,7 +171,7 @@ class _Rollout:
         unsent, groups = [prompt for prompt in self._unsent if prompt["id"] not in self._known], max(groups, 0)
         prompts, self._unsent[:] = unsent[:groups], unsent[groups:]
         while len(prompts) < groups and (drawn := self._get_samples(groups - len(prompts))):
-            new = [group for group in drawn if str(group[0].group_index) not in self._known]
+            new = [group for group in drawn if self._framework.prompt_id(group) not in self._known]
             prompts += [self._framework.to_prompt(group, self._tokenizer, self._rollout_id) for group in new]
             self._known |= {prompt["id"] for prompt in prompts}
         self._remaining += len(prompts)

@@ -77,14 +77,25 @@ def deliver(db: sqlite3.Connection, event: RoundEnded, legs: Mapping[str, int]) 
 
 def delete_delivered(db: sqlite3.Connection, round_id: str, remembered: int) -> None:
     """A reply is no longer kept; of its trajectories, as of others that have left, the last ids are remembered."""
-    found = db.execute("SELECT run, id FROM trajectories WHERE round_id=?", (round_id,)).fetchall()
-    db.executemany("DELETE FROM legs WHERE run=? AND id=?", found)
-    db.execute("UPDATE trajectories SET round_id=NULL WHERE round_id=?", (round_id,))
+    found = db.execute("SELECT run, id, body FROM trajectories WHERE round_id=?", (round_id,)).fetchall()
+    db.executemany("DELETE FROM legs WHERE run=? AND id=?", [(run, name) for run, name, _ in found])
+    db.executemany(
+        "UPDATE trajectories SET round_id=NULL, body=? WHERE run=? AND id=?",
+        [(_without_result(*row), *row[:2]) for row in found],
+    )
     oldest = "(SELECT max(seq) FROM trajectories) - ?"
     db.execute(
         f"DELETE FROM trajectories WHERE state='left' AND round_id IS NULL AND seq <= {oldest}",  # noqa: S608
         (remembered,),
     )
+
+
+def _without_result(run: str, name: str, body: bytes) -> bytes:
+    """The row of a delivered trajectory without the caller's reward and metadata, which can be large."""
+    try:
+        return seal(msgspec.structs.replace(unseal(body, SavedTrajectory, run, name), result=b""), run, name)
+    except CorruptRecordError:
+        return body
 
 
 def read_trajectories(db: sqlite3.Connection, saved: Restoring) -> DeliveredTrajectories:

@@ -104,6 +104,7 @@ class Suspender:
         """Suspend running samples, newest first. The last one keeps running: SGLang can still retract it."""
         engine = self._c.engine
         engine.settle()
+        self._free_device(engine.tokens_for_next_decode())  # the step in flight may have ended a leg and parked its KV
         running = engine.newest_first(list(self._c.ledger.samples(State.RUNNING)))
         for sample in running[:-1]:
             if engine.tokens_for_next_decode() <= engine.tokens_free():

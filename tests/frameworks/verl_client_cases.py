@@ -100,6 +100,30 @@ def test_a_push_of_validation_has_the_step_before(
     run(scenario)
 
 
+def test_sync_mode_releases_memory_without_a_pause(
+    live: LiveServer, attached_client: AttachedClient, adapter: ServerAdapter
+) -> None:
+    """verl's sequence between two steps: release, weights, push, KV cache. A request that still runs is suspended."""
+
+    async def scenario() -> None:
+        await push(adapter, live, 0, 1)
+        assert (await generate(attached_client, 4)).extra_fields["global_steps"] == 1
+        with live.server.slowed(0.05):
+            task = asyncio.create_task(generate(attached_client))
+            await decoding(live, task)
+            await adapter.release()
+            assert "memory is released" in live.server.state()["closed"]
+            await adapter.resume(["weights"])
+            await push(adapter, live, 1, 2)
+            assert not task.done()
+            await adapter.resume(["kv_cache"])
+        output = await task
+        assert len(output.token_ids) == 60
+        assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (1, 2)
+
+    run(scenario)
+
+
 def test_a_version_that_no_push_has_made_is_an_error(live: LiveServer, attached_client: AttachedClient) -> None:
     live.push(1)
     with pytest.raises(RuntimeError, match="weight adapter"):

@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager as VerlManager
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
@@ -16,10 +19,12 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
+from sglang_april import config as april_config
 from sglang_april.integrations.verl.agent_loop import AgentLoopManager, AttachedClient
 from sglang_april.integrations.verl.weights import ServerAdapter
 from tests.frameworks.verl_fixtures import CALL, GREEDY, decoding, generate, push, run
 from tests.support.live import LiveServer, until
+from tests.support.server import ROOT
 
 pytest_plugins = ("tests.frameworks.verl_fixtures",)
 
@@ -119,3 +124,17 @@ def test_without_the_weight_adapter_no_manager_starts(
     monkeypatch.setitem(base._ROLLOUT_REGISTRY, ("sglang", "async"), "verl_client")
     with pytest.raises(RuntimeError, match="SGLANG_APRIL"):
         AgentLoopManager(config, verl_client)
+
+
+def test_overrides_of_the_page_are_accepted_by_verls_configuration() -> None:
+    """As a shell passes them on. Hydra refuses JSON without quotes, and without `+` what is not in verl's files."""
+    page = (ROOT / "docs/integrations/verl.md").read_text()
+    (command,) = re.findall(r"^(python -m verl\.trainer\.main_ppo .*?)^```", page, re.MULTILINE | re.DOTALL)
+    overrides = shlex.split(command.replace("\\\n", " "))[4:]
+    assert len(overrides) == 3
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose("ppo_trainer", overrides=overrides)
+    rollout, env = composed.actor_rollout_ref.rollout, composed.ray_kwargs.ray_init.runtime_env.env_vars
+    assert april_config.from_env({"SGLANG_APRIL": env.SGLANG_APRIL})["quota"] == 32
+    assert rollout.name == "sglang"
+    assert rollout.agent.agent_loop_manager_class.endswith(".agent_loop_tq.AgentLoopManager")

@@ -74,7 +74,9 @@ def connected_server(live: LiveServer) -> SGLangHttpServer:
 def connected_adapter(mesh: Any, live: LiveServer, server: SGLangHttpServer) -> ServerAdapter:
     """The weight adapter with verl's own HTTP engine, connected as its `_init_server_adapter` does with Ray."""
     made = object.__new__(ServerAdapter)
-    made.config = OmegaConf.create({"checkpoint_engine": {"update_weights_bucket_megabytes": 1}, "quantization": None})
+    checkpoint = {"update_weights_bucket_megabytes": 1}
+    made.config = OmegaConf.create({"checkpoint_engine": checkpoint, "quantization": None, "free_cache_engine": True})
+    made.sleep_level = 2
     made.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
     made.device_mesh, made._pd_role, made._has_server = mesh, None, True
     made.server_actor = Handle(server)

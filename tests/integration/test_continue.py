@@ -86,6 +86,26 @@ def test_pause_freezes_samples_that_run_ahead(each_loop: Server, run: str) -> No
     more_decodes(each_loop)
 
 
+def test_load_and_aborts_as_another_job_sees_them(each_loop: Server, run: str) -> None:
+    """slime ends a rollout by aborting everything until the load is zero (docs/integrations/slime.md). Groups that a
+    run has left are no load; a run that generates ahead is load, also after an abort, until its groups are dropped."""
+
+    def load() -> int:
+        (row,) = each_loop.http.get("/v1/loads", params={"include": "core"}).json()["loads"]
+        return int(row["num_running_reqs"] + row["num_waiting_reqs"])
+
+    prompts = [prompt(f"{run}-short", 3), prompt(f"{run}-long", LONG)]
+    each_loop.rollout(run=run, prompts=prompts, quota=1)
+    until(lambda: load() == 0)
+    ahead(each_loop, f"{run}-ahead")
+    until(lambda: load() == 1)
+    each_loop.post("/abort_request", {"abort_all": True})
+    more_decodes(each_loop)
+    assert load() == 1
+    each_loop.post("/april/drop", {"run": f"{run}-ahead"})
+    until(lambda: load() == 0)
+
+
 def test_running_ahead_stops_when_enough_groups_wait(each_loop: Server, run: str) -> None:
     """At most `ahead` quotas of groups finish ahead; the next reply delivers them without a forward."""
     prompts = [prompt("a", 3), *(prompt(f"p{i}", 8) for i in range(4)), prompt("long", LONG)]

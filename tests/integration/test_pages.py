@@ -90,6 +90,9 @@ def test_quickstart(port: int, folder: Path) -> None:
     assert '"end_reason":"quota"' in reply
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)
     assert "(0, 'fresh'), (1, 'kept')" in spans, "the carried group"
+    numbers = [int(word) for word in spans.splitlines()[0].partition("[")[0].split()]
+    assert numbers == sorted(set(numbers)), "the page says that the lines are lists in order"
+    assert len(numbers) > 20
     output(block(QUICKSTART, 6), folder)
     printed = output(block(QUICKSTART, 7), folder)
     assert list((folder / "out/quickstart/run").rglob("*.safetensors")), printed[-2000:]
@@ -126,6 +129,8 @@ def test_agents_with_the_openai_package(port: int) -> None:
     names = execute("docs/integrations/own.md", 1, port, {})
     assert len(names["messages"]) == 5
     assert names["spans"][0]["start"] == 0
+    known = httpx.get(f"http://localhost:{port}/april/trajectories/t17", params={"run": "my-run"}, timeout=60).json()
+    assert len(known["legs"]) >= 2, "more if the test is run again"
 
 
 def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[str, Any]:

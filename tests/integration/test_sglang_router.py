@@ -1,11 +1,7 @@
 """SGLang's own router in front of live servers: single requests go through it, rounds and pushes past it."""
 
-import os
-import subprocess
-import sys
-import time
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -13,42 +9,14 @@ import pytest
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.live import LiveServer, live_server, until
-from tests.support.packages import unpacked
-from tests.support.server import Server, free_port
+from tests.support.router import sglang_router
 from tests.support.workload import prompt
 
-PACKAGES = ["sglang-router==0.3.2", "setproctitle==1.3.7"]
 BODY: dict[str, Any] = {
     "input_ids": [9, 8, 7, 6],
     "sampling_params": {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
     "return_logprob": True,
 }
-
-
-@contextmanager
-def router(request: pytest.FixtureRequest, servers: list[Server]) -> Iterator[httpx.Client]:
-    packages = unpacked(PACKAGES, request.config.cache.mkdir("packages"))
-    port, metrics = free_port(), free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--policy", "manual", "--port", str(port)]
-    command += ["--prometheus-port", str(metrics), "--worker-urls", *(server.url for server in servers)]
-    env = {**os.environ, "PYTHONPATH": str(packages)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            until(lambda: process.poll() is not None or _workers(client) == len(servers), "the router has its workers")
-            assert process.poll() is None
-            yield client
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _workers(client: httpx.Client) -> int:
-    try:
-        return sum(worker["is_healthy"] for worker in client.get("/workers").json()["workers"])
-    except (httpx.HTTPError, ValueError):
-        time.sleep(0.2)
-        return 0
 
 
 @pytest.fixture
@@ -64,7 +32,7 @@ def test_attached_requests_and_one_engine_per_trajectory(
     request: pytest.FixtureRequest, attaching: list[LiveServer]
 ) -> None:
     """Also under a push to one engine, and beside rounds, which are sent past the router."""
-    with router(request, [live.server for live in attaching]) as client:
+    with sglang_router(request, [live.server for live in attaching]) as client:
         served = {key: [_engine(client, attaching, key) for _ in range(2)] for key in (f"t{i}" for i in range(8))}
         assert all(len(set(engines)) == 1 for engines in served.values())
         assert {engines[0] for engines in served.values()} == {0, 1}
@@ -99,19 +67,41 @@ def rounds_beside_attached_requests(
         assert [len(group["samples"]) for group in live.result_of(reply)["finished"]] == [1] * 4
 
 
-def test_plain_requests_pass_and_rounds_do_not(request: pytest.FixtureRequest, normal: LiveServer) -> None:
-    with router(request, [normal.server]) as client:
-        through, direct = _generate(client, "t0"), normal.server.post("/generate", BODY)
-        assert through["output_ids"] == direct["output_ids"]
-        assert "april" not in through["meta_info"]
+def test_plain_requests_pass_and_rounds_do_not(
+    request: pytest.FixtureRequest, normal: LiveServer, second: LiveServer
+) -> None:
+    """Round-robin over two engines: both answer as they do without the router, streams as well."""
+    engines = [normal, second]
+    with sglang_router(request, [live.server for live in engines], "round_robin") as client:
+        before = [len(live.server.forwards()) for live in engines]
+        answers = [_generate(client, "") for _ in range(4)]
+        assert all(len(live.server.forwards()) > count for live, count in zip(engines, before, strict=True))
+        direct = normal.server.post("/generate", BODY)
+        for answer in answers:
+            assert answer["output_ids"] == direct["output_ids"]
+            assert "april" not in answer["meta_info"]
+        with client.stream("POST", "/generate", json={**BODY, "stream": True}) as stream:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+        assert chunks[-1]["text"] == direct["text"]
         fields = {"model": "m", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 4}
         assert client.post("/v1/chat/completions", json=fields).json()["choices"]
         assert client.post("/april/rollout", json={}).status_code == 404
 
 
+def test_headers_and_parameters_that_name_a_run_are_dropped(request: pytest.FixtureRequest, normal: LiveServer) -> None:
+    """So behind the router only `--april-attach` attaches requests; past it, the same request is attached."""
+    params = {"temperature": 0, "max_new_tokens": 4, "custom_params": {"x-april-run": "agents"}}
+    body = {"input_ids": [9, 8, 7, 6], "sampling_params": params}
+    with sglang_router(request, [normal.server]) as client:
+        for http, attached in ((client, False), (normal.server.http, True)):
+            for sent in (body, {**body, "sampling_params": {"max_new_tokens": 4}}):
+                meta = http.post("/generate", json=sent, headers={"x-april-run": "agents"}).json()["meta_info"]
+                assert ("april" in meta) == attached
+
+
 def _generate(client: httpx.Client, key: str, **params: Any) -> Any:
     body = {**BODY, "sampling_params": {**BODY["sampling_params"], **params}}
-    answer = client.post("/generate", json=body, headers={"x-smg-routing-key": key})
+    answer = client.post("/generate", json=body, headers={"x-smg-routing-key": key} if key else {})
     assert answer.status_code == 200, answer.text
     return answer.json()
 

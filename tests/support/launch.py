@@ -31,7 +31,7 @@ FOLDER = Path(os.environ["APRIL_TEST_FOLDER"])
 
 def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """One line per forward of the model on rank 0: whether it decodes, how many rows it has, and how many tokens."""
-    if getattr(runner, "ps", runner).tp_rank == 0:  # SGLang 0.5.15 has no `ps`
+    if not rank():
         line = {
             "at": time.time(),
             "decode": bool(forward_batch.forward_mode.is_decode()),
@@ -44,6 +44,14 @@ def count_forward(stock: Callable[..., Any], runner: Any, forward_batch: Any, *a
     if slowed := switch("slow"):
         time.sleep(float(slowed))
     return stock(runner, forward_batch, *args, **kwargs)
+
+
+def rank() -> int:
+    """The tensor-parallel rank of this process; 0 until it has a scheduler."""
+    from sglang_april.adapter.core.hooks_scheduler import Process
+    from sglang_april.adapter.shapes.installed import shape
+
+    return shape.tp_rank(Process.scheduler) if Process.scheduler is not None else 0
 
 
 def note_sleep(stock: Callable[..., Any], sleeper: Any) -> None:
@@ -122,13 +130,14 @@ def detect_stalls(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def on_rank_1(name: str, faulty: Callable[..., Any]) -> Callable[..., Any]:
     """An AROUND hook: `faulty(armed, stock, *args)` is called instead on rank 1 while the fault `name` is on."""
     from sglang_april.adapter.core.hooks_scheduler import Process
+    from sglang_april.adapter.shapes.installed import shape
 
     def armed() -> bool:
         return switch("fault") == name
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scheduler = Process.scheduler or args[0]  # functions of the start are passed a scheduler
-        on_rank = hasattr(scheduler, "ps") and scheduler.ps.tp_rank == 1
+        on_rank = hasattr(scheduler, "tp_worker") and shape.tp_rank(scheduler) == 1
         return faulty(armed, stock, *args, **kwargs) if on_rank and armed() else stock(*args, **kwargs)
 
     return hook
@@ -139,7 +148,7 @@ def raising(name: str) -> Callable[..., Any]:
     from sglang_april.adapter.core.hooks_scheduler import Process
 
     def hook(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        place = f"rank {Process.scheduler.ps.tp_rank}" if Process.scheduler is not None else "the HTTP process"
+        place = f"rank {rank()}" if Process.scheduler is not None else "the HTTP process"
         if switch("exception") == f"{place}: {name}":
             raise RuntimeError("injected")
         return stock(*args, **kwargs)

@@ -81,12 +81,10 @@ def _launch(words: list[str]) -> None:
 
     from sglang_april import config
 
-    words = [re.sub("^\\[|\\]$|\\|.*", "", word) for word in words if word != "…"]  # optional flags in a synopsis
     config.from_argv(words)
     parser = argparse.ArgumentParser(exit_on_error=False)
     ServerArgs.add_cli_args(parser)
-    model = [] if "--model-path" in words else ["--model-path", "m"]
-    _, unknown = parser.parse_known_args([*words, *model])
+    _, unknown = parser.parse_known_args(words)
     assert all(word.startswith("--april-") or not word.startswith("-") for word in unknown), unknown
 
 
@@ -104,6 +102,8 @@ def _pip(words: list[str]) -> None:
     assert words[1].startswith((".", "sglang_april-")), "the package is on no index"
     for name in ",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(","):
         assert name in extras
+        if name == "engine":  # without a release, pip takes the newest, which not every machine can install
+            assert words[2:] == ["sglang==0.5.17"], "name the SGLang release"
 
 
 def _curl(words: list[str]) -> None:

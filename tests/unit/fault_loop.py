@@ -59,13 +59,17 @@ class FaultLoop(CrashLoop):
         """Everything that was asked is answered, too, and trajectories are delivered."""
         self.name_the_version()
         self.requests.ask_all()
-        if AGENTS not in self.open_runs():
-            self.round_of_trajectories()
         while self.requests.pending:
+            if AGENTS not in self.open_runs():  # the last round may have ended at its quota
+                self.round_of_trajectories()
             self.engine.step()
         known = self.context.trajectories.get(AGENTS)
         if known is not None:
-            self.issue(messages.EndTrajectories, run=AGENTS, done=dict.fromkeys(known.active, b"{}"), reject=[])
+            open_ones = [name for name, trajectory in known.active.items() if not trajectory.done]
+            self.issue(messages.EndTrajectories, run=AGENTS, done=dict.fromkeys(open_ones, b"{}"), reject=[])
+        while known is not None and known.active:  # one round delivers at most its quota
+            self.round_of_trajectories()
+            self.engine.step()
         super().finish()
         assert not self.requests.pending
 

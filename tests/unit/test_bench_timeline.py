@@ -1,9 +1,10 @@
-"""bench.timeline: the pieces of the scheduler's loop add up to the time of the rounds."""
+"""bench.timeline and bench.host_time: the parts of the scheduler loop add up to the rounds, or to a step."""
 
 from typing import Any
 
 import pytest
 
+from bench.host_time import per_step
 from bench.timeline import shares
 
 
@@ -46,3 +47,32 @@ def test_parts_add_up_to_the_rounds() -> None:
 def test_rounds_without_a_step_are_all_between() -> None:
     reported = shares([], [(0.0, 2.0)])
     assert (reported["between"], reported["steps"], reported["rows"], reported["context"]) == (1.0, 0, 0.0, 0.0)
+
+
+def test_host_time_is_that_of_full_batches_without_the_model() -> None:
+    def on_cpu(piece: str, thread: float, cpu: float, rows: int | None = None) -> dict[str, Any]:
+        return {**span(piece, 0.0, 0.0, rows, decode=True), "thread": thread, "cpu": cpu}
+
+    step = [
+        ("forward", 1.0, 2.0, 4),
+        ("sample", 3.0, 0.5, None),
+        ("run", 0.75, 3.0, None),
+        ("results", 4.0, 0.25, None),
+    ]
+    spans = [on_cpu("forward", 0.0, 9.0, 1)]
+    spans += [on_cpu(piece, 5.0 * i + at, cpu, rows) for i in range(3) for piece, at, cpu, rows in step]
+    parts = per_step(spans, 4)
+    assert parts.pop("steps") == 2
+    # A step takes 5 s: 2 in the forward, 0.5 in the sampler, 0.5 in the rest of `run`, 0.25 in `results`.
+    assert parts == {
+        "host_ms": 2500.0,
+        "forward_ms": 2000.0,
+        "sample_ms": 500.0,
+        "run_ms": 500.0,
+        "results_ms": 250.0,
+        "next_ms": 0.0,
+        "requests_ms": 0.0,
+        "loop_ms": 1750.0,
+    }
+    with pytest.raises(ValueError, match="1 steps had 1 rows"):
+        per_step(spans, 1)

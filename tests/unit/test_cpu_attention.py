@@ -128,9 +128,8 @@ def test_ragged_slots() -> None:
 def test_backend_chosen_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTENTION_BACKENDS, "torch_native", None)
     install()
-    pools = {"device": "cpu", "req_to_token_pool": None, "token_to_kv_pool": None}
-    kinds = [
-        type(ATTENTION_BACKENDS["torch_native"](SimpleNamespace(server_args=SimpleNamespace(**chosen), **pools)))
-        for chosen in ({CHOSEN_BY_PLATFORM: True}, {})
-    ]
-    assert kinds == [TorchCpuAttention, TorchNativeAttnBackend]
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
+    monkeypatch.setenv(CHOSEN_BY_PLATFORM, "1")
+    assert type(ATTENTION_BACKENDS["torch_native"](runner)) is TorchCpuAttention
+    monkeypatch.delenv(CHOSEN_BY_PLATFORM)
+    assert type(ATTENTION_BACKENDS["torch_native"](runner)) is TorchNativeAttnBackend

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_april.client.types import RolloutGroup, RolloutSummary
+from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts, _Rollout
 from tests.bridge.fake_engine_pool import group
 
@@ -64,3 +65,28 @@ def test_call_without_arguments_is_refused_with_a_sentence(evaluation: bool) -> 
     framework: Any = FakeFramework()
     with pytest.raises(ValueError, match="args is None: the router"):
         Rollouts(framework).generate_rollout(None, 2, object(), evaluation)  # type: ignore[arg-type]
+
+
+def test_groups_of_a_data_source_without_group_index_have_different_ids() -> None:
+    """slime's own rollouts do not read `group_index`, and the data sources of its contract tests set none."""
+    groups = [
+        [SimpleNamespace(group_index=index, index=2 * i) for _ in range(2)] for i, index in enumerate([None, None, 2])
+    ]
+    assert [Framework.prompt_id(group) for group in groups] == ["sample-0", "sample-2", "2"]
+    with pytest.raises(ValueError, match="neither group_index nor index"):
+        Framework.prompt_id([SimpleNamespace(group_index=None, index=None)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("rollout_top_p", 0.9, "--rollout-top-p must be 1"),  # slime's own rollout would send custom_params
+        ("custom_generate_function_path", "m.f", "attach them to a run"),
+        ("use_rollout_routing_replay", True, "routed experts"),
+    ],
+)
+def test_arguments_that_a_round_cannot_honour_are_refused(field: str, value: object, reason: str) -> None:
+    framework: Any = FakeFramework()
+    args = Namespace(**{"rollout_top_p": 1.0, field: value})
+    with pytest.raises(ValueError, match=reason):
+        Rollouts(framework).generate_rollout(args, 0, object(), False)

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "sglang_april.adapter.core"
 
 
-@pytest.mark.parametrize("row", HOOKS, ids=lambda row: row.handler)
+SHAPES = [versions.load_shape(name) for name in sorted({each["shape"] for each in versions.manifests().values()})]
+
+
+@pytest.mark.parametrize("row", [*HOOKS, *(row for each in SHAPES for row in each.HOOKS)], ids=lambda row: row.handler)
 def test_row_is_complete(row: Hook) -> None:
     handler = f"{PACKAGE}.{row.handler}".replace(":", ".")
     assert (source_tree.describe(handler, ROOT) or {})["kind"] in ("def", "async def")

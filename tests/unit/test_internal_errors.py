@@ -15,6 +15,7 @@ from sglang_april.adapter import fail_stop, hooking
 from sglang_april.adapter.core import frontend, hooks_scheduler
 from sglang_april.adapter.core.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.core.hook_table import HOOKS
+from sglang_april.adapter.core.hooks_control import WeightsNotReadError, read_weights
 from sglang_april.adapter.hook import Hook
 from sglang_april.api import messages
 from tests.unit.scripted_engine import service
@@ -76,6 +77,13 @@ def test_exception_of_a_hook_that_handles_one_of_sglang_ends_the_server(ended: l
     with pytest.raises(ServerEndedError):
         around(handler, fails)
     assert isinstance(ended[0][1], ValueError)
+
+
+def test_weights_that_cannot_be_read_are_no_internal_error(ended: list[Any]) -> None:
+    """SGLang passes the exception on to the weight call, which is refused."""
+    with pytest.raises(WeightsNotReadError, match="reason"):
+        around(read_weights, fails)
+    assert not ended
 
 
 def test_exception_in_another_process_is_left_to_sglang() -> None:

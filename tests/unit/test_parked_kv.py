@@ -227,3 +227,17 @@ def _next_turn(w: LegHarness, name: str, size: int, *, edited: bool) -> bool:
     if len(history) + size + 4 >= w.engine.pool // 2:
         return False
     return w.leg("run", f"r{len(w.rids)}", [*history, size], size, name)
+
+
+@pytest.mark.parametrize("pool", range(24, 30))
+def test_kv_that_is_parked_as_memory_runs_out_is_freed_for_the_next_decode(w: LegHarness, pool: int) -> None:
+    """The step in flight ends the leg, after memory for the decode behind it was found missing."""
+    w = LegHarness(overlap=w.engine.overlap, slots=4, pool=pool)
+    w.leg("run", "a", PROMPT, 10, "t")
+    w.leg("run", "alone", PROMPT, 20)
+    for _ in range(100):
+        w.step()  # raises where SGLang would abort a request
+        if not w.engine.running and not w.engine.waiting:
+            break
+    assert w.ended("a") is not None
+    assert [event.rid for event in w.of(messages.AttachedEnded)] == ["a", "alone"]

@@ -137,6 +137,23 @@ def test_a_leg_that_is_asked_again_continues_and_the_round_ends(w: JournalledLeg
     assert w.done("run", "d").status == 200, "its id is still known"
 
 
+def test_of_a_reply_that_is_no_longer_kept_only_ids_are_remembered(w: JournalledLegs) -> None:
+    """The caller's metadata can be large, and 65,536 ids are remembered."""
+    assert w.open("run", 1).status == 200
+    w.leg("run", "a0", PROMPT, 4, "a")
+    w.step(8)
+    result = msgspec.msgpack.encode({"reward": 1.0, "metadata": "x" * 10_000})
+    w.command(messages.EndTrajectories, run="run", done={"a": result}, reject=[])
+    w.crash()
+    (kept,) = w.saved.replies
+    assert kept.trajectories[0].result == result
+    w.command(messages.DeleteReply, round_id="r0")
+    w.crash()
+    (size,) = w.recorder._journal._db.execute("SELECT length(body) FROM trajectories").fetchone()
+    assert size < 100
+    assert w.done("run", "a").data["new"] == [], "its id is still known"
+
+
 def query_legs(w: JournalledLegs) -> int:
     return int(w.recorder._journal._db.execute("SELECT count(*) FROM legs").fetchone()[0])
 

@@ -1,5 +1,5 @@
-"""The review of every argument of SGLang 0.5.15.post1 to 0.5.18 (the fields of ServerArgs): which values are
-supported, and why. A release need not have all of them."""
+"""The review of every argument of SGLang 0.5.15.post1 to 0.5.18 and 0.5.23 (the fields of ServerArgs): which values
+are supported, and why. A release need not have all of them."""
 
 from typing import Any
 
@@ -12,6 +12,8 @@ def _at_most_one(value: Any, _: Any) -> bool:
 
 BY_TOKENS = "such a cache looks KV up by token ids alone, and could return KV of another policy version"
 SESSIONS = "requests of a session share KV, and a suspend stores the KV of one sample"
+DELAYED = "its rules for delaying prefills ignore samples that are about to resume"
+DP_ATTENTION = "rounds are not divided among the ranks of data-parallel attention"
 CONTEXT = "a partial's KV would be spread over the ranks of a context"
 NO_HTTP = "a server without SGLang's HTTP front end has no rollout routes"
 DRAFTS = "a suspend does not keep the state of the draft model"
@@ -28,7 +30,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         remote_instance_weight_loader_seed_instance_service_port
         remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
         remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port
-        modelexpress_config weight_cache_mode weight_cache_socket weight_cache_timeout""",
+        modelexpress_config weight_cache_mode weight_cache_socket weight_cache_timeout gated_launch_port""",
         "it chooses the model and tokenizer, and how they are loaded",
     ),
     accept_only("model_impl", ("auto", "sglang", "transformers"), "the model runner of MindSpore bypasses the hooks"),
@@ -56,20 +58,19 @@ ARGUMENTS: tuple[Rule, ...] = (
     accept(
         """enable_priority_scheduling disable_priority_preemption default_priority_value
         abort_on_priority_when_disabled schedule_low_priority_values_first
-        priority_scheduling_preemption_threshold retraction_policy radix_eviction_policy disable_radix_cache
+        priority_scheduling_preemption_threshold retraction_policy radix_eviction_policy
+        _radix_eviction_policy_explicitly_set radix_eviction_policy_config disable_radix_cache
         disable_overlap_schedule""",
         "samples have priorities, survive retraction, and run in both scheduler loops",
     ),
     refuse("enable_mixed_chunk", "rollout samples must not decode in a batch that also prefills"),
-    refuse(
-        "enable_prefill_delayer min_free_slots_delay",
-        "its rules for delaying prefills ignore samples that are about to resume",
-    ),
+    refuse("enable_prefill_delayer min_free_slots_delay", DELAYED),
+    refuse_if("prefill_decode_interval", lambda value, _: not value, "above 0", DELAYED),
     refuse("prefill_only_disable_kv_cache enable_mis is_embedding encoder_only", "such a server generates nothing"),
     refuse("enable_page_major_kv_layout", "the page store reads layer-major pools only"),
     refuse("enable_unified_memory", "the page store cannot copy from a buffer that several pools share"),
     refuse("enable_session_radix_cache enable_streaming_session", SESSIONS),
-    refuse("radix_cache_backend enable_lmcache enable_flexkv", BY_TOKENS),
+    refuse("radix_cache_backend enable_lmcache enable_flexkv enable_unified_cache_external_linker", BY_TOKENS),
     refuse(
         "enable_hierarchical_cache",
         "its host copies of cached prefixes have not been tested beside those of the page store",
@@ -79,12 +80,13 @@ ARGUMENTS: tuple[Rule, ...] = (
     refuse_if(
         "dp_size", _at_most_one, "above 1", "SGLang's data-parallel controller sends each round to every replica"
     ),
-    refuse("enable_dp_attention", "rounds are not divided among the ranks of data-parallel attention"),
+    refuse("enable_dp_attention", DP_ATTENTION),
+    refuse_if("attn_dp_size", _at_most_one, "above 1", DP_ATTENTION),
     refuse_if("pp_size", _at_most_one, "above 1", "a suspend does not reach the micro-batches in flight"),
     refuse_if("dcp_size attn_cp_size", _at_most_one, "above 1", CONTEXT),
     refuse(
         """enable_prefill_cp enable_dsa_cache_layer_split enable_dsa_prefill_context_parallel
-        enable_prefill_context_parallel enable_cp_decode_attn_tp""",
+        enable_prefill_context_parallel enable_cp_decode_attn_tp enable_cp_tp_group_sharing enable_kv_cache_sharding""",
         CONTEXT,
     ),
     refuse_if("moe_dp_size dwdp_size", _at_most_one, "above 1", "rounds are not divided among data-parallel ranks"),
@@ -101,7 +103,7 @@ ARGUMENTS: tuple[Rule, ...] = (
     refuse("enable_http2", "the rollout routes have been tested only on SGLang's default HTTP server"),
     refuse("strip_thinking_cache", "it has not been tested with the KV of suspended samples"),
     refuse(
-        "disaggregation_mode language_only enable_adaptive_dispatch_to_encoder",
+        "disaggregation_mode enable_pd_role_switch language_only enable_adaptive_dispatch_to_encoder",
         "a partial's KV would have to move between servers",
     ),
     refuse("enable_pdmux", "its event loop bypasses the hooks"),
@@ -109,6 +111,11 @@ ARGUMENTS: tuple[Rule, ...] = (
     refuse_if("decoupled_spec_role", lambda value, _: value == "null", "any role", DRAFTS),
     refuse("dllm_algorithm", "a diffusion model does not draw tokens one after another"),
     refuse("startup_weight_load_mode", "the plugin measures forwards during the start, which requires loaded weights"),
+    refuse("enable_watermark", "a watermark changes the distribution that tokens are drawn from"),
+    refuse(
+        "enable_nvidia_megakernel enable_amd_monokernel",
+        "these kernels replace whole decode steps, and have not been tested with the hooks on sampling",
+    ),
     refuse("use_ray", "the hooks have not been tested in schedulers that Ray starts"),
     refuse(
         "rl_on_policy_target",
@@ -151,7 +158,18 @@ ARGUMENTS: tuple[Rule, ...] = (
         speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
         speculative_draft_kv_cache_dtype _speculative_draft_quantization_explicitly_set
         disaggregation_decode_retraction_backup enable_tp_lm_head_all_to_all http2_max_concurrent_streams
-        mlx_enable_sampling""",
+        http2_initial_connection_window_size prefill_decode_interval_min_bs mlx_enable_sampling
+        disaggregation_decode_allocation_policy
+        disaggregation_enable_kv_checksum disaggregation_decode_host_receive_threshold watermark_config
+        watermark_key watermark_key_b watermark_context_window watermark_mixing_probability
+        watermark_max_probability watermark_default_enabled watermark_enforce_all hicache_host_memory_mode
+        hicache_host_memory_fraction hicache_storage_prefetch_retry_poll_interval
+        hicache_storage_prefetch_retry_max_attempts unified_cache_external_linker_backend
+        unified_cache_external_linker_config enable_linker_mla_dedup enable_dense_mlp_attn_tp
+        grpc_response_timeout_secs grpc_worker_threads enable_http_worker_reuseport uno_lora_path
+        speculative_boundary_reduction speculative_domino_candidate_pool_size
+        speculative_use_block_verification speculative_dsa_topk_backend speculative_draft_sink_size
+        speculative_enable_w4a4_mxfp4_megamoe""",
         "it concerns only a feature that is itself refused",
     ),
     accept(
@@ -160,7 +178,10 @@ ARGUMENTS: tuple[Rule, ...] = (
         uses_mamba_radix_cache mamba_track_interval int8_mamba_ckpt_size linear_attn_backend
         linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
         linear_replayssm_cache_len dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend
-        dsa_topk_backend enable_deepseek_v4_fp4_indexer c128_page_size""",
+        dsa_topk_backend enable_deepseek_v4_fp4_indexer c128_page_size dsv4_prefill_backend dsv4_attn_backend
+        dsa_triton_union enable_dsa_fused_indexer enable_encoder_swa_bounded_replay
+        enable_decoder_swa_bounded_replay ple_offload_embedding ple_offload_backend ple_offload_dir
+        qsa_indexer_dtype swa_prefix_tails _swa_full_tokens_ratio_explicitly_set""",
         "it concerns only models that are themselves refused",
     ),
     accept(
@@ -169,7 +190,10 @@ ARGUMENTS: tuple[Rule, ...] = (
         enable_nccl_nvls enable_symm_mem disable_custom_all_reduce enable_mscclpp enable_torch_symm_mem
         enable_scattered_sconv pre_warm_nccl enable_quant_communications enable_flashinfer_allreduce_fusion
         enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend
-        enable_aiter_allreduce_fusion enable_single_batch_overlap""",
+        enable_aiter_allreduce_fusion enable_single_batch_overlap boundary_reduction
+        disable_aiter_allreduce_fusion_in_prefill disable_aiter_allreduce_fusion_in_decode
+        enable_shared_experts_attn_tp shared_experts_tp_size enable_layernorm_sp
+        enable_megamoe_for_layernorm_sp""",
         "it chooses how tensor- and expert-parallel ranks communicate within a forward",
     ),
     accept(
@@ -182,7 +206,8 @@ ARGUMENTS: tuple[Rule, ...] = (
         disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion
         enforce_shared_experts_fusion kt_weight_path kt_method kt_cpuinfer kt_threadpool_count
         kt_num_gpu_experts kt_max_deferred_experts_per_token cpu_offload_gb offload_group_size
-        offload_num_in_group offload_prefetch_step offload_mode""",
+        offload_num_in_group offload_prefetch_step offload_mode enable_w4a4_mxfp4_megamoe deepep_v2_mode
+        flashinfer_a2a_dispatch_type enable_paged_experts paged_experts_num_resident""",
         "it chooses where a layer's weights are and which kernels compute it",
     ),
     accept(
@@ -195,7 +220,8 @@ ARGUMENTS: tuple[Rule, ...] = (
         cuda_graph_max_bs_prefill cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_tc_compiler
         disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph disable_cuda_graph_padding
         enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph enable_torch_compile
-        enable_torch_compile_debug_mode torch_compile_max_bs""",
+        enable_torch_compile_debug_mode torch_compile_max_bs enable_lean_attention
+        prefill_kv_cache_dequant_dtype cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context""",
         "it chooses kernels and graphs; the KV pools that some of them need are checked by class",
     ),
     accept(
@@ -204,6 +230,8 @@ ARGUMENTS: tuple[Rule, ...] = (
     ),
     accept(
         """enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode
+        enable_return_aux_hidden_states aux_hidden_state_capture return_aux_hidden_state_layer_ids
+        sampling_mask_max_tokens
         enable_return_routed_experts enable_return_indexer_topk enable_lora enable_lora_overlap_loading
         max_lora_rank lora_target_modules lora_paths max_loaded_loras max_loras_per_batch
         lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras
@@ -230,7 +258,8 @@ ARGUMENTS: tuple[Rule, ...] = (
         generation_tokens_buckets gc_warning_threshold_secs decode_log_interval
         enable_request_time_stats_logging kv_events_config enable_forward_pass_metrics
         forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules
-        otlp_traces_endpoint export_metrics_to_file export_metrics_to_file_dir stat_loggers
+        otlp_traces_endpoint otlp_service_name load_publish_endpoint export_metrics_to_file
+        export_metrics_to_file_dir stat_loggers
         expert_balancedness_report_mode debug_tensor_dump_output_folder
         debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
         msprobe_dump_config""",
@@ -246,7 +275,9 @@ ARGUMENTS: tuple[Rule, ...] = (
         batch_notify_size stream_response_default_include_usage incremental_streaming_output
         constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
         enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
-        dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode""",
+        dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
+        enable_response_store trust_request_chat_template return_input_ids return_output_ids
+        constrained_json_max_whitespace_cnt""",
         "it concerns SGLang's own routes and the encoding of requests and replies",
     ),
 )

@@ -12,6 +12,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.attached import abort_attached
 from sglang_april.adapter.core.hooks_scheduler import Process
+from sglang_april.adapter.fail_stop import IntendedError
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.controller import Controller
 
@@ -97,7 +98,7 @@ def _refused_update(recv_req: Any, message: str) -> Any:
     return output(success=False, message=message, **extra)
 
 
-class WeightsNotReadError(RuntimeError):
+class WeightsNotReadError(IntendedError):
     """The weights of a call could not be received on some rank."""
 
 
