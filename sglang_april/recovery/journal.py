@@ -86,6 +86,8 @@ class Journal:
             raise JournalError(f"the journal {path} cannot be used: {in_use}") from error
 
     def _open(self, sync: str) -> sqlite3.Connection:
+        if not Path(self.path).parent.is_dir():
+            raise JournalError(f"the journal {self.path} cannot be used: its folder does not exist")
         for path in (Path(self.path), Path(self.path).parent):
             # SQLite reports this as a disk I/O error. It also writes a second file beside the first.
             if path.exists() and not os.access(path, os.W_OK, effective_ids=True):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sglang_april.adapter import versions
 from tests.support.buckets import buckets_of, misshapen, send
 from tests.support.live import LiveServer, until
 from tests.support.workload import prompt, stoppers
@@ -68,6 +69,23 @@ def test_buckets_without_begin_and_end_belong_to_one_push_until_a_forward(live: 
         assert live.version == v + 2
     live.policies[v + 2] = live.model(1)
     finish(live, run, (v, "fresh"), (v + 2, "kept"))
+
+
+def test_session_of_sglang_is_one_push(live: LiveServer, run: str) -> None:
+    """Releases without hooks on such a session have no route for it."""
+    server, v = live.server, live.version
+    if not any(row.handler == "hooks_control:begin_push" for row in versions.hook_table().HOOKS):
+        assert server.http.post("/begin_weight_update", json={}).status_code == 404
+        return
+    carry(live, run)
+    assert server.post("/begin_weight_update", {})["success"]
+    for bucket in buckets_of(live.model(1), TEN):
+        assert send(server, bucket)["success"]
+        assert (live.version, server.state()["push_open"]) == (v, True)
+    assert server.post("/end_weight_update", {})["success"]
+    assert (live.version, server.state()["push_open"]) == (v + 1, False)
+    live.policies[v + 1] = live.model(1)
+    finish(live, run, (v, "fresh"), (v + 1, "kept"))
 
 
 @pytest.mark.parametrize("mode", [None, "in_place"])

@@ -142,9 +142,11 @@ def test_an_incarnation_that_comes_back_in_a_forgotten_run_is_another_group(tmp_
 # --- files that cannot be used
 
 
-@pytest.mark.parametrize("path", ["missing/folder/j", "."])
-def test_an_unusable_path_is_one_sentence(tmp_path: Path, path: str) -> None:
-    with pytest.raises(JournalError, match=r"the journal .* cannot be used: unable to open database file"):
+@pytest.mark.parametrize(
+    ("path", "reason"), [("missing/folder/j", "its folder does not exist"), (".", "unable to open database file")]
+)
+def test_an_unusable_path_is_one_sentence(tmp_path: Path, path: str, reason: str) -> None:
+    with pytest.raises(JournalError, match=f"the journal .* cannot be used: {reason}"):
         probe(tmp_path / path)
 
 
