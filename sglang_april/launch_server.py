@@ -23,6 +23,18 @@ def reason_not_loaded(env: Mapping[str, str]) -> str | None:
     return None
 
 
+def status_after(error: RuntimeError) -> str | int | None:
+    """What to exit with if a scheduler ended during the start; None for other errors.
+
+    A scheduler that exits with 1 has printed why. SGLang's traceback of the launcher and its hint at a lack of memory
+    would hide that sentence.
+    """
+    message = str(error)
+    if "scheduler died during initialization" not in message:
+        return None
+    return 1 if "(exit code: 1)" in message else f"sglang-april: {message}"
+
+
 def main(argv: Sequence[str]) -> None:
     """Launch as `python -m sglang.launch_server` does, after making sure that the hooks are in place."""
     if find_spec("sglang") is None:
@@ -53,6 +65,11 @@ def main(argv: Sequence[str]) -> None:
     except SystemExit as end:
         # A server that fails kills itself (`kill_process_tree`). Process 1 of a container cannot, and exits with 0.
         raise SystemExit(end.code or 1) from end
+    except RuntimeError as error:
+        status = status_after(error)
+        if status is None:
+            raise
+        raise SystemExit(status) from None
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -17,6 +17,7 @@ from tests.support.compare import assert_near, by_key, stock_noise
 from tests.support.live import until
 from tests.support.server import Server
 from tests.support.workload import prompt
+from trainer_bridge.server_process import last_error
 
 LENGTH = 300
 EVERY = 16
@@ -189,7 +190,10 @@ def test_a_journal_of_another_model_is_refused(
     with pytest.raises(RuntimeError, match="did not come up"):
         server.wait()
     names = f"architecture Qwen3ForCausalLM in {model} and LlamaForCausalLM in {server.model}"
-    assert f"belongs to another model: {names}; start with that model" in server.log.read_text()
+    sentence = f"belongs to another model: {names}; start with that model"
+    assert sentence in server.log.read_text()
+    assert "Traceback" not in server.log.read_text().rpartition(sentence)[2]
+    assert sentence in last_error(server.log), "what april-train reports"
     server.model = model
     server.spawn()
     server.wait()
