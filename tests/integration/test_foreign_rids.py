@@ -73,6 +73,7 @@ def test_request_that_would_end_the_scheduler_is_refused(
         ("/generate", {"text": ["1", ""]}),
         ("/generate", {"text": "", "input_ids": []}),
         ("/generate", {"input_ids": [[1], []]}),
+        ("/generate", {"text": ["1", "2"], "input_ids": [7, 7]}),
         ("/v1/completions", {"model": "m", "prompt": ""}),
         ("/v1/completions", {"model": "m", "prompt": [[]]}),
     ],
