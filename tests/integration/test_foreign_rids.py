@@ -73,7 +73,6 @@ def test_request_that_would_end_the_scheduler_is_refused(
         ("/generate", {"text": ["1", ""]}),
         ("/generate", {"text": "", "input_ids": []}),
         ("/generate", {"input_ids": [[1], []]}),
-        ("/generate", {"text": ["1", "2"], "input_ids": [7, 7]}),
         ("/v1/completions", {"model": "m", "prompt": ""}),
         ("/v1/completions", {"model": "m", "prompt": [[]]}),
     ],
@@ -85,6 +84,12 @@ def test_prompt_without_tokens_is_refused(normal: LiveServer, route: str, body: 
     assert answer.status_code == 400 or "data: " in answer.text
     assert "empty" in answer.text or "no tokens" in answer.text or "should be provided" in answer.text
     assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]
+
+
+def test_one_list_of_tokens_for_a_batch_of_texts_is_refused(normal: LiveServer) -> None:
+    answer = normal.server.http.post("/generate", json={"text": ["1", "2"], "input_ids": [7, 7]})
+    assert answer.status_code == 400
+    assert "input_ids: must be a list for each prompt" in answer.text
 
 
 def test_rid_that_resembles_a_sample_is_an_ordinary_rid(live: LiveServer, run: str) -> None:
