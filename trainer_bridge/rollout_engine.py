@@ -99,7 +99,8 @@ class RolloutEngine:
                     return
             if now > noted + NOTE_S:
                 noted = now
-                self._note(f"waiting for {self.url} ({now - began:.0f} s): {last_error(self._log, logged)[:100]}")
+                news = last_error(self._log, logged)[:100] or "it imports SGLang"
+                self._note(f"waiting for {self.url} ({now - began:.0f} s): {news}")
             self._ended.wait(POLL_S)
         raise EngineGoneError(f"no server at {self.url} became ready within {timeout:g} s (server_start_timeout)")
 

@@ -86,6 +86,12 @@ def test_prompt_without_tokens_is_refused(normal: LiveServer, route: str, body: 
     assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]
 
 
+def test_one_list_of_tokens_for_a_batch_of_texts_is_refused(normal: LiveServer) -> None:
+    answer = normal.server.http.post("/generate", json={"text": ["1", "2"], "input_ids": [7, 7]})
+    assert answer.status_code == 400
+    assert "input_ids: must be a list for each prompt" in answer.text
+
+
 def test_rid_that_resembles_a_sample_is_an_ordinary_rid(live: LiveServer, run: str) -> None:
     v = live.version
     with live.server.slowed():

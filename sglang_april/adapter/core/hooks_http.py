@@ -64,14 +64,13 @@ def refuse_empty_prompt(_manager: Any, obj: Any, input_ids: Any) -> None:
     """BEFORE `_validate_one_request`, which every prompt passes once it is tokenized.
 
     Raises:
-        ValueError: there are no tokens. SGLang's routes answer 400.
+        ValueError: there are no tokens, or a batch of texts has one list of tokens. SGLang's routes answer 400.
     """
-    if (
-        isinstance(obj, GenerateReqInput)
-        and input_ids is not None
-        and not len(input_ids)
-        and not obj.contains_mm_input()
-    ):
+    if not isinstance(obj, GenerateReqInput) or input_ids is None:
+        return
+    if isinstance(input_ids, int):
+        raise ValueError("input_ids: must be a list for each prompt of a batch")
+    if not len(input_ids) and not obj.contains_mm_input():
         raise ValueError("the prompt has no tokens")
 
 
