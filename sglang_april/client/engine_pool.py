@@ -113,7 +113,16 @@ class SharedRound:
         self._lock = threading.RLock()
 
     def run(self) -> Iterator[RolloutGroup | RolloutSummary]:
-        """All events, then the merged summary. The error of an engine is raised; the round can then be repeated."""
+        """All events, then the merged summary. The error of an engine is raised; the round can then be repeated.
+
+        Raises:
+            AprilError: 409 if the engines have different versions; no engine has opened the round.
+        """
+        versions = {client.state()["policy_version"] for client in self._clients}
+        if len(versions) > 1:
+            raise AprilError(
+                409, "policy_version", f"the engines are at versions {sorted(versions)}; push to all of them"
+            )
         streams = [client.stream(**body) for client, body in zip(self._clients, self._bodies(), strict=True)]
         if self._quota is not None:
             for engine in range(len(self._clients)):
@@ -240,13 +249,6 @@ class SharedRound:
     # End of the round
 
     def _merge(self, summaries: list[RolloutSummary]) -> RolloutSummary:
-        versions = {summary.policy_version for summary in summaries}
-        if len(versions) > 1:
-            raise AprilError(
-                409,
-                "policy_version",
-                f"the engines ended the round at versions {sorted(versions)}; push to all of them",
-            )
         order = list(self._engine_of)
         delivered = [group for summary in summaries for group in summary.delivered]
         groups = [group for summary in summaries for group in summary.groups]
@@ -254,7 +256,7 @@ class SharedRound:
         return RolloutSummary(
             self._id,
             summaries[0].run,
-            versions.pop(),
+            max(summary.policy_version for summary in summaries),  # a push may come between the ends at two engines
             "quota" if met else "exhausted",
             sorted(delivered, key=lambda group: order.index(group["id"])),
             _sum_fields([summary.carried for summary in summaries]),

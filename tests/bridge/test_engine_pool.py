@@ -201,7 +201,18 @@ def test_a_push_gives_all_engines_one_version() -> None:
     with pool.push():
         pass
     assert [engine.version for engine in engines] == [8, 8]
-    assert run_round(pool, request("r.2", "a2 b2", 2)).policy_version == 8
+    assert delivered_ids(reply := run_round(pool, request("r.1", "a1 b1", 2))) == ["a1", "b1"]
+    assert reply.policy_version == 8
+
+
+def test_a_push_between_the_ends_of_a_round_at_two_engines_loses_nothing() -> None:
+    pool, engines = engine_pool()
+    events = pool.stream(**request("r.1", "a1 b1", 2, previews=True))
+    next(events)
+    engines[0].version = 1
+    *_, event = events
+    assert isinstance(event, RolloutSummary)
+    assert (event.policy_version, sorted(delivered_ids(event))) == (1, ["a1", "b1"])
 
 
 def test_a_failed_push_stays_open_at_every_engine() -> None:
