@@ -6,6 +6,7 @@ SGLang's own CPU mode needs kernels built for the processor. This one needs PyTo
 SGLang resolves the platform while it is being imported, so this module imports most of SGLang lazily.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -106,7 +107,14 @@ def default_to_cpu() -> None:
     import torch
 
     stock = torch.get_device_module
-    torch.get_device_module = lambda device=None: stock("cpu" if device is None else device)
+    if stock() is torch.cpu:
+        return
+
+    @functools.wraps(stock)  # torch.compile reads `__wrapped__`
+    def get_device_module(device: Any = None) -> Any:
+        return stock("cpu" if device is None else device)
+
+    torch.get_device_module = get_device_module
 
 
 def check_pace(attention_backend: str) -> None:
