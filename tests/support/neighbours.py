@@ -65,7 +65,7 @@ class Neighbour:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.http = httpx.Client(base_url=self.server.url, timeout=20)
+        self.http = httpx.Client(base_url=self.server.url, timeout=8)
 
     def run(self, calls: int) -> None:
         """Make calls; returns when all are answered, refused, timed out or disconnected."""
@@ -150,17 +150,17 @@ class Neighbour:
             with contextlib.suppress(httpx.TimeoutException):
                 self._post("/generate", body, timeout=rng.choice([0.01, 0.1, 0.5]), headers=headers)
             return
-        self._post("/generate", body, timeout=5, headers=headers)
+        self._post("/generate", body, timeout=2, headers=headers)
 
     def chat(self, rng: random.Random) -> None:
         body = {"model": "m", "messages": rng.choice([[{"role": "user", "content": "1"}], [], "no", [{"role": 3}]])}
         body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, stream=(True, False), n=(1, 3, -1), logprobs=(True,))
-        self._post("/v1/chat/completions", body, timeout=5, headers=self._attach(rng, body))
+        self._post("/v1/chat/completions", body, timeout=2, headers=self._attach(rng, body))
 
     def completions(self, rng: random.Random) -> None:
         body = {"model": "m", "prompt": rng.choice(["1 2", [1, 2, 3], [], ["1", "2"], None])}
         body |= self._some(rng, max_tokens=LENGTHS, rid=RIDS, echo=(True, False), stream=(True, False))
-        self._post("/v1/completions", body, timeout=5, headers=self._attach(rng, body))
+        self._post("/v1/completions", body, timeout=2, headers=self._attach(rng, body))
 
     def abort(self, rng: random.Random) -> None:
         body = {"rid": rng.choice(RIDS)} if rng.random() < 0.9 else {"abort_all": True}
@@ -214,7 +214,7 @@ class Neighbour:
         }
         path = rng.choice(list(bodies))
         self._post(
-            path, rng.choice([bodies[path], [], "text", None]) if rng.random() < 0.3 else bodies[path], timeout=5
+            path, rng.choice([bodies[path], [], "text", None]) if rng.random() < 0.3 else bodies[path], timeout=2
         )
 
     def trajectories(self, rng: random.Random) -> None:
@@ -228,13 +228,13 @@ class Neighbour:
             case 1:
                 ended: tuple[Any, ...] = ({str(name): {"reward": 1}}, {}, [], None)
                 body = {"run": run, "trajectories": rng.choice(ended)} | self._some(rng, reject=([name], [], 7))
-                self._post("/april/trajectories/done", body, timeout=5)
+                self._post("/april/trajectories/done", body, timeout=2)
             case 2:
                 body = {"trajectories": {str(name): {}}}
-                self._post(f"/april/rounds/{rng.choice(('none', *self.runs))}/done", body, timeout=5)
+                self._post(f"/april/rounds/{rng.choice(('none', *self.runs))}/done", body, timeout=2)
             case _:
                 path = f"/april/trajectories/{quote(str(name))}"
-                self._count(path, self.http.get(path, params={"run": str(run)}, timeout=5))
+                self._count(path, self.http.get(path, params={"run": str(run)}, timeout=2))
 
     def push(self, rng: random.Random) -> None:
         self._post(
