@@ -1,9 +1,17 @@
 """SGLang 0.5.16, 0.5.17 and 0.5.18 (`interface.Shape`)."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_april.adapter.shapes import until_0_5_18 as common
+from sglang_april.adapter.shapes.batch_plan import (
+    batch_of,
+    enter_prefill,
+    enter_step,
+    forget_last_batch,
+    next_batch,
+    no_prefill,
+    prefill,
+)
 from sglang_april.adapter.shapes.until_0_5_18 import (
     HOOKS,
     TARGETS,
@@ -115,36 +123,6 @@ def give_kv(req: Any, pages: Pages, tree: Any) -> None:
 def take_kv(req: Any) -> None:
     req.kv = None
     common.drop_prefix(req)
-
-
-def enter_step(s: Any, running_batch: Any, last_batch: Any) -> None:
-    s.running_batch, s.last_batch = running_batch, last_batch
-
-
-def enter_prefill(s: Any, running_batch: Any) -> None:
-    s.running_batch = running_batch
-
-
-def next_batch(original: Callable[..., Any], s: Any) -> Any:
-    return original(s, running_batch=s.running_batch, last_batch=s.last_batch)
-
-
-def prefill(original: Callable[..., Any], s: Any) -> Any:
-    return original(s, s.running_batch)
-
-
-def no_prefill(s: Any) -> Any:
-    from sglang.srt.managers.schedule_batch import NextBatchPlan
-
-    return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
-
-
-def batch_of(result: Any) -> Any:
-    return result.batch_to_run
-
-
-def forget_last_batch(s: Any) -> None:
-    """Nothing else refers to it."""
 
 
 def forward_batch(batch: Any, runner: Any) -> Any:

@@ -6,9 +6,18 @@ what the user gave, beside what SGLang has decided. Weights are sent in tensors 
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_april.adapter.shapes.batch_plan import (
+    batch_of,
+    enter_prefill,
+    enter_step,
+    forget_last_batch,
+    next_batch,
+    no_prefill,
+    prefill,
+)
 from sglang_april.adapter.shapes.interface import Argument
 from sglang_april.adapter.shapes.tables_0_5_23 import DEPENDS_ON, HOOKS, TARGETS
 from sglang_april.kv.kv_pages import Pages
@@ -16,7 +25,18 @@ from sglang_april.kv.kv_pages import Pages
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEPENDS_ON", "HOOKS", "TARGETS"]
+__all__ = [
+    "DEPENDS_ON",
+    "HOOKS",
+    "TARGETS",
+    "batch_of",
+    "enter_prefill",
+    "enter_step",
+    "forget_last_batch",
+    "next_batch",
+    "no_prefill",
+    "prefill",
+]
 
 # --- arguments
 
@@ -192,36 +212,6 @@ def may_clear(manager: Any, s: Any) -> bool:
 def in_flight(s: Any) -> Iterable[Any]:
     reqs: Iterable[Any] = s.collect_inflight_reqs()
     return reqs
-
-
-def enter_step(s: Any, running_batch: Any, last_batch: Any) -> None:
-    s.running_batch, s.last_batch = running_batch, last_batch
-
-
-def enter_prefill(s: Any, running_batch: Any) -> None:
-    s.running_batch = running_batch
-
-
-def next_batch(original: Callable[..., Any], s: Any) -> Any:
-    return original(s, running_batch=s.running_batch, last_batch=s.last_batch)
-
-
-def prefill(original: Callable[..., Any], s: Any) -> Any:
-    return original(s, s.running_batch)
-
-
-def no_prefill(s: Any) -> Any:
-    from sglang.srt.managers.schedule_batch import NextBatchPlan
-
-    return NextBatchPlan(batch_to_run=None, running_batch=s.running_batch)
-
-
-def batch_of(result: Any) -> Any:
-    return result.batch_to_run
-
-
-def forget_last_batch(s: Any) -> None:
-    """Nothing else refers to it."""
 
 
 def remove(batch: Any, reqs: Sequence[Any]) -> None:
