@@ -64,10 +64,11 @@ class Lines:
 
 
 def note_forwards(folder: Path) -> None:
+    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def begins(stock: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if runner.ps.tp_rank == 0:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             decode, rows = forward_batch.forward_mode.is_decode(), int(forward_batch.batch_size)
             _note(folder / FORWARDS, decode=bool(decode), rows=rows)
         return stock(runner, forward_batch, *args, **kwargs)

@@ -58,6 +58,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.managers.schedule_batch.BaseFinishReason",
     "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     "sglang.srt.managers.schedule_batch.Req.finished",
+    "sglang.srt.managers.schedule_batch.Req.init_incremental_detokenize",
     "sglang.srt.managers.schedule_batch.Req.output_ids_through_stop",
     "sglang.srt.managers.schedule_batch.Req.reset_for_retract",
     "sglang.srt.managers.schedule_batch.Req.seqlen",
