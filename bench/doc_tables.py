@@ -125,6 +125,20 @@ def timeline(rows: list[Row]) -> tuple[list[Row], Cells]:
     return used, [*cells, ["total", *(f"{total:.2f}" for total in totals.values())]]
 
 
+def host_time(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """CPU time of the scheduler loop per decode step, outside of the model and of drawing tokens."""
+    used = _newest(_of(rows, "host_time"))
+    cells = [["running", "stock, ms (lowest to highest)", "batch quota, ms", "more than stock, ms"]]
+    for running in sorted({row["running"] for row in used}):
+        found = {
+            server: [row["host_ms"] for row in used if (row["running"], row["server"]) == (running, server)]
+            for server in ("stock", "batch quota")
+        }
+        spread = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in found.values()]
+        cells.append([f"{running:,}", *spread, f"{median(found['batch quota']) - median(found['stock']):+.2f}"])
+    return used, cells
+
+
 def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Overhead of the plugin and of its journal, and CPU time of its bookkeeping."""
     overhead = _newest(_of(rows, "overhead"))
@@ -265,6 +279,7 @@ TABLES: dict[str, Table] = {
     "stop_latency": stop_latency,
     "large_reply": large_reply,
     "timeline": timeline,
+    "host_time": host_time,
     "costs": costs,
     "prompt_sharing": prompt_sharing,
     "kernels": kernels,

@@ -25,6 +25,7 @@ from sglang_april.flag_values import (
     name,
     path,
     seconds,
+    suggestion,
     switch,
     text,
     whole,
@@ -221,7 +222,9 @@ def from_argv(argv: Sequence[str]) -> dict[str, str]:
     known, rest = parser.parse_known_args(list(argv))
     for arg in rest:
         if arg.startswith(PREFIX):
-            raise ConfigError(f"{arg.split('=')[0]} is not a flag of sglang-april")
+            option = arg.split("=")[0]
+            hint = suggestion(option, [flag.option for flag in FLAGS])
+            raise ConfigError(f"{option} is not a flag of sglang-april{hint}")
     return vars(known)
 
 
@@ -252,7 +255,7 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
     checked: dict[str, Any] = {}
     for field, value in values.items():
         if field not in _BY_FIELD:
-            raise ConfigError(f"{ENV} has no setting {field!r}")
+            raise ConfigError(f"{ENV} has no setting {field!r}{suggestion(field, _BY_FIELD)}")
         if value is not None:
             checked[field] = _BY_FIELD[field].read(value)
     if (checked.get("disk_dir") is None) != (not checked.get("disk_gb")):

@@ -3,9 +3,10 @@
 Each parser raises ValueError; the message continues "--flag …".
 """
 
+import difflib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,12 @@ MAX_SECONDS = 86_400
 
 class ConfigError(ValueError):
     """An invalid flag; the message is one sentence that names it."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about the unknown `name`: the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The command line of `april-train`: a configuration from a YAML file and flags."""
 
 import argparse
-import difflib
 import re
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 import msgspec
 import yaml
 
+from sglang_april.flag_values import suggestion
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.config_reference import FieldReference, references
 
@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown:
-            message += _suggestion(unknown[0].partition("=")[0], list(self._option_string_actions))
+            message += suggestion(unknown[0].partition("=")[0], list(self._option_string_actions))
         super().error(message)
 
 
@@ -80,7 +80,7 @@ def load(path: Path | None, flags: dict[str, Any]) -> Config:
             raise ConfigError(f"{path}: must contain fields by name")
     known = {field.name: field for field in references()}
     if unknown := [name for name in fields | flags if name not in known]:
-        raise ConfigError(f"unknown field {unknown[0]}{_suggestion(str(unknown[0]), list(known))}")
+        raise ConfigError(f"unknown field {unknown[0]}{suggestion(str(unknown[0]), list(known))}")
     converted = {name: _from_file(known[name], value) for name, value in fields.items()}
     converted |= {name: _from_flag(known[name], value) for name, value in flags.items()}
     try:
@@ -122,8 +122,3 @@ def _convert(field: FieldReference, value: Any, *, strict: bool) -> Any:
 def _dashed(argument: str) -> str:
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
-
-
-def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""

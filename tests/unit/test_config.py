@@ -86,7 +86,7 @@ def test_concurrency_takes_a_number_or_auto() -> None:
         (["--april-disk-dir", "/tmp"], "--april-disk-dir and --april-disk-gb must be set together"),
         (["--april-journal", ""], "--april-journal must be the path of a file"),
         (["--april-journal-sync", "never"], "--april-journal-sync must be one of normal, full"),
-        (["--april-qouta", "4"], "--april-qouta is not a flag of sglang-april"),
+        (["--april-qouta", "4"], "--april-qouta is not a flag of sglang-april; did you mean --april-quota?"),
         (["--april-quot", "4"], "--april-quot is not a flag of sglang-april"),
     ],
 )
@@ -111,7 +111,7 @@ def test_environment_without_a_json_object_is_refused(text: str) -> None:
         ({"host_gb": True}, "--april-host-gb must"),
         ({"host_gb": []}, "--april-host-gb must"),
         ({"kv": 1}, "--april-kv must"),
-        ({"quotas": 1}, "SGLANG_APRIL has no setting 'quotas'"),
+        ({"quotas": 1}, "SGLANG_APRIL has no setting 'quotas'; did you mean quota?"),
         ({"journal": 1}, "--april-journal must be the path of a file"),
     ],
 )
