@@ -20,7 +20,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
 
 test: $(READY)
-	@start=$$(date +%s); $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS); status=$$?; \
+	@start=$$(date +%s); $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 # The live tests of the adapter, for another release of SGLang: those of trainers, other frameworks, benchmarks and pages need not
@@ -28,7 +28,7 @@ test: $(READY)
 NOT_LIVE := agent_training areal bench_rollout bridge_push demo gpu_rehearsal loop loop_ray loop_server_killed own_trainer pages \
 	sglang_router slime slime_own train_interrupted verl wheel
 live: $(READY)
-	$(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup tests/integration \
+	$(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder tests/integration \
 		$(NOT_LIVE:%=--ignore=tests/integration/test_%.py) $(TEST_ARGS)
 
 check: $(READY)

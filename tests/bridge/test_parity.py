@@ -13,6 +13,8 @@ from trainer_bridge.megatron import mapping
 from trainer_bridge.megatron.mapping import Kind
 from trainer_bridge.megatron.shapes import ModelShape
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5
 """In float32; absolute for logits, whose spread is about 1; relative to the largest element for gradients."""
 

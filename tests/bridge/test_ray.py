@@ -26,6 +26,8 @@ from trainer_bridge.rollout_engine import RolloutEngine
 from trainer_bridge.server_process import EngineGoneError
 from trainer_bridge.validate import check
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:

@@ -31,6 +31,8 @@ from trainer_bridge.megatron.convert import convert
 from trainer_bridge.megatron.worker_group import WorkerGroup, make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

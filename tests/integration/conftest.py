@@ -86,6 +86,7 @@ class Pool:
     def __init__(self, models: Callable[[str, int], Path], folder: Path) -> None:
         self._models, self.folder, self.fork_server = models, folder, ForkServer()
         self._live: OrderedDict[str, Server] = OrderedDict()
+        self._started: set[str] = set()
 
     def get(
         self,
@@ -98,8 +99,8 @@ class Pool:
     ) -> Server:
         """Return the live server of this name after a reset; start it if it does not run.
 
-        `forked`: start it from the fork server (tests/support/fork_server.py), for servers that few tests use or that
-        are killed; each start takes seconds.
+        `forked`: start it from the fork server (tests/support/fork_server.py), which takes seconds, for servers that
+        few tests use or that are killed. Others are started as users do, and forked if they are started again.
         """
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
@@ -111,7 +112,9 @@ class Pool:
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
             server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})
-            server.fork_server = self.fork_server if forked else None
+            again = name in self._started and server.may_be_forked
+            server.fork_server = self.fork_server if forked or again else None
+            self._started.add(name)
             server.spawn()
             server.wait()
         self._live[name] = server

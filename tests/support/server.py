@@ -84,6 +84,11 @@ class Server:
     def log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
+    @property
+    def may_be_forked(self) -> bool:
+        """SGLang reads its own variables while it is imported, which the fork server has done."""
+        return all(name.startswith("SGLANG_APRIL") for name in self.env)
+
     def spawn(self) -> None:
         """Start the process; `wait` returns when it serves."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +107,7 @@ class Server:
         argv += [*COMMON, *self.flags, *os.environ.get("APRIL_TEST_SERVER_OPTIONS", "").split()]
         with self.log.open("wb") as log:
             if self.fork_server is not None:
-                assert all(name.startswith("SGLANG_APRIL") for name in self.env), "SGLang was imported without these"
+                assert self.may_be_forked, f"SGLang was imported without {self.env}"
                 self.process = self.fork_server.start(argv, env, self.log, ROOT)
                 return
             self.process = subprocess.Popen(

@@ -7,12 +7,15 @@ to a short sequence; the ten thousand rounds go deeper.
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.unit.controller_harness import ControllerHarness
 from tests.unit.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.slow
 
 ROUNDS = 10_000
 RUNS = ("a", "b", "c")

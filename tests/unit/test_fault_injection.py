@@ -4,10 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.crash_loop import forked
 from tests.unit.fault_loop import FAILED, NO_FAULT, FaultClient, FaultLoop, failing_epoch
 from tests.unit.fault_requests import read
 from tests.unit.injected_faults import calls, faults
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 200

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.crash_client import CrashClient
 from tests.unit.crash_loop import one_epoch
+
+pytestmark = pytest.mark.slow
 
 KILLS = 1000
 ROOT = Path(__file__).resolve().parents[2]
