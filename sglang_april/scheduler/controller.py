@@ -178,18 +178,9 @@ class Controller:
                 self._count(run, tokens)
                 run, tokens = group.run, 0
             tokens += drawn
-            if sample.recompute.in_progress:
-                if rnd := self.context.active_round(sample):
-                    rnd.stats.reprefilled_tokens += prefilled
-                sample.recompute.in_progress = drawn <= 0
-            if drawn > 0:
-                sample.recompute.reason = ""
-                if prefilled:
-                    PromptSharing.prefilled(sample)
-                if group.first_round < 0:
-                    self._first_token(sample, group)
-            if group.leg is not None:
-                group.leg.prefilled += 0 if sample.length else prefilled
+            recompute = sample.recompute
+            if prefilled or recompute.in_progress or recompute.reason or group.first_round < 0:
+                self._prefilled(sample, drawn, prefilled)
             sample.length = length
             if finished and sample.attached:
                 self.attached.end(sample)
@@ -199,6 +190,22 @@ class Controller:
                 self.context.recorder.drawn(sample)
         self._count(run, tokens)
         self._announce(done)
+
+    def _prefilled(self, sample: Sample, drawn: int, prefilled: int) -> None:
+        """A step other than a plain decode: it computed KV of the sample, or drew the first token of its group."""
+        group, recompute = sample.group, sample.recompute
+        if recompute.in_progress:
+            if rnd := self.context.active_round(sample):
+                rnd.stats.reprefilled_tokens += prefilled
+            recompute.in_progress = drawn <= 0
+        if drawn > 0:
+            recompute.reason = ""
+            if prefilled:
+                PromptSharing.prefilled(sample)
+            if group.first_round < 0:
+                self._first_token(sample, group)
+        if group.leg is not None:
+            group.leg.prefilled += 0 if sample.length else prefilled
 
     def _count(self, run: Run | None, tokens: int) -> None:
         """Add the output tokens of one step to the statistics of the run's current round."""

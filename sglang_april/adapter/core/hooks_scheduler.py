@@ -175,10 +175,10 @@ def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) ->
 
 
 def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
-    lengths = batch.extend_lens if batch.forward_mode.is_extend() else None
+    lengths, running = batch.extend_lens if batch.forward_mode.is_extend() else None, State.RUNNING
     for i, req in enumerate(batch.reqs):
         sample = req.april
-        if sample is not None and sample.state is State.RUNNING and sample.request is req:
+        if sample is not None and sample.state is running and sample.request is req:
             length = len(req.output_ids)
             if not (length + sample.order) % COLLECT_EVERY:  # neighbours in a batch at different steps
                 req.april_output.collect(req)
@@ -187,9 +187,12 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message."""
-    rest = [r for r in reqs if r.april is None or r.april.attached]
-    for req in reqs:
-        if req.april is not None and not req.april.attached and req.finished():
+    rest: list[Req] = []
+    for req in reqs:  # all of the batch, in every step
+        sample = req.april
+        if sample is None or sample.group.run.attached:
+            rest.append(req)
+        elif req.finished_reason is not None:
             req.finished_output = True
     return orig(streamer, rest, *args, **kwargs) if rest else None
 
