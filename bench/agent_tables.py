@@ -14,14 +14,17 @@ VARIANTS = {
 
 def pairs(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """Output tokens/s of `sglang.bench_serving`, relative to the stock server of the same pair."""
-    used = newest([row for row in rows if row.get("bench") == "agents pairs"])
+    used: list[Row] = []
     cells = [["requests to the patched server", "output tokens/s, relative to the stock server", "spread"]]
-    for case in ("unattached", "attached"):
-        ratios = [row["ratio"] for row in used if row["case"] == case]
-        if len(ratios) > 1:
-            error = stdev(ratios) / len(ratios) ** 0.5
-            spread = f"mean {mean(ratios):.3f}, standard error {error:.3f}, {len(ratios)} pairs"
-            cells.append([case, f"{median(ratios):.3f}", spread])
+    for preset, pace in (("cpu", "tiny model on two cores"), ("paced", "paced: not measured on a GPU")):
+        mine = newest([row for row in rows if (row.get("bench"), row.get("preset")) == ("agents pairs", preset)])
+        for case in ("unattached", "attached"):
+            ratios = [row["ratio"] for row in mine if row["case"] == case]
+            if len(ratios) > 1:
+                error = stdev(ratios) / len(ratios) ** 0.5
+                spread = f"mean {mean(ratios):.3f}, standard error {error:.3f}, {len(ratios)} pairs"
+                cells.append([f"{case}, {pace}", f"{median(ratios):.3f}", spread])
+        used += mine
     return used, cells
 
 

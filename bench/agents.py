@@ -1,6 +1,7 @@
 """Requests attached to a run against SGLang's own: the cost of attaching, and multi-turn agents over pushes.
 
-    python -m bench.agents pairs --repetitions 8
+    python -m bench.agents pairs --preset cpu
+    python -m bench.agents pairs --preset paced
     python -m bench.agents turns --preset cpu
     python -m bench.agents turns --preset paced
 
@@ -111,7 +112,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.agents", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("pairs", "turns"))
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes for `turns` (%(default)s)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes and pace (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a short run, as a test; its rates are not measurements")
     parser.add_argument("--base-only", action="store_true", help="measure only the first load of the preset")
     parser.add_argument("--repetitions", type=int, help="repetitions (default: 8 for pairs, the preset's for turns)")
@@ -142,7 +143,7 @@ def main(given: list[str] | None = None) -> int:
                 serve(url, checkpoints[0], preset.slots, preset.slots, 0)
             for repetition in range(repetitions):
                 rows = measure_pairs(*urls, checkpoints[0], prompts, preset.slots, repetition)
-                _keep(args.out, [{**common, **row} for row in rows])
+                _keep(args.out, [{**common, "preset": preset.name, **row} for row in rows])
             return 0
         for load in preset.loads[: 1 if args.base_only else None]:
             part = replace(preset, loads=(load,), repetitions=repetitions)

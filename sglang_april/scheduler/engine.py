@@ -66,6 +66,9 @@ class Engine(Protocol):
     def tokens_for_next_decode(self) -> int:
         """Pool tokens that the running batch needs for its next step."""
 
+    def most_for_next_decode(self) -> int:
+        """An upper bound of `tokens_for_next_decode` that needs no look at each row."""
+
     def prefill_budget(self) -> int:
         """Pool tokens that SGLang would give to new prefills now, after its estimate for running requests."""
 

@@ -72,11 +72,12 @@ class Suspender:
     def relieve_pressure(self) -> None:
         """Make room for running work: demote partials, then suspend the newest running samples."""
         engine = self._c.engine
-        need = engine.tokens_for_next_decode()
-        self._free_device(need)
-        if need > engine.tokens_free():
-            self._suspend_newest()
-        self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
+        if engine.tokens_free() < HEADROOM_STEPS * engine.most_for_next_decode():
+            need = engine.tokens_for_next_decode()
+            self._free_device(need)
+            if need > engine.tokens_free():
+                self._suspend_newest()
+            self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
         if wanted := engine.first_waiting_need():
             loading = self._c.reservations.loading
             self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=loading)

@@ -94,6 +94,9 @@ class FakeEngine(FakeLoop):
         joining = [r.request for r in self.last or () if r.request is not self.chunked]
         return sum(r.reason is None for r in [*self.running, *joining])
 
+    def most_for_next_decode(self) -> int:
+        return len(self.running) + len(self.last or ())
+
     def first_waiting_need(self) -> int:
         first = self.waiting[0] if self.waiting else None
         return first.prompt + len(first.output) + first.rest if first is not None else 0
