@@ -47,5 +47,5 @@ def turns(rows: list[Row], preset: str) -> tuple[list[Row], list[list[str]]]:
             later = [row["reprefilled_tokens"] / row["trajectories"] / (several - 1) for row in mine]
             line = [f"{several}, {tool_s:g} s, {every}", title, f"{median(rates):.2f}{spread}"]
             line += [f"{median(row['ratio'] for row in mine):.2f}", f"{median(row['pushes'] for row in mine):.0f}"]
-            cells.append([*line, f"{median(later):.1f}"])
+            cells.append([*line, f"{round(median(later), 1) + 0.0:.1f}"])  # no "-0.0"
     return used, cells
