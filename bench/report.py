@@ -27,7 +27,7 @@ from bench.tables import HEADLINE, ablations_of, aims, by_variant, details_of, h
 from examples import interrupt
 
 PAGE = record.ROOT / "out" / "bench" / "report.html"
-DOCS = ("benchmarks.md", "paced-rounds.md", "simulator.md", "store.md")
+DOCS = ("benchmarks.md", "agent-benchmarks.md", "paced-rounds.md", "simulator.md", "store.md")
 PAGES = (record.ROOT / "README.md", *(record.ROOT / "docs" / name for name in DOCS))
 PICTURE = record.ROOT / "docs" / "rollout.svg"
 MARKER = re.compile(r"(<!-- bench:(\S+) (\S+)( full)? -->\n).*?(<!-- /bench -->)", re.DOTALL)
