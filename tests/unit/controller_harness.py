@@ -273,6 +273,7 @@ class ControllerHarness(EventChecks):
         assert there.keys() == self.groups.keys()
         assert all(there[key].samples.keys() == known.undelivered for key, known in self.groups.items())
         recount(self.engine, self.ledger)
+        assert self.engine.tokens_for_next_decode() <= self.engine.most_for_next_decode()
         pool = report.state(self.controller.context)["pool"]
         assert pool.pop("total") == sum(pool.values())
         assert all(self._same(sent, self.sent[0]) for sent in self.sent)

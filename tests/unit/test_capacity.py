@@ -23,3 +23,24 @@ def test_a_suspended_sample_needs_room_for_what_it_may_still_draw() -> None:
     scheduler: Any = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE))
     sample: Any = SimpleNamespace(request=req, length=60)
     assert Capacity(scheduler).remaining_estimate(sample) == 40 + PAGE
+
+
+def test_no_next_decode_needs_more_than_its_bound() -> None:
+    """Rows of the running batch and of the last prefill each take at most a page."""
+
+    def row(committed: int, *, finished: bool = False) -> Any:
+        return SimpleNamespace(kv_committed_len=committed, finished=lambda: finished)
+
+    prefill = SimpleNamespace(reqs=[row(PAGE), row(7)], forward_mode=SimpleNamespace(is_extend=lambda: True))
+    running = SimpleNamespace(reqs=[row(2 * PAGE), row(2 * PAGE, finished=True), row(5)])
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE),
+        page_size=PAGE,
+        running_batch=running,
+        last_batch=prefill,
+        chunked_req=None,
+    )
+    capacity = Capacity(scheduler)
+    assert (capacity.tokens_for_next_decode(), capacity.most_for_next_decode()) == (2 * PAGE, 5 * PAGE)
+    scheduler.last_batch = running
+    assert (capacity.tokens_for_next_decode(), capacity.most_for_next_decode()) == (PAGE, 3 * PAGE)
