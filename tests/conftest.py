@@ -17,3 +17,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=lambda item: (LIVE not in item.path.parents, item.get_closest_marker("slow") is None))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The guards and the tests that went red without them (test_guards.py); tests that took two tries.
+
+    Here, because with several workers the reporting process imports no test and no `conftest.py` of a subfolder.
+    """
+    again = [f"{report.nodeid}: {_reason(report)}" for report in terminalreporter.stats.get("rerun", ())]
+    if again:
+        terminalreporter.section("live tests that were rerun")
+        for line in again:
+            terminalreporter.write_line(line)
+    passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
+    shown = [(dict(report.user_properties).get("guard"), report.nodeid) for report in passed]
+    if any(guard for guard, _ in shown):
+        terminalreporter.section("guards, and the tests that fail without them")
+        for guard, test in shown:
+            if guard:
+                terminalreporter.write_line(f"{guard:14} {test}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).splitlines()[0][:200]

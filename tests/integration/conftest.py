@@ -1,7 +1,7 @@
 """Live servers, shared over a session. At most `ALIVE` run at once; tests are ordered so that each starts once.
 
 Each server is reset before a test. A failed test is rerun once, because tests and servers share few cores. Resets that
-needed a new server and reruns are reported at the end of the output.
+needed a new server and reruns (`tests/conftest.py`) are reported at the end of the output.
 """
 
 import itertools
@@ -45,27 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _fixtures(item: pytest.Item) -> set[str]:
     return set(getattr(item, "fixturenames", ()))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The guards and the tests that went red without them (test_guards.py); tests that took two tries."""
-    again = [f"{report.nodeid}: {_reason(report)}" for report in terminalreporter.stats.get("rerun", ())]
-    if again:
-        terminalreporter.section("live tests that were rerun")
-        for line in again:
-            terminalreporter.write_line(line)
-    passed = [report for report in terminalreporter.stats.get("passed", ()) if report.when == "call"]
-    shown = [(dict(report.user_properties).get("guard"), report.nodeid) for report in passed]
-    if any(guard for guard, _ in shown):
-        terminalreporter.section("guards, and the tests that fail without them")
-        for guard, test in shown:
-            if guard:
-                terminalreporter.write_line(f"{guard:14} {test}")
-
-
-def _reason(report: pytest.TestReport) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr).splitlines()[0][:200]
 
 
 @pytest.fixture(scope="session")
