@@ -101,8 +101,10 @@ class NeighbourStory:
         drawn = [*self.groups, *self.attached]
         self.live.check(drawn, {group["id"]: PARAMS for group in drawn})
         until(lambda: not self.live.server.state()["attached"], "no attached request of a client that has gone is left")
+        assert sum(self.live.server.state()["samples"].values()) == 0
+        self.live.server.post("/april/drop", {"run": self.run})  # a neighbour may have begun a trajectory of this run
         state = self.live.server.state()
-        assert (state["closed"], sum(state["samples"].values()), state["pool"]["held"]) == ("", 0, 0)
+        assert (state["closed"], state["pool"]["held"]) == ("", 0)
 
 
 def test_rounds_beside_hostile_neighbours_are_exact(normal: LiveServer, run: str) -> None:
