@@ -7,11 +7,11 @@ the newest run that has it, and begins with a line that names machine and commit
 import re
 from collections.abc import Callable
 from functools import partial
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 from bench import agent_tables, learning_page
 from bench.learning_stats import paired
-from bench.record import Row, newest
+from bench.record import Row, newest_run
 
 Cells = list[list[str]]
 MARKER = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -49,7 +49,7 @@ def _of(rows: list[Row], bench: str) -> list[Row]:
 
 def suspend(rows: list[Row]) -> tuple[list[Row], Cells]:
     """End of a round with running samples, and their return, per tier."""
-    used = newest(_of(rows, "suspend"))
+    used = newest_run(_of(rows, "suspend"))
     head = ["tier", "quota to reply, ms (p50, p99)", "pages copied after, ms", "stall p99, steps"]
     cells = [[*head, "request to all running, ms", "stall p99 then, steps"]]
     for row in used:
@@ -63,7 +63,7 @@ def suspend(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Medians from the last finish to the last byte at the client, in JSON."""
-    used = newest([row for row in _of(rows, "stop_latency") if row.get("running")])
+    used = newest_run([row for row in _of(rows, "stop_latency") if row.get("running")])
     cells = [["running", "batch quota, ms", "tokens after the quota", "client-side, ms", "tokens after the quota"]]
     for running in sorted({row["running"] for row in used}):
         line = [str(running)]
@@ -105,7 +105,7 @@ ONLY_IN_ROUNDS = ("prefills of leaders", "between two rounds: push, request, rep
 
 def timeline(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Milliseconds per step of the scheduler's loop, in rounds and with a full batch."""
-    used = newest(_of(rows, "timeline"))
+    used = newest_run(_of(rows, "timeline"))
     columns = {row["what"]: row for row in used}
     cells = [["ms per step", *(f"{what}, {row['rows']:.4g} rows" for what, row in columns.items())]]
     totals = dict.fromkeys(columns, 0.0)
@@ -122,7 +122,7 @@ def timeline(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def host_time(rows: list[Row]) -> tuple[list[Row], Cells]:
     """CPU time of the scheduler loop per decode step, outside of the model and of drawing tokens."""
-    used = newest(_of(rows, "host_time"))
+    used = newest_run(_of(rows, "host_time"))
     cells = [["running", "stock, ms (lowest to highest)", "batch quota, ms", "more than stock, ms"]]
     for running in sorted({row["running"] for row in used}):
         found = {
@@ -136,21 +136,19 @@ def host_time(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Overhead of the plugin and of its journal, and CPU time of its bookkeeping."""
-    overhead = newest(_of(rows, "overhead"))
+    overhead = newest_run(_of(rows, "overhead"))
     cells, used = [["what", "value", "spread"]], list(overhead)
     for case, title in (("idle", "plugin idle"), ("round open", "beside an open round")):
         ratios = [row["ratio"] for row in overhead if row["case"] == case]
         if ratios:
-            spread = (
-                f"mean {mean(ratios):.3f}, standard error {stdev(ratios) / len(ratios) ** 0.5:.3f}, {len(ratios)} pairs"
-            )
-            cells.append([f"output tokens/s, {title}, relative to the stock server", f"{median(ratios):.3f}", spread])
-    if journal := newest([row for row in rows if "journal_bytes" in row], "time"):
+            what = f"output tokens/s, {title}, relative to the stock server"
+            cells.append([what, f"{median(ratios):.3f}", agent_tables.spread(ratios)])
+    if journal := newest_run([row for row in rows if "journal_bytes" in row], "time"):
         runs = [value for values in journal[-1]["runs_tokens_per_s"].values() for value in values]
         spread = f"{len(runs) // 2} runs each, {min(runs):,.0f} to {max(runs):,.0f} tokens/s"
         cells.append(["delivered tokens/s with the journal, relative to none", f"{journal[-1]['ratio']:.3f}", spread])
         used += journal
-    if kept := newest(_of(rows, "bookkeeping"), "time"):
+    if kept := newest_run(_of(rows, "bookkeeping"), "time"):
         row = kept[-1]
         for name, title in (("suspend", "suspending"), ("lookup", "looking up"), ("place", "placing")):
             cells.append([f"CPU time of {title} one of 100,000 partials, µs", f"{row[f'{name}_us']:.1f}", ""])
@@ -164,7 +162,7 @@ def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def prompt_sharing(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Host tokens of all partials after a round, with and without shared prompts."""
-    used = newest(_of(rows, "prompt_sharing"), "time")
+    used = newest_run(_of(rows, "prompt_sharing"), "time")
     cells = [["", "`n`", "prompt", "response", "partials", "tokens, shared", "separate", "saved"]]
     for row in used:
         sizes = [f"{row[name]:,}" for name in ("n", "prompt", "mean", "partials")]
@@ -175,7 +173,7 @@ def prompt_sharing(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def kernels(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Page copies on a CPU against SGLang's own."""
-    used = [row for row in newest(_of(rows, "kernels")) if not row.get("skipped")]
+    used = [row for row in newest_run(_of(rows, "kernels")) if not row.get("skipped")]
     cells = [
         [
             "tokens",
@@ -210,7 +208,7 @@ QUIET_SEEDS = (2, 3, 4)
 
 def learning(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Held-out reward after equal numbers of samples, paired over seeds."""
-    used = newest([row for row in _of(rows, "learning") if row["kind"] == "run"])
+    used = newest_run([row for row in _of(rows, "learning") if row["kind"] == "run"])
     found = learning_page.by_variant(used)
     base = {seed: row["reward_final"] for seed, row in found.get("synchronous", {}).items()}
     head = ["", "seeds", "held-out reward", "minus waiting for all (95 %)", "off-policy", "≥ 3 versions"]
@@ -238,7 +236,7 @@ def _percent(runs: dict[int, Row], key: str) -> str:
 
 def int8_error(rows: list[Row]) -> tuple[list[Row], Cells]:
     """What int8 pages change, by the pool's type."""
-    used = [row for row in newest(_of(rows, "int8_error")) if row["pages"] == "int8"]
+    used = [row for row in newest_run(_of(rows, "int8_error")) if row["pages"] == "int8"]
     head = ["pool", "largest error, of the head's maximum", "RMS error", "drift of later logprobs: mean, p99, largest"]
     cells = [[*head, "same greedy token"]]
     for row in used:
@@ -250,7 +248,7 @@ def int8_error(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def simulated(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Delivered tokens/s, measured and as the model predicts them."""
-    used = newest(_of(rows, "simulate validate"))
+    used = newest_run(_of(rows, "simulate validate"))
     cells = [["", "measured", "model", "ratio", "without the fitted costs"]]
     for row in used:
         rates = [f"{row['measured']:,.0f}", f"{row['model']:,.0f}"]
@@ -260,7 +258,7 @@ def simulated(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def projected(rows: list[Row]) -> tuple[list[Row], Cells]:
     """What the model predicts for GPUs."""
-    used = newest(_of(rows, "simulate project"))
+    used = newest_run(_of(rows, "simulate project"))
     cells = [["setting", "slots", "× synchronous", "× outside", "of the limit"]]
     for row in used:
         ratios = [f"{row[name]:.2f}" for name in ("over_synchronous", "over_outside", "share")]

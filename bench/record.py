@@ -83,7 +83,7 @@ def read_rows(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def newest(rows: list[Row], key: str = "run_id") -> list[Row]:
+def newest_run(rows: list[Row], key: str = "run_id") -> list[Row]:
     """The rows of the newest run: those that agree in `key` with the newest one."""
     last = max(rows, key=lambda row: row["time"], default=None)
     return [] if last is None else [row for row in rows if row.get(key) == last.get(key)]
