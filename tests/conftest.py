@@ -1,4 +1,7 @@
-"""With several workers (`make test`), the tests of a file stay together: its fixtures are made once for all of them."""
+"""The order of tests over several workers (`make test`), and the report of reruns and guards.
+
+The tests of a file stay together, so that its fixtures are made once.
+"""
 
 from pathlib import Path
 
