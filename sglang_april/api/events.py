@@ -130,8 +130,8 @@ class Named(msgspec.Struct, tag=True):
     version: int
 
 
-class AttachedEnded(msgspec.Struct, tag=True):
-    """An attached request has ended: how its output was drawn."""
+class EndedRequest(msgspec.Struct):
+    """An attached request that has ended: how its output was drawn."""
 
     rid: str
     spans: list[Span]
@@ -139,6 +139,12 @@ class AttachedEnded(msgspec.Struct, tag=True):
     """Policy version when the request ended."""
     drawn: tuple[Prompt, FinishedSample] | None = None
     """What the audit needs, if the server has one and the request was not aborted."""
+
+
+class AttachedEnded(msgspec.Struct, tag=True):
+    """Attached requests have ended, those of one step together."""
+
+    requests: list[EndedRequest]
 
 
 class RoundWaits(msgspec.Struct, tag=True):

@@ -28,6 +28,7 @@ from sglang_april.api.commands import (
 from sglang_april.api.events import (
     Answer,
     AttachedEnded,
+    EndedRequest,
     Event,
     Finished,
     JournalFault,
@@ -68,6 +69,7 @@ __all__ = [
     "Drop",
     "EndReason",
     "EndTrajectories",
+    "EndedRequest",
     "Event",
     "ExtendRound",
     "Extension",

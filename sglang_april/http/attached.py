@@ -5,7 +5,7 @@ import logging
 from collections import OrderedDict
 from typing import Any
 
-from sglang_april.api import messages
+from sglang_april.api.messages import EndedRequest
 
 logger = logging.getLogger("sglang_april")
 
@@ -19,24 +19,24 @@ class AttachedRequests:
     """Descriptions by `rid`. They and the answers arrive through different processes, in any order."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[str, messages.AttachedEnded] = OrderedDict()
-        self._waiting: dict[str, asyncio.Future[messages.AttachedEnded]] = {}
+        self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
+        self._waiting: dict[str, asyncio.Future[EndedRequest]] = {}
         self._warned = False
 
-    def receive(self, message: messages.AttachedEnded) -> None:
+    def receive(self, ended: EndedRequest) -> None:
         """Store the description of a request that has ended in the scheduler."""
-        future = self._waiting.pop(message.rid, None)
+        future = self._waiting.pop(ended.rid, None)
         if future is not None and not future.done():
-            future.set_result(message)
+            future.set_result(ended)
             return
-        self._ended[message.rid] = message
+        self._ended[ended.rid] = ended
         if len(self._ended) > UNTAKEN:
             self._ended.popitem(last=False)
 
     async def description(self, rid: str) -> dict[str, Any]:
         """`spans`, `staleness` and `policy_version` of an answered request; empty if the scheduler never had it."""
         try:
-            message = self._ended.pop(rid, None) or await self._next(rid)
+            ended = self._ended.pop(rid, None) or await self._next(rid)
         except TimeoutError:
             if not self._warned:
                 self._warned = True
@@ -47,14 +47,14 @@ class AttachedRequests:
                     LIMIT_S,
                 )
             return {}
-        oldest = message.spans[0].version if message.spans else message.policy_version
+        oldest = ended.spans[0].version if ended.spans else ended.policy_version
         return {
-            "spans": [{"start": s.start, "end": s.end, "version": s.version, "kv": s.kv} for s in message.spans],
-            "policy_version": message.policy_version,
-            "staleness": message.policy_version - oldest,
+            "spans": [{"start": s.start, "end": s.end, "version": s.version, "kv": s.kv} for s in ended.spans],
+            "policy_version": ended.policy_version,
+            "staleness": ended.policy_version - oldest,
         }
 
-    async def _next(self, rid: str) -> messages.AttachedEnded:
+    async def _next(self, rid: str) -> EndedRequest:
         future = self._waiting[rid] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(future, LIMIT_S)

@@ -199,10 +199,11 @@ class AprilService:
         elif isinstance(message, messages.TrajectoriesRemoved):
             self.trajectories.remove(message.run, message.ids)
         elif isinstance(message, messages.AttachedEnded):
-            self.attached.receive(message)
-            if message.drawn is not None:
-                prompt, sample = message.drawn
-                self.audit.offer(sample, prompt)
+            for request in message.requests:
+                self.attached.receive(request)
+                if request.drawn is not None:
+                    prompt, sample = request.drawn
+                    self.audit.offer(sample, prompt)
         elif isinstance(message, messages.RoundEnded):
             self._round_ended(message)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sglang_april.api import messages
-from sglang_april.api.messages import FinishedSample
+from sglang_april.api.messages import EndedRequest, FinishedSample
 from sglang_april.api.types import LEGS
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
@@ -39,7 +39,7 @@ class Attached:
 
     def refused(self, rid: str) -> None:
         """Report the end of a request that never began, so that its answer does not wait for a description."""
-        self._c.recorder.send(messages.AttachedEnded(rid, [], self._c.clock.version))
+        self._c.recorder.send(messages.AttachedEnded([EndedRequest(rid, [], self._c.clock.version)]))
 
     def begin(
         self,
@@ -110,17 +110,20 @@ class Attached:
         self._c.recorder.asked_again(saved.gid, same=same)
         return saved if same else None
 
-    def end(self, sample: Sample, reason: dict[str, Any] | None = None) -> None:
-        """Report spans and version of a request that SGLang has answered or is about to answer, finished or aborted.
+    def end(self, samples: Iterable[Sample], reason: dict[str, Any] | None = None) -> None:
+        """Report spans and version of requests that SGLang has answered or is about to answer, finished or aborted.
 
-        The engine's request stays with SGLang, which may report it again: a request that has ended is ignored.
+        The engine's requests stay with SGLang, which may report them again: a request that has ended is ignored.
 
         Args:
-            reason: the finish reason, if the engine's request has none.
+            reason: the finish reason, if an engine's request has none.
         """
+        ended = [self._end(sample, reason) for sample in samples if sample.group.id in sample.group.run.groups]
+        if ended:
+            self._c.recorder.send(messages.AttachedEnded(ended))
+
+    def _end(self, sample: Sample, reason: dict[str, Any] | None) -> EndedRequest:
         c, run = self._c, sample.group.run
-        if sample.group.id not in run.groups:
-            return
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
         result = c.engine.answered(sample) if c.audited else None
@@ -144,7 +147,7 @@ class Attached:
         if result is not None:
             result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), rid
             drawn = sample.group.prompt, result
-        c.recorder.send(messages.AttachedEnded(rid, sample.closed_spans(), c.clock.version, drawn))
+        return EndedRequest(rid, sample.closed_spans(), c.clock.version, drawn)
 
     def _parks(self, sample: Sample, trajectory: Trajectory) -> bool:
         """Whether the sample keeps its KV for the next leg."""
@@ -196,10 +199,10 @@ class Attached:
     def abort(self, samples: list[Sample]) -> None:
         """Answer requests with the tokens that they have."""
         self._suspender.suspend_now(samples)
-        for sample in samples:
-            if sample.request is not None:  # the step in flight has not ended it
-                self._c.engine.answer_aborted(sample)
-                self.end(sample)
+        pending = [sample for sample in samples if sample.request is not None]  # the step in flight has not ended them
+        for sample in pending:
+            self._c.engine.answer_aborted(sample)
+        self.end(pending)
 
     def named(self, wanted: Callable[[Any], bool]) -> list[Sample]:
         """The attached requests whose engine's request is `wanted`."""

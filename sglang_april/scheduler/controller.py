@@ -171,6 +171,7 @@ class Controller:
     def progress(self, steps: Iterable[Progress]) -> None:
         """Count tokens and finishes; finished samples leave the scheduler at once."""
         done: list[messages.FinishedSample] = []
+        ended: list[Sample] = []
         run, tokens, interval = None, 0, self.context.recorder.interval
         for sample, length, prefilled, finished in steps:
             drawn, group = length - sample.length, sample.group
@@ -183,12 +184,13 @@ class Controller:
                 self._prefilled(sample, drawn, prefilled)
             sample.length = length
             if finished and sample.attached:
-                self.attached.end(sample)
+                ended.append(sample)
             elif finished:
                 done.append(self._finish(sample, None))
             elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
                 self.context.recorder.drawn(sample)
         self._count(run, tokens)
+        self.attached.end(ended)
         self._announce(done)
 
     def _prefilled(self, sample: Sample, drawn: int, prefilled: int) -> None:
@@ -218,7 +220,7 @@ class Controller:
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
         """The engine ended the sample outside of a step (queue limit, out of memory): deliver it (`delivered-once`)."""
         if sample.attached:
-            self.attached.end(sample, reason)
+            self.attached.end([sample], reason)
         elif sample.state is State.RUNNING:
             self._announce([self._finish(sample, reason)])
 

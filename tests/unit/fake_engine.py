@@ -192,7 +192,7 @@ class FakeEngine(FakeLoop):
         if sample.journal.answered is not None:
             self.controller.suspender.suspend_now([sample])
             request.reason = sample.journal.answered.finish_reason
-            attached.end(sample)
+            attached.end([sample])
         elif sample.state is State.RUNNING:
             attached.created(sample)
         return sample

@@ -36,7 +36,8 @@ class FaultLoop(CrashLoop):
     def publish(self, message: PipeMessage) -> None:
         """An answer to an attached request is checked first."""
         if isinstance(message, messages.AttachedEnded):
-            self.requests.ended(message)
+            for request in message.requests:
+                self.requests.ended(request)
         elif isinstance(message, messages.LegEnded):
             self.requests.leg_ended(message)
         super().publish(message)
@@ -201,8 +202,9 @@ class FaultClient(CrashClient):
     def observe(self, message: PipeMessage) -> None:
         match message:
             case messages.AttachedEnded():
-                assert message.rid not in self.requests, f"{message.rid} is answered twice"
-                self.requests.add(message.rid)
+                for rid in [request.rid for request in message.requests]:
+                    assert rid not in self.requests, f"{rid} is answered twice"
+                    self.requests.add(rid)
             case messages.LegEnded():
                 assert message.trajectory not in self.left, message
                 legs = self.legs.setdefault(message.trajectory, {})

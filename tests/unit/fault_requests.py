@@ -97,7 +97,7 @@ class FaultedRequests:
         assert output == [token(seed_of(leg.rid), t) for t in range(len(output))]
         self._histories[leg.trajectory] = [*self._asked[leg.rid].prompt, *output]
 
-    def ended(self, event: messages.AttachedEnded) -> None:
+    def ended(self, event: messages.EndedRequest) -> None:
         """The engine answers a request: once, with its tokens and spans."""
         assert event.rid not in self.answered, f"{event.rid} is answered twice"
         self.answered.add(event.rid)

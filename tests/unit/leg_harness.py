@@ -43,6 +43,10 @@ class LegHarness:
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
+    def answered(self) -> list[messages.EndedRequest]:
+        """Attached requests that have ended."""
+        return [request for event in self.of(messages.AttachedEnded) for request in event.requests]
+
     def do(self, act: Callable[[FakeEngine], Any]) -> Any:
         results = [act(e) for e in self.engines]
         self.check()

@@ -15,7 +15,7 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 from sglang_april.adapter.core import hooks_attached
 from sglang_april.adapter.core.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
-from sglang_april.api.messages import AttachedEnded, Span
+from sglang_april.api.messages import EndedRequest, Span
 from sglang_april.http import attached
 from sglang_april.http.attached import AttachedRequests
 
@@ -110,8 +110,8 @@ def test_a_leg_is_one_request() -> None:
         attach(request(), {RUN: "r", GROUP: "g"}, None)
 
 
-def ended(rid: str) -> AttachedEnded:
-    return AttachedEnded(rid, [Span(0, 2, 3, "fresh"), Span(2, 5, 4, "kept")], 4)
+def ended(rid: str) -> EndedRequest:
+    return EndedRequest(rid, [Span(0, 2, 3, "fresh"), Span(2, 5, 4, "kept")], 4)
 
 
 def test_a_description_may_come_before_or_after_the_answer() -> None:

@@ -18,7 +18,7 @@ def abort_both(e: FakeEngine) -> None:
 
 
 def spans(w: LegHarness, rid: str) -> list[tuple[int, str]]:
-    (ended,) = [event for event in w.of(messages.AttachedEnded) if event.rid == rid]
+    (ended,) = [event for event in w.answered() if event.rid == rid]
     return [(span.version, span.kv) for span in ended.spans]
 
 
@@ -59,7 +59,7 @@ def test_the_audit_gets_requests_that_were_not_aborted(names: tuple[str, ...]) -
     w.leg("agents", "b", PROMPT, 50, *names)
     w.step(8)
     w.abort("b")
-    drawn = {event.rid: event.drawn for event in w.of(messages.AttachedEnded)}
+    drawn = {event.rid: event.drawn for event in w.answered()}
     assert drawn["b"] is None
     assert drawn["a"] is not None
     prompt, sample = drawn["a"]

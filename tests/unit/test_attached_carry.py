@@ -26,7 +26,7 @@ def test_attached_requests_count_and_are_never_refused() -> None:
     assert w.leg("run", "b", PROMPT, 60)
     for _ in range(200):
         w.step()
-    ended = {e.rid: e.spans[-1].end for e in w.of(messages.AttachedEnded)}
+    ended = {e.rid: e.spans[-1].end for e in w.answered()}
     assert ended == {"a": 60, "b": 60}
     assert carry() == 0
     assert w.command(messages.OpenRound, spec=spec, prompts=prompts, params=params).status == 200

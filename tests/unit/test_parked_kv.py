@@ -240,4 +240,4 @@ def test_kv_that_is_parked_as_memory_runs_out_is_freed_for_the_next_decode(w: Le
         if not w.engine.running and not w.engine.waiting:
             break
     assert w.ended("a") is not None
-    assert [event.rid for event in w.of(messages.AttachedEnded)] == ["a", "alone"]
+    assert [event.rid for event in w.answered()] == ["a", "alone"]

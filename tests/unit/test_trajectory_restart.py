@@ -164,7 +164,7 @@ def test_a_leg_whose_answer_was_lost_is_not_recorded_twice(w: JournalledLegs) ->
     w.crash()
     again = [*w.before_sequence("a0"), 1]
     w.leg("run", "a1", again, 3, "a")
-    (answered,) = w.of(messages.AttachedEnded)
+    (answered,) = w.answered()
     assert answered.rid == "a1"
     assert not w.of(messages.LegEnded)
     assert w.record("a") == before
@@ -198,7 +198,7 @@ def test_a_done_leg_is_recorded_before_its_answer(w: JournalledLegs) -> None:
     """`journal-before-reply`: what a caller has seen of a leg is in the record after any crash."""
     w.open("run", None)
     w.leg("run", "a", PROMPT, 3, "a")
-    while not w.of(messages.AttachedEnded):
+    while not w.answered():
         assert not w.of(messages.LegEnded)
         w.step()
     w.crash()

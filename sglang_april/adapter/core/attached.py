@@ -79,7 +79,7 @@ def _answer_again(s: Scheduler, sample: Sample) -> None:
     req.april_output.unpack(req)
     req.finished_reason = SavedReason(answer.finish_reason)
     s.output_streamer.stream_output([req], req.return_logprob)
-    s.april.attached.end(sample)
+    s.april.attached.end([sample])
 
 
 def queue_attached(s: Scheduler, req: Req) -> None:

@@ -48,6 +48,10 @@ def problem(request: Any, vocab: int) -> str:
         value = getattr(params, name)
         if value is not None and not least <= value <= most:
             return f"sampling_params.{name}: must be from {least} to {most}"
+    if request.logprob_start_len < -1:
+        return "logprob_start_len: must be a position in the prompt, or -1"
+    if any(not 0 <= token < vocab for token in request.token_ids_logprob or ()):
+        return f"token_ids_logprob: must be whole numbers from 0 to {vocab - 1}"
     if any(not 0 <= token < vocab for token in params.stop_token_ids or ()):
         return f"sampling_params.stop_token_ids: must be whole numbers from 0 to {vocab - 1}"
     if any(not abs(bias) <= MAX_BIAS for bias in (params.logit_bias or {}).values()):
