@@ -54,7 +54,8 @@ def test_reserved_rid_is_refused_while_samples_run(
         ({"input_ids": [1], "sampling_params": {"repetition_penalty": 1e-44}}, "sampling_params.repetition_penalty"),
         ({"input_ids": [1], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len: Expected"),
         ({"input_ids": [7] * 40, "return_logprob": True, "logprob_start_len": -7}, "logprob_start_len: must be"),
-        ({"input_ids": [1], "return_logprob": True, "token_ids_logprob": [512]}, "token_ids_logprob: must be"),
+        ({"input_ids": [1], "lora_id": []}, "lora_id: Expected"),
+        ({"input_ids": [1], "positional_embed_overrides": -7}, "positional_embed_overrides: Expected"),
     ],
 )
 def test_request_that_would_end_the_scheduler_is_refused(

@@ -4,29 +4,12 @@ SGLang's routes check few types. The scheduler decodes each message by type and 
 number does not fit into a tensor, or when logits are no longer finite.
 """
 
-import functools
-from typing import Any
+from functools import cache
+from typing import Any, get_args
 
 import msgspec
+from sglang.srt.managers.io_struct import PickleWrapper, msgpack_decode, msgpack_encode
 
-CLIENT_FIELDS = frozenset(
-    {
-        "rid",
-        "return_logprob",
-        "logprob_start_len",
-        "top_logprobs_num",
-        "token_ids_logprob",
-        "stream",
-        "return_hidden_states",
-        "custom_logit_processor",
-        "routing_key",
-        "require_reasoning",
-        "priority",
-        "extra_key",
-        "no_logs",
-    }
-)
-"""Fields of a request that its client sets, beside its prompt and its sampling parameters."""
 MAX_BIAS = 1e30
 """Logits stay finite in float32."""
 RANGES: dict[str, tuple[float, float]] = {
@@ -40,18 +23,19 @@ RANGES: dict[str, tuple[float, float]] = {
 
 def problem(request: Any, vocab: int) -> str:
     """Why the scheduler would end; empty if it would not."""
+    kind: type[msgspec.Struct] = type(request)
+    sent = msgspec.structs.replace(request, **_pickled(kind))
+    try:
+        msgpack_decode(msgpack_encode(sent))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        return _undecodable(sent) or str(error)
     params = request.sampling_params
-    wrong = _undecodable(request, "") or _undecodable(params, "sampling_params.")
-    if wrong:
-        return wrong
     for name, (least, most) in RANGES.items():
         value = getattr(params, name)
         if value is not None and not least <= value <= most:
             return f"sampling_params.{name}: must be from {least} to {most}"
     if request.logprob_start_len < -1:
         return "logprob_start_len: must be a position in the prompt, or -1"
-    if any(not 0 <= token < vocab for token in request.token_ids_logprob or ()):
-        return f"token_ids_logprob: must be whole numbers from 0 to {vocab - 1}"
     if any(not 0 <= token < vocab for token in params.stop_token_ids or ()):
         return f"sampling_params.stop_token_ids: must be whole numbers from 0 to {vocab - 1}"
     if any(not abs(bias) <= MAX_BIAS for bias in (params.logit_bias or {}).values()):
@@ -59,19 +43,22 @@ def problem(request: Any, vocab: int) -> str:
     return ""
 
 
-def _undecodable(message: Any, place: str) -> str:
-    kind: type[msgspec.Struct] = type(message)
-    for name, decoder in _decoders(kind).items():
+@cache
+def _pickled(message: type[msgspec.Struct]) -> dict[str, None]:
+    """The fields that SGLang pickles before it sends the message, all without a value."""
+    return {f.name: None for f in msgspec.structs.fields(message) if PickleWrapper in get_args(f.type)}
+
+
+def _undecodable(message: msgspec.Struct, place: str = "") -> str:
+    """The first field that cannot be decoded, and why; empty if it is one of a type that SGLang encodes itself."""
+    for field in msgspec.structs.fields(message):
+        value, name = getattr(message, field.name), place + field.name
+        if isinstance(value, msgspec.Struct) and (inner := _undecodable(value, f"{name}.")):
+            return inner
         try:
-            decoder.decode(msgspec.msgpack.encode(getattr(message, name)))
-        except (msgspec.ValidationError, OverflowError) as error:
-            return f"{place}{name}: {error}"
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
+        except TypeError:
+            continue
+        except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+            return f"{name}: {error}"
     return ""
-
-
-@functools.cache
-def _decoders(message: type[msgspec.Struct]) -> dict[str, "msgspec.msgpack.Decoder[Any]"]:
-    fields = msgspec.structs.fields(message)
-    is_request = any(field.name == "sampling_params" for field in fields)
-    checked = [field for field in fields if field.name in CLIENT_FIELDS or not is_request]
-    return {field.name: msgspec.msgpack.Decoder(field.type) for field in checked}
