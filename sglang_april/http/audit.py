@@ -141,7 +141,9 @@ class Audit:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """No audit runs: the one in flight is aborted, which takes at most one step of the scheduler."""
+        """No audit runs: the one in flight is aborted, which takes at most one step of the scheduler. None begins under
+        a pause, in which SGLang holds it back, and its abort has no effect.
+        """
         self._pauses += 1
         try:
             if (rescoring := self._rescoring) is not None:
@@ -193,7 +195,7 @@ class Audit:
                 state = await self._scheduler()
                 self._move_to(state["policy_version"])
                 resting = state["running"] and time.monotonic() < rest_until
-                if state["closed"] or self._pauses or resting:
+                if state["closed"] or state["frozen"] or self._pauses or resting:
                     await asyncio.sleep(POLL_S)
                 elif waiting := [place for place, candidate in enumerate(self._chosen) if candidate is not None]:
                     began = time.monotonic()

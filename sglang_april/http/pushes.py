@@ -47,9 +47,8 @@ class Pushes:
 
     async def freeze(self) -> None:
         """Begin a pause: no sample takes a step, and the pause waits for no round."""
-        async with self._audit.paused():
-            await self._rpc.call(messages.Freeze(self._rpc.number()))
-            await self._weight_lock.release_all("pause")
+        await self._rpc.call(messages.Freeze(self._rpc.number()))
+        await self._weight_lock.release_all("pause")
 
     async def thaw(self) -> None:
         """End the pause."""

@@ -135,6 +135,7 @@ def brief(c: Context) -> dict[str, Any]:
     return {
         "policy_version": c.clock.version,
         "closed": c.closed(),
+        "frozen": c.frozen,
         "running": running,
         "released": c.engine.memory_released(),
     }

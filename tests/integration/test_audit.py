@@ -1,5 +1,6 @@
 """The online audit on a live server: it finds damaged KV and wrong spans, finds nothing else, and delays nothing."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ def test_a_damaged_page_and_a_wrong_span_of_an_attached_request_are_found(
             audited.push(1)
     assert len(audited.result_of(answer)["output_ids"]) == LENGTH
     finding(audited, run)
+
+
+def test_weight_calls_under_a_pause_do_not_wait_for_an_audit(audited: LiveServer, run: str) -> None:
+    """SGLang holds every request back while it is paused: an audit that begins then would wait for the end of the
+    pause, and the weight call for the audit."""
+    server = audited.server
+    server.rollout(run=run, prompts=[prompt("rest", 40, n=8)], quota=None)
+    server.post("/pause_generation", {"mode": "in_place"})
+    try:
+        time.sleep(1)  # several polls of the audit
+        assert server.state()["audit"]["waiting"]
+        assert audited.load(0)["success"]
+    finally:
+        server.post("/continue_generation", {"torch_empty_cache": False})
+    audit(audited)
 
 
 def test_pushes_flushes_and_pauses_do_not_wait_for_an_audit(audited: LiveServer, run: str) -> None:

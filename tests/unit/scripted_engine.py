@@ -84,7 +84,7 @@ class ScriptedEngine:
         if isinstance(command, messages.PushEnd):
             self.version += 1
         brief = isinstance(command, messages.GetState) and command.brief
-        more = {"closed": "", "running": self.running} if brief else {}
+        more = {"closed": "", "frozen": False, "running": self.running} if brief else {}
         return messages.Answer(command.seq, data={"policy_version": self.version, **more})
 
     def emit(self, message: messages.Event) -> None:

@@ -88,7 +88,7 @@ def refuse_harmful_values(tokenized: Any, manager: Any, obj: Any, *_args: Any, *
 
 async def freeze_before_pause(original: Original, manager: Any, obj: Any) -> Any:
     """AROUND `pause_generation`: SGLang would abort open rounds or wait for them, so they are frozen first."""
-    async with manager.april.pushes.pausing:
+    async with manager.april.pushes.pausing, manager.april.audit.paused():
         await manager.april.pushes.freeze()
         return await hooks_attached.pause(original, manager, obj)
 
