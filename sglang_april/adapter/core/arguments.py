@@ -18,11 +18,16 @@ CONTEXT = "a partial's KV would be spread over the ranks of a context"
 NO_HTTP = "a server without SGLang's HTTP front end has no rollout routes"
 DRAFTS = "a suspend does not keep the state of the draft model"
 EXTRA_STATE = "a suspend does not keep the extra state of this feature"
+REFUSED_FEATURE = "it concerns only a feature that is itself refused"
+REFUSED_MODEL = "it concerns only models that are themselves refused"
+PROCESS = "it concerns the process and its device"
+LOGGING = "it only affects logging, metrics and tracing"
+ROUTES = "it concerns SGLang's own routes and the encoding of requests and replies"
 
 ARGUMENTS: tuple[Rule, ...] = (
     accept(
         """model_path tokenizer_path tokenizer_mode tokenizer_backend skip_tokenizer_init load_format
-        model_loader_extra_config trust_remote_code context_length revision model_config_parser
+        model_loader_extra_config trust_remote_code context_length revision weight_version model_config_parser
         json_model_override_args download_dir model_checksum delete_ckpt_after_loading decrypted_config_file
         checkpoint_engine_wait_weights_before_ready custom_weight_loader weight_loader_disable_mmap
         weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
@@ -49,7 +54,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         """mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
         max_prefill_tokens prefill_max_requests schedule_conservativeness page_size swa_full_tokens_ratio
         disable_hybrid_swa_memory disable_chunked_prefix_cache num_continuous_decode_steps
-        scheduler_recv_interval""",
+        scheduler_recv_interval stream_interval sleep_on_idle""",
         "it sets the sizes of the pool and of batches, which the plugin reads from the scheduler",
     ),
     accept_only(
@@ -170,7 +175,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         speculative_boundary_reduction speculative_domino_candidate_pool_size
         speculative_use_block_verification speculative_dsa_topk_backend speculative_draft_sink_size
         speculative_enable_w4a4_mxfp4_megamoe""",
-        "it concerns only a feature that is itself refused",
+        REFUSED_FEATURE,
     ),
     accept(
         """max_mamba_cache_size mamba_full_memory_ratio mamba_backend mamba_ssm_dtype mamba_max_states_per_path
@@ -182,7 +187,7 @@ ARGUMENTS: tuple[Rule, ...] = (
         dsa_triton_union enable_dsa_fused_indexer enable_encoder_swa_bounded_replay
         enable_decoder_swa_bounded_replay ple_offload_embedding ple_offload_backend ple_offload_dir
         qsa_indexer_dtype swa_prefix_tails _swa_full_tokens_ratio_explicitly_set""",
-        "it concerns only models that are themselves refused",
+        REFUSED_MODEL,
     ),
     accept(
         """nccl_port dist_timeout dist_init_addr nnodes node_rank tp_size ep_size moe_dense_tp_size
@@ -225,7 +230,9 @@ ARGUMENTS: tuple[Rule, ...] = (
         "it chooses kernels and graphs; the KV pools that some of them need are checked by class",
     ),
     accept(
-        """enable_memory_saver enable_weights_cpu_backup disable_outlines_disk_cache""",
+        """enable_memory_saver enable_weights_cpu_backup disable_outlines_disk_cache
+        constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
+        constrained_json_max_whitespace_cnt""",
         "partials are evacuated before the pool is released, and grammars are SGLang's own",
     ),
     accept(
@@ -244,9 +251,9 @@ ARGUMENTS: tuple[Rule, ...] = (
         "it affects only requests that use it, and rollouts that use it are refused with 400",
     ),
     accept(
-        """device base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle
+        """device base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout
         custom_sigquit_handler numa_node gc_threshold""",
-        "it concerns the process and its device",
+        PROCESS,
     ),
     accept(
         """log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target
@@ -263,21 +270,19 @@ ARGUMENTS: tuple[Rule, ...] = (
         expert_balancedness_report_mode debug_tensor_dump_output_folder
         debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
         msprobe_dump_config""",
-        "it only affects logging, metrics and tracing",
+        LOGGING,
     ),
     accept(
         """host port fastapi_root_path grpc_port sidecar sidecar_args detokenizer_worker_num skip_server_warmup warmups
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh api_key admin_api_key
-        served_model_name weight_version chat_template hf_chat_template_name completion_template
+        served_model_name chat_template hf_chat_template_name completion_template
         file_storage_path enable_cache_report reasoning_parser default_chat_template_kwargs
         enable_strict_thinking tool_call_parser tool_server sampling_defaults asr_max_buffer_seconds
-        asr_max_concurrent_sessions preferred_sampling_params allow_auto_truncate stream_interval
+        asr_max_concurrent_sessions preferred_sampling_params allow_auto_truncate
         batch_notify_size stream_response_default_include_usage incremental_streaming_output
-        constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
         enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
         dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
-        enable_response_store trust_request_chat_template return_input_ids return_output_ids
-        constrained_json_max_whitespace_cnt""",
-        "it concerns SGLang's own routes and the encoding of requests and replies",
+        enable_response_store trust_request_chat_template return_input_ids return_output_ids""",
+        ROUTES,
     ),
 )

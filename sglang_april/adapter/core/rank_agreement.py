@@ -17,6 +17,8 @@ from sglang.srt.managers.scheduler import Scheduler
 import april_kernels
 import sglang_april
 from sglang_april.adapter import versions
+from sglang_april.adapter.core import arguments
+from sglang_april.adapter.core.arguments import LOGGING, PROCESS, REFUSED_FEATURE, REFUSED_MODEL, ROUTES
 from sglang_april.adapter.core.build_store import TierBudgets
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.config import FLAGS, AprilConfig
@@ -26,57 +28,33 @@ PATHS = ("disk_dir", "journal")
 """Flags whose values may differ: only whether they are given is compared."""
 OF_MACHINE = ("host_gb", "disk_gb", "servers_per_machine")
 """Flags that budgets depend on: the smallest budget counts."""
-ARGUMENTS = (
-    "abort_on_priority_when_disabled",
-    "attention_backend",
-    "chunked_prefill_size",
-    "context_length",
-    "decode_attention_backend",
-    "disable_chunked_prefix_cache",
-    "disable_overlap_schedule",
-    "disable_priority_preemption",
-    "disable_radix_cache",
-    "dtype",
-    "enable_deterministic_inference",
-    "enable_dynamic_chunking",
-    "enable_fp32_lm_head",
-    "enable_lora",
-    "enable_mixed_chunk",
-    "enable_prefill_delayer",
-    "enable_priority_scheduling",
-    "enable_two_batch_overlap",
-    "ep_size",
-    "grammar_backend",
-    "kv_cache_dtype",
-    "load_format",
-    "max_prefill_tokens",
-    "max_queued_requests",
-    "max_running_requests",
-    "max_total_tokens",
-    "min_free_slots_delay",
-    "model_impl",
-    "moe_runner_backend",
-    "nnodes",
-    "num_continuous_decode_steps",
-    "page_size",
-    "prefill_attention_backend",
-    "prefill_max_requests",
-    "priority_scheduling_preemption_threshold",
-    "quantization",
-    "radix_eviction_policy",
-    "retraction_policy",
-    "revision",
-    "sampling_backend",
-    "schedule_conservativeness",
-    "schedule_low_priority_values_first",
-    "schedule_policy",
-    "scheduler_recv_interval",
-    "sleep_on_idle",
-    "stream_interval",
-    "tp_size",
-    "weight_version",
+UNCOMPARED = (REFUSED_FEATURE, REFUSED_MODEL, PROCESS, LOGGING, ROUTES)
+"""Reasons of the arguments that schedulers do not decide by."""
+OF_RANK = frozenset(
+    [
+        "model_path",
+        "tokenizer_path",
+        "download_dir",
+        "decrypted_config_file",
+        "weight_cache_socket",
+        "kt_weight_path",
+        "remote_instance_weight_loader_seed_instance_ip",
+        "remote_instance_weight_loader_seed_instance_service_port",
+        "remote_instance_weight_loader_send_weights_group_ports",
+        "engine_info_bootstrap_port",
+        "gated_launch_port",
+        "nccl_port",
+        "dist_init_addr",
+        "node_rank",
+        "mooncake_ib_device",
+        "mem_fraction_static",
+    ]
 )
-"""SGLang's arguments that its scheduling, its pools or the sampled tokens depend on."""
+"""Arguments that machines or ranks set differently. Of the memory, the tokens of the pool are compared."""
+ARGUMENTS = tuple(
+    name for rule in arguments.ARGUMENTS if rule.why not in UNCOMPARED for name in rule.names if name not in OF_RANK
+)
+"""SGLang's arguments that its scheduling, its pools, its collectives or the sampled tokens may depend on."""
 
 ENVIRONMENT = (
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
@@ -146,7 +124,7 @@ def _compared(s: Scheduler, config: AprilConfig, page_format: PageFormat) -> dic
     flags = {flag.option: getattr(config, flag.field) for flag in FLAGS if flag.field not in OF_MACHINE}
     flags |= {flag.option: "a path" if getattr(config, flag.field) else None for flag in FLAGS if flag.field in PATHS}
     args = shape.resolved(s.server_args)
-    arguments = {_option(name): getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
+    given = {_option(name): getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
     found: dict[str, Any] = {
         "the reviewed source of sglang": versions.installed()["sglang"],
         "the files of sglang that sglang-april relies on (their digest)": versions.source_digest(),
@@ -154,7 +132,7 @@ def _compared(s: Scheduler, config: AprilConfig, page_format: PageFormat) -> dic
         "the version of Python": ".".join(map(str, sys.version_info[:2])),
         "the sources of sglang-april (their digest)": sources_digest(),
         **flags,
-        **arguments,
+        **given,
         **{name: os.environ.get(name) for name in ENVIRONMENT},
         "the shape of the model": _model(s),
         "the tokens of the KV pool": s.max_total_num_tokens,
