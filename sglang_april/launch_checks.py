@@ -53,15 +53,15 @@ def _port_in_use(host: str, port: int) -> str | None:
 
 
 def damage_of(model: str, load_format: str = "auto") -> str | None:
-    """Why the checkpoint in the folder `model` cannot be loaded, or None. A name of a model hub is not checked.
+    """Why the checkpoint in the folder `model` cannot be loaded, or None. A name of a model hub, or a URL, is not
+    checked.
 
     Args:
         load_format: SGLang's `--load-format`; weights are required only of `auto`, which reads WEIGHTS.
     """
     folder = Path(model)
     if not folder.exists():
-        looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
-        return f"--model-path {model} does not exist" if looks_local else None
+        return f"--model-path {model} does not exist" if _looks_local(model) else None
     if folder.is_file():
         return None
     config = folder / "config.json"
@@ -81,12 +81,30 @@ def damage_of(model: str, load_format: str = "auto") -> str | None:
     return next((reason for path in sorted(folder.glob("*.safetensors")) if (reason := _truncated(path))), None)
 
 
+def _looks_local(model: str) -> bool:
+    """Whether a path that does not exist is meant as one: hubs have names (`gpt2`) and owners with names."""
+    if "://" in model:
+        return False
+    return (
+        model.startswith(("/", "./", "../", "~"))
+        or model.count("/") > 1
+        or ("/" in model and Path(model).parent.is_dir())
+    )
+
+
 def no_tokenizer(model: str) -> str | None:
-    """That the folder `model` has no file of a tokenizer, or None."""
+    """That the folder `model` has no file of a tokenizer, or a damaged one, or None."""
     folder = Path(model)
-    if not folder.is_dir() or any(path for pattern in TOKENIZERS for path in folder.glob(pattern)):
+    if not folder.is_dir():
         return None
-    return f"--model-path {model} has no tokenizer; --tokenizer-path names another folder that has one"
+    if not any(path for pattern in TOKENIZERS for path in folder.glob(pattern)):
+        return f"--model-path {model} has no tokenizer; --tokenizer-path names another folder that has one"
+    for path in sorted(folder.glob("tokenizer*.json")):
+        try:
+            json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            return f"{path} is damaged: {type(error).__name__}: {error}"
+    return None
 
 
 def _truncated(path: Path) -> str | None:

@@ -32,13 +32,15 @@ def model(tmp_path: Path) -> Path:
 
 def test_sound_checkpoints_pass(model: Path) -> None:
     assert damage_of(str(model)) is None
-    assert damage_of("Qwen/Qwen3-4B") is None  # on a model hub
+    for elsewhere in ("Qwen/Qwen3-4B", "gpt2", "s3://bucket/models/mine", "redis://host/db/mine"):
+        assert damage_of(elsewhere) is None
     assert damage_of(str(model / "model.safetensors")) is None
 
 
 def test_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     assert damage_of(str(tmp_path / "none")) == f"--model-path {tmp_path / 'none'} does not exist"
     assert damage_of("models/of/mine") == "--model-path models/of/mine does not exist"
+    assert damage_of("tests/nowhere") == "--model-path tests/nowhere does not exist"
     assert "has no config.json" in str(damage_of(str(tmp_path)))
 
 
@@ -68,6 +70,12 @@ def test_folder_without_a_tokenizer_is_refused(model: Path) -> None:
     assert f"--model-path {model} has no tokenizer" in str(reason_not_startable(given))
     assert reason_not_startable([*given, "--tokenizer-path", "elsewhere"]) is None
     assert reason_not_startable([*given, "--skip-tokenizer-init"]) is None
+
+
+def test_damaged_tokenizer_is_refused(model: Path) -> None:
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text()[:100])
+    assert f"{tokenizer} is damaged: JSONDecodeError" in str(reason_not_startable(["--model", str(model), "--port=0"]))
 
 
 @pytest.mark.parametrize("keep", [4, 100, 0.5, -1])
