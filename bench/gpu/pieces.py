@@ -7,8 +7,18 @@ from pathlib import Path
 from bench import record
 
 LIVE = record.ROOT / "tests" / "integration"
-NOT_ON_ONE_GPU = ("test_tp2", "test_tp2_killed", "test_two_machines", "test_ranks_differ", "test_loop_ray")
-"""Live tests with two ranks: two ranks on one GPU cannot form an NCCL group."""
+NOT_ON_ONE_GPU = {
+    **dict.fromkeys(
+        ("test_tp2", "test_tp2_killed", "test_two_machines", "test_ranks_differ", "test_loop_ray"),
+        "two ranks on one GPU cannot form an NCCL group",
+    ),
+    **dict.fromkeys(
+        ("test_areal", "test_sglang_router", "test_slime", "test_verl"), "it downloads packages, and no piece does"
+    ),
+    "test_gpu_rehearsal": "a rehearsal is for machines without a GPU",
+    "test_pace": "--april-cpu-pace paces the CPU platform only",
+}
+"""Live tests that are no piece on a GPU, with the reason."""
 REHEARSED = ("test_smoke",)
 """The live tests of a rehearsal; `make test` runs all of them."""
 PLAIN = "--attention-backend triton --sampling-backend pytorch"
