@@ -12,10 +12,11 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 if __name__ == "__main__" and not __package__:
     # As a script this folder would be on the path, and this file would hide Hugging Face's `kernels` from SGLang.
@@ -35,27 +36,74 @@ CPU_AT_LEAST_S = 0.02
 FAILED = "failed:"
 """Begins the reason of a case that should run here."""
 
+T = TypeVar("T")
 Times = tuple[float, float, float]
 """Milliseconds of one call: 20th, 50th and 80th percentile."""
 
 
-def timed(runs: Sequence[Callable[[], object]], device: str) -> list[Times]:
-    """Times of each function. On a CPU the functions alternate, so that background load affects all of them alike."""
-    if device != "cpu":
-        from triton.testing import do_bench
+def timed(found: Iterable[KernelCase | Missing], device: str) -> list[tuple[KernelCase, Times] | Missing]:
+    """Each case with its times, or why it has none: a case that fails costs its own row alone.
 
-        # It empties the L2 cache before every call.
-        return [tuple(do_bench(run, warmup=25, rep=200, quantiles=[0.2, 0.5, 0.8])) for run in runs]
-    for run in runs:
-        run()
-    calls = [max(1, math.ceil(CPU_AT_LEAST_S / _seconds(run, 1))) for run in runs]
-    took: list[list[float]] = [[] for _ in runs]
+    On a GPU a case is timed before the next one begins, because a fault of the device may end all that follow. On a CPU
+    the cases alternate, so that background load affects all of them alike.
+    """
+    if device != "cpu":
+        return [_tried(case, partial(_gpu_times, device)) for case in _with_error(found)]
+    tried = [_tried(case, _cpu_calls) for case in _with_error(found)]
+    counts = [one for one in tried if not isinstance(one, Missing)]
+    took: list[list[float]] = [[] for _ in counts]
     for _ in range(CPU_REPEATS):
-        for run, count, mine in zip(runs, calls, took, strict=True):
-            mine.append(1e3 * _seconds(run, count) / count)
+        for (case, count), mine in zip(counts, took, strict=True):
+            mine.append(1e3 * _seconds(case.run, count) / count)
     for mine in took:
         mine.sort()
-    return [(mine[CPU_REPEATS // 5], mine[CPU_REPEATS // 2], mine[-1 - CPU_REPEATS // 5]) for mine in took]
+    times = iter((mine[CPU_REPEATS // 5], mine[CPU_REPEATS // 2], mine[-1 - CPU_REPEATS // 5]) for mine in took)
+    return [one if isinstance(one, Missing) else (one[0], next(times)) for one in tried]
+
+
+def _with_error(found: Iterable[KernelCase | Missing]) -> Iterator[KernelCase | Missing]:
+    """The cases; what fails between two of them, as after a fault of the device, is the last one."""
+    try:
+        yield from found
+    except Exception as error:  # noqa: BLE001 - see _tried
+        yield _failed("all further cases", error)
+
+
+def _tried(case: KernelCase | Missing, call: Callable[[KernelCase], T]) -> tuple[KernelCase, T] | Missing:
+    """The case with what `call` returns for it, or the reason why it failed."""
+    if isinstance(case, Missing):
+        return case
+    try:
+        return case, call(case)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel or its compiler raises
+        return _failed(case.name, error)
+
+
+def _failed(name: str, error: Exception) -> Missing:
+    return Missing(name, f"{FAILED} {type(error).__name__}: {error}"[:500])
+
+
+def _gpu_times(device: str, case: KernelCase) -> Times:
+    from triton.testing import do_bench
+
+    case.run()
+    synchronize(device)
+    # `do_bench` empties the L2 cache before every call.
+    p20, p50, p80 = do_bench(case.run, warmup=25, rep=200, quantiles=[0.2, 0.5, 0.8])
+    synchronize(device)
+    return p20, p50, p80
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, so that the error of a kernel is raised here and not in a later case; nothing on a CPU."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _cpu_calls(case: KernelCase) -> int:
+    """Calls in one measurement of the case."""
+    case.run()
+    return max(1, math.ceil(CPU_AT_LEAST_S / _seconds(case.run, 1)))
 
 
 def _seconds(run: Callable[[], object], calls: int) -> float:
@@ -68,14 +116,12 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
 def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, Any]]:
     """One row per case, with its share of the peak."""
     testbed = KernelTestbed(config, tokens, device)
-    found = [_tried(case) for case in cases(testbed)]
-    times = iter(timed([case.run for case in found if isinstance(case, KernelCase)], device))
     rows: list[dict[str, Any]] = []
-    for case in found:
-        if isinstance(case, Missing):
-            rows.append({"name": case.name, "tokens": tokens, "skipped": case.why})
+    for one in timed(cases(testbed), device):
+        if isinstance(one, Missing):
+            rows.append({"name": one.name, "tokens": tokens, "skipped": one.why})
             continue
-        p20, p50, p80 = next(times)
+        case, (p20, p50, p80) = one
         moved = case.passes * (case.kv_bytes or testbed.kv_bytes)
         rate = {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "gb_per_s": moved / p50 / 1e6}
         row = {"name": case.name, "tokens": tokens, "programs": case.programs, "bytes_moved": moved, **rate}
@@ -85,16 +131,6 @@ def measured(config: KernelConfig, tokens: int, device: str) -> list[dict[str, A
         if row.get("peak") in rates:
             row["share_of_peak"] = row["gb_per_s"] / rates[row["peak"]]
     return rows
-
-
-def _tried(case: KernelCase | Missing) -> KernelCase | Missing:
-    """The case after a first call, which also compiles it; a case that fails costs its own row alone."""
-    if isinstance(case, KernelCase):
-        try:
-            case.run()
-        except Exception as error:  # noqa: BLE001 - whatever a kernel or its compiler raises
-            return Missing(case.name, f"{FAILED} {type(error).__name__}: {error}"[:500])
-    return case
 
 
 def run_fields(config: KernelConfig, device: str) -> dict[str, Any]:

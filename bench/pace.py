@@ -1,7 +1,7 @@
 """Tables of step times for `--april-cpu-pace`: modelled, or measured on a GPU.
 
     python -m bench.pace model                              # bench/pace_tables/*.json: four modelled tables
-    python -m bench.pace measure --model A --out FILE       # on a machine with a GPU; not run yet
+    python -m bench.pace measure --model A --out FILE       # on a GPU, not run yet; without --model: the tiny model
 
 The model. A decode step reads the weights that it uses and the KV of all rows, and multiplies rows with weights:
 
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from bench.rollout.limit import NeverFullError, decode_rate
 from bench.rollout.servers import Size, stock_server
 from bench.step_costs import prefill_seconds
 from examples import interrupt
+from examples.tiny_model import make
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (0, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -173,8 +175,8 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pace", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("model", help="write the modelled tables")
-    measure = commands.add_parser("measure", help="measure a table on this machine's GPU")
-    measure.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    measure = commands.add_parser("measure", help="measure a table on this machine")
+    measure.add_argument("--model", type=Path, help="folder of the checkpoint (default: the tiny model)")
     measure.add_argument("--out", type=Path, required=True, help="file for the table")
     measure.add_argument(
         "--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="batch sizes (%(default)s)"
@@ -195,10 +197,12 @@ def main(given: list[str] | None = None) -> int:
         print("--rows and --contexts need two values each", file=sys.stderr)
         return 2
     pool = rows[-1] * contexts[-1] // 4 + 20_000
-    size = Size(args.model, rows[-1], contexts[-1] + 128, pool, ("--disable-radix-cache",))
-    with stock_server(size, record.ROOT / "out" / "bench") as url:
-        name = f"{args.model.name} on one {record.gpu_name() or record.cpu_name()}, measured"
-        table = asyncio.run(measured(url, rows, contexts, name))
+    with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
+        checkpoint = args.model or make(Path(folder) / "tiny", dtype="float32")
+        size = Size(checkpoint, rows[-1], contexts[-1] + 128, pool, ("--disable-radix-cache",))
+        with stock_server(size, record.ROOT / "out" / "bench") as url:
+            name = f"{checkpoint.name} on one {record.gpu_name() or record.cpu_name()}, measured"
+            table = asyncio.run(measured(url, rows, contexts, name))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n")
     print(args.out)

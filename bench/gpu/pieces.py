@@ -7,8 +7,18 @@ from pathlib import Path
 from bench import record
 
 LIVE = record.ROOT / "tests" / "integration"
-NOT_ON_ONE_GPU = ("test_tp2", "test_tp2_killed", "test_two_machines", "test_ranks_differ", "test_loop_ray")
-"""Live tests with two ranks: two ranks on one GPU cannot form an NCCL group."""
+NOT_ON_ONE_GPU = {
+    **dict.fromkeys(
+        ("test_tp2", "test_tp2_killed", "test_two_machines", "test_ranks_differ", "test_loop_ray"),
+        "two ranks on one GPU cannot form an NCCL group",
+    ),
+    **dict.fromkeys(
+        ("test_areal", "test_sglang_router", "test_slime", "test_verl"), "it downloads packages, and no piece does"
+    ),
+    "test_gpu_rehearsal": "a rehearsal is for machines without a GPU",
+    "test_pace": "--april-cpu-pace paces the CPU platform only",
+}
+"""Live tests that are no piece on a GPU, with the reason."""
 REHEARSED = ("test_smoke",)
 """The live tests of a rehearsal; `make test` runs all of them."""
 PLAIN = "--attention-backend triton --sampling-backend pytorch"
@@ -67,9 +77,8 @@ def pieces(setting: GpuSetting) -> list[Piece]:
     stop = ["--running", "4", "--repetitions", "1"] if small else ["--running", "64", "256", "1024"]
     stop += [] if small else ["--reply-tokens", "1000000", "--server-options", PLAIN]
     found.append(Piece("stop", _python("bench.stop_latency", "--out", str(setting.rows("stop_latency")), *stop)))
-    found.append(_rollout("april", setting))
+    found += [_rollout("april", setting), _pace(setting)]
     if not small:
-        found.append(_pace(setting))
         found += [_rollout(preset, setting) for preset in ("long", "short-rounds", "dapo")]
     demo = ["--rounds", "1", "--warmup-rounds", "0", "--groups", "2", "--slots", "8", "--steps", "0"] if small else []
     found.append(Piece("demo", _python("examples.april_demo", "--out", str(setting.folder / "demo"), *demo)))
@@ -121,5 +130,6 @@ def _rollout(preset: str, setting: GpuSetting) -> Piece:
 
 def _pace(setting: GpuSetting) -> Piece:
     """Step times of this GPU, as a table for --april-cpu-pace."""
-    out = str(setting.folder / "pace.json")
-    return Piece("pace", _python("bench.pace", "measure", "--model", str(setting.models[0]), "--out", out))
+    small = ["--rows", "1", "2", "--contexts", "16", "32"]
+    sizes = small if setting.rehearsal else ["--model", str(setting.models[0])]
+    return Piece("pace", _python("bench.pace", "measure", "--out", str(setting.folder / "pace.json"), *sizes))

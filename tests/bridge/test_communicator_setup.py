@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer_bridge.push import distributed
 from trainer_bridge.push.distributed import DistributedTransport
 from trainer_bridge.push.push_target import WeightCallError
 from trainer_bridge.push.transport import WeightBucket
@@ -20,9 +21,25 @@ class RefusingTarget:
 
     url, info = "http://127.0.0.1:1", SimpleNamespace(tp_size=1)
 
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
     def weight_call(self, path: str, _body: dict[str, Any]) -> None:
+        self.paths.append(path)
         if path == "/update_weights_from_distributed":
             raise WeightCallError("refused")
+
+
+class BlockedTarget:
+    """Waits in the communicator's set-up for an engine that refused, and answers no call before `released`."""
+
+    url, info = "http://127.0.0.1:2", SimpleNamespace(tp_size=1)
+
+    def __init__(self, released: threading.Event) -> None:
+        self.released = released
+
+    def weight_call(self, _path: str, _body: dict[str, Any]) -> None:
+        self.released.wait()
 
 
 class FakeProcessGroup:
@@ -66,3 +83,21 @@ def test_refusal_is_noticed_while_the_first_broadcast_blocks(
     assert group.calls == ends
     blocked.set()
     transport.close()
+
+
+def test_engine_blocked_in_the_set_up_does_not_keep_the_push_of_the_others(
+    blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a bound, the push and the end of the trainer would wait for an engine that nothing releases."""
+    monkeypatch.setattr(distributed, "RELEASE_S", 0.3)
+    refusing = RefusingTarget()
+    engines: Any = [BlockedTarget(blocked), refusing]
+    transport = DistributedTransport(engines, torch.device("cpu"), "127.0.0.1")
+    transport._group, transport.group_name = FakeProcessGroup("nccl"), "april"
+    with pytest.raises(WeightCallError, match="refused"):
+        transport.send(WeightBucket.of([("w", torch.ones(4))]))
+    transport.close()
+    assert not blocked.is_set(), "the engine is still blocked"
+    leave = "/destroy_weights_update_group"
+    assert refusing.paths == ["/update_weights_from_distributed", leave, leave], "it leaves after its refusal, at once"
+    blocked.set()

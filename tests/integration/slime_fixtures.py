@@ -7,7 +7,6 @@ CI runs them with miles, slime's fork, whose wheel is unpacked and not installed
 import importlib
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from argparse import Namespace
@@ -20,6 +19,7 @@ import pytest
 
 from sglang_april.integrations.framework import Framework
 from tests.support.live import LiveServer
+from tests.support.packages import pip
 from tests.support.router import Router
 
 MILES = "miles-rl==0.0.2"
@@ -30,14 +30,13 @@ STOPS = list(range(6, 70))
 
 @contextmanager
 def imported(package: str, factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    """The trainer's modules, from a checkout or from the wheel of miles."""
+    """The trainer's modules, from a checkout or from the wheel of miles; without them the test is skipped."""
     folder = Path(os.environ.get(f"{package.upper()}_PATH", ""))
     if folder == Path() and package == "slime":
         pytest.skip("SLIME_PATH names no checkout of slime, which has no package")
     if folder == Path():
         folder = factory.mktemp("miles")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), MILES]
-        subprocess.run(command, check=True)
+        pip("download", "--dest", str(folder), MILES)
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith("miles/")])
     sys.path.insert(0, str(folder))

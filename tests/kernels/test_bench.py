@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench import kernel_cases, kernels
+from bench.kernel_cases import KernelCase
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +72,69 @@ def _broken(found: list[Any], tokens: int) -> list[Any]:
 
     bad = tokens != 5
     return [replace(case, run=fail) if bad and case.name == "pack, random slots" else case for case in found]
+
+
+class FakeGpu:
+    """A device whose kernels fail where it is waited for, as CUDA's do."""
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def fault(self) -> None:
+        self.error = "illegal memory access"
+
+    def synchronize(self, _device: str) -> None:
+        error, self.error = self.error, ""
+        if error:
+            raise RuntimeError(error)
+
+    def do_bench(self, run: Callable[[], object], **_options: Any) -> list[float]:
+        """Calls without a wait between them."""
+        run()
+        return [1.0, 2.0, 3.0]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made = FakeGpu()
+    monkeypatch.setattr(kernels, "synchronize", made.synchronize)
+    monkeypatch.setattr("triton.testing.do_bench", made.do_bench)
+    monkeypatch.setattr(kernels, "KernelTestbed", lambda *_: SimpleNamespace(kv_bytes=8))
+    return made
+
+
+def rows_of(found: Iterable[KernelCase], monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """Per row on the fake GPU its reason to have no times."""
+    monkeypatch.setattr(kernels, "cases", lambda _: found)
+    rows = kernels.measured(kernel_cases.KernelConfig(1, 1, 16, "float32", 16), 5, "cuda")
+    return {row["name"]: row.get("skipped") for row in rows}
+
+
+def case(name: str, run: Callable[[], object] = lambda: None) -> KernelCase:
+    return KernelCase(name, run, None, 1)
+
+
+FAULT = "failed: RuntimeError: illegal memory access"
+
+
+def test_a_fault_that_surfaces_later_costs_the_row_of_its_kernel(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(["first call", "timed call"])
+
+    def second_fails() -> None:
+        if next(calls) == "timed call":
+            gpu.fault()
+
+    found = [case("a"), case("first", gpu.fault), case("b"), case("second", second_fails), case("c")]
+    assert rows_of(found, monkeypatch) == {"a": None, "first": FAULT, "b": None, "second": FAULT, "c": None}
+
+
+def test_rows_before_a_fault_that_ends_all_cases_are_kept(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> Iterator[KernelCase]:
+        yield case("a")
+        yield case("b", gpu.fault)
+        raise RuntimeError("illegal memory access")  # of the next allocation
+
+    assert rows_of(found(), monkeypatch) == {"a": None, "b": FAULT, "all further cases": FAULT}
 
 
 def test_script_invocation_is_refused() -> None:

@@ -1,8 +1,11 @@
 """Seeded sampling in torch: what it draws, and on what a draw depends."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, murmur_hash32, seeded_sample
+from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, murmur_hash32, reference, seeded_sample
 
 
 def test_frequencies_follow_the_probabilities() -> None:
@@ -41,3 +44,31 @@ def test_keep_mask_applies_each_bound() -> None:
         [True] * 3 + [False],
         [True] + [False] * 3,
     ]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 7, 100])
+def test_keep_mask_sorts_a_bounded_number_of_rows_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = 20, 300
+    noise = torch.Generator().manual_seed(2)
+    bounds = (
+        torch.randint(1, 2 * columns, (rows,), generator=noise),
+        torch.rand(rows, generator=noise).add_(0.2).clamp_(max=1.0),
+        torch.rand(rows, generator=noise) * 0.02,
+    )
+    probs = torch.randn(rows, columns, generator=noise).mul_(2).softmax(dim=-1)
+    whole = keep_mask(probs, *bounds)
+    alone = [keep_mask(probs[i : i + 1], *(bound[i : i + 1] for bound in bounds)) for i in range(rows)]
+    assert torch.equal(torch.cat(alone), whole)
+
+    sizes = list[int]()
+    sort = torch.Tensor.sort
+
+    def counted(values: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(values.numel())
+        return sort(values, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    monkeypatch.setattr(reference, "SORTED_ELEMENTS", at_once * columns + columns - 1)
+    assert torch.equal(keep_mask(probs, *bounds), whole)
+    assert max(sizes) <= at_once * columns
+    assert sum(sizes) == rows * columns

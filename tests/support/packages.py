@@ -20,14 +20,19 @@ def unpacked(requirements: list[str], folder: Path) -> Path:
     path = folder / hashlib.sha256(json.dumps(requirements).encode()).hexdigest()[:16]
     if not (path / "complete").exists():
         shutil.rmtree(path, ignore_errors=True)  # of an attempt that was interrupted
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(path)]
-        done = subprocess.run([*install, *requirements], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"these packages cannot be installed: {' '.join(requirements)}: {done.stderr.strip()[-300:]}")
+        pip("install", "--target", str(path), *requirements)
         if (path / "tests").exists():
             (path / "tests").rename(path / "package_tests")  # it would hide this repository's tests
         (path / "complete").touch()
     return path
+
+
+def pip(*arguments: str) -> None:
+    """Run pip without dependencies. Where it fails, as without a registry, the test is skipped."""
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"pip {' '.join(arguments)}: {done.stderr.strip()[-300:]}")
 
 
 def run_cases(files: Sequence[str], packages: Path, live: LiveServer, *, env: dict[str, str] | None = None) -> None:

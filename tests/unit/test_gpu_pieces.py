@@ -12,7 +12,7 @@ import pytest
 from bench import record
 from bench.gpu import __main__ as gpu
 from bench.gpu.page import README_CELLS, log_of, page
-from bench.gpu.pieces import CONTINUES, GpuSetting, Piece, pieces
+from bench.gpu.pieces import CONTINUES, LIVE, NOT_ON_ONE_GPU, GpuSetting, Piece, pieces
 
 
 def setting(kind: str, folder: Path = Path("out/gpu")) -> GpuSetting:
@@ -52,6 +52,24 @@ def test_names_are_distinct_and_every_piece_of_the_page_exists() -> None:
         assert len({log_of(Path(), piece) for piece in found}) == len(names)
     on_gpu = {piece.name for piece in pieces(setting("cuda"))}
     assert {name for needed in README_CELLS.values() for name in needed} <= on_gpu
+
+
+CANNOT = ("unpacked(", "sglang_router(", "pip(", "--april-cpu-")
+"""In the source of live tests that download packages, or that run on the CPU platform only."""
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_live_pieces_download_nothing_and_can_run_on_a_gpu(kind: str) -> None:
+    live = {piece.command[-1] for piece in pieces(setting(kind)) if piece.name.startswith("live ")}
+    assert live
+    for path in live:
+        source = (record.ROOT / path).read_text()
+        assert not [word for word in CANNOT if word in source], path
+
+
+def test_every_live_test_that_is_no_piece_exists_and_has_a_reason() -> None:
+    assert all(NOT_ON_ONE_GPU.values())
+    assert set(NOT_ON_ONE_GPU) <= {path.stem for path in LIVE.glob("test_*.py")}
 
 
 def test_cells_are_rows_of_readme() -> None:

@@ -85,6 +85,18 @@ def test_only_filtered_rows_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted_rows == [2], "the top-p of another request needs no mask for the other rows"
 
 
+def test_filtered_rows_beside_others_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [i for i in range(len(ROWS)) for _ in range(4)]
+    info, probs, positions = info_of([ROWS[i] for i in rows]), PROBS[rows], POSITIONS[rows]
+    whole = sampler.draw(stock, None, probs, info, positions, False)
+    copied: list[int] = []
+    mask: Callable[..., torch.Tensor] = seeded_sampling.keep_mask
+    monkeypatch.setattr(sampler, "keep_mask", lambda part, *bounds: copied.append(len(part)) or mask(part, *bounds))
+    monkeypatch.setattr(seeded_sampling.reference, "SORTED_ELEMENTS", 3 * VOCAB)
+    assert torch.equal(sampler.draw(stock, None, probs, info, positions, False), whole)
+    assert copied == [3, 3, 2]
+
+
 def test_values_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[list[int]] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: pinned.append(host.tolist()) or host)

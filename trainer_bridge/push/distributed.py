@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,9 @@ from trainer_bridge.push.transport import WeightBucket
 
 TIMEOUT = timedelta(minutes=5)
 """Limit for all engines to join the group, and for the broadcast of one bucket."""
+RELEASE_S = 30.0
+"""Limit for the engines to leave a group. NCCL sets up its communicator in the first broadcast, because SGLang does not
+when it joins, and an engine that waits there for one that refused cannot be released from outside."""
 POLL_S = 0.002
 _group_numbers = itertools.count()
 T = TypeVar("T")
@@ -36,7 +39,6 @@ class DistributedTransport:
     def __init__(self, engines: Sequence[PushTarget], device: torch.device, master_address: str | None = None) -> None:
         self._engines, self._backend = engines, "nccl" if device.type == "cuda" else "gloo"
         self._address = master_address or reachable_address(engines)
-        self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
         self._group: Any = None
         self._store: dist.TCPStore | None = None
         self.group_name = ""
@@ -54,8 +56,8 @@ class DistributedTransport:
         port = self._store.port
         offsets = itertools.accumulate((engine.info.tp_size for engine in self._engines), initial=1)
         engine_joins = [
-            self._threads.submit(
-                engine.weight_call,
+            _call(
+                engine,
                 "/init_weights_update_group",
                 {
                     "master_address": self._address,
@@ -88,7 +90,7 @@ class DistributedTransport:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        calls = [self._threads.submit(e.weight_call, "/update_weights_from_distributed", body) for e in self._engines]
+        calls = [_call(engine, "/update_weights_from_distributed", body) for engine in self._engines]
         broadcast_error: RuntimeError | None = None
         try:
             self._broadcast(bucket, calls)
@@ -110,19 +112,18 @@ class DistributedTransport:
         never send. So every engine that has answered leaves the group. The trainer's leaving closes nothing while a
         send to the engine that refused is pending.
         """
-        body = {"group_name": self.group_name}
         left: set[int] = set()
-        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        deadline = time.monotonic() + RELEASE_S
         while len(left) < len(calls) and time.monotonic() < deadline:
             answered = {number for number, call in enumerate(calls) if call.done()} - left
-            wait([self._threads.submit(self._leave, self._engines[number], body) for number in answered])
+            self._leave([self._engines[number] for number in answered])
             left |= answered
             wait([call for number, call in enumerate(calls) if number not in left], POLL_S, FIRST_COMPLETED)
 
-    @staticmethod
-    def _leave(engine: PushTarget, body: dict[str, Any]) -> None:
-        with contextlib.suppress(WeightCallError):  # the engine has lost the group, or is down
-            engine.weight_call("/destroy_weights_update_group", body)
+    def _leave(self, engines: Sequence[PushTarget]) -> None:
+        """Let engines leave the group. Errors of engines that lost it or are down are ignored."""
+        body = {"group_name": self.group_name}
+        wait([_call(engine, "/destroy_weights_update_group", body) for engine in engines], RELEASE_S)
 
     def _broadcast(self, bucket: WeightBucket, calls: Sequence[Future[None]]) -> None:
         """Broadcast the bucket; returns early if an engine refuses its call, because it never joins the broadcast."""
@@ -150,13 +151,11 @@ class DistributedTransport:
         """Destroy the group on both sides."""
         self._destroy_on_engines()
         self.abort()
-        self._threads.shutdown(wait=False)
 
     def _destroy_on_engines(self) -> None:
-        """Destroy the last group on the engines. Errors of engines that lost it or are down are ignored."""
+        """Destroy the last group on the engines."""
         if self.group_name:
-            body = {"group_name": self.group_name}
-            wait([self._threads.submit(e.weight_call, "/destroy_weights_update_group", body) for e in self._engines])
+            self._leave(self._engines)
             self.group_name = ""
 
 
@@ -221,6 +220,12 @@ def _run_in_daemon(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _call(engine: PushTarget, path: str, body: dict[str, Any]) -> Future[None]:
+    """A weight call in a thread of its own, so that an engine that does not answer delays no other call, nor the exit
+    of the process."""
+    return _run_in_daemon(partial(engine.weight_call, path, body))
 
 
 def _has_failed(call: Future[None]) -> bool:

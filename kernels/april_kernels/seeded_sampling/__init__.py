@@ -3,9 +3,9 @@
 import torch
 
 from april_kernels.seeded_sampling import reference
-from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32
+from april_kernels.seeded_sampling.reference import TOP_K_ALL, keep_mask, murmur_hash32, sorted_rows
 
-__all__ = ["TOP_K_ALL", "keep_mask", "murmur_hash32", "seeded_sample", "warm_up"]
+__all__ = ["TOP_K_ALL", "keep_mask", "murmur_hash32", "seeded_sample", "sorted_rows", "warm_up"]
 
 
 def seeded_sample(

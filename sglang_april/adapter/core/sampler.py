@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, seeded_sample
+from april_kernels.seeded_sampling import TOP_K_ALL, keep_mask, seeded_sample, sorted_rows
 from sglang_april.adapter.core.host_to_device import to_device
 from sglang_april.adapter.core.proximal import recomputed_rows, rescored_rows
 from sglang_april.adapter.shapes.installed import shape
@@ -92,6 +92,6 @@ def _keep(probs: torch.Tensor, info: SamplingBatchInfo, rows: RowSeeds) -> torch
     if all(rows.filtered):
         return keep_mask(probs, info.top_ks, info.top_ps, info.min_ps)
     keep = torch.ones_like(probs, dtype=torch.bool)
-    some = rows.filtered_rows()
-    keep[some] = keep_mask(probs[some], info.top_ks[some], info.top_ps[some], info.min_ps[some])
+    for some in rows.filtered_rows().split(sorted_rows(probs)):
+        keep[some] = keep_mask(probs[some], info.top_ks[some], info.top_ps[some], info.min_ps[some])
     return keep
