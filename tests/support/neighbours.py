@@ -186,9 +186,15 @@ class Neighbour:
             self._post("/update_weights_from_disk", body)
 
     def broken_weights(self, rng: random.Random) -> None:
-        body = {"model_path": "/nowhere", "flush_cache": rng.choice([True, False])}
+        """Weights that do not exist, or are none."""
+        bodies: dict[str, dict[str, Any]] = {
+            "/update_weights_from_disk": {"model_path": "/nowhere"},
+            "/update_weights_from_tensor": {"serialized_named_tensors": rng.choice([["x"], [], ["gAROLg=="]])},
+            "/update_weights_from_distributed": {"names": ["a"], "dtypes": ["none"], "shapes": [[1]]},
+        }
+        path = rng.choice(list(bodies))
         with WEIGHTS:
-            self._post("/update_weights_from_disk", body)
+            self._post(path, {**bodies[path], "flush_cache": rng.choice([True, False])})
 
     def release(self, rng: random.Random) -> None:
         self._post("/release_memory_occupation", {"tags": rng.choice([["kv_cache"], ["no such tag"], [], None])})
