@@ -3,8 +3,8 @@
 A request that would end SGLang's scheduler by itself is refused with 400 or not sent (tests/support/neighbours.py lists
 them). SGLang itself answers some malformed requests with 500, where an exception of a route is no ValueError: for
 example a `rid` that is an empty list, a `temperature` that is a string, or fewer `sampling_params` than prompts. The
-test lists what was raised, and fails if the plugin raised it. `APRIL_STORIES=125` makes 5,000 calls in each loop; `APRIL_SEED` draws
-others.
+test lists what was raised, and fails if the plugin raised it. `APRIL_STORIES=125` makes 5,000 calls in each loop;
+`APRIL_SEED` draws others.
 """
 
 import itertools
