@@ -48,6 +48,13 @@ def test_release_has_what_was_reviewed_and_nothing_else(release: str) -> None:
     assert found.options == ()
 
 
+@pytest.mark.parametrize("name", versions.manifests())
+def test_the_barrier_of_gathers_was_reviewed(name: str) -> None:
+    """`proximal._entry_barrier` sets an attribute that `__init__` makes and `__call__` reads."""
+    gatherer = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.MultimemAllGatherer"
+    assert {f"{gatherer}.__init__", f"{gatherer}.__call__"} <= set(versions.manifests()[name]["symbols"])
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_release_is_recognized_by_its_source(release: str) -> None:
     assert versions.select(source(release), versions.FINGERPRINTS)["sglang"] == release

@@ -92,6 +92,7 @@ DEPENDS_ON: tuple[str, ...] = (
     # Forwards and sampling.
     "sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch",
     "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
+    "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.MultimemAllGatherer.__init__",
     "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.MultimemAllGatherer.__call__",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "sglang.srt.model_executor.model_runner.ModelRunner.forward",
