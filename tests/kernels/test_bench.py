@@ -74,7 +74,7 @@ def _broken(found: list[Any], tokens: int) -> list[Any]:
     return [replace(case, run=fail) if bad and case.name == "pack, random slots" else case for case in found]
 
 
-class FakeGpu:
+class CaseDevice:
     """A device whose kernels fail where it is waited for, as CUDA's do."""
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class FakeGpu:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    made = FakeGpu()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CaseDevice:
+    made = CaseDevice()
     monkeypatch.setattr(kernels, "synchronize", made.synchronize)
     monkeypatch.setattr("triton.testing.do_bench", made.do_bench)
     monkeypatch.setattr(kernels, "KernelTestbed", lambda *_: SimpleNamespace(kv_bytes=8))
@@ -117,7 +117,9 @@ def case(name: str, run: Callable[[], object] = lambda: None) -> KernelCase:
 FAULT = "failed: RuntimeError: illegal memory access"
 
 
-def test_a_fault_that_surfaces_later_costs_the_row_of_its_kernel(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_surfaces_later_costs_the_row_of_its_kernel(
+    gpu: CaseDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = iter(["first call", "timed call"])
 
     def second_fails() -> None:
@@ -128,7 +130,7 @@ def test_a_fault_that_surfaces_later_costs_the_row_of_its_kernel(gpu: FakeGpu, m
     assert rows_of(found, monkeypatch) == {"a": None, "first": FAULT, "b": None, "second": FAULT, "c": None}
 
 
-def test_rows_before_a_fault_that_ends_all_cases_are_kept(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_before_a_fault_that_ends_all_cases_are_kept(gpu: CaseDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Iterator[KernelCase]:
         yield case("a")
         yield case("b", gpu.fault)
