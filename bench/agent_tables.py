@@ -33,14 +33,20 @@ def pairs(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
 
 
 def turns(rows: list[Row], preset: str) -> tuple[list[Row], list[list[str]]]:
-    """Delivered trajectories/s and re-prefilled tokens of each variant; medians over the repetitions of a load."""
-    used = newest_run([row for row in rows if (row.get("bench"), row.get("preset")) == ("agents turns", preset)])
+    """Delivered trajectories/s and re-prefilled tokens of each variant; medians over the repetitions of a load.
+
+    Each load comes from the newest run that has it.
+    """
     cells = [["turns, tool call, push", "requests", "trajectories/s", "× abort and send again"]]
     cells[0] += ["pushes", "re-prefilled tokens per turn after the first"]
     loads: dict[tuple[int, float, float], list[Row]] = {}
-    for row in used:
-        loads.setdefault((row["turns"], row["tool_s"], row["push_s"]), []).append(row)
-    for (count, tool_s, push_s), of_load in loads.items():
+    for row in rows:
+        if (row.get("bench"), row.get("preset")) == ("agents turns", preset):
+            loads.setdefault((row["turns"], row["tool_s"], row["push_s"]), []).append(row)
+    used: list[Row] = []
+    for (count, tool_s, push_s), of_all_runs in loads.items():
+        of_load = newest_run(of_all_runs)
+        used += of_load
         every = f"every {push_s:g} s" if push_s else "none"
         for variant, title in VARIANTS.items():
             mine = [row for row in of_load if row["variant"] == variant]

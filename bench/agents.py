@@ -4,6 +4,7 @@
     python -m bench.agents pairs --preset paced
     python -m bench.agents turns --preset cpu
     python -m bench.agents turns --preset paced
+    python -m bench.agents turns --preset paced --push-every 16 --repetitions 3    # twice in a trajectory of about 33 s
 
 `pairs` runs `sglang.bench_serving` on a stock and on a patched server in turn. The requests of `attached` belong to a
 run; those of `unattached` do not. A row has output tokens/s, and the ratio to the stock server of the same pair.
@@ -115,6 +116,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes and pace (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a short run, as a test; its rates are not measurements")
     parser.add_argument("--base-only", action="store_true", help="measure only the first load of the preset")
+    parser.add_argument(
+        "--push-every", type=float, metavar="S", help="only the first load, with a push S seconds after the last one"
+    )
     parser.add_argument("--repetitions", type=int, help="repetitions (default: 8 for pairs, the preset's for turns)")
     parser.add_argument(
         "--prompts", type=int, default=PROMPTS, help="requests per measurement of `pairs` (%(default)s)"
@@ -123,6 +127,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=record.RESULTS / "agents.json", help="file to which rows are appended (%(default)s)"
     )
     return parser.parse_args(given)
+
+
+def chosen_loads(preset: AgentsPreset, *, base_only: bool, push_s: float | None) -> tuple[Load, ...]:
+    """The loads that the options select."""
+    if push_s is not None:
+        return (replace(preset.loads[0], push_s=push_s),)
+    return preset.loads[:1] if base_only else preset.loads
 
 
 def main(given: list[str] | None = None) -> int:
@@ -145,7 +156,7 @@ def main(given: list[str] | None = None) -> int:
                 rows = measure_pairs(*urls, checkpoints[0], prompts, preset.slots, repetition)
                 _keep(args.out, [{**common, "preset": preset.name, **row} for row in rows])
             return 0
-        for load in preset.loads[: 1 if args.base_only else None]:
+        for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):
             part = replace(preset, loads=(load,), repetitions=repetitions)
             _keep(args.out, asyncio.run(_turns(urls, part, checkpoints, common)))
     return 0

@@ -53,6 +53,7 @@ class Metrics:
         self._decided = counter(
             "kv_decisions", "Decisions of kv auto about partials on older KV, by reason.", "decision", "why"
         )
+        self._mismatches = counter("mismatched_legs", "Legs whose prompts continue no ended leg of their trajectories.")
         self._audits = counter("audited_samples", "Samples that the audit rescored, by outcome.", "outcome")
         self._seconds = histogram("round_seconds", "Duration of a round, from its opening to its end.", MINUTES)
         self._latency = histogram("quota_to_reply_seconds", "Time from the met quota to the complete reply.", SECONDS)
@@ -74,6 +75,10 @@ class Metrics:
         self._audits.labels(**self._labels, outcome=outcome).inc()
         if outcome != "discarded":
             self._difference.observe(difference)
+
+    def leg_ended(self, *, mismatch: bool) -> None:
+        """Count one leg of a trajectory."""
+        self._mismatches.inc(mismatch)
 
     def pushed(self, seconds: float) -> None:
         """Count one push."""

@@ -69,6 +69,8 @@ class LegEnded(msgspec.Struct, tag=True):
     prefilled: int
     """Prompt tokens that were computed; the others had KV already."""
     result: FinishedSample
+    mismatch: bool = False
+    """It continues no sequence, although one had ended when it arrived."""
 
 
 class SavedTrajectory(msgspec.Struct, array_like=True):

@@ -103,6 +103,8 @@ class RecordedTrajectory:
     state: str = "done"
     staleness: int | None = None
     """The policy version minus that of the oldest token; None in a reply of a round."""
+    mismatches: int = 0
+    """Legs whose prompts continue no leg that had ended, although there was one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,6 +49,7 @@ class TrajectoryRecord:
             "group": self.group,
             "reward": self.ended.reward if self.ended is not None else None,
             "metadata": self.ended.metadata if self.ended is not None else None,
+            "mismatches": sum(leg.mismatch for leg in legs),
             "legs": [_leg(leg, packed) for leg in legs],
             "branches": [branch.fields(packed) for branch in branches],
         }

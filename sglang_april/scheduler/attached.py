@@ -191,6 +191,7 @@ class Attached:
                 leg.prompt[leg.shared :].tobytes(),
                 min(leg.prefilled, len(leg.prompt)),
                 result,
+                leg.mismatch,
             )
         )
         if trajectory.legs_ended == 1:  # without a token, the journal does not know it yet

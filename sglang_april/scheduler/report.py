@@ -124,9 +124,14 @@ def _attached(c: Context) -> dict[str, dict[str, int]]:
 
 
 def _trajectories(c: Context, run: TrajectoryRun) -> dict[str, Any]:
-    """How many undelivered trajectories a run has, how many of them are done, and the oldest one's staleness."""
-    ages = [t.staleness(c.clock.version) for t in run.active.values()]
-    return {"undelivered": len(run.active), "done": len(run.done), "oldest_staleness": max(ages, default=0)}
+    """How many undelivered trajectories a run has, how many are done, the oldest one's staleness, and mismatches."""
+    active = run.active.values()
+    return {
+        "undelivered": len(active),
+        "done": len(run.done),
+        "oldest_staleness": max((t.staleness(c.clock.version) for t in active), default=0),
+        "mismatches": sum(t.mismatches for t in active),
+    }
 
 
 def brief(c: Context) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class Leg:
     """As `Sequence.legs`, for those `shared` tokens."""
     extends: Sequence | None
     """The sequence of which it continues every token."""
+    mismatch: bool = False
+    """It continues none, although one had ended."""
     loads: int = 0
     """How often the KV of an earlier leg was loaded for it."""
     prefilled: int = 0
@@ -71,8 +73,8 @@ class Trajectory:
     """Legs that have not ended."""
     sequences: list[Sequence] = field(default_factory=list)
     """One for each ended leg that no other continues."""
-    branches: int = 0
-    """Legs that continue no sequence, although one had ended."""
+    mismatches: int = 0
+    """Legs with a mismatch so far."""
     tokens: int = 0
     """Output tokens of ended legs."""
     oldest: int | None = None
@@ -100,9 +102,10 @@ class Trajectory:
                 best, shared = sequence, common
         path = _prefix(best.legs, shared) if best is not None else []
         extends = best if best is not None and shared == len(best.ids) else None
-        self.branches += bool(self.sequences) and extends is None
+        mismatch = bool(self.sequences) and extends is None
+        self.mismatches += mismatch
         parent = path[-1][0] if path else None
-        leg = Leg(self, self.legs, rid, prompt, parent, shared, path, extends)
+        leg = Leg(self, self.legs, rid, prompt, parent, shared, path, extends, mismatch)
         self.legs += 1
         return leg
 
@@ -128,8 +131,8 @@ class Trajectory:
                 prompt = np.concatenate([before.ids[: saved.shared], prompt])
                 path = _prefix(before.legs, saved.shared)
                 extends = before if saved.shared == len(before.ids) else None
-            leg = Leg(self, saved.number, saved.rid, prompt, saved.parent, saved.shared, path, extends)
-            self.branches += bool(self.sequences) and extends is None
+            leg = Leg(self, saved.number, saved.rid, prompt, saved.parent, saved.shared, path, extends, saved.mismatch)
+            self.mismatches += leg.mismatch
             self.end_leg(leg, np.frombuffer(saved.result.output_ids, "<i4"))
             known[leg.number] = self.sequences[-1]
             self.legs = max(self.legs, leg.number + 1)
@@ -179,6 +182,7 @@ class Trajectory:
             "group": self.group,
             "state": state,
             "legs": self.legs,
+            "mismatches": self.mismatches,
             "tokens": self.tokens + sum(sample.length for sample in self.pending),
             "staleness": self.staleness(version),
         }

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from tests.integration.conftest import NORMAL, Pool
+from tests.integration.conftest import NORMAL, OVERLAP, Pool
 from tests.support.live import LiveServer, live_server, until
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.ends_server]
@@ -28,11 +28,14 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def journalled(
-    pool: Pool, models: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    pool: Pool,
+    models: Callable[[str, int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LiveServer]:
-    """A server with a journal of its own, on which a push prefills requests again."""
+    """A server with a journal of its own, on which a push prefills requests again; its parameter names the loop."""
     flags = [
-        *NORMAL,
+        *(NORMAL if request.param == "normal" else OVERLAP),
         "--april-attach=agents",
         "--april-kv=recompute",
         "--max-running-requests=6",
@@ -41,7 +44,7 @@ def journalled(
         f"--april-journal={tmp_path_factory.mktemp('journal') / 'journal'}",
         f"--april-journal-interval={INTERVAL}",
     ]
-    server = pool.get("attach", flags, forked=True)
+    server = pool.get(f"attach-{request.param}", flags, forked=True)
     with live_server(server, lambda seed: models("qwen3", seed)) as live:
         yield live
     server.stop()
@@ -87,6 +90,7 @@ class Streams:
         return {name: chunks[-1] for name, chunks in self.chunks.items()}
 
 
+@pytest.mark.parametrize("journalled", ["normal"], indirect=True)
 def test_attached_to_the_run_of_the_server(journalled: LiveServer) -> None:
     live, server = journalled, journalled.server
     requests_that_say_nothing_belong_to_the_run(live)
@@ -94,6 +98,11 @@ def test_attached_to_the_run_of_the_server(journalled: LiveServer) -> None:
     killed_and_asked_again(live)
     ended_and_asked_again(live)
     assert server.state()["attached"] == {}
+
+
+@pytest.mark.parametrize("journalled", ["overlap"], indirect=True)
+def test_killed_in_the_overlap_loop(journalled: LiveServer) -> None:
+    killed_and_asked_again(journalled)
 
 
 def requests_that_say_nothing_belong_to_the_run(live: LiveServer) -> None:

@@ -1,5 +1,6 @@
 """Legs of trajectories, their record, and rounds that count trajectories (docs/trajectories.md)."""
 
+import re
 from concurrent.futures import Future
 from typing import Any
 
@@ -50,8 +51,16 @@ def pending(live: LiveServer, run: str) -> int:
     return int(live.server.state()["attached"].get(run, {}).get("samples", 0))
 
 
+def mismatched(live: LiveServer) -> float:
+    """Legs that the server's metric has counted."""
+    found = re.search(r"sglang_april:mismatched_legs_total\{.*\} (\S+)", live.server.http.get("/metrics").text)
+    assert found is not None
+    return float(found[1])
+
+
 def test_record_has_every_leg(live: LiveServer, run: str) -> None:
-    """The second leg extends the first; the third edits the history and begins a branch."""
+    """The second leg extends the first; the third edits the history, begins a branch, and reuses what is unchanged."""
+    counted = mismatched(live)
     first = leg(live, run, "t", PROMPT, return_logprob=True)
     history = [*PROMPT, *first["output_ids"], 3, 4]
     second = leg(live, run, "t", history)
@@ -62,6 +71,11 @@ def test_record_has_every_leg(live: LiveServer, run: str) -> None:
     assert [x["parent"] for x in known["legs"]] == [None, 0, 0]
     assert [x["shared"] for x in known["legs"]] == [0, 17, 10]
     assert [x["prompt_ids"] for x in known["legs"]] == [PROMPT, [3, 4], [1, 2, 3]]
+    # A leg's last token has no KV: the second leg computes it with its own two, the third leg only its own three.
+    assert [x["prefilled"] for x in known["legs"]] == [5, 3, 3]
+    assert [x["reused"] for x in known["legs"]] == [0, 16, 10]
+    assert known["mismatches"] == live.server.state()["trajectories"][run]["mismatches"] == 1
+    assert mismatched(live) - counted == 1
     assert [x["output_ids"] for x in known["legs"]] == [x["output_ids"] for x in (first, second, third)]
     for i, answer in ((0, first), (2, third)):
         asked = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]

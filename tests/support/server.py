@@ -86,8 +86,8 @@ class Server:
 
     @property
     def may_be_forked(self) -> bool:
-        """SGLang reads its own variables while it is imported, which the fork server has done."""
-        return all(name.startswith("SGLANG_APRIL") for name in self.env)
+        """The fork server has imported SGLang, which reads most of its own variables then; timeouts at each use."""
+        return all(name.startswith(("SGLANG_APRIL", "SGLANG_REQ_")) for name in self.env)
 
     def spawn(self) -> None:
         """Start the process; `wait` returns when it serves."""

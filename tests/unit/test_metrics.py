@@ -15,7 +15,7 @@ from tests.unit.scripted_engine import prompt, service
 
 STATE: dict[str, Any] = {
     "attached": {"agents": {"groups": 2, "samples": 3, "tokens": 40, "finished_tokens": 0}},
-    "trajectories": {"agents": {"undelivered": 5, "done": 2, "oldest_staleness": 1}},
+    "trajectories": {"agents": {"undelivered": 5, "done": 2, "oldest_staleness": 1, "mismatches": 1}},
     "samples": {"queued": 1, "running": 2, "suspended": 3, "finished": 4},
     "tokens": {"device": 10, "host": 20, "disk": 0, "none": 5},
     "bytes": {"device": 100, "host": 200, "disk": 0, "none": 0},
@@ -82,6 +82,17 @@ def test_a_round_is_counted() -> None:
     assert value(text, "carried_tokens", tier="device", **m) == 80
     assert value(text, "carried_bytes", tier="device", **m) == 100
     assert [r["round_id"] for r in metrics.last_rounds] == ["r", "r"]
+
+
+def test_legs_that_continue_none_are_counted() -> None:
+    april, engine = service()
+    for number, mismatch in enumerate((False, True, True)):
+        result = messages.FinishedSample("run", "t", 0, 0, b"", b"", [], {"type": "length"}, 0)
+        engine.emit(messages.LegEnded("run", "t", "t", number, f"r{number}", None, 0, b"", 0, result, mismatch))
+    assert value(april.metrics.exposition(None), "mismatched_legs_total") == 2
+    record = april.trajectories.get("run", "t")
+    assert record is not None
+    assert record.fields(packed=True)["mismatches"] == 2
 
 
 def test_gauges_of_the_moment_come_from_the_state() -> None:

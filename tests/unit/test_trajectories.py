@@ -29,8 +29,9 @@ def test_without_rounds_legs_run_at_once(w: LegHarness) -> None:
     third = w.ended("c")
     assert third is not None
     assert (third.parent, third.shared) == (0, 5)
+    assert [leg.mismatch for leg in (first, second, third)] == [False, False, True]
     (trajectory,) = w.context.trajectories["run"].active.values()
-    assert (trajectory.legs, trajectory.branches, len(trajectory.sequences)) == (3, 1, 2)
+    assert (trajectory.legs, trajectory.mismatches, len(trajectory.sequences)) == (3, 1, 2)
 
 
 def test_the_round_ends_in_the_step_in_which_its_quota_is_done(w: LegHarness) -> None:

@@ -99,7 +99,7 @@ def test_records_verdicts_and_the_round_are_restored(w: JournalledLegs) -> None:
     assert (list(run.active), [t.id for t in run.done], run.rejected) == (["a", "b", "d"], ["b"], ["c"])
     new = run.active["a"]
     assert [(s.ids.tolist(), s.legs) for s in new.sequences] == [(s.ids.tolist(), s.legs) for s in old.sequences]
-    assert (new.legs, new.branches, new.tokens, new.oldest) == (3, 1, 10, 0)
+    assert (new.legs, new.mismatches, new.tokens, new.oldest) == (3, 1, 10, 0)
     repeated = w.done("run", "b", reject=("c",))
     assert (repeated.status, repeated.data["new"]) == (200, [])
     assert w.done("run", "c").status == 409
