@@ -219,6 +219,29 @@ def test_beside_a_round_of_prompts(live: LiveServer, run: str) -> None:
     assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["t"]
 
 
+def test_abort_all_ends_the_rounds_of_all_runs(live: LiveServer, run: str) -> None:
+    """Whoever sends it. A client that aborts by `rid` ends none."""
+    body = {"rid": "stock", "input_ids": [1], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    prompts = [{"id": "p", "input_ids": [2], "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}]
+    with live.server.slowed():
+        legs = open_round(live, run, quota=1)
+        leg_of_t = turn(live, run, "t", length=60)
+        batch = live.open(run=f"{run}-batch", prompts=prompts, quota=1)
+        stock = live.in_background(live.server.post, "/generate", body)
+        until(lambda: live.server.forwards()[-1]["rows"] == 3, "all run")
+        live.server.post("/abort_request", {"rid": "stock"})
+        assert live.result_of(stock)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (live.running(), len(live.server.state()["rounds"])) == (2, 2)
+        live.server.post("/abort_request", {"abort_all": True})
+        ended, other = live.result_of(legs), live.result_of(batch)
+        aborted = live.result_of(leg_of_t)
+    assert (ended["end_reason"], other["end_reason"]) == ("stopped", "stopped")
+    assert [t["id"] for t in ended["carried"]["trajectories"]] == ["t"]
+    assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+    assert record(live, run, "t")["legs"][0]["output_ids"] == aborted["output_ids"]
+    assert [len(g["samples"]) for g in live.server.drain(f"{run}-batch")] == [1]
+
+
 def test_done_aborts_a_pending_leg(live: LiveServer, run: str) -> None:
     reply = open_round(live, run, quota=1)
     with live.server.slowed():
