@@ -75,11 +75,13 @@ class Pool:
         env: dict[str, str] | None = None,
         *,
         forked: bool = False,
+        model: Path | None = None,
     ) -> Server:
         """Return the live server of this name after a reset; start it if it does not run.
 
         `forked`: start it from the fork server (tests/support/fork_server.py), which takes seconds, for servers that
         few tests use or that are killed. Others are started as users do, and forked if they are started again.
+        `model`: instead of the tiny model of the family.
         """
         server = self._live.pop(name, None)
         if server is not None and server.alive and not server.reset():
@@ -90,7 +92,7 @@ class Pool:
             folder = self.folder / name
             (folder / "disk").mkdir(parents=True, exist_ok=True)
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
-            server = Server(name, self._models(family, 0), [*flags, *tiers], folder, env or {})
+            server = Server(name, model or self._models(family, 0), [*flags, *tiers], folder, env or {})
             again = name in self._started and server.may_be_forked
             server.fork_server = self.fork_server if forked or again else None
             self._started.add(name)
