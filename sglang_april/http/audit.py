@@ -105,6 +105,8 @@ class Audit:
         self._pauses = 0
         self._worker: asyncio.Task[None] | None = None
         self._rescoring: asyncio.Task[list[float]] | None = None
+        self._busy = False
+        """A sample is being rescored, or its result is not judged yet."""
         self._rid = ""
         self._audited = self._tokens = self._discarded = 0
         self._largest = 0.0
@@ -166,7 +168,7 @@ class Audit:
             "tolerance": self.tolerance,
             "audited": self._audited,
             "audited_tokens": self._tokens,
-            "waiting": sum(candidate is not None for candidate in self._chosen) + (self._rescoring is not None),
+            "waiting": sum(candidate is not None for candidate in self._chosen) + self._busy,
             "largest_difference": self._largest,
             "discarded": self._discarded,
             "skipped": dict(self._skipped),
@@ -198,8 +200,11 @@ class Audit:
                 if state["closed"] or state["frozen"] or self._pauses or resting:
                     await asyncio.sleep(POLL_S)
                 elif waiting := [place for place, candidate in enumerate(self._chosen) if candidate is not None]:
-                    began = time.monotonic()
-                    await self._rescore(self._random.choice(waiting))
+                    began, self._busy = time.monotonic(), True
+                    try:
+                        await self._rescore(self._random.choice(waiting))
+                    finally:
+                        self._busy = False
                     ended = time.monotonic()
                     rest_until = ended + (ended - began) * (1 / SHARE - 1)
         except Exception:

@@ -207,6 +207,28 @@ def test_nothing_runs_while_it_is_held_and_what_runs_is_aborted(monkeypatch: pyt
     run(scenario())
 
 
+def test_a_sample_waits_until_its_result_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        scene.engine.hold_rescores = True
+        scene.offer()
+        await until(lambda: len(scene.engine.rescored) == 1)
+        call = scene.rpc.call
+
+        async def call_later(command: Any) -> Any:
+            await asyncio.sleep(0.01)
+            return await call(command)
+
+        monkeypatch.setattr(scene.rpc, "call", call_later)
+        for answer in scene.engine.rescoring.values():
+            answer.set_result([0.0] * 4)
+        while not scene.outcomes:
+            assert scene.audit.state()["waiting"] == 1
+            await asyncio.sleep(0)
+
+    run(scenario())
+
+
 def test_a_result_is_discarded_if_the_version_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         scene = Scene(monkeypatch)
