@@ -161,7 +161,7 @@ class AttachedStory(StoryOperations):
 
 
 def test_stories(live: LiveServer, run: str) -> None:
-    numbers = itertools.count(1)
+    numbers, runs = itertools.count(1), itertools.count()
     played: list[int] = []
 
     @settings(max_examples=STORIES, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
@@ -170,7 +170,7 @@ def test_stories(live: LiveServer, run: str) -> None:
         plan=st.lists(operations, min_size=4, max_size=10),
     )
     def stories(asked: list[tuple[int, bool]], plan: list[tuple[Any, ...]]) -> None:
-        story = AttachedStory(live, numbers, f"{run}-{len(played)}")
+        story = AttachedStory(live, numbers, f"{run}-{next(runs)}")
         sampled = story.play([*(("ask", *one) for one in asked), ("wait", 2), *plan])
         live.check(sampled, {group["id"]: PARAMS for group in sampled})
         played.append(len(sampled))

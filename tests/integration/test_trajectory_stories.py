@@ -233,7 +233,7 @@ class Story(StoryOperations):
 
 
 def test_stories(live: LiveServer, run: str) -> None:
-    numbers = itertools.count(1000)
+    numbers, runs = itertools.count(1000), itertools.count()
     played: list[tuple[int, int]] = []
 
     @settings(max_examples=STORIES, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
@@ -244,7 +244,7 @@ def test_stories(live: LiveServer, run: str) -> None:
         plan=st.lists(operations, min_size=4, max_size=10),
     )
     def stories(kv: str, quotas: list[int], plans: list[list[Any]], plan: list[tuple[Any, ...]]) -> None:
-        own = f"{run}-{len(played)}"
+        own = f"{run}-{next(runs)}"  # a story that hypothesis repeats has a run of its own
         agents = [Agent(live, own, next(numbers), agent) for agent in plans]
         played.append(Story(live, own, kv, quotas, agents).play([("wait", 2), *plan]))
 
