@@ -38,6 +38,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.managers.io_struct.BaseReq",
     "sglang.srt.managers.io_struct.hook_custom_types",
     "sglang.srt.managers.io_struct.sock_send",
+    "sglang.srt.managers.io_struct.PickleWrapper",
     "sglang.srt.managers.io_struct.msgpack_encode",
     "sglang.srt.managers.io_struct.msgpack_decode",
     "sglang.srt.managers.io_struct.AbortReq",
