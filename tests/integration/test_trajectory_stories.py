@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.test_trajectories import open_round
@@ -25,6 +25,7 @@ from tests.support.story_operations import SHARED_OPERATIONS, StoryOperations
 STORIES = int(os.environ.get("APRIL_STORIES", "5"))
 PARAMS = {"temperature": 0.8}
 LIMIT_S = 300.0
+PHASES = [Phase.explicit, Phase.generate]
 
 operations = st.one_of(
     *SHARED_OPERATIONS,
@@ -39,6 +40,8 @@ turns = st.tuples(
     st.sampled_from([0, 0, 0, 2, 9]),  # tokens at the end of the history that are edited
     st.booleans(),  # the answer streams
 )
+LONG_TURN = (30, 3, 0.0, 0, False)
+PUSHES = [("push", 1), ("wait", 4), ("push", 0), ("wait", 4), ("push", 1)]
 
 
 class Agent:
@@ -236,7 +239,8 @@ def test_stories(live: LiveServer, run: str) -> None:
     numbers, runs = itertools.count(1000), itertools.count()
     played: list[tuple[int, int]] = []
 
-    @settings(max_examples=STORIES, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=STORIES, deadline=None, derandomize=True, database=None, phases=PHASES)
+    @example(kv="keep", quotas=[1], plans=[[LONG_TURN] * 4] * 3, plan=PUSHES)  # draws on KV of an older version
     @given(
         kv=st.sampled_from(["keep", "keep", "auto", "recompute"]),
         quotas=st.lists(st.integers(1, 3), min_size=1, max_size=3),
@@ -251,7 +255,7 @@ def test_stories(live: LiveServer, run: str) -> None:
     with live.server.slowed(0.005):
         stories()
     legs, kept = map(sum, zip(*played, strict=True))
-    assert len(played) >= STORIES
+    assert len(played) > STORIES
     assert legs > 2 * STORIES
     assert kept > 0, "no leg was drawn on KV of an older version"
     print(f"{len(played)} stories, {legs} legs, {kept} tokens on KV of an older version")
