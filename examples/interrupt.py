@@ -4,7 +4,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
+
+
+def while_importing() -> None:
+    """End Ctrl-C before `run`, while a command's modules are imported, with one line as well."""
+    sys.excepthook = _one_line
+
+
+def _one_line(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        _exit("nothing was started")
+    sys.__excepthook__(kind, error, where)
 
 
 def run(command: Callable[[], int | None], kept: str) -> NoReturn:
@@ -20,8 +32,12 @@ def run(command: Callable[[], int | None], kept: str) -> NoReturn:
     try:
         status = command()
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {kept}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(128 + signal.SIGINT)
+        _exit(kept)
     sys.exit(status)
+
+
+def _exit(kept: str) -> NoReturn:
+    print(f"\ninterrupted: {kept}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)

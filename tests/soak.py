@@ -31,7 +31,7 @@ from examples.tiny_model import make
 from tests.support.faults import COPY_FAULTS
 from tests.support.fork_server import ForkServer
 from tests.support.kills import KillScenario
-from tests.support.neighbours import Neighbour
+from tests.support.neighbours import CALLS, Neighbour
 from tests.support.server import Server
 
 POOL = "--max-total-tokens=16000"
@@ -60,8 +60,10 @@ class Disturbances:
 
     def neighbours(self, rng: random.Random) -> None:
         """Twenty hostile calls; a pause that they leave is ended."""
+        kinds = rng.choices(HARMLESS, [CALLS[kind] for kind in HARMLESS], k=20)
         with contextlib.suppress(httpx.TransportError):
-            Neighbour(self.server, self.server.model, rng.randrange(2**30), HARMLESS).run(20)
+            neighbour = Neighbour(self.server, self.server.model, f"neighbour-{rng.randrange(2**30)}")
+            neighbour.run([(kind, rng.randrange(2**30)) for kind in kinds])
         self.server.http.post("/continue_generation", json={})
 
     def stopped_ranks(self, rng: random.Random) -> None:

@@ -84,11 +84,9 @@ class Suspender:
 
     def _demote_until(self, enough: Callable[[int], bool], excluding: Collection[Sample] = ()) -> None:
         """Order copies in eviction order until `enough` of the tokens that they will free; they are not waited for."""
-        while not enough(self._tiers.transfers.tokens_being_freed()):
-            sample = self._tiers.next_victim_on_device(excluding)
-            if sample is None:
-                return
-            self._tiers.demote(sample)
+        tiers = self._tiers
+        while (sample := tiers.next_victim_on_device(excluding)) and not enough(tiers.transfers.tokens_being_freed()):
+            tiers.demote(sample)
 
     def _free_device(self, wanted: int) -> None:
         """Free pool tokens until `wanted` are available, waiting for copies: the next step writes to them."""

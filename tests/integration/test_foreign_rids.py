@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.test_interruptions import finish, open_round
@@ -82,8 +83,11 @@ def test_request_that_would_end_the_scheduler_is_refused(
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompt_without_tokens_is_refused(normal: LiveServer, route: str, body: dict[str, Any], stream: bool) -> None:
-    """SGLang 0.5.17 lets some of them pass, and its scheduler ends in their prefill."""
-    answer = normal.server.http.post(route, json={**body, "stream": stream})
+    """SGLang 0.5.17 lets some of them pass, and its scheduler ends in their prefill.
+
+    It raises two seconds after the end of a refused stream, and so closes the connection, which no other test may use.
+    """
+    answer = httpx.post(f"{normal.server.url}{route}", json={**body, "stream": stream}, timeout=60)
     assert answer.status_code == 400 or "data: " in answer.text
     assert "empty" in answer.text or "no tokens" in answer.text or "should be provided" in answer.text
     assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]

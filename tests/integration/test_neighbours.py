@@ -3,31 +3,41 @@
 A request that would end SGLang's scheduler by itself is refused with 400 or not sent (tests/support/neighbours.py lists
 them). SGLang itself answers some malformed requests with 500, where an exception of a route is no ValueError: for
 example a `rid` that is an empty list, a `temperature` that is a string, or fewer `sampling_params` than prompts. The
-test lists what was raised, and fails if the plugin raised it. `APRIL_STORIES=125` makes 5,000 calls in each loop;
+test lists what was raised, and fails if the plugin raised it. `APRIL_STORIES=25` makes 5,000 calls in each loop;
 `APRIL_SEED` draws others.
 """
 
 import itertools
 import os
-import random
 import time
 from collections import Counter
 from typing import Any
 
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
 from tests.support.delivery_record import DeliveryRecord
 from tests.support.live import LiveServer, until
-from tests.support.neighbours import CALLS, Neighbour, heal
+from tests.support.neighbours import CALLS, Call, Neighbour, heal
 from tests.support.tracebacks import raised
 from tests.support.workload import prompt
 
-STORIES, NEIGHBOURS, CALLS_EACH = int(os.environ.get("APRIL_STORIES", "25")), 4, 10
-ROUNDS = 5
-"""Rounds of one run, whose samples are then checked."""
+STORIES, ROUNDS, NEIGHBOURS, CALLS_EACH = int(os.environ.get("APRIL_STORIES", "5")), 5, 4, 10
 PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
+def exactly(count: int, strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(strategy, min_size=count, max_size=count)
+
+
+calls = st.tuples(st.sampled_from([kind for kind, often in CALLS.items() for _ in range(often)]), st.integers(0, 2**30))
+rounds = st.tuples(st.sampled_from([1, 2, None]), exactly(NEIGHBOURS, exactly(CALLS_EACH, calls)))
+"""The quota of a round, and the calls of each neighbour beside it."""
+
+
 class NeighbourStory:
-    """One round of a run, and neighbours beside it."""
+    """The rounds of one run, and neighbours beside them."""
 
     def __init__(self, live: LiveServer, run: str) -> None:
         self.live, self.run, self.record = live, run, DeliveryRecord()
@@ -38,7 +48,7 @@ class NeighbourStory:
         self.attached: list[dict[str, Any]] = []
         """Attached requests that were answered in full, as groups."""
 
-    def play(self, seeds: list[int], quota: int | None) -> None:
+    def play(self, quota: int | None, calls: list[list[Call]]) -> None:
         number = next(self.numbers)
         prompts = [prompt(f"p{number}-{i}", 12 + 9 * i, n=2, **PARAMS) for i in range(3)]
         body = {"run": self.run, "round_id": f"{self.run}-{number}", "prompts": prompts, "quota": quota}
@@ -46,8 +56,10 @@ class NeighbourStory:
         self.record.accept(prompts)
         reply = self.live.in_background(self.roll_out, body)
         asked = self.live.in_background(self.ask, number)
-        neighbours = [Neighbour(self.live.server, self.live.model(0), seed, runs=(self.run,)) for seed in seeds]
-        for done in [self.live.in_background(neighbour.run, CALLS_EACH) for neighbour in neighbours]:
+        different = [[(kind, f"{number} {i} {j} {s}") for j, (kind, s) in enumerate(m)] for i, m in enumerate(calls)]
+        names = [f"{self.run}-neighbour-{number}-{i}" for i in range(len(calls))]
+        neighbours = [Neighbour(self.live.server, self.live.model(0), name, runs=(self.run,)) for name in names]
+        for done in [self.live.in_background(n.run, made) for n, made in zip(neighbours, different, strict=True)]:
             self.live.result_of(done)
         heal(self.live)
         self.deliver(self.live.result_of(reply))
@@ -110,23 +122,35 @@ class NeighbourStory:
 
 
 def test_rounds_beside_hostile_neighbours_are_exact(live: LiveServer, run: str) -> None:
-    """At least 1,000 calls from a fixed seed in each loop, unless requested otherwise."""
+    """At least 1,000 calls in each loop; hypothesis draws their order, kinds and arguments."""
     statuses: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    rng = random.Random(int(os.environ.get("APRIL_SEED", "0")))
+    numbers = itertools.count()
     logged = live.server.log.stat().st_size
-    for number in range(STORIES // ROUNDS):
-        story = NeighbourStory(live, f"{run}-{number}")
-        for _ in range(ROUNDS):
-            story.play([rng.randrange(2**30) for _ in range(NEIGHBOURS)], rng.choice([1, 2, None]))
+
+    @hypothesis.seed(int(os.environ.get("APRIL_SEED", "0")))
+    @settings(
+        max_examples=STORIES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
+    @given(exactly(ROUNDS, rounds))
+    def stories(drawn: list[tuple[int | None, list[list[Call]]]]) -> None:
+        story = NeighbourStory(live, f"{run}-{next(numbers)}")
+        for quota, calls in drawn:
+            story.play(quota, calls)
         story.end()
         statuses.update(story.statuses)
         faults.update(story.faults)
         statuses["attached, with exact tokens"] += len(story.attached)
         print(f"{sum(statuses[kind] for kind in CALLS)} calls", flush=True)
+
+    stories()
     exceptions = raised(live.server.log.read_bytes()[logged:].decode(errors="replace"))
     print(dict(statuses), dict(faults), dict(exceptions))
-    assert sum(statuses[kind] for kind in CALLS) >= STORIES * NEIGHBOURS * CALLS_EACH
+    assert sum(statuses[kind] for kind in CALLS) >= STORIES * ROUNDS * NEIGHBOURS * CALLS_EACH
     assert statuses["attached, with exact tokens"] > 0
     assert not [path for path in faults if path.startswith("/april")]
     assert not [one for one in exceptions if one.package == "sglang_april"]

@@ -89,13 +89,32 @@ def test_quickstart(port: int, folder: Path) -> None:
     reply = output(block(QUICKSTART, 4).replace("30000", str(port)), folder)
     assert '"end_reason":"quota"' in reply
     spans = output(f"python - <<'PY'\n{block(QUICKSTART, 5).replace('30000', str(port))}\nPY", folder)
-    assert "(0, 'fresh'), (1, 'kept')" in spans, "the carried group"
+    carried = re.search(r"\((\d+), 'fresh'\), \((\d+), 'kept'\)", spans)
+    assert carried, "the carried group"
+    assert int(carried[2]) == int(carried[1]) + 1, "one push, from version 0 where the server is new"
     numbers = [int(word) for word in spans.splitlines()[0].partition("[")[0].split()]
     assert numbers == sorted(set(numbers)), "the page says that the lines are lists in order"
     assert len(numbers) > 20
     output(block(QUICKSTART, 6), folder)
     printed = output(block(QUICKSTART, 7), folder)
     assert list((folder / "out/quickstart/run").rglob("*.safetensors")), printed[-2000:]
+
+
+def test_training_commands(folder: Path) -> None:
+    """What the page on training shows for a configuration of one's own, with the quickstart's; nothing is trained."""
+    output(block(QUICKSTART, 6), folder)
+    output(block(QUICKSTART, 7).partition("\napril-train")[0], folder)
+    for number in (0, 2, 3):
+        mine = block("docs/training.md", number).replace("my.yaml", "out/quickstart/config.yaml")
+        for line in re.findall("^april-train --config out.*?(?=  +#|$)", mine, re.MULTILINE):
+            printed = output(f"{line} --dry-run", folder)
+            assert "per optimiser step" in printed, line
+
+
+def test_live_view(port: int, folder: Path) -> None:
+    text = block("docs/observability/README.md", 0).replace("30000", str(port))
+    assert "--once" in text
+    assert "policy version" in output(text.replace("  #", " --once  #", 1), folder)
 
 
 def test_readme(port: int, folder: Path) -> None:

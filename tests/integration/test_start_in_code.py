@@ -61,7 +61,7 @@ def test_server_started_by_sglang_serves_rounds_with_every_hook(sglang_server: s
     """Also where code builds `ServerArgs` in a process that loads no plugins."""
     info = httpx.get(f"{sglang_server}/server_info", timeout=30).json()
     assert_all_hooks(info["april"])
-    body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4}}
+    body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     assert httpx.post(f"{sglang_server}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 4
     requested = {"prompts": [{"id": "a", "text": "1 2 3"}], "quota": 1, "sampling_params": {"max_new_tokens": 4}}
     reply = httpx.post(f"{sglang_server}/april/rollout", json=requested, timeout=60).json()
@@ -78,7 +78,8 @@ def test_server_of_another_model_is_plain_sglang(model: str, tmp_path: Path) -> 
     with serving(command, port, tmp_path / "log", env) as url:
         assert httpx.get(f"{url}/april/state", timeout=30).status_code == 404
         assert "april" not in httpx.get(f"{url}/server_info", timeout=30).json()
-        body = {"text": "1 2 3", "sampling_params": {"max_new_tokens": 4, "custom_params": {"x-april-run": "r"}}}
+        params = {"max_new_tokens": 4, "ignore_eos": True, "custom_params": {"x-april-run": "r"}}
+        body = {"text": "1 2 3", "sampling_params": params}
         meta = httpx.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]
         assert (meta["completion_tokens"], "april" in meta) == (4, False)
         assert "this server is plain SGLang: --april-model is not" in (tmp_path / "log").read_text()
@@ -91,7 +92,8 @@ def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None
         "import json, sys, sglang\n"
         "if __name__ == '__main__':\n"
         "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.6, max_total_tokens=4096)\n"
-        "    params = {'max_new_tokens': 4, 'custom_params': {'x-april-run': 'r', 'x-april-trajectory': 't'}}\n"
+        "    custom = {'x-april-run': 'r', 'x-april-trajectory': 't'}\n"
+        "    params = {'max_new_tokens': 4, 'ignore_eos': True, 'custom_params': custom}\n"
         "    answer = engine.generate('1 2 3', params)\n"
         "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']]))\n"
         "    engine.shutdown()\n"

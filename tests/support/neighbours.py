@@ -1,7 +1,7 @@
 """Hostile clients beside open rounds: SGLang's own routes with any ids, sizes and timings.
 
-A `Neighbour` draws calls from a seed and makes them one after the other; several run at once. Whatever they do, the
-server lives, and after `heal` the rounds beside them deliver every sample once, with exact tokens.
+A `Neighbour` makes drawn calls one after the other; several run at once. Whatever they do, the server lives, and after
+`heal` the rounds beside them deliver every sample once, with exact tokens.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ CALLS = {
 }
 """Kinds of calls, and how often each is drawn."""
 
+Call = tuple[str, int | str]
+"""A kind, and the seed of its arguments."""
 
 ATTEMPTS = 5
 WEIGHTS = threading.Lock()
@@ -54,9 +56,8 @@ class Neighbour:
     server: Server
     model: Path
     """Weights that its weight calls load: those of the current policy."""
-    seed: int
-    kinds: Sequence[str] = tuple(CALLS)
-    """The kinds of calls to draw from."""
+    name: str
+    """Of the runs of its own."""
     runs: tuple[str, ...] = ()
     """Runs of others, which its attached requests name too."""
     statuses: Counter[str] = field(default_factory=Counter)
@@ -64,16 +65,14 @@ class Neighbour:
     """Paths of calls that were answered with 500."""
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
         self.http = httpx.Client(base_url=self.server.url, timeout=8)
 
-    def run(self, calls: int) -> None:
+    def run(self, calls: Iterable[Call]) -> None:
         """Make calls; returns when all are answered, refused, timed out or disconnected."""
         with self.http:
-            for _ in range(calls):
-                kind = self.rng.choices(self.kinds, [CALLS[kind] for kind in self.kinds])[0]
+            for kind, seed in calls:
                 try:
-                    getattr(self, kind)(self.rng)
+                    getattr(self, kind)(random.Random(seed))
                 except httpx.TimeoutException:
                     self.statuses["timeout"] += 1
                 except httpx.TransportError:  # uvicorn breaks off some answers; a server that died fails the round
@@ -204,11 +203,10 @@ class Neighbour:
 
     def april(self, rng: random.Random) -> None:
         """Calls of another run, most of them malformed."""
-        run = f"neighbour-{self.seed}"
         prompt = {"id": rng.choice(["a", "b", "", 7]), "input_ids": rng.choice(IDS), "n": rng.choice([1, 2, 0, "x"])}
         bodies = {
             "/april/rollout": {
-                "run": rng.choice([run, "", 7]),
+                "run": rng.choice([self.name, "", 7]),
                 "prompts": rng.choice([[prompt], [], None, "no"]),
                 "quota": rng.choice([1, 0, None, -1]),
                 "sampling_params": {"max_new_tokens": rng.choice(LENGTHS)},
@@ -216,7 +214,7 @@ class Neighbour:
             "/april/rounds/none/stop": {},
             "/april/rounds/none/judge": {"accept": ["a"]},
             "/april/rounds/none/ack": {},
-            "/april/drop": {"run": run},
+            "/april/drop": {"run": self.name},
         }
         path = rng.choice(list(bodies))
         self._post(
@@ -225,11 +223,11 @@ class Neighbour:
 
     def trajectories(self, rng: random.Random) -> None:
         """Rounds of trajectories of its own, and the ends and records of any trajectory."""
-        run, name = rng.choice((f"neighbour-{self.seed}", *NAMES, *self.runs)), rng.choice(NAMES)
+        run, name = rng.choice((self.name, *NAMES, *self.runs)), rng.choice(NAMES)
         body: dict[str, Any]
         match rng.randrange(4):
             case 0:
-                body = {"run": f"neighbour-{self.seed}", "quota_unit": "trajectory", "quota": rng.choice([1, None, 0])}
+                body = {"run": self.name, "quota_unit": "trajectory", "quota": rng.choice([1, None, 0])}
                 self._post("/april/rollout", body, timeout=1)
             case 1:
                 ended: tuple[Any, ...] = ({str(name): {"reward": 1}}, {}, [], None)

@@ -40,6 +40,21 @@ def test_interrupted_command_leaves_its_contexts_and_prints_one_line(number: sig
     assert errors.splitlines() == ["", "interrupted: two rows are kept"]
 
 
+@pytest.mark.parametrize("command", ["bench.report", "examples.april_demo"])
+def test_command_interrupted_during_its_imports_prints_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines() == ["", "interrupted: nothing was started"]
+
+
 SHORT = {
     "bench/gpu/machine.py",
     "bench/random_checkpoint.py",

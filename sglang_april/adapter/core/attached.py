@@ -35,7 +35,8 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
     ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
     sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
-    sample.group.prompt.rescore = _rescore(recv_req.sampling_params)
+    if s.april.context.audited:
+        sample.group.prompt.rescore = _rescore(recv_req.sampling_params)
     s.april.context.engine.create(sample, lambda: orig(s, recv_req))
     if sample.journal.answered is not None and sample.request is not None:
         _answer_again(s, sample)

@@ -1,0 +1,5 @@
+"""Benchmarks: `python -m bench.NAME --help`."""
+
+from examples import interrupt
+
+interrupt.while_importing()
