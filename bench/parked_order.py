@@ -82,7 +82,7 @@ def again(order: str, delay: str, share: float, seed: int) -> float:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each row, whose mean is printed (4)")
     args = parser.parse_args()
     print("| tool delay | budget | " + " | ".join(ORDERS) + " |\n| --- | --- |" + " --- |" * len(ORDERS))
     for delay in DELAYS:

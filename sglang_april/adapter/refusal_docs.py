@@ -1,5 +1,6 @@
 """The list in docs/limits.md of what is refused at start: `python -m sglang_april.adapter.refusal_docs` writes it."""
 
+import argparse
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,5 +68,6 @@ def _module(name: str) -> Any:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     file = Path(__file__).parents[2] / PAGE
     file.write_text(updated(file.read_text()))
