@@ -139,7 +139,6 @@ class Attached:
                 self._end_leg(sample, leg, reason)
             c.engine.forget(sample)
             c.ledger.remove_attached(sample)
-            c.ledger.unpark(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
         rid = sample.group.id.partition(":")[2]
@@ -247,7 +246,6 @@ class Attached:
         """Release the KV of ended legs that no leg will continue."""
         for sample in parked:
             self._tiers.release(sample)
-            self._c.ledger.unpark(sample)
 
     def _leave(self, ended: list[Trajectory], removed: list[Trajectory]) -> None:
         pending = [sample for trajectory in ended for sample in trajectory.pending]

@@ -157,11 +157,11 @@ class Controller:
             old = sample.kv.version < version or sample.kv.quantized
             sample.open_span(version, "kept" if old else "fresh")
             self.context.engine.hand_over(sample)
+            self.context.ledger.unpark(sample)
         else:
             self.tiers.release(sample)
             sample.kv.version, sample.kv.quantized = version, False
             sample.open_span(version, "fresh")
-        self.context.ledger.unpark(sample)
 
     def has_work(self) -> bool:
         return self.resumer.has_work()

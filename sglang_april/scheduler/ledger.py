@@ -117,11 +117,12 @@ class Ledger:
         run.parked[sample] = None
 
     def unpark(self, sample: Sample) -> None:
-        """The sample no longer holds an ended leg's KV."""
+        """The sample no longer holds an ended leg's KV, if it did; a run that this leaves empty is removed."""
         run = sample.group.run
-        run.parked.pop(sample, None)
-        if not run.groups and not run.parked:
-            self.runs.pop(run.name, None)
+        if sample in run.parked:
+            del run.parked[sample]
+            if not run.groups and not run.parked:
+                self.runs.pop(run.name, None)
 
     def with_kv(self) -> Iterator[Sample]:
         """All samples with KV pages outside of the engine's batches."""

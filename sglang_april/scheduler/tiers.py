@@ -58,7 +58,7 @@ class Tiers:
             self._discard_copy(pages)
 
     def release(self, sample: Sample) -> None:
-        """Discard the sample's KV; only its tokens remain."""
+        """Discard the sample's KV, also an ended leg's; only its tokens remain."""
         pages = sample.kv.pages
         if pages is not None:
             if pages.loading:
@@ -69,6 +69,7 @@ class Tiers:
             if pages.state is not KvState.RELEASED:
                 pages.change(KvState.RELEASED)
         self.drop_prefix(sample)
+        self._c.ledger.unpark(sample)
 
     def drop_prefix(self, sample: Sample) -> None:
         """The sample no longer shares a stored prefix: its KV was discarded, or is complete in one place."""

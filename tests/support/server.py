@@ -105,6 +105,8 @@ class Server:
         }
         argv = [f"--model-path={self.model}", f"--port={self.port}", "--april-quota=4", "--april-kv=keep"]
         argv += [*COMMON, *self.flags, *os.environ.get("APRIL_TEST_SERVER_OPTIONS", "").split()]
+        if self.log.exists():  # of a server that has died, or was replaced
+            self.log.rename(self.folder / f"{self.name}.{len(list(self.folder.glob('*.log')))}.log")
         with self.log.open("wb") as log:
             if self.fork_server is not None:
                 assert self.may_be_forked, f"SGLang was imported without {self.env}"

@@ -48,6 +48,8 @@ def recount(engine: FakeEngine, ledger: Ledger) -> None:
     for sample in samples:
         _check_place(engine, sample, in_engine)
     _recount_pool(engine, samples, in_batches)
+    kept = list(ledger.with_kv())
+    assert len(kept) == len(set(kept)), "a sample is counted twice"
 
 
 def _recount_run(run: Run) -> list[int]:

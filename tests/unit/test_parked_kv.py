@@ -64,6 +64,18 @@ def test_recompute_prefills_everything_after_a_push(w: LegHarness) -> None:
     assert (leg.prefilled, spans(leg)) == (len(leg.prompt_ids) // 4 + leg.shared, [(1, "fresh")])
 
 
+def test_a_leg_that_was_prefilled_as_a_whole_is_suspended_once(w: LegHarness) -> None:
+    """Its sample held the KV of an earlier leg, which was released."""
+    w.open("run", None, kv="recompute")
+    turn(w, "a", PROMPT)
+    w.push()
+    w.leg("run", "b", [*w.sequence("a"), 1], 9, "t")
+    w.step(4)
+    w.command(messages.Freeze)
+    assert len(list(w.context.ledger.with_kv())) == 1
+    assert not w.context.trajectories["run"].legs.parked
+
+
 def test_edited_history_leaves_the_kv_to_the_leg_that_continues_it(w: LegHarness) -> None:
     turn(w, "a", PROMPT)
     assert turn(w, "b", [*PROMPT, 9, 9]).prefilled == 5
