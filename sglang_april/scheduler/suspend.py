@@ -21,7 +21,7 @@ class Suspender:
 
         See `suspend-before-interrupt` in docs/design.md.
         """
-        if any(run.groups for run in self._c.ledger.runs.values()):
+        if self._c.ledger.runs:  # a leg that has just ended is still in SGLang's batch, and would block a flush
             self._c.engine.settle()
             self.suspend(list(self._c.ledger.samples(State.RUNNING)))
 

@@ -55,6 +55,12 @@ def test_a_trip_to_the_host(w: LegHarness) -> None:
     assert (leg.prefilled, spans(leg)) == (2, [(0, "fresh")])
 
 
+def test_a_leg_that_has_just_ended_does_not_block_a_flush(w: LegHarness) -> None:
+    """SGLang removes it from its batch in the next step."""
+    turn(w, "a", PROMPT)
+    assert w.do(FakeEngine.flush)
+
+
 def test_recompute_prefills_everything_after_a_push(w: LegHarness) -> None:
     w.open("run", None, kv="recompute")
     turn(w, "a", PROMPT)
