@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with AprilClient(options.url, options.api_key) as client:
             if options.once:
-                print(frame(options.url, client.state(), [], shutil.get_terminal_size().columns))  # noqa: T201
+                print(frame(options.url, client.state(), [], shutil.get_terminal_size().columns), flush=True)  # noqa: T201
             else:
                 _watch(client, options.url, options.interval)
     except AprilError as error:
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -122,6 +122,16 @@ def test_once_prints_one_frame() -> None:
     assert "\x1b" not in done.stdout
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """As in `… --once | head -1`."""
+    with serving(200, SHOWN) as url:
+        shown = subprocess.Popen(command(url, "--once"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert shown.stdout is not None
+        shown.stdout.close()
+        assert shown.stderr is not None
+        assert (shown.wait(60), shown.stderr.read()) == (0, "")
+
+
 def test_a_server_without_the_plugin_is_an_error() -> None:
     with serving(404, {"detail": "Not Found"}) as url:
         done = subprocess.run(command(url, "--once"), capture_output=True, text=True, check=False)
