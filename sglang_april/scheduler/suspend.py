@@ -21,7 +21,8 @@ class Suspender:
 
         See `suspend-before-interrupt` in docs/design.md.
         """
-        if self._c.ledger.runs:  # a leg that has just ended is still in SGLang's batch, and would block a flush
+        # A leg that has just ended and parked its KV is still in SGLang's batch, and would block a flush.
+        if any(run.groups or run.parked for run in self._c.ledger.runs.values()):
             self._c.engine.settle()
             self.suspend(list(self._c.ledger.samples(State.RUNNING)))
 
