@@ -21,10 +21,8 @@ class Suspender:
 
         See `suspend-before-interrupt` in docs/design.md.
         """
-        # A leg that has just ended and parked its KV is still in SGLang's batch, and would block a flush.
-        if any(run.groups or run.parked for run in self._c.ledger.runs.values()):
-            self._c.engine.settle()
-            self.suspend(list(self._c.ledger.samples(State.RUNNING)))
+        # Whatever runs: a request that has just ended is still in SGLang's batch, and would block a flush.
+        self.suspend_now(list(self._c.ledger.samples(State.RUNNING)))
 
     def suspend_now(self, samples: list[Sample]) -> None:
         """Suspend those of `samples` that still run once the step in flight is processed."""

@@ -149,7 +149,8 @@ def test_release_beside_a_paused_request_whose_client_has_gone(live: LiveServer)
     body = {"input_ids": [7, 8], "stream": True, "sampling_params": {"max_new_tokens": 600, "ignore_eos": True}}
     with live.server.slowed():
         with http.stream("POST", "/generate", json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # closing it ends the connection
+            next(lines)
             pause(live, "in_place")
         answers = [http.post("/release_memory_occupation", json=tags) for _ in range(5)]
         assert {answer.status_code for answer in answers} == {400}

@@ -55,9 +55,12 @@ def test_a_trip_to_the_host(w: LegHarness) -> None:
     assert (leg.prefilled, spans(leg)) == (2, [(0, "fresh")])
 
 
-def test_a_leg_that_has_just_ended_does_not_block_a_flush(w: LegHarness) -> None:
+@pytest.mark.parametrize("trajectory", [[], ["t"]], ids=["alone", "trajectory"])
+def test_a_request_that_has_just_ended_does_not_block_a_flush(w: LegHarness, trajectory: list[str]) -> None:
     """SGLang removes it from its batch in the next step."""
-    turn(w, "a", PROMPT)
+    assert w.leg("run", "a", PROMPT, 3, *trajectory)
+    while not any(row.reason for row in w.engine.running):
+        w.step()
     assert w.do(FakeEngine.flush)
 
 
