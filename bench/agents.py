@@ -7,7 +7,8 @@
     python -m bench.agents turns --preset paced --push-every 16 --repetitions 3    # twice in a trajectory of about 33 s
 
 `pairs` runs `sglang.bench_serving` on a stock and on a patched server in turn. The requests of `attached` belong to a
-run; those of `unattached` do not. A row has output tokens/s, and the ratio to the stock server of the same pair.
+run; those of `unattached` do not. A row has output tokens/s, the server's CPU time per request, and the ratio of the
+rates to the stock server of the same pair. Many short pairs, because the speed of a shared machine drifts.
 
 `turns` runs multi-turn agents over pushes (`bench/agent_turns.py`); its ratios are to `resend` within one run.
 """
@@ -23,12 +24,12 @@ from pathlib import Path
 
 from bench import record
 from bench.agent_turns import ATTACHED, HEADERS, VARIANTS, Agents, Load
-from bench.overhead import PROMPTS, serve
+from bench.overhead import serve
 from bench.pace_tables import TABLES
 from bench.random_checkpoint import SHAPES
 from bench.random_checkpoint import make as make_shape
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.servers import Size, both_servers
+from bench.rollout.servers import Size, both_servers, cpu_seconds
 from examples import interrupt
 from examples.tiny_model import make
 
@@ -98,13 +99,17 @@ def measure_pairs(stock: str, april: str, model: Path, prompts: int, at_once: in
     for number, case in enumerate(("unattached", "attached")):
         headers = HEADERS if case == "attached" else {}
         seed = 1 + 2 * repetition + number
-        rates: dict[str, float] = {}
+        measured: dict[str, record.Row] = {}
         for server in ("stock", "april") if repetition % 2 == 0 else ("april", "stock"):
             url, given = (stock, {}) if server == "stock" else (april, headers)
-            rates[server] = serve(url, model, prompts, at_once, seed, given)
+            before = cpu_seconds(url)
+            rate = serve(url, model, prompts, at_once, seed, given)
+            cpu_ms = 1e3 * (cpu_seconds(url) - before) / prompts
+            measured[server] = {"output_tokens_per_s": rate, "cpu_ms_per_request": cpu_ms}
+        ratio = measured["april"]["output_tokens_per_s"] / measured["stock"]["output_tokens_per_s"]
         rows += [
-            {"case": f"stock beside {case}", "output_tokens_per_s": rates["stock"], "ratio": 1.0},
-            {"case": case, "output_tokens_per_s": rates["april"], "ratio": rates["april"] / rates["stock"]},
+            {"case": f"stock beside {case}", **measured["stock"], "ratio": 1.0},
+            {"case": case, **measured["april"], "ratio": ratio},
         ]
     return [{"bench": "agents pairs", "repetition": repetition, **row} for row in rows]
 
@@ -119,10 +124,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--push-every", type=float, metavar="S", help="only the first load, with a push S seconds after the last one"
     )
-    parser.add_argument("--repetitions", type=int, help="repetitions (default: 8 for pairs, the preset's for turns)")
-    parser.add_argument(
-        "--prompts", type=int, default=PROMPTS, help="requests per measurement of `pairs` (%(default)s)"
-    )
+    parser.add_argument("--repetitions", type=int, help="repetitions (default: 24 for pairs, the preset's for turns)")
+    parser.add_argument("--prompts", type=int, default=256, help="requests per measurement of `pairs` (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=record.RESULTS / "agents.json", help="file to which rows are appended (%(default)s)"
     )
@@ -140,7 +143,7 @@ def main(given: list[str] | None = None) -> int:
     """Append rows as they are measured; returns the exit status."""
     args = arguments(given)
     preset = PRESETS["smoke" if args.smoke else args.preset]
-    repetitions = args.repetitions or (preset.repetitions if args.what == "turns" else 1 if args.smoke else 8)
+    repetitions = args.repetitions or (preset.repetitions if args.what == "turns" else 1 if args.smoke else 24)
     prompts = 16 if args.smoke else args.prompts
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-")))

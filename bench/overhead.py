@@ -34,7 +34,9 @@ from sglang_april.client import AprilClient
 
 CLIENT = "sglang.bench_serving"
 PAIRS = (("stock", "idle"), ("stock, a request beside", "round open"))
-PROMPTS, INPUT, OUTPUT = 512, 32, 64
+PROMPTS, INPUT, OUTPUT = 512, 32, 128
+"""Requests of a measurement, and the most tokens of a prompt and of a response. Lengths are uniform from 1 on: requests
+of one length end and begin in the same steps, until a delay sets them apart, and rates depend on such accidents."""
 CONTEXT = 8192
 OPEN_LIMIT_S = 60.0
 RUN_LIMIT_S = 600.0
@@ -46,7 +48,7 @@ ENDLESS = CONTEXT - 16
 def serve(
     url: str, model: Path, prompts: int, at_once: int, seed: int, headers: Mapping[str, str] | None = None
 ) -> float:
-    """Output tokens/s of one run of SGLang's client with random ids and fixed lengths, new prompts for each seed.
+    """Output tokens/s of one run of SGLang's client with random ids and lengths, which `seed` gives.
 
     It runs in a fork of a process that has imported it, which takes longer than the measurement.
     """
@@ -55,7 +57,7 @@ def serve(
         # fmt: off
         options = [
             "--backend", "sglang", "--base-url", url, "--dataset-name", "random-ids", "--num-prompts", str(prompts),
-            "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--random-range-ratio", "1.0",
+            "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--random-range-ratio", "0.0",
             "--max-concurrency", str(at_once), "--seed", str(seed), "--model", str(model), "--tokenizer", str(model),
             "--tokenize-prompt", "--disable-stream", "--disable-tqdm", "--output-file", str(out),
         ]

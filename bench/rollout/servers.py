@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from bench.record import ROOT
 from examples.april_demo.server import free_port, has_gpu, last_line
@@ -100,6 +101,15 @@ def stock_server(size: Size, folder: Path) -> Iterator[str]:
     with _running(size, folder, False, has_gpu()) as (process, url, log):
         _wait(process, url, log)
         yield url
+
+
+def cpu_seconds(url: str) -> float:
+    """CPU time that the processes of the server at `url`, on this machine, have used."""
+    port = int(url.rpartition(":")[2])
+    tcp = psutil.net_connections(kind="tcp")
+    pid = next(one.pid for one in tcp if one.status == psutil.CONN_LISTEN and one.laddr.port == port)
+    http = psutil.Process(pid)
+    return float(sum(sum(process.cpu_times()[:2]) for process in (http, *http.children(recursive=True))))
 
 
 @contextlib.contextmanager

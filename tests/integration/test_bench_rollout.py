@@ -126,4 +126,4 @@ def test_serving_pairs(server: Server, models: Callable[[str, int], Path]) -> No
         "stock beside attached",
         "attached",
     ]
-    assert all(row["output_tokens_per_s"] > 0 for row in rows)
+    assert all(row["output_tokens_per_s"] > 0 and row["cpu_ms_per_request"] > 0 for row in rows)

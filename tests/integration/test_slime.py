@@ -1,14 +1,12 @@
 """Rollouts of slime's kind with the trainer's own data source, samples and rewards, on live servers."""
 
+import importlib
 import json
 import re
 import shlex
-import sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,8 +15,10 @@ from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts
 from tests.integration.slime_fixtures import FUNCTIONS, check_sample, source, trainer_args
 from tests.support.live import LiveServer
-from tests.support.router import sglang_router
+from tests.support.packages import unpacked
+from tests.support.router import PACKAGES, sglang_router
 from tests.support.server import ROOT
+from tests.support.workload import prompt
 
 pytest_plugins = ("tests.integration.slime_fixtures",)
 
@@ -152,12 +152,28 @@ def test_failed_reward_ends_the_round_and_its_groups_stay(
     assert {group[0].group_index for group in output.samples} <= set(range(8))
 
 
-def test_evaluation_is_the_trainers_own(framework: Framework, args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[Any]()
-    own = SimpleNamespace(generate_rollout=lambda *given, **named: calls.append((given, named)) or "evaluated")
-    monkeypatch.setitem(sys.modules, f"{framework.package}.rollout.sglang_rollout", own)
-    assert Rollouts(framework).generate_rollout(args, 3, "data", True) == "evaluated"
-    assert calls == [((args, 3, "data"), {"evaluation": True})]
+def test_evaluation_is_the_trainers_own(
+    request: pytest.FixtureRequest, framework: Framework, args: Namespace, normal: LiveServer, run: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It runs on the same engines, and leaves the groups that a round carries alone."""
+    monkeypatch.syspath_prepend(unpacked(PACKAGES, request.config.cache.mkdir("packages")))  # miles imports the router
+    importlib.import_module(f"{framework.package}.utils.http_utils").init_http_client(args)
+    normal.server.rollout(run=run, prompts=[prompt("a", 3), prompt("b", 500)], quota=1)
+    carried = normal.server.partials(run)
+    assert [row["id"] for row in carried] == ["b"]
+    vars(args).update(sglang_router_policy=None, use_miles_router=False, sglang_speculative_algorithm=None)
+    args.group_rm = args.partial_rollout = False
+    args.eval_max_prompt_len = args.eval_reward_key = None
+    dataset = importlib.import_module(f"{framework.package}.utils.eval_config").EvalDatasetConfig(
+        name="held-out", path=args.prompt_data, n_samples_per_eval_prompt=2, temperature=1.0, top_p=1.0, top_k=-1,
+        max_response_len=8, input_key="text", label_key="label", metadata_key="metadata",
+    )  # fmt: skip
+    args.eval_datasets = [dataset]
+    evaluated = Rollouts(framework).generate_rollout(args, 0, None, True).data["held-out"]
+    assert len(evaluated["rewards"]) == len(evaluated["samples"]) == 200
+    assert all(0 < sample.response_length <= 8 for sample in evaluated["samples"])
+    assert normal.server.partials(run) == carried
 
 
 def test_command_of_the_page(framework: Framework) -> None:
