@@ -43,6 +43,8 @@ class AgentsPreset:
     context: int
     loads: tuple[Load, ...]
     repetitions: int
+    at_once: int
+    """Requests at once of `pairs`. Two cores keep the pace of a GPU with 16, beside the client."""
     shape: str = "tiny"
     pace: Path | None = None
 
@@ -66,9 +68,9 @@ def _grid(base: Load) -> tuple[Load, ...]:
 PRESETS = {
     preset.name: preset
     for preset in (
-        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1),
-        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3),
-        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, "paced", TABLES / "qwen3-4b-h100.json"),
+        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32),
+        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, "paced", TABLES / "qwen3-4b-h100.json"),
     )
 }
 
@@ -154,9 +156,9 @@ def main(given: list[str] | None = None) -> int:
         common = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
         if args.what == "pairs":
             for url in urls:
-                serve(url, checkpoints[0], preset.slots, preset.slots, 0)
+                serve(url, checkpoints[0], preset.slots, preset.at_once, 0)
             for repetition in range(repetitions):
-                rows = measure_pairs(*urls, checkpoints[0], prompts, preset.slots, repetition)
+                rows = measure_pairs(*urls, checkpoints[0], prompts, preset.at_once, repetition)
                 _keep(args.out, [{**common, "preset": preset.name, **row} for row in rows])
             return 0
         for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):

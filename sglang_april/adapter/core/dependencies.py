@@ -95,6 +95,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
     "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.MultimemAllGatherer.__init__",
     "sglang.srt.distributed.device_communicators.triton_symm_mem_ag.MultimemAllGatherer.__call__",
+    "sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "sglang.srt.model_executor.model_runner.ModelRunner.forward",
     "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer._cumulate_output_tokens",

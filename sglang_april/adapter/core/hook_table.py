@@ -279,13 +279,6 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "around",
-        "hooks_sampling:sync_tokens",
-        ("sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp",),
-        "skips the token collective when there is only one rank",
-        "upstream skips the collective of one rank",
-    ),
-    Hook(
-        "around",
         "proximal:with_proximal",
         ("sglang.srt.layers.logits_processor.LogitsProcessor.forward",),
         "a recompute returns the new policy's logprobs of the old tokens",

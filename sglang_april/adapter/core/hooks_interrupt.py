@@ -20,5 +20,7 @@ def start_processes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def handle_while_serving(_result: Any, manager: Any) -> None:
     """AFTER `TokenizerManager.auto_create_handle_loop`, which handles SIGTERM; uvicorn has replaced `handle`."""
-    if interrupt.Interruptions.handled:
-        manager.event_loop.add_signal_handler(signal.SIGINT, manager.april_shutdown.interrupted)
+    shutdown = manager.april_shutdown  # SGLang calls `auto_create_handle_loop` for every request
+    if interrupt.Interruptions.handled and not shutdown.handles_sigint:
+        manager.event_loop.add_signal_handler(signal.SIGINT, shutdown.interrupted)
+        shutdown.handles_sigint = True

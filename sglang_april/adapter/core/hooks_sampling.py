@@ -36,9 +36,3 @@ def sampling_copy(result: Any, info: Any) -> None:
 def sample(orig: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND Sampler._sample_from_probs: seeded rows are sampled with their own seeds."""
     return draw(orig, sampler, *args, **kwargs)
-
-
-def sync_tokens(orig: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND Sampler._sync_token_ids_across_tp: skipped with one rank (0.25 ms per step with gloo)."""
-    if torch.distributed.get_world_size(sampler.tp_sync_group) > 1:
-        orig(sampler, *args, **kwargs)

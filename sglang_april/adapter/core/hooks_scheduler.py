@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from sglang.srt.layers import sampler
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -76,6 +77,8 @@ def attach(_: None, s: Scheduler) -> None:
     if shape.tp_size(s) > 1:
         context.decisions = Decisions()
         Process.digest_file = _digest_file(s)
+    else:
+        sampler.SYNC_TOKEN_IDS_ACROSS_TP = False  # one rank has nothing to agree on, and gloo takes 0.25 ms a step
     if threading.current_thread() is threading.main_thread():
         # A signal to the whole group must not end a scheduler before the HTTP process does. It dies with that process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -27,8 +27,9 @@ class RowSeeds:
     seeded: list[bool]
     filtered: list[bool]
     """Rows with a seed whose top-k, top-p or min-p leaves columns out."""
-    on_device: torch.Tensor
-    """int64 [2, rows] on the device of the batch: the seeds, 0 in rows of other requests; and `seeded` as 0 or 1."""
+    on_device: torch.Tensor | None
+    """int64 [2, rows] on the device of the batch: the seeds, 0 in rows of other requests; and `seeded` as 0 or 1. None
+    if no row has a seed."""
     proximal: list[Sample | None] | None = None
     """Rows of a prefill that need proximal logprobs (proximal.py); None after it."""
     rescored: list[float | None] | None = None
@@ -40,22 +41,27 @@ class RowSeeds:
         seeded = [r.april is not None and r.sampling_params.sampling_seed is not None for r in batch.reqs]
         seeds = [r.sampling_params.sampling_seed if mine else 0 for r, mine in zip(batch.reqs, seeded, strict=True)]
         filtered = [mine and _is_filtered(r.sampling_params) for r, mine in zip(batch.reqs, seeded, strict=True)]
-        on_device = to_device([seeds, seeded], torch.int64, batch.device)
+        on_device = to_device([seeds, seeded], torch.int64, batch.device) if any(seeded) else None
         return cls(seeded, filtered, on_device, recomputed_rows(batch), rescored_rows(batch))
 
     def keep(self, rows: list[int], rows_on_device: torch.Tensor) -> "RowSeeds":
-        on_device = self.on_device[:, rows_on_device]
-        return RowSeeds([self.seeded[i] for i in rows], [self.filtered[i] for i in rows], on_device)
+        seeded = [self.seeded[i] for i in rows]
+        on_device = self.on_device[:, rows_on_device] if self.on_device is not None and any(seeded) else None
+        return RowSeeds(seeded, [self.filtered[i] for i in rows], on_device)
 
     def joined(self, other: "RowSeeds") -> "RowSeeds":
-        on_device = torch.cat([self.on_device, other.on_device], dim=1)
+        known = next((one.on_device for one in (self, other) if one.on_device is not None), None)
+        on_device = None if known is None else torch.cat([self._columns(known), other._columns(known)], dim=1)
         return RowSeeds(self.seeded + other.seeded, self.filtered + other.filtered, on_device)
 
-    def filtered_rows(self) -> torch.Tensor:
+    def _columns(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(2, len(self.seeded)) if self.on_device is None else self.on_device
+
+    def filtered_rows(self, device: torch.device) -> torch.Tensor:
         """Indices of the filtered rows, int64, on the device; copied there once per composition of the batch."""
         if self._filtered_rows is None:
             rows = [i for i, filtered in enumerate(self.filtered) if filtered]
-            self._filtered_rows = to_device(rows, torch.int64, self.on_device.device)
+            self._filtered_rows = to_device(rows, torch.int64, device)
         return self._filtered_rows
 
 
@@ -73,7 +79,7 @@ def draw(
 ) -> Any:
     """SGLang's result with the next token ids, int [rows]. `probs` float [rows, vocab] after temperature; read only."""
     rows: RowSeeds | None = getattr(info, "april", None)
-    if rows is None or not any(rows.seeded):
+    if rows is None or rows.on_device is None:
         return stock(sampler, probs, info, positions, simple)
     seeds, mine = rows.on_device
     drawn = seeded_sample(probs, seeds, positions, _keep(probs, info, rows))
@@ -92,6 +98,6 @@ def _keep(probs: torch.Tensor, info: SamplingBatchInfo, rows: RowSeeds) -> torch
     if all(rows.filtered):
         return keep_mask(probs, info.top_ks, info.top_ps, info.min_ps)
     keep = torch.ones_like(probs, dtype=torch.bool)
-    for some in rows.filtered_rows().split(sorted_rows(probs)):
+    for some in rows.filtered_rows(probs.device).split(sorted_rows(probs)):
         keep[some] = keep_mask(probs[some], info.top_ks[some], info.top_ps[some], info.min_ps[some])
     return keep

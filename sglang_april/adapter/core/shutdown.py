@@ -36,6 +36,7 @@ class ShutdownHandler:
         self._began = 0.0
         self._task: asyncio.Task[None] | None = None
         self._interrupted = False
+        self.handles_sigint = False
 
     def signalled(self) -> None:
         """SIGTERM, on the event loop."""
