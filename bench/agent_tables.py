@@ -21,8 +21,8 @@ def spread(ratios: list[float]) -> str:
 def pairs(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """Output tokens/s of `sglang.bench_serving`, relative to the stock server of the same pair."""
     used: list[Row] = []
-    cells = [["requests to the patched server", "output tokens/s, relative to the stock server", "spread"]]
-    cells[0].append("CPU time per request")
+    titles = "requests to the patched server", "output tokens/s, relative to the stock server", "spread"
+    cells = [[*titles, "CPU time per request"]]
     for preset, pace in (("cpu", "tiny model on two cores"), ("paced", "paced: not measured on a GPU")):
         mine = newest_run([row for row in rows if (row.get("bench"), row.get("preset")) == ("agents pairs", preset)])
         for case in ("unattached", "attached"):

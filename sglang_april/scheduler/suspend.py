@@ -21,7 +21,7 @@ class Suspender:
 
         See `suspend-before-interrupt` in docs/design.md.
         """
-        # Whatever runs: a request that has just ended is still in SGLang's batch, and would block a flush.
+        # Also without samples: a request that has just ended is still in SGLang's batch, and would block a flush.
         self.suspend_now(list(self._c.ledger.samples(State.RUNNING)))
 
     def suspend_now(self, samples: list[Sample]) -> None:
