@@ -25,8 +25,8 @@ NORMAL = ["--disable-overlap-schedule", "--max-total-tokens=16000"]
 OVERLAP = ["--max-total-tokens=16000"]
 SHARED = {"server", "overlap", "normal", "live", "each_loop", "guarded"}
 """Fixtures that use the server of the normal loop or that of the overlap loop."""
-SMALL = ["--max-total-tokens=400", "--max-running-requests=12", "--april-host-gb=0.0003"]
-"""400 tokens on the device and 292 on the host, of 1,024 bytes each."""
+SMALL = ["--max-total-tokens=400", "--max-running-requests=12", "--april-host-gb=0.00015"]
+"""400 tokens on the device and 146 on the host, of 1,024 bytes each."""
 
 
 @pytest.hookimpl(tryfirst=True)

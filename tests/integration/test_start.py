@@ -1,5 +1,6 @@
 """Real server starts that are refused: each ends with one sentence and no process left (`fail-closed`)."""
 
+import ast
 import json
 import os
 import shutil
@@ -176,17 +177,23 @@ def test_changed_hook_target_ends_the_start(model: str, tmp_path: Path) -> None:
     """In a copy of SGLang, one hooked method has another body."""
     installed = versions.sglang_root() / "sglang"
     shutil.copytree(installed, tmp_path / "sglang", copy_function=os.symlink, ignore=shutil.ignore_patterns("*.pyc"))
-    file = tmp_path / "sglang/srt/server_args.py"
+    file = tmp_path / "sglang/srt/managers/scheduler.py"
     text = file.read_text()
+    (line,) = [
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name == "flush_cache"
+    ]
+    lines = text.splitlines(keepends=True)
     file.unlink()
-    file.write_text(text.replace("        # Check parallel size constraints\n", "        self.tp_size += 0\n", 1))
+    file.write_text("".join([*lines[: line - 1], "        changed = True\n", *lines[line - 1 :]]))
     command = [sys.executable, "-m", SGLANG_LAUNCHER, "--model-path", model, *QUOTA]
     done = subprocess.run(
-        command, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, check=False
+        command, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 1
     reviewed = versions.installed()["sglang"]
-    sentence = "the body of sglang.srt.server_args.ServerArgs.check_server_args has changed"
+    sentence = "the body of sglang.srt.managers.scheduler.Scheduler.flush_cache has changed"
     assert f"compared with {reviewed}, {sentence}\n" in done.stderr
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from examples import tiny_model
 from sglang_april.adapter import versions
-from sglang_april.adapter.core import hook_table
 from tests.support.starts import (
     IN_ENVIRONMENT,
     QUOTA,
@@ -112,5 +111,5 @@ def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None
 
 
 def assert_all_hooks(report: dict[str, Any]) -> None:
-    assert report["hooks"] == [f"{path} [{row.kind}]" for row in hook_table.HOOKS for path in row.paths]
+    assert report["hooks"] == [f"{path} [{row.kind}]" for row in versions.hook_table().HOOKS for path in row.paths]
     assert report["sglang"] == versions.installed()["sglang"]

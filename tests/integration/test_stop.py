@@ -27,8 +27,10 @@ def test_no_decode_step_after_the_quota(each_loop: Server, run: str) -> None:
     reply = each_loop.rollout(run=run, prompts=prompts, quota=2)
     assert each_loop.state()["samples"]["running"] == 0
     assert count.rows(decode=False) == [8]
-    # The prefill draws the first token. In the overlap loop a row that has just finished is still in the next step.
-    assert count.rows(decode=True) == [8] * (4 + flight) + [7] * 4
+    # The prefill draws the first token. In the overlap loop a row that has just finished is still in the next step; on
+    # 0.5.23 not if its length ends it.
+    rows = [8] * 4 + [7] * 4
+    assert count.rows(decode=True) in ([[8, *rows], [*rows, 6]] if flight else [rows])
     assert [p["tokens"] for p in each_loop.partials(run)] == [9 + flight] * 6
     assert reply["stats"]["tokens_after_quota"] == 6 * flight
     assert reply["stats"]["tokens_generated"] == 5 + 9 + 6 * (9 + flight)

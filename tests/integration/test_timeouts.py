@@ -55,4 +55,5 @@ def test_no_timeout_counts_pauses_and_pushes(limited: LiveServer, run: str) -> N
         assert answer.json()["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
     with live.server.slowed(0.5):
         aborted = ask(live, run, length=200)
-    assert "timeout reached" in aborted.text
+    # Until 0.5.18 an error; 0.5.23 answers with the tokens so far and no reason.
+    assert "timeout reached" in aborted.text or aborted.json()["meta_info"]["finish_reason"]["message"] == "Aborted"

@@ -1,0 +1,63 @@
+"""Tables of docs about the scheduler loop, computed from the rows of `bench.timeline` and `bench.host_time`."""
+
+from statistics import median
+
+from bench.record import Row, newest_run
+
+PARTS = {
+    "forward": ("decode",),
+    "sampling and the rest of `run_batch`": ("sample", "run"),
+    "results: tokens into requests": ("results",),
+    "choosing the next batch": ("next",),
+    "rest of the loop": ("loop",),
+    "prefills of leaders": ("prefill",),
+    "between two rounds: push, request, reply": ("requests", "between"),
+}
+ONLY_IN_ROUNDS = ("prefills of leaders", "between two rounds: push, request, reply")
+
+
+def timeline(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
+    """Milliseconds per step of the scheduler's loop, in rounds and with a full batch."""
+    used = newest_run(_timeline(rows, "cpu"))
+    columns = {row["what"]: row for row in used}
+    cells = [["ms per step", *(f"{what}, {row['rows']:.4g} rows" for what, row in columns.items())]]
+    totals = dict.fromkeys(columns, 0.0)
+    for title, names in PARTS.items():
+        line = [title]
+        for what, row in columns.items():
+            ms = sum(row[name] for name in names) * row["seconds"] / row["steps"] * 1000
+            shown = what == "rounds" or title not in ONLY_IN_ROUNDS
+            totals[what] += ms if shown else 0.0
+            line.append(f"{ms:.2f}" if shown else "")
+        cells.append(line)
+    return used, [*cells, ["total", *(f"{total:.2f}" for total in totals.values())]]
+
+
+def timeline_paced(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
+    """The time between two rounds at a GPU's pace."""
+    used = newest_run(_timeline(rows, "april-paced/8"))
+    cells = [
+        ["variant", "running", "of the limit", "step, ms", "push, ms", "between two rounds without the push, steps"]
+    ]
+    for row in used:
+        line = [row["variant"], f"{row['rows']:.1f}", f"{row['share_of_limit']:.2f}"]
+        cells.append([*line, *(f"{row[name]:.1f}" for name in ("step_ms", "push_ms", "gap_steps"))])
+    return used, cells
+
+
+def _timeline(rows: list[Row], preset: str) -> list[Row]:
+    return [row for row in rows if (row.get("bench"), row.get("preset")) == ("timeline", preset)]
+
+
+def host_time(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
+    """CPU time of the scheduler loop per decode step, outside of the model and of drawing tokens."""
+    used = newest_run([row for row in rows if row.get("bench") == "host_time"])
+    cells = [["running", "stock, ms (lowest to highest)", "batch quota, ms", "more than stock, ms"]]
+    for running in sorted({row["running"] for row in used}):
+        found = {
+            server: [row["host_ms"] for row in used if (row["running"], row["server"]) == (running, server)]
+            for server in ("stock", "batch quota")
+        }
+        spread = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in found.values()]
+        cells.append([f"{running:,}", *spread, f"{median(found['batch quota']) - median(found['stock']):+.2f}"])
+    return used, cells
