@@ -26,12 +26,10 @@ from bench import record
 from bench.agent_turns import ATTACHED, HEADERS, VARIANTS, Agents, Load
 from bench.overhead import serve
 from bench.pace_tables import TABLES
-from bench.random_checkpoint import SHAPES
-from bench.random_checkpoint import make as make_shape
+from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, both_servers, cpu_seconds
 from examples import interrupt
-from examples.tiny_model import make
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def main(given: list[str] | None = None) -> int:
     prompts = 16 if args.smoke else args.prompts
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-")))
-        checkpoints = _checkpoints(preset, folder)
+        checkpoints = two_policies(folder, preset.shape)
         pool = preset.slots * preset.context // 2
         size = Size(checkpoints[0], preset.slots, preset.context, pool, pace=preset.pace)
         urls = stack.enter_context(both_servers(size, record.ROOT / "out" / "bench"))
@@ -172,13 +170,6 @@ async def _turns(
 ) -> list[record.Row]:
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
         return await measure_turns(stock, april, preset, checkpoints, common)
-
-
-def _checkpoints(preset: AgentsPreset, folder: Path) -> tuple[Path, Path]:
-    if preset.shape == "tiny":
-        return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
-    shape = SHAPES[preset.shape]
-    return make_shape(folder / "v0", shape, seed=0), make_shape(folder / "v1", shape, seed=1)
 
 
 def _keep(path: Path, rows: list[record.Row]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import mean, median
 
-from bench import agent_tables, learning_page
+from bench import agent_tables, learning_page, loop_tables
 from bench.learning_stats import paired
 from bench.record import Row, newest_run
 
@@ -89,49 +89,6 @@ def large_reply(rows: list[Row]) -> tuple[list[Row], Cells]:
         times = [f"{row[name]:.2f}" for name in ("reply_s", "server_cpu_s")]
         cells.append([encoding, *sizes, *times, f"{row['stall_ms'] / 1000:.2f}"])
     return list(found.values()), cells
-
-
-PARTS = {
-    "forward": ("decode",),
-    "sampling and the rest of `run_batch`": ("sample", "run"),
-    "results: tokens into requests": ("results",),
-    "choosing the next batch": ("next",),
-    "rest of the loop": ("loop",),
-    "prefills of leaders": ("prefill",),
-    "between two rounds: push, request, reply": ("requests", "between"),
-}
-ONLY_IN_ROUNDS = ("prefills of leaders", "between two rounds: push, request, reply")
-
-
-def timeline(rows: list[Row]) -> tuple[list[Row], Cells]:
-    """Milliseconds per step of the scheduler's loop, in rounds and with a full batch."""
-    used = newest_run(_of(rows, "timeline"))
-    columns = {row["what"]: row for row in used}
-    cells = [["ms per step", *(f"{what}, {row['rows']:.4g} rows" for what, row in columns.items())]]
-    totals = dict.fromkeys(columns, 0.0)
-    for title, names in PARTS.items():
-        line = [title]
-        for what, row in columns.items():
-            ms = sum(row[name] for name in names) * row["seconds"] / row["steps"] * 1000
-            shown = what == "rounds" or title not in ONLY_IN_ROUNDS
-            totals[what] += ms if shown else 0.0
-            line.append(f"{ms:.2f}" if shown else "")
-        cells.append(line)
-    return used, [*cells, ["total", *(f"{total:.2f}" for total in totals.values())]]
-
-
-def host_time(rows: list[Row]) -> tuple[list[Row], Cells]:
-    """CPU time of the scheduler loop per decode step, outside of the model and of drawing tokens."""
-    used = newest_run(_of(rows, "host_time"))
-    cells = [["running", "stock, ms (lowest to highest)", "batch quota, ms", "more than stock, ms"]]
-    for running in sorted({row["running"] for row in used}):
-        found = {
-            server: [row["host_ms"] for row in used if (row["running"], row["server"]) == (running, server)]
-            for server in ("stock", "batch quota")
-        }
-        spread = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in found.values()]
-        cells.append([f"{running:,}", *spread, f"{median(found['batch quota']) - median(found['stock']):+.2f}"])
-    return used, cells
 
 
 def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
@@ -271,8 +228,9 @@ TABLES: dict[str, Table] = {
     "suspend": suspend,
     "stop_latency": stop_latency,
     "large_reply": large_reply,
-    "timeline": timeline,
-    "host_time": host_time,
+    "timeline": loop_tables.timeline,
+    "timeline_paced": loop_tables.timeline_paced,
+    "host_time": loop_tables.host_time,
     "costs": costs,
     "agent_pairs": agent_tables.pairs,
     "agent_turns": partial(agent_tables.turns, preset="cpu"),

@@ -36,12 +36,12 @@ def timeline(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
 def timeline_paced(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """The time between two rounds at a GPU's pace."""
     used = newest_run(_timeline(rows, "april-paced/8"))
-    cells = [
-        ["variant", "running", "of the limit", "step, ms", "push, ms", "between two rounds without the push, steps"]
-    ]
+    head = ["variant", "running", "of the limit", "step, ms", "last launch to reply, ms", "push, ms"]
+    cells = [[*head, "push to first launch, ms", "between two rounds, without push and last step, steps"]]
+    names = "step_ms", "reply_ms", "push_ms", "start_ms", "gap_steps"
     for row in used:
         line = [row["variant"], f"{row['rows']:.1f}", f"{row['share_of_limit']:.2f}"]
-        cells.append([*line, *(f"{row[name]:.1f}" for name in ("step_ms", "push_ms", "gap_steps"))])
+        cells.append([*line, *(f"{row[name]:.1f}" for name in names)])
     return used, cells
 
 

@@ -78,6 +78,13 @@ def make(path: Path, shape: CheckpointShape, seed: int = 0) -> Path:
     return path
 
 
+def two_policies(folder: Path, shape: str) -> tuple[Path, Path]:
+    """Two checkpoints of a shape with different weights; `tiny` is the tests' tiny model."""
+    if shape == "tiny":
+        return tiny_model.make(folder / "v0", seed=0), tiny_model.make(folder / "v1", seed=1)
+    return make(folder / "v0", SHAPES[shape], seed=0), make(folder / "v1", SHAPES[shape], seed=1)
+
+
 def _weight(name: str, size: Sequence[int], noise: torch.Generator) -> torch.Tensor:
     """Scale weights so that logits have a standard deviation of about 1, as in the tiny models."""
     drawn = torch.randn(tuple(size), generator=noise, device=noise.device)

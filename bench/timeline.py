@@ -1,8 +1,9 @@
 """Where the time of a round goes: shares of each part of the scheduler loop, in rounds and in a full batch.
 
     python -m bench.timeline --record
+    python -m bench.timeline --preset april-paced/8 --record
 
-The workload is that of `bench.rollout --preset cpu`. The traced server (`bench.traced_server`) logs when each part of
+The workload is that of a preset of `bench.rollout`. The traced server (`bench.traced_server`) logs when each part of
 its scheduler loop began and how long it took. A row has the parts' shares of the rounds' time, from the start of the
 push to the reply:
 
@@ -12,25 +13,29 @@ push to the reply:
 - `between`: from the last step of a round to the first of the next, without `requests`;
 - `loop`: the rest of the loop, between steps.
 
-A row of the full batch alone (the limit) has the same shares; the difference is what rounds lose.
+A row also has, as means over the rounds, `push_ms`, `start_ms` from the end of the push to the first launch, `reply_ms`
+from the last launch to the reply, and `gap_steps`: `start_ms` and `reply_ms` in steps, less the last step itself. A row
+of the full batch alone (the limit) has the same shares; the difference is what rounds lose. A paced preset has no such
+row, because its limit is that of its table, and its `results` include waiting for the forward.
 """
 
 import argparse
 import asyncio
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
-from statistics import harmonic_mean
+from statistics import harmonic_mean, mean, median
 from typing import Any
 
 from bench import record, traced_server
+from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.presets import PRESETS, Cell, Preset
+from bench.rollout.presets import PRESETS, Cell, Paced, Preset
 from bench.rollout.runner import KINDS, Track
 from bench.rollout.servers import Size, patched_server
 from bench.rollout.testbed import Testbed
 from examples import interrupt
-from examples.tiny_model import make
 
 Window = tuple[float, float]
 """Seconds since the epoch."""
@@ -67,18 +72,34 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
     return {"steps": steps, **of_steps, **{name: seconds / total for name, seconds in took.items()}}
 
 
+def gap(spans: list[dict[str, Any]], windows: list[Window], pushes: list[float]) -> dict[str, float]:
+    """`step_ms`, the median from one launch of a decode forward to the next; and means of the rounds: `push_ms`,
+    `start_ms`, `reply_ms`, `gap_steps`. `pushes`: seconds of each round's push."""
+    steps, starts, replies = [], [], []
+    for start, end in windows:
+        launches = [span for span in spans if span["piece"] == "forward" and start <= span["at"] < end]
+        steps += [two["at"] - one["at"] for one, two in pairwise(launches) if one["decode"] and two["decode"]]
+        starts.append(launches[0]["at"] - start)
+        replies.append(end - launches[-1]["at"])
+    step, push, reply = median(steps), mean(pushes), mean(replies)
+    start = mean(starts) - push
+    in_ms = {"step_ms": step, "push_ms": push, "start_ms": start, "reply_ms": reply}
+    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "gap_steps": (start + reply) / step - 1}
+
+
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
     """Three rows: the full batch before, the variant's rounds in the steady state, the full batch after."""
     spans = traced_server.Lines(folder / traced_server.SPANS)
     began = time.time()
     async with EngineClient(url, patched=True) as engine:
-        testbed = Testbed(engine, engine, checkpoints, preset)
+        given = preset.limit("lognormal") if isinstance(preset, Paced) else None
+        testbed = Testbed(engine, engine, checkpoints, preset, given_limit=given)
         track = Track(testbed, Cell("lognormal", variant))
         steady = await track.warm()
         limits, full = [], []
         for measured in (False, True, False):
             if measured:
-                windows, tokens = await _rounds(track, preset.measured)
+                windows, pushes, tokens = await _rounds(track, preset.measured)
                 continue
             start = time.time()
             limits.append(await testbed.limit("lognormal"))
@@ -93,35 +114,40 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
         "delivered_tokens_per_s": rate,
         "share_of_limit": rate / harmonic_mean(limits),
     }
-    return [
-        {"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows)},
-        {"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)},
-    ]
+    rows = [{"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows), **gap(seen, windows, pushes)}]
+    if given is None:
+        rows += [{"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)}]
+    return rows
 
 
-async def _rounds(track: Track, count: int) -> tuple[list[Window], int]:
+async def _rounds(track: Track, count: int) -> tuple[list[Window], list[float], int]:
     await track.round()
-    windows, tokens = [], 0
+    windows, pushes, tokens = [], [], 0
     for _ in range(count):
         measured = await track.round()
         windows.append((track.began, track.began + measured.seconds))
+        pushes.append(measured.push_s)
         tokens += measured.round.tokens
     await track.variant.rest()
-    return windows, tokens
+    return windows, pushes, tokens
 
 
 def main(given: list[str] | None = None) -> int:
     """Measure and print or record the rows; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="preset of sizes (%(default)s)")
+    parser.add_argument(
+        "--preset", choices=("cpu", "april-paced/8"), default="cpu", help="preset of sizes (%(default)s)"
+    )
     parser.add_argument("--variant", choices=BATCH_QUOTA, default="april-keep", help="variant to trace (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name, traced_server.into(Path(name), spans=True):
         folder = Path(name)
-        checkpoints = make(folder / "v0", seed=0), make(folder / "v1", seed=1)
-        size = Size(checkpoints[0], preset.plan.slots, preset.context, preset.pool_tokens, (), "bench.traced_server")
+        checkpoints = two_policies(folder, preset.shape)
+        pace = preset.pace.absolute() if isinstance(preset, Paced) else None
+        plan, pool = preset.plan, preset.pool_tokens
+        size = Size(checkpoints[0], plan.slots, preset.context, pool, (), "bench.traced_server", pace=pace)
         common = record.provenance()
         with patched_server(size, Path("out") / "bench") as url:
             rows = asyncio.run(measure(url, folder, preset, args.variant, checkpoints))

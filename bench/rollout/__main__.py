@@ -13,8 +13,7 @@ import aiohttp
 import httpx
 
 from bench import record
-from bench.random_checkpoint import SHAPES
-from bench.random_checkpoint import make as make_shape
+from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient, EngineError
 from bench.rollout.limit import NeverFullError
 from bench.rollout.metrics import IdentityError
@@ -23,7 +22,6 @@ from bench.rollout.runner import KINDS, Runner
 from bench.rollout.servers import ServerError, Size, both_servers
 from bench.rollout.testbed import Testbed
 from examples import interrupt
-from examples.tiny_model import make
 
 PROBLEMS = (ServerError, EngineError, NeverFullError, IdentityError, httpx.HTTPError, aiohttp.ClientError)
 
@@ -142,12 +140,9 @@ def checkpoints_of(args: argparse.Namespace, preset: Preset, folder: Path) -> tu
     """Two checkpoints that are pushed alternately."""
     if args.checkpoints:
         return args.checkpoints[0], args.checkpoints[1]
-    if isinstance(preset, Paced):
-        shape = SHAPES[preset.shape]
-        return make_shape(folder / "v0", shape, seed=0), make_shape(folder / "v1", shape, seed=1)
-    if preset.shape != "tiny":
+    if preset.shape != "tiny" and not isinstance(preset, Paced):
         raise SystemExit(f"preset {preset.name} needs --checkpoints A B: two checkpoints of a {preset.shape} shape")
-    return make(folder / "v0", seed=0), make(folder / "v1", seed=1)
+    return two_policies(folder, preset.shape)
 
 
 def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
