@@ -12,9 +12,9 @@ from bench.rollout.workload import Stream, WorkloadPrompt
 from sglang_april.client import types
 
 LEGS = ("started", "resumed_recomputed")
-READY = 3
-"""Prompts that wait in the engine, in quotas (at least two samples per slot). They cost nothing until a slot is
-free."""
+READY = 4
+"""Prompts in the engine at the start of a round, in quotas (at least two samples per slot). They cost nothing until a
+slot is free. With three, all of them run before a round of `april-paced` ends, and slots stay empty."""
 
 
 class April:
