@@ -87,6 +87,16 @@ def test_release_and_resume(live: LiveServer, run: str, paused: bool) -> None:
     finish(live, run, (v, "fresh"))
 
 
+@pytest.mark.parametrize("ids", [[7, 8], [[7, 8], [9]]], ids=["prompt", "batch"])
+def test_release_after_a_stream_of_several_answers(live: LiveServer, ids: list[Any]) -> None:
+    """SGLang 0.5.15.post1, 0.5.16 and 0.5.18 keep states of such a request for ever."""
+    params = {"max_new_tokens": 2, "ignore_eos": True, "n": 3}
+    answer = live.server.http.post("/generate", json={"input_ids": ids, "sampling_params": params, "stream": True})
+    assert answer.text.endswith("[DONE]\n\n")
+    live.server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    live.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
 def test_push_while_memory_is_released(live: LiveServer, run: str) -> None:
     """The colocated order: release all, resume the weights, push, resume the KV pool; no page is touched meanwhile."""
     v, server = live.version, live.server

@@ -11,6 +11,7 @@ from sglang_april.adapter.core import frontend, harmful_values, hooks_attached
 from sglang_april.adapter.core.attach_request import is_attached
 from sglang_april.adapter.core.request import RESERVED_RID
 from sglang_april.adapter.core.shutdown import ShutdownHandler
+from sglang_april.adapter.shapes.installed import shape
 
 Original = Callable[..., Awaitable[Any]]
 
@@ -56,6 +57,7 @@ def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any,
     if any(not isinstance(top, int) or not 0 <= top <= vocab for top in (tops if isinstance(tops, list) else [tops])):
         raise ValueError(f"top_logprobs_num: must be a whole number from 0 to {vocab}")
     result = original(manager, obj, *args, **kwargs)
+    shape.forget_unused_states(manager, obj)
     hooks_attached.note_begun(rids)
     return result
 

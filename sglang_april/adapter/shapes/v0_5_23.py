@@ -218,6 +218,13 @@ def remove(batch: Any, reqs: Sequence[Any]) -> None:
     batch.filter_batch(reqs_to_exclude=list(reqs))
 
 
+# --- the HTTP process
+
+
+def forget_unused_states(_manager: Any, _obj: Any) -> None:
+    """SGLang removes them."""
+
+
 # --- weights
 
 
