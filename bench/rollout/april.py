@@ -14,7 +14,7 @@ from sglang_april.client import types
 LEGS = ("started", "resumed_recomputed")
 READY = 4
 """Prompts in the engine at the start of a round, in quotas (at least two samples per slot). They cost nothing until a
-slot is free. With three, all of them run before a round of `april-paced` ends, and slots stay empty."""
+slot is free. With three, all of them run before a paced round ends, and slots stay empty."""
 
 
 class April:
