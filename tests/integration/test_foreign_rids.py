@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sglang_april.adapter import versions
 from tests.integration.test_interruptions import finish, open_round
 from tests.support.live import LiveServer
 
@@ -66,7 +67,8 @@ def test_request_that_would_end_the_scheduler_is_refused(
     and names no field."""
     answer = normal.server.http.post("/generate", json=body)
     assert answer.status_code in (400, 422)
-    assert message.split(":")[0].split(".")[-1] in answer.text or '"invalid type: ' in answer.text
+    by_sglang = versions.installed()["sglang"] == "0.5.23" and "invalid type: " in answer.text
+    assert by_sglang or message.split(":")[0].split(".")[-1] in answer.text
     assert normal.server.post("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})["output_ids"]
 
 
