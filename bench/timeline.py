@@ -81,10 +81,10 @@ def gap(spans: list[dict[str, Any]], windows: list[Window], pushes: list[float])
         steps += [two["at"] - one["at"] for one, two in pairwise(launches) if one["decode"] and two["decode"]]
         starts.append(launches[0]["at"] - start)
         replies.append(end - launches[-1]["at"])
-    step, push, reply = median(steps), mean(pushes), mean(replies)
-    start = mean(starts) - push
-    in_ms = {"step_ms": step, "push_ms": push, "start_ms": start, "reply_ms": reply}
-    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "gap_steps": (start + reply) / step - 1}
+    step, push, to_reply = median(steps), mean(pushes), mean(replies)
+    to_launch = mean(starts) - push
+    in_ms = {"step_ms": step, "push_ms": push, "start_ms": to_launch, "reply_ms": to_reply}
+    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "gap_steps": (to_launch + to_reply) / step - 1}
 
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
