@@ -12,7 +12,7 @@ handlers and two modules:
                 applying_hooks()                   a context in which SGLang applies the hooks
 
 A release that changes nothing the handlers rely on needs only a manifest. Where interfaces differ, the handlers call
-the release's shape, a module in `SHAPES` that its manifest names (`shapes/interface.py`).
+the release's shape, `SHAPE` of a module in `SHAPES` that its manifest names (`shapes/interface.py`).
 """
 
 import dataclasses
@@ -175,7 +175,7 @@ def load_shape(name: str) -> Shape:
         PreflightError: no shape has this name.
     """
     try:
-        return cast(Shape, importlib.import_module(f"{SHAPES}.{name}"))
+        return cast(Shape, importlib.import_module(f"{SHAPES}.{name}").SHAPE)
     except ModuleNotFoundError as error:
         raise PreflightError(f"there is no shape {name} in {SHAPES}") from error
 

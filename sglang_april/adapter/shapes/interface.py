@@ -26,7 +26,7 @@ class Argument(NamedTuple):
 
 
 class Shape(Protocol):
-    """The interface of `shapes/<shape>.py`."""
+    """The interface of `SHAPE` in `shapes/<release>.py`, one for each group of releases."""
 
     DEPENDS_ON: tuple[str, ...]
     """Dotted paths of what only this shape calls, or relies on, without hooking it."""

@@ -16,208 +16,177 @@ from sglang_april.kv.kv_pages import Pages
 if TYPE_CHECKING:
     import torch
 
-TARGETS: Mapping[str, tuple[str, ...]] = {}
-HOOKS: tuple[Hook, ...] = ()
-DEPENDS_ON: tuple[str, ...] = (
-    "sglang.srt.server_args.ServerArgs.get_model_config",
-    "sglang.srt.managers.schedule_batch.Req.set_extend_range",
-    "sglang.srt.mem_cache.chunk_cache.ChunkCache",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.dec_lock_ref",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.inc_lock_ref",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.insert",
-    "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix",
-)
 
+class Until0518:
+    TARGETS: Mapping[str, tuple[str, ...]] = {}
+    HOOKS: tuple[Hook, ...] = ()
+    DEPENDS_ON: tuple[str, ...] = (
+        "sglang.srt.server_args.ServerArgs.get_model_config",
+        "sglang.srt.managers.schedule_batch.Req.set_extend_range",
+        "sglang.srt.mem_cache.chunk_cache.ChunkCache",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.dec_lock_ref",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.inc_lock_ref",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.insert",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix",
+    )
 
-def arguments(args: Any) -> Iterator[Argument]:
-    for field in dataclasses.fields(args):
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        yield Argument(field.name, getattr(args, field.name), default)
+    def arguments(self, args: Any) -> Iterator[Argument]:
+        for field in dataclasses.fields(args):
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            yield Argument(field.name, getattr(args, field.name), default)
 
+    def resolved(self, args: Any) -> Any:
+        return args
 
-def resolved(args: Any) -> Any:
-    return args
+    def model_config(self, args: Any) -> Any:
+        return args.get_model_config()
 
+    def has_kv(self, req: Any) -> bool:
+        return req.req_pool_idx is not None
 
-def model_config(args: Any) -> Any:
-    return args.get_model_config()
+    def row(self, req: Any) -> Any:
+        return req.req_pool_idx
 
+    def committed(self, req: Any) -> int:
+        return int(req.kv_committed_len)
 
-def has_kv(req: Any) -> bool:
-    return req.req_pool_idx is not None
+    def protected(self, req: Any) -> int:
+        return int(req.cache_protected_len)
 
+    def lock_of(self, req: Any) -> Any:
+        return req.last_node
 
-def row(req: Any) -> Any:
-    return req.req_pool_idx
+    def forget_kv(self, req: Any) -> None:
+        req.req_pool_idx, req.extend_range, req.kv_committed_len = None, None, 0
 
+    def _hold(self, req: Any, pages: Pages, tree: Any) -> None:
+        """The part of `give_kv` that is the same in these releases."""
+        req.kv_committed_len = pages.length
+        req.cache_protected_len, req.last_node = pages.protected, pages.node or _root(tree)
+        req.prefix_indices = pages.slots[: pages.protected]
 
-def committed(req: Any) -> int:
-    return int(req.kv_committed_len)
+    def _drop_prefix(self, req: Any) -> None:
+        """The part of `take_kv` that is the same in these releases."""
+        import torch
 
+        req.prefix_indices = torch.empty((0,), dtype=torch.int64)
 
-def protected(req: Any) -> int:
-    return int(req.cache_protected_len)
+    def start_after(self, req: Any, pages: Pages, tokens: int, tree: Any) -> None:
+        req.prefix_indices = pages.slots[:tokens]
+        req.cache_protected_len = pages.protected
+        req.last_node = pages.node if pages.node is not None else _root(tree)
+        req.last_host_node = req.best_match_node = req.last_node
+        req.host_hit_length = 0
 
+    def next_chunk(self, s: Any, req: Any) -> None:
+        import torch
 
-def lock_of(req: Any) -> Any:
-    return req.last_node
+        done = len(req.get_fill_ids())
+        req.prefix_indices = s.req_to_token_pool.req_to_token[req.req_pool_idx, :done].to(torch.int64, copy=True)
 
+    def extend_range(self, req: Any, prefix: "torch.Tensor", end: int) -> None:
+        req.prefix_indices = prefix
+        req.set_extend_range(len(prefix), end)
 
-def forget_kv(req: Any) -> None:
-    req.req_pool_idx, req.extend_range, req.kv_committed_len = None, None, 0
+    def release_kv(self, req: Any, tree: Any) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
 
+        release_kv_cache(req, tree, is_insert=False)
 
-def hold(req: Any, pages: Pages, tree: Any) -> None:
-    """The part of `give_kv` that is the same in these releases."""
-    req.kv_committed_len = pages.length
-    req.cache_protected_len, req.last_node = pages.protected, pages.node or _root(tree)
-    req.prefix_indices = pages.slots[: pages.protected]
+    def is_inserted(self, is_insert: bool = True) -> bool:
+        return is_insert
 
+    def prefix_caches(self) -> tuple[type, ...]:
+        from sglang.srt.mem_cache.chunk_cache import ChunkCache
+        from sglang.srt.mem_cache.radix_cache import RadixCache
 
-def drop_prefix(req: Any) -> None:
-    """The part of `take_kv` that is the same in these releases."""
-    import torch
+        return RadixCache, ChunkCache
 
-    req.prefix_indices = torch.empty((0,), dtype=torch.int64)
+    def has_tree(self, tree: Any) -> bool:
+        return not tree.is_chunk_cache()
 
+    def slots_in_tree(self, tree: Any) -> "torch.Tensor":
+        import torch
 
-def start_after(req: Any, pages: Pages, tokens: int, tree: Any) -> None:
-    req.prefix_indices = pages.slots[:tokens]
-    req.cache_protected_len = pages.protected
-    req.last_node = pages.node if pages.node is not None else _root(tree)
-    req.last_host_node = req.best_match_node = req.last_node
-    req.host_hit_length = 0
-
-
-def next_chunk(s: Any, req: Any) -> None:
-    import torch
-
-    done = len(req.get_fill_ids())
-    req.prefix_indices = s.req_to_token_pool.req_to_token[req.req_pool_idx, :done].to(torch.int64, copy=True)
-
-
-def extend_range(req: Any, prefix: "torch.Tensor", end: int) -> None:
-    req.prefix_indices = prefix
-    req.set_extend_range(len(prefix), end)
-
-
-def release_kv(req: Any, tree: Any) -> None:
-    from sglang.srt.mem_cache.common import release_kv_cache
-
-    release_kv_cache(req, tree, is_insert=False)
-
-
-def is_inserted(is_insert: bool = True) -> bool:
-    return is_insert
-
-
-def prefix_caches() -> tuple[type, ...]:
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache
-    from sglang.srt.mem_cache.radix_cache import RadixCache
-
-    return RadixCache, ChunkCache
-
-
-def has_tree(tree: Any) -> bool:
-    return not tree.is_chunk_cache()
-
-
-def slots_in_tree(tree: Any) -> "torch.Tensor":
-    import torch
-
-    empty = tree.is_chunk_cache() or not tree.total_size()
-    slots: torch.Tensor = torch.empty(0, dtype=torch.int64) if empty else tree.all_values_flatten()
-    return slots
-
-
-def free_pages(allocator: Any) -> "torch.Tensor":
-    import torch
-
-    return torch.cat([allocator.free_pages, allocator.release_pages])
-
-
-def lock_prefix(tree: Any, req: Any, length: int) -> "tuple[torch.Tensor, Any] | None":
-    import torch
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    key = RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key)
-    found = tree.match_prefix(MatchPrefixParams(key=key, req=req))
-    if len(found.device_indices) < length:
-        return None
-    tree.inc_lock_ref(found.last_device_node)
-    return found.device_indices[:length].to(torch.int64, copy=True), found.last_device_node
-
-
-def unlock(tree: Any, lock: Any) -> None:
-    tree.dec_lock_ref(lock)
-
-
-def insert(tree: Any, req: Any, ids: Any, slots: "torch.Tensor") -> "torch.Tensor":
-    """As `RadixCache.cache_unfinished_req` does."""
-    import torch
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    if tree.disable_finished_insert:
+        empty = tree.is_chunk_cache() or not tree.total_size()
+        slots: torch.Tensor = torch.empty(0, dtype=torch.int64) if empty else tree.all_values_flatten()
         return slots
-    key = RadixKey(ids, req.extra_key).page_aligned(tree.page_size)
-    known = tree.insert(InsertParams(key=key, value=slots[: len(key)].clone(), priority=req.priority or 0))
-    tree.token_to_kv_pool_allocator.free(slots[req.cache_protected_len : known.prefix_len])
-    found = tree.match_prefix(MatchPrefixParams(key=key))
-    tree.dec_lock_ref(req.last_node)
-    tree.inc_lock_ref(found.last_device_node)
-    req.cache_protected_len, req.last_node = len(found.device_indices), found.last_device_node
-    return torch.cat([found.device_indices.to(torch.int64), slots[len(found.device_indices) :]])
+
+    def free_pages(self, allocator: Any) -> "torch.Tensor":
+        import torch
+
+        return torch.cat([allocator.free_pages, allocator.release_pages])
+
+    def lock_prefix(self, tree: Any, req: Any, length: int) -> "tuple[torch.Tensor, Any] | None":
+        import torch
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key)
+        found = tree.match_prefix(MatchPrefixParams(key=key, req=req))
+        if len(found.device_indices) < length:
+            return None
+        tree.inc_lock_ref(found.last_device_node)
+        return found.device_indices[:length].to(torch.int64, copy=True), found.last_device_node
+
+    def unlock(self, tree: Any, lock: Any) -> None:
+        tree.dec_lock_ref(lock)
+
+    def insert(self, tree: Any, req: Any, ids: Any, slots: "torch.Tensor") -> "torch.Tensor":
+        """As `RadixCache.cache_unfinished_req` does."""
+        import torch
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        if tree.disable_finished_insert:
+            return slots
+        key = RadixKey(ids, req.extra_key).page_aligned(tree.page_size)
+        known = tree.insert(InsertParams(key=key, value=slots[: len(key)].clone(), priority=req.priority or 0))
+        tree.token_to_kv_pool_allocator.free(slots[req.cache_protected_len : known.prefix_len])
+        found = tree.match_prefix(MatchPrefixParams(key=key))
+        tree.dec_lock_ref(req.last_node)
+        tree.inc_lock_ref(found.last_device_node)
+        req.cache_protected_len, req.last_node = len(found.device_indices), found.last_device_node
+        return torch.cat([found.device_indices.to(torch.int64), slots[len(found.device_indices) :]])
+
+    def tp_rank(self, s: Any) -> int:
+        return int(s.ps.tp_rank)
+
+    def tp_size(self, s: Any) -> int:
+        return int(s.ps.tp_size)
+
+    def may_clear(self, manager: Any, _s: Any) -> bool:
+        return bool(manager.is_fully_idle())
+
+    def in_flight(self, s: Any) -> Iterable[Any]:
+        return [req for batch in (s.running_batch, s.last_batch) if batch is not None for req in batch.reqs]
+
+    def remove(self, batch: Any, reqs: Sequence[Any]) -> None:
+        batch.filter_batch(chunked_req_to_exclude=list(reqs))
+
+    def forget_unused_states(self, manager: Any, obj: Any) -> None:
+        """Except 0.5.17, these releases note `n` states for each prompt and remove one of them."""
+        if isinstance(obj.rid, list):
+            for rid in obj.rid[getattr(obj, "batch_size", len(obj.rid)) :]:
+                manager.rid_to_state.pop(rid, None)
+
+    def weight_session(self, _manager: Any, _recv_req: Any, *, keep: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - the interface's name
+        return contextlib.nullcontext()
+
+    def end_weight_session(self, _s: Any) -> None:
+        """There is none."""
+
+    def sampled(self, tokens: "torch.Tensor", _stock: Any = None) -> Any:
+        return tokens
+
+    def tokens_of(self, stock: Any) -> "torch.Tensor":
+        tokens: torch.Tensor = stock
+        return tokens
 
 
 def _root(tree: Any) -> Any:
     """The node that requests without a prefix in the radix tree lock; None without a tree."""
     return None if tree.is_chunk_cache() else tree.root_node
-
-
-def tp_rank(s: Any) -> int:
-    return int(s.ps.tp_rank)
-
-
-def tp_size(s: Any) -> int:
-    return int(s.ps.tp_size)
-
-
-def may_clear(manager: Any, _s: Any) -> bool:
-    return bool(manager.is_fully_idle())
-
-
-def in_flight(s: Any) -> Iterable[Any]:
-    return [req for batch in (s.running_batch, s.last_batch) if batch is not None for req in batch.reqs]
-
-
-def remove(batch: Any, reqs: Sequence[Any]) -> None:
-    batch.filter_batch(chunked_req_to_exclude=list(reqs))
-
-
-def forget_unused_states(manager: Any, obj: Any) -> None:
-    """Except 0.5.17, these releases note `n` states for each prompt and remove one of them."""
-    if isinstance(obj.rid, list):
-        for rid in obj.rid[getattr(obj, "batch_size", len(obj.rid)) :]:
-            manager.rid_to_state.pop(rid, None)
-
-
-def weight_session(_manager: Any, _recv_req: Any, *, keep: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG001 - the interface's name
-    return contextlib.nullcontext()
-
-
-def end_weight_session(_s: Any) -> None:
-    """There is none."""
-
-
-def sampled(tokens: "torch.Tensor", _stock: Any = None) -> Any:
-    return tokens
-
-
-def tokens_of(stock: Any) -> "torch.Tensor":
-    tokens: torch.Tensor = stock
-    return tokens
