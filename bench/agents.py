@@ -5,6 +5,7 @@
     python -m bench.agents turns --preset cpu
     python -m bench.agents turns --preset paced
     python -m bench.agents turns --preset paced --push-every 16 --repetitions 3    # twice in a trajectory of about 33 s
+    python -m bench.agents turns --preset paced-32b                                # twice in a trajectory of about 75 s
 
 `pairs` runs `sglang.bench_serving` on a stock and on a patched server in turn. The requests of `attached` belong to a
 run; those of `unattached` do not. A row has output tokens/s, the server's CPU time per request, and the ratio of the
@@ -50,6 +51,8 @@ class AgentsPreset:
 _SMOKE = Load(3, 4, 3, 20, 12, 8, 0.02, 0.3)
 _CPU = Load(32, 96, 8, 64, 32, 16, 0.1, 4.0)
 _PACED = Load(64, 128, 8, 1024, 256, 128, 0.5, 10.0)
+_PACED_32B = replace(_PACED, push_s=36.0)
+"""A push twice in a trajectory, at the pace of a big model."""
 
 
 def _grid(base: Load) -> tuple[Load, ...]:
@@ -69,6 +72,7 @@ PRESETS = {
         AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8),
         AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32),
         AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, "paced", TABLES / "qwen3-4b-h100.json"),
+        AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, 16, "paced", TABLES / "qwen3-32b-mi300x.json"),
     )
 }
 

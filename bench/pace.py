@@ -1,6 +1,6 @@
 """Tables of step times for `--april-cpu-pace`: modelled, or measured on a GPU.
 
-    python -m bench.pace model                              # bench/pace_tables/*.json: four modelled tables
+    python -m bench.pace model                              # bench/pace_tables/*.json: six modelled tables
     python -m bench.pace measure --model A --out FILE       # on a GPU, not run yet; without --model: the tiny model
 
 The model. A decode step reads the weights that it uses and the KV of all rows, and multiplies rows with weights:
@@ -12,7 +12,7 @@ prefill is the same over its tokens, plus 4 · layers · query width · tokens �
 
 Bandwidths and FLOPs are peaks from data sheets times an efficiency, which is assumed, as is the overhead of 20 µs per
 layer (small kernels between the large ones, in a captured graph). No published table of step times over batch and
-context was found for these four pairs, so every cell is modelled.
+context was found for these pairs, so every cell is modelled.
 """
 
 import argparse
@@ -94,8 +94,9 @@ GPUS = {
 MODELS = {
     "qwen3-4b": Model("Qwen3-4B", 36, 8, 4096, 4.02e9),
     "qwen3-30b-a3b": Model("Qwen3-30B-A3B", 48, 4, 4096, 1.23e9, 128, 8, 48 * 3 * 2048 * 768),
+    "qwen3-32b": Model("Qwen3-32B", 64, 8, 8192, 31.98e9),
 }
-"""Of the dense part of Qwen3-30B-A3B, the input embedding (0.31e9) is left out: it is looked up, not multiplied."""
+"""The input embeddings of the last two (0.31e9 and 0.78e9) are left out: they are looked up, not multiplied."""
 
 
 def decode_ms(model: Model, gpu: Gpu, rows: float, context: float) -> float:
