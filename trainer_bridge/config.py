@@ -68,7 +68,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     rollout_batch_size: Count = 32
     """The quota: groups (or samples, by `quota_unit`) that end a round."""
     over_sampling_batch_size: Count | None = None
-    """Prompts in the engine at the start of a round, carried ones included. Default: twice the quota."""
+    """Prompts in the engine at the start of a round, carried ones included. Default: twice the quota. Responses with a
+    long tail need more, or slots stay empty before the quota is met (docs/rounds.md)."""
     n_samples_per_prompt: Count = 8
     """Samples of a group."""
     partial_rollout: bool = True
