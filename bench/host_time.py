@@ -1,6 +1,7 @@
 """CPU time of the scheduler loop per decode step, outside of the model, for stock requests and for samples of a round.
 
     python -m bench.host_time --running 256 512 1024 --record
+    python -m bench.host_time --running 256 --n 16 --prompt 32768 --tokens 48 --repetitions 2 --record
 
 A stock server and a patched one run at a GPU's pace (`--april-cpu-pace`) and decode the same batch in turn: as one
 `/generate` request with a list of prompts, and as one round. Both trace their scheduler loop (`bench.traced_server`). A
@@ -28,7 +29,6 @@ from bench.rollout.limit import LOGPROBS, params, prompts
 from bench.rollout.servers import Size, both_servers
 from examples import interrupt
 
-PROMPT_TOKENS = 16
 PACE = TABLES / "qwen3-4b-h100.json"
 PARTS = ("run", "results", "next", "requests", "loop")
 """The parts of `host_ms`."""
@@ -54,13 +54,14 @@ def per_step(spans: Sequence[dict[str, Any]], rows: int) -> dict[str, float]:
     return {"steps": steps, "host_ms": sum(parts[f"{name}_ms"] for name in PARTS), **parts}
 
 
-async def decode(engine: EngineClient, running: int, tokens: int) -> None:
-    """One batch of `running` responses of `tokens` tokens each."""
-    given = prompts(running, PROMPT_TOKENS)
+async def decode(engine: EngineClient, running: int, n: int, prompt: int, tokens: int) -> None:
+    """One batch of `running` responses of `tokens` tokens each, `n` to a prompt of `prompt` tokens."""
+    given = prompts(running // n, prompt)
     if not engine.patched:
-        await engine.post("/generate", {"input_ids": given, "sampling_params": params(tokens), **LOGPROBS})
+        body = {"input_ids": given, "sampling_params": {**params(tokens), "n": n}, **LOGPROBS}
+        await engine.post("/generate", body)
         return
-    body = {"prompts": [{"id": str(i), "input_ids": ids, "n": 1} for i, ids in enumerate(given)], "quota": None}
+    body = {"prompts": [{"id": str(i), "input_ids": ids, "n": n} for i, ids in enumerate(given)], "quota": None}
     await engine.rollout({**body, "run": "host-time", "sampling_params": params(tokens)})
 
 
@@ -75,10 +76,11 @@ async def measure(urls: tuple[str, str], folder: Path, args: argparse.Namespace)
             for repetition in range(-1, args.repetitions):
                 for name, engine in sorted(servers.items(), reverse=bool(repetition % 2)):
                     seen = len(lines[name].read(0.0))
-                    await decode(engine, running, args.tokens if repetition >= 0 else 8)
+                    await decode(engine, running, args.n, args.prompt, args.tokens if repetition >= 0 else 8)
                     if repetition < 0:
                         continue  # the first batch of a size warms up
-                    row = {"server": name, "running": running, "repetition": repetition, "tokens": args.tokens}
+                    row = {"server": name, "running": running, "n": args.n, "prompt": args.prompt}
+                    row |= {"repetition": repetition, "tokens": args.tokens}
                     rows.append({**row, **per_step(lines[name].read(0.0)[seen:], running)})
                     print(
                         "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items())
@@ -90,10 +92,14 @@ def main(given: list[str] | None = None) -> int:
     """Measure and print or record the rows; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.host_time", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--running", type=int, nargs="+", default=[256, 512, 1024], help="batch sizes (%(default)s)")
+    parser.add_argument("--n", type=int, default=1, help="responses of a prompt (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (%(default)s)")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of each response (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=4, help="batches per size and server (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/host_time.json")
     args = parser.parse_args(given)
+    if any(running % args.n for running in args.running):
+        parser.error("--running must be multiples of --n")
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name:
         folder = Path(name)
         model = make_shape(folder / "model", SHAPES["paced"])
@@ -101,8 +107,8 @@ def main(given: list[str] | None = None) -> int:
         size = Size(
             model,
             most,
-            PROMPT_TOKENS + args.tokens + 8,
-            most * (PROMPT_TOKENS + args.tokens + 64),
+            args.prompt + args.tokens + 8,
+            most // args.n * args.prompt + most * (args.tokens + 64) + 2 * args.prompt,
             launcher="bench.traced_server",
             stock_launcher="bench.traced_server",
             pace=PACE,

@@ -51,13 +51,22 @@ def _timeline(rows: list[Row], preset: str) -> list[Row]:
 
 def host_time(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """CPU time of the scheduler loop per decode step, outside of the model and of drawing tokens."""
-    used = newest_run([row for row in rows if row.get("bench") == "host_time"])
+    loads: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        if row.get("bench") == "host_time":
+            loads.setdefault((row.get("n", 1), row.get("prompt", 16)), []).append(row)
+    used: list[Row] = []
     cells = [["running", "stock, ms (lowest to highest)", "batch quota, ms", "more than stock, ms"]]
-    for running in sorted({row["running"] for row in used}):
-        found = {
-            server: [row["host_ms"] for row in used if (row["running"], row["server"]) == (running, server)]
-            for server in ("stock", "batch quota")
-        }
-        spread = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in found.values()]
-        cells.append([f"{running:,}", *spread, f"{median(found['batch quota']) - median(found['stock']):+.2f}"])
+    for (n, prompt), of_load in sorted(loads.items()):
+        newest = newest_run(of_load)
+        used += newest
+        title = "" if n == 1 else f", {n} to a prompt of {prompt:,} tokens"
+        for running in sorted({row["running"] for row in newest}):
+            found = {
+                server: [row["host_ms"] for row in newest if (row["running"], row["server"]) == (running, server)]
+                for server in ("stock", "batch quota")
+            }
+            spread = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in found.values()]
+            more = median(found["batch quota"]) - median(found["stock"])
+            cells.append([f"{running:,}{title}", *spread, f"{more:+.2f}"])
     return used, cells
