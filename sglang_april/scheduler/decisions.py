@@ -85,11 +85,15 @@ class PeerComparison:
 
     def launched(self, step: int, own: Decided | None) -> None:
         """This rank is about to launch the forward of a step, after these decisions."""
+        if own is not None:
+            with self._lock:  # the step and its decisions become visible to `received` together
+                self._own.append(own)
+                self._step = step
+                self._compare()
+            return
         self._step = step
-        if own is not None or self._reported:
+        if self._reported:
             with self._lock:
-                if own is not None:
-                    self._own.append(own)
                 self._compare()
 
     def received(self, reported: Decided) -> None:

@@ -1,7 +1,8 @@
 """Ranks that decide differently are detected at the first step that differs; ranks that decide alike never are."""
 
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,24 @@ def test_two_ranks_always_find_a_difference_between_them() -> None:
     comparison.launched(4, lone)
     with pytest.raises(RanksDifferError, match=r"step 4: rank 1 decided nothing; rank 0 decided start p\[0\]"):
         comparison.received(Decided(5, 1, "suspend p[0]")), comparison.launched(5, None)
+
+
+def test_a_report_of_the_step_that_this_rank_is_about_to_note() -> None:
+    """The thread that receives it gets the lock first; both ranks decided alike."""
+    comparison, decided = PeerComparison(0, 1), Decided(4, 9, "start p[0]")
+    arriving = [decided]
+
+    class Contended:
+        def __enter__(self) -> None:
+            if arriving:
+                comparison.received(arriving.pop())
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    comparison._lock = cast(threading.Lock, Contended())
+    comparison.launched(4, decided)
+    assert not arriving
 
 
 def test_equal_words_with_different_digests_show_the_digests() -> None:
