@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from examples import tiny_model
-from sglang_april.adapter import versions
+from sglang_april.adapter import source_options, versions
 from tests.support.starts import IN_ENVIRONMENT, QUOTA, ROOT, SGLANG_LAUNCHER, SMALL, environment, free_port
 
 APRIL_LAUNCHER = "sglang_april.launch_server"
@@ -64,6 +64,8 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "journal_sync": (["--april-journal-sync", "never"], {}, "--april-journal-sync must be one of"),
     "concurrency": (["--april-concurrency", "all"], {}, "--april-concurrency must be a whole number"),
 }
+if "SGLANG_RUST_SERVER" not in source_options.variables(versions.sglang_root()):
+    del REFUSED_FLAGS["rust_server"]  # 0.5.16 and earlier have no such server
 
 # What is special about the way of starting: its entry and how the one sentence starts.
 REFUSED_WAYS = {
