@@ -18,6 +18,8 @@ from sglang_april import config
 
 KILL_AFTER_S = 3.0
 """Seconds between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
+HIGHEST_PORT = 2**16 - 1 - 10_000
+"""SGLang 0.5.15.post1 adds 10,000 for a second port, also if it does not use it."""
 
 
 ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")
@@ -158,7 +160,10 @@ def last_error(log: Path, start: int = 0) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """An unused TCP port of this machine at that address."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """An unused TCP port of this machine at that address, on which a server of every SGLang release can listen."""
+    with contextlib.ExitStack() as probes:  # refused ports stay bound, so that none is offered twice
+        while True:
+            probe = probes.enter_context(socket.socket())
+            probe.bind((host, 0))
+            if (port := int(probe.getsockname()[1])) <= HIGHEST_PORT:
+                return port

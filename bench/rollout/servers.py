@@ -14,8 +14,9 @@ import httpx
 import psutil
 
 from bench.record import ROOT
-from examples.april_demo.server import free_port, has_gpu, last_line
+from examples.april_demo.server import has_gpu, last_line
 from sglang_april.cpu import pace
+from trainer_bridge.server_process import free_port
 
 START_LIMIT_S = 600.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 from rich.console import Console
 
 from examples.april_demo.settings import ROOT, Settings
+from trainer_bridge.server_process import free_port
 
 START_TIMEOUT_S = 600.0
 
@@ -33,13 +33,6 @@ def has_gpu() -> bool:
         return False
     asked = [sys.executable, "-c", "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"]
     return subprocess.run(asked, check=False, capture_output=True).returncode == 0
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is currently unused."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[str]:

@@ -87,6 +87,22 @@ def test_release_and_resume(live: LiveServer, run: str, paused: bool) -> None:
     finish(live, run, (v, "fresh"))
 
 
+def test_release_after_a_batch_of_which_one_rid_is_in_use(live: LiveServer) -> None:
+    """SGLang 0.5.15.post1, 0.5.16 and 0.5.18 refuse it, and keep the states of its other prompts for ever."""
+    server, params = live.server, {"max_new_tokens": 200, "ignore_eos": True}
+    with server.slowed():
+        body = {"input_ids": [7, 8], "rid": "in-use", "sampling_params": params}
+        answer = live.in_background(server.http.post, "/generate", json=body)
+        until(lambda: live.running() == 1, "the request runs")
+        server.post("/release_memory_occupation", {"tags": ["kv_cache"]}, status=400)
+        batch = {"input_ids": [[7], [8]], "rid": ["new", "in-use"], "sampling_params": params}
+        server.post("/generate", batch, status=400)
+        server.post("/abort_request", {"rid": "in-use"})
+    live.result_of(answer)
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
 @pytest.mark.parametrize("ids", [[7, 8], [[7, 8], [9]]], ids=["prompt", "batch"])
 def test_release_after_a_stream_of_several_answers(live: LiveServer, ids: list[Any]) -> None:
     """SGLang 0.5.15.post1, 0.5.16 and 0.5.18 keep states of such a request for ever."""

@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.browser import CHROMIUM, digest, opened, shown_source
 from tests.support.live import until
-from tests.support.server import Server, free_port
+from tests.support.server import Server
+from trainer_bridge.server_process import free_port
 
 FOLDER = Path(__file__).parents[2] / "docs" / "observability"
 CONFIG = FOLDER / "prometheus.yml"

@@ -19,7 +19,8 @@ import pytest
 
 from sglang_april import config
 from tests.support.pages import ROOT, CodeBlock, block, blocks, check_command, commands
-from tests.support.server import START_LIMIT_S, free_port
+from tests.support.server import START_LIMIT_S
+from trainer_bridge.server_process import free_port
 
 QUICKSTART, README = "docs/quickstart.md", "README.md"
 STORY = {

@@ -13,7 +13,8 @@ import pytest
 
 from examples import tiny_model
 from sglang_april.adapter import source_options, versions
-from tests.support.starts import IN_ENVIRONMENT, QUOTA, ROOT, SGLANG_LAUNCHER, SMALL, environment, free_port
+from tests.support.starts import IN_ENVIRONMENT, QUOTA, ROOT, SGLANG_LAUNCHER, SMALL, environment
+from trainer_bridge.server_process import free_port
 
 APRIL_LAUNCHER = "sglang_april.launch_server"
 
@@ -64,8 +65,12 @@ REFUSED_FLAGS: dict[str, tuple[list[str], dict[str, str], str]] = {
     "journal_sync": (["--april-journal-sync", "never"], {}, "--april-journal-sync must be one of"),
     "concurrency": (["--april-concurrency", "all"], {}, "--april-concurrency must be a whole number"),
 }
+# What an older release does not have.
 if "SGLANG_RUST_SERVER" not in source_options.variables(versions.sglang_root()):
-    del REFUSED_FLAGS["rust_server"]  # 0.5.16 and earlier have no such server
+    del REFUSED_FLAGS["rust_server"]
+for _name in ("enable_flexkv", "smg_grpc_mode"):
+    if _name not in source_options.arguments(versions.sglang_root()):
+        del REFUSED_FLAGS[_name.removeprefix("enable_").removesuffix("_mode")]
 
 # What is special about the way of starting: its entry and how the one sentence starts.
 REFUSED_WAYS = {

@@ -19,9 +19,9 @@ from tests.support.starts import (
     SMALL,
     START_TIMEOUT_S,
     environment,
-    free_port,
     serving,
 )
+from trainer_bridge.server_process import free_port
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import pytest
 
 from tests.integration.conftest import Pool
 from tests.support.live import until
-from tests.support.server import Server, free_port
+from tests.support.server import Server
 from tests.support.workload import prompt
+from trainer_bridge.server_process import free_port
 
 Start = Callable[..., list[Server]]
 

@@ -11,7 +11,8 @@ import pytest
 
 from examples.tiny_model import make
 from sglang_april.client import AprilClient, ServerLostError
-from tests.support.server import START_LIMIT_S, free_port
+from tests.support.server import START_LIMIT_S
+from trainer_bridge.server_process import free_port
 
 ROOT = Path(__file__).parents[2]
 OURS = ("sglang_april", "april_kernels", "trainer_bridge", "__editable__")

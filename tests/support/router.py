@@ -16,7 +16,8 @@ import pytest
 
 from tests.support.live import until
 from tests.support.packages import unpacked
-from tests.support.server import Server, free_port
+from tests.support.server import Server
+from trainer_bridge.server_process import free_port
 
 PACKAGES = ["sglang-router==0.3.2", "setproctitle==1.3.7"]
 

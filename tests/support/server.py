@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 import psutil
 
 from tests.support.fork_server import Forked, ForkServer
+from trainer_bridge.server_process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 450.0
@@ -30,12 +30,6 @@ COMMON = [
     "--dtype=float32",
     "--sleep-on-idle",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -54,11 +53,3 @@ def environment(**extra: str) -> dict[str, str]:
     """This process's environment without settings of the plugin, and with those given."""
     actual = ("SGLANG_APRIL", "SGLANG_APRIL_CPU", "SGLANG_PLUGINS", "SGLANG_PLATFORM")
     return {name: value for name, value in os.environ.items() if name not in actual} | extra
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

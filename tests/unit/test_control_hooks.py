@@ -1,7 +1,7 @@
 """Refusals of SGLang's control calls, and one outcome of a weight call over all ranks."""
 
-import asyncio
 import multiprocessing
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,16 +78,20 @@ def test_a_whole_number_as_weight_version_names_the_policy_version(label: str | 
     assert hooks_control.named_version(label) == version
 
 
-@pytest.mark.parametrize("locked", [True, False])
-def test_memory_release_is_refused_during_a_paused_stock_request(locked: bool) -> None:
-    """Under a pause, a reader of `model_update_lock` is a stock request that the scheduler still holds."""
-
-    async def is_locked() -> bool:
-        return locked
-
-    manager: Any = SimpleNamespace(is_pause=True, model_update_lock=SimpleNamespace(is_locked=is_locked))
-    if locked:
-        with pytest.raises(ValueError, match="a paused stock request is in flight"):
-            asyncio.run(hooks_http._refuse_while_busy(manager))
-    else:
-        asyncio.run(hooks_http._refuse_while_busy(manager))
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize(
+    ("stock", "known", "refused"),
+    [(0, [], False), (1, ["a"], True), (0, ["left behind"], False), (1, ["HEALTH_CHECK_1"], False)],
+)
+def test_memory_release_is_refused_during_a_stock_request(
+    paused: bool, stock: int, known: list[str], refused: bool
+) -> None:
+    """SGLang's table of requests is asked for health checks only, because entries stay in it after refused requests."""
+    manager: Any = SimpleNamespace(
+        is_pause=paused,
+        april=SimpleNamespace(rounds=SimpleNamespace(holding_ids=list)),
+        model_update_lock=SimpleNamespace(stock=stock),
+        rid_to_state=dict.fromkeys(known),
+    )
+    with pytest.raises(ValueError, match="a stock request is in flight") if refused else nullcontext():
+        hooks_http._refuse_while_busy(manager)

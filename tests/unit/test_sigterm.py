@@ -38,7 +38,7 @@ class FakeManager:
         self.manager = SimpleNamespace(
             april=SimpleNamespace(config=SimpleNamespace(shutdown_s=limit)),
             gracefully_exit=False,
-            rid_to_state={},
+            model_update_lock=SimpleNamespace(stock=0),
             _subprocess_watchdog=None,
             _dispatch_to_scheduler=self._dispatch,
         )
@@ -83,12 +83,12 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_of_sglang_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         server = FakeManager(monkeypatch, at_once, 600.0)
-        server.manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(sampling_params={}))
+        server.manager.model_update_lock.stock = 1
         server.shutdown.signalled()
         await asyncio.sleep(0.1)
         assert server.schedulers
         assert not server.statuses
-        server.manager.rid_to_state.clear()
+        server.manager.model_update_lock.stock = 0
         await server.ended.wait()
         assert server.statuses[0] == 0
 
@@ -105,7 +105,7 @@ def test_ctrl_c_stores_does_not_wait_for_requests_of_sglang_and_ends_with_its_st
             stored.append(april)
 
         server = FakeManager(monkeypatch, store, 600.0)
-        server.manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(sampling_params={}))
+        server.manager.model_update_lock.stock = 1
         server.shutdown.interrupted()
         await server.ended.wait()
         assert stored

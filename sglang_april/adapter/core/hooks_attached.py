@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,21 +24,31 @@ class PassableLock(RWLock):
     """SGLang's `model_update_lock`, which attached requests pass but do not hold: no weight call waits for them,
     because the scheduler suspends them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.stock = 0
+        """SGLang's own requests that hold it: those in generation, health checks included. SGLang's table of requests
+        does not show them: releases other than 0.5.17 and 0.5.23 leave entries in it for ever."""
+
     @property
     def reader_lock(self) -> Any:
-        return _Pass(self) if _attached.get() is not None else super().reader_lock
+        return self._pass() if _attached.get() is not None else self._hold()
 
+    @asynccontextmanager
+    async def _pass(self) -> AsyncIterator[None]:
+        await self.acquire_reader()
+        await self.release_reader()
+        yield
 
-class _Pass:
-    def __init__(self, lock: RWLock) -> None:
-        self._lock = lock
-
-    async def __aenter__(self) -> None:
-        await self._lock.acquire_reader()
-        await self._lock.release_reader()
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
+    @asynccontextmanager
+    async def _hold(self) -> AsyncIterator[None]:
+        await self.acquire_reader()
+        self.stock += 1
+        try:
+            yield
+        finally:
+            self.stock -= 1
+            await self.release_reader()
 
 
 def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:

@@ -8,10 +8,8 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.adapter.core import frontend, harmful_values, hooks_attached
-from sglang_april.adapter.core.attach_request import is_attached
 from sglang_april.adapter.core.request import RESERVED_RID
 from sglang_april.adapter.core.shutdown import ShutdownHandler
-from sglang_april.adapter.shapes.installed import shape
 
 Original = Callable[..., Awaitable[Any]]
 
@@ -57,7 +55,6 @@ def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any,
     if any(not isinstance(top, int) or not 0 <= top <= vocab for top in (tops if isinstance(tops, list) else [tops])):
         raise ValueError(f"top_logprobs_num: must be a whole number from 0 to {vocab}")
     result = original(manager, obj, *args, **kwargs)
-    shape.forget_unused_states(manager, obj)
     hooks_attached.note_begun(rids)
     return result
 
@@ -120,7 +117,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
     async with manager.april.audit.paused():
-        await _refuse_while_busy(manager)
+        _refuse_while_busy(manager)
         async with manager.model_update_lock.writer_lock:
             result = await _release(original, manager, obj, request)
     manager.april.released |= _tags(obj)
@@ -148,18 +145,14 @@ async def resume_if_released(original: Original, manager: Any, obj: Any, request
     return await original(manager, obj, request)
 
 
-async def _refuse_while_busy(manager: Any) -> None:
-    if manager.is_pause:
-        # Paused rounds do not hold the lock, so a reader is one of SGLang's own requests.
-        if await manager.model_update_lock.is_locked():
-            raise ValueError("memory cannot be released: a paused stock request is in flight")
-        return
-    if ids := ", ".join(manager.april.rounds.holding_ids()):
+def _refuse_while_busy(manager: Any) -> None:
+    ids = ", ".join(manager.april.rounds.holding_ids())
+    if ids and not manager.is_pause:
         raise ValueError(
             f"memory cannot be released: a round is open ({ids}); pause generation or stop the round first"
         )
-    stock = (rid for rid, state in manager.rid_to_state.items() if not is_attached(state.obj))
-    if any(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in stock):
+    checks = sum(rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in manager.rid_to_state)
+    if manager.model_update_lock.stock > checks:
         raise ValueError("memory cannot be released: a stock request is in flight")
 
 

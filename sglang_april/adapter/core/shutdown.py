@@ -18,7 +18,6 @@ from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
 from sglang_april import interrupt
-from sglang_april.adapter.core.attach_request import is_attached
 from sglang_april.http.shutdown import shut_down
 
 POLL_S = 0.05
@@ -81,8 +80,7 @@ class ShutdownHandler:
 
     async def _store(self) -> None:
         await shut_down(self._manager.april)
-        states = self._manager.rid_to_state
-        while any(not is_attached(state.obj) for state in states.values()) and not self._interrupted:
+        while self._manager.model_update_lock.stock and not self._interrupted:
             await asyncio.sleep(POLL_S)  # attached requests are suspended: their callers send them again
 
     def _too_late(self) -> None:

@@ -157,11 +157,6 @@ class Shape(Protocol):
     def remove(self, batch: Any, reqs: Sequence[Any]) -> None:
         """Remove these requests, and those that have finished, from a batch."""
 
-    # --- the HTTP process
-
-    def forget_unused_states(self, manager: Any, obj: Any) -> None:
-        """Remove what `_init_req_state` has noted in `rid_to_state` for this request and SGLang never removes."""
-
     # --- weights
 
     def weight_session(self, manager: Any, recv_req: Any, *, keep: bool) -> AbstractContextManager[None]:

@@ -167,12 +167,6 @@ class Until0518:
     def remove(self, batch: Any, reqs: Sequence[Any]) -> None:
         batch.filter_batch(chunked_req_to_exclude=list(reqs))
 
-    def forget_unused_states(self, manager: Any, obj: Any) -> None:
-        """Except 0.5.17, these releases note `n` states for each prompt and remove one of them."""
-        if isinstance(obj.rid, list):
-            for rid in obj.rid[getattr(obj, "batch_size", len(obj.rid)) :]:
-                manager.rid_to_state.pop(rid, None)
-
     def weight_session(self, _manager: Any, _recv_req: Any, *, keep: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - the interface's name
         return contextlib.nullcontext()
 

@@ -66,11 +66,6 @@ class Release0523(Kv0523, Since0516):
     def remove(self, batch: Any, reqs: Sequence[Any]) -> None:
         batch.filter_batch(reqs_to_exclude=list(reqs))
 
-    # --- the HTTP process
-
-    def forget_unused_states(self, _manager: Any, _obj: Any) -> None:
-        """SGLang removes them."""
-
     # --- weights
 
     @contextlib.contextmanager
