@@ -93,7 +93,7 @@ def test_release_after_a_batch_of_which_one_rid_is_in_use(live: LiveServer) -> N
     with server.slowed():
         body = {"input_ids": [7, 8], "rid": "in-use", "sampling_params": params}
         answer = live.in_background(server.http.post, "/generate", json=body)
-        until(lambda: live.running() == 1, "the request runs")
+        live.wait_decodes(3)
         server.post("/release_memory_occupation", {"tags": ["kv_cache"]}, status=400)
         batch = {"input_ids": [[7], [8]], "rid": ["new", "in-use"], "sampling_params": params}
         server.post("/generate", batch, status=400)
