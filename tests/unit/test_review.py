@@ -50,7 +50,11 @@ FILES = {
 }
 ADAPTER = {
     "__init__.py": "",
-    "shape.py": "DEPENDS_ON, TARGETS, HOOKS = ('sglang.engine.Engine.pause',), {}, ()",
+    "shape.py": """
+class Shape:
+    DEPENDS_ON, TARGETS, HOOKS = ("sglang.engine.Engine.pause",), {}, ()
+SHAPE = Shape()
+""",
     "hook_table.py": """
 from sglang_april.adapter.hook import Hook
 HOOKS = (Hook("around", "hooks:multiply", ("sglang.engine.Engine.step",), "to multiply", "never"),)
