@@ -1,5 +1,12 @@
 """The shape of the made-up release."""
 
-DEPENDS_ON = ()
-TARGETS: dict[str, tuple[str, ...]] = {}
-HOOKS = ()
+
+class MadeUp:
+    """Nothing differs."""
+
+    DEPENDS_ON = ()
+    TARGETS: dict[str, tuple[str, ...]] = {}
+    HOOKS = ()
+
+
+SHAPE = MadeUp()
