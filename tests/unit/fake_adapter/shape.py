@@ -1,11 +1,13 @@
 """The shape of the made-up release."""
 
+from typing import ClassVar
+
 
 class MadeUp:
     """Nothing differs."""
 
     DEPENDS_ON = ()
-    TARGETS: dict[str, tuple[str, ...]] = {}
+    TARGETS: ClassVar[dict[str, tuple[str, ...]]] = {}
     HOOKS = ()
 
 
