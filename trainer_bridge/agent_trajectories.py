@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april.client import AprilClient, AprilError, ServerLostError
+from sglang_april.client import AprilClient, AprilError, ServerLostError, attach
 from trainer_bridge.agent_runner import AgentRunner
 from trainer_bridge.agents import AgentFinished, AgentTask, StartAgent
 from trainer_bridge.rewards import TrainingPrompt
@@ -139,9 +139,7 @@ class AgentTrajectories:
         task_id = f"{prompt.id}.{index}"
         sampling = {**self._sampling, "seed": _seed(self._sampling["seed"], task_id)}
         task = AgentTask(task_id, index, prompt.content, prompt.label, prompt.metadata, sampling)
-        headers = {"x-april-run": self.run, "x-april-trajectory": name}
-        if self._whole_groups:
-            headers["x-april-group"] = self._group_name(group)
+        headers = attach(self.run, name, self._group_name(group) if self._whole_groups else None)
         group.running[index] = name
         self._group_of[name] = group, index
         self._runner.start(self.run, StartAgent(name, task, headers))

@@ -1,6 +1,7 @@
 """The Python client: synchronous and asynchronous, one method per route."""
 
 from sglang_april.client.async_engine_pool import AsyncEnginePool
+from sglang_april.client.attached import attach, attach_through_router
 from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError, ServerLostError
 from sglang_april.client.client import AprilClient, AsyncAprilClient
 from sglang_april.client.engine_pool import EnginePool
@@ -19,4 +20,6 @@ __all__ = [
     "RolloutReply",
     "RolloutSummary",
     "ServerLostError",
+    "attach",
+    "attach_through_router",
 ]

@@ -8,13 +8,25 @@ from typing import Any
 from sglang_april.client.calls import NotPatchedError
 from sglang_april.client.types import Span
 
-RUN, TRAJECTORY = "x-april-run", "x-april-trajectory"
+RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
 """Headers, or keys of `sampling_params.custom_params`."""
 
 
-def attach(run: str, trajectory: str | None = None) -> dict[str, str]:
+def attach(run: str, trajectory: str | None = None, group: str | None = None) -> dict[str, str]:
     """The headers, or `custom_params`, of a request that belongs to a run."""
-    return {RUN: run} if trajectory is None else {RUN: run, TRAJECTORY: trajectory}
+    names = {RUN: run, TRAJECTORY: trajectory, GROUP: group}
+    return {key: name for key, name in names.items() if name is not None}
+
+
+def attach_through_router(run: str, trajectory: str, group: str | None = None) -> dict[str, str]:
+    """The headers of a request through SGLang's router.
+
+    The router drops `x-april-…` and forwards `x-request-id-…`, under which the server reads the same names. With
+    `--policy manual`, it sends all requests of a routing key, here run and trajectory, to one engine.
+    """
+    names = attach(run, trajectory, group)
+    headers = {key.replace("x-", "x-request-id-", 1): name for key, name in names.items()}
+    return {**headers, "x-smg-routing-key": f"{run}/{trajectory}"}
 
 
 @dataclass(frozen=True, slots=True)

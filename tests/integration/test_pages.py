@@ -29,6 +29,7 @@ STORY = {
     ("docs/rounds.md", 2),
     ("docs/attached-requests.md", 0),
     ("docs/integrations/own.md", 1),
+    ("docs/integrations/own.md", 3),
 }
 COMPILED = {("docs/trainer-internals.md", 0), ("docs/training.md", 1)}
 """Need a trainer of their own; tests/integration/test_bridge_push.py and test_agent_training.py run such code."""
@@ -151,6 +152,17 @@ def test_agents_with_the_openai_package(port: int) -> None:
     assert names["spans"][0]["start"] == 0
     known = httpx.get(f"http://localhost:{port}/april/trajectories/t17", params={"run": "my-run"}, timeout=60).json()
     assert len(known["legs"]) >= 2, "more if the test is run again"
+
+
+def test_agents_through_the_router(port: int) -> None:
+    """Without the router: test_sglang_router.py has one."""
+    text = block("docs/integrations/own.md", 3).replace("8000", str(port))
+    names: dict[str, Any] = {}
+    exec(compile(text, "own.md", "exec"), names)
+    reply = names["client"].chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "1"}], max_tokens=4
+    )
+    assert reply.model_extra["metadata"]["april"][0]["trajectory"] == "t17"
 
 
 def execute(page: str, number: int, port: int, names: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """SGLang's own router in front of live servers: single requests go through it, rounds and pushes past it."""
 
 import json
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from sglang_april.client import attach_through_router
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.live import LiveServer, live_server, until
 from tests.support.router import sglang_router
@@ -86,6 +88,25 @@ def test_plain_requests_pass_and_rounds_do_not(
         fields = {"model": "m", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 4}
         assert client.post("/v1/chat/completions", json=fields).json()["choices"]
         assert client.post("/april/rollout", json={}).status_code == 404
+
+
+def test_trajectories_through_the_router(
+    request: pytest.FixtureRequest, normal: LiveServer, second: LiveServer
+) -> None:
+    """All legs of a trajectory reach one engine, which joins them to one record and prefills only what is new."""
+    engines = [normal, second]
+    with sglang_router(request, [live.server for live in engines]) as client:
+        for name in (uuid.uuid4().hex for _ in range(6)):
+            headers = attach_through_router("routed", name)
+            first = client.post("/generate", json=BODY, headers=headers).json()
+            following = BODY["input_ids"] + first["output_ids"] + [5, 5, 5]
+            leg = client.post("/generate", json={**BODY, "input_ids": following}, headers=headers).json()
+            assert leg["meta_info"]["april"]["trajectory"] == name
+            assert leg["meta_info"]["cached_tokens"] == len(BODY["input_ids"] + first["output_ids"]) - 1
+            path = f"/april/trajectories/{name}?run=routed"
+            (record,) = [r.json() for r in (live.server.http.get(path) for live in engines) if r.status_code == 200]
+            (branch,) = record["branches"]
+            assert branch["ids"] == following + leg["output_ids"]
 
 
 def test_headers_and_parameters_that_name_a_run_are_dropped(request: pytest.FixtureRequest, normal: LiveServer) -> None:

@@ -1,6 +1,7 @@
 """Code blocks of README.md and docs/, and checks of those that no test can run."""
 
 import argparse
+import inspect
 import re
 import shlex
 import subprocess
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.support import router
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -107,7 +110,13 @@ def _pip(words: list[str]) -> None:
 
 
 def _curl(words: list[str]) -> None:
-    assert words[0].startswith("localhost:30000/")
+    assert words[0].startswith(("localhost:30000/", "localhost:8000/"))
+
+
+def _router(words: list[str]) -> None:
+    """Its flags are those with which tests start the router."""
+    used = inspect.getsource(router.sglang_router)
+    assert all(f'"{word}"' in used for word in words if word.startswith("--"))
 
 
 def _files_exist(words: list[str]) -> None:
@@ -131,5 +140,6 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "prometheus": _files_exist,
     "pytest": lambda words: _files_exist([word for word in words if word.endswith(".py")]),
     "python -m sglang_april.launch_server": _launch,
+    "python -m sglang_router.launch_router": _router,
     "python -m sglang_april.top": _module("sglang_april.top"),
 }

@@ -16,6 +16,7 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang_april.adapter.core import hooks_attached
 from sglang_april.adapter.core.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
 from sglang_april.api.messages import EndedRequest, Span
+from sglang_april.client import attach_through_router
 from sglang_april.http import attached
 from sglang_april.http.attached import AttachedRequests
 
@@ -37,6 +38,16 @@ def test_custom_params_name_them_and_keep_what_else_they_have() -> None:
     obj = request(sampling_params={"custom_params": {RUN: "r", TRAJECTORY: "t", GROUP: "g", "thinking_budget": 3}})
     assert attach(obj, {}, "other") == ("r", "t", "g")
     assert obj.sampling_params == {"custom_params": {RUN: "r", TRAJECTORY: "t", GROUP: "g", "thinking_budget": 3}}
+
+
+def test_headers_that_sglangs_router_forwards_name_them() -> None:
+    """An engine reached directly takes them too; those it reads first win."""
+    headers = attach_through_router("r", "t", "g")
+    assert headers["x-smg-routing-key"] == "r/t"
+    obj = request()
+    assert attach(obj, headers, "other") == ("r", "t", "g")
+    assert obj.sampling_params == {"custom_params": {RUN: "r", TRAJECTORY: "t", GROUP: "g"}}
+    assert attach(request(), {**headers, RUN: "mine"}, None) == ("mine", "t", "g")
 
 
 def test_the_flag_attaches_the_others_but_health_checks() -> None:

@@ -1,7 +1,8 @@
 """Which requests of SGLang's own routes belong to a run, and which fields their answers get (`attached-request`).
 
-A request names its run, its trajectory and the trajectory's group in the headers `RUN`, `TRAJECTORY` and `GROUP`, or
-under the same keys in `sampling_params.custom_params`; `--april-attach RUN` attaches the requests that name none.
+A request names its run, its trajectory and the trajectory's group in the headers `RUN`, `TRAJECTORY` and `GROUP`, in
+headers that SGLang's router forwards (`forwarded`), or under the same keys in `sampling_params.custom_params`;
+`--april-attach RUN` attaches the requests that name none.
 """
 
 import dataclasses
@@ -15,6 +16,12 @@ from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
 
 KEYS = RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
 MAX_NAME = 256
+
+
+def forwarded(key: str) -> str:
+    """The header that means the same behind SGLang's router, which drops `x-april-…` and forwards `x-request-id-…`."""
+    return key.replace("x-", "x-request-id-", 1)
+
 
 SUPPORTED = frozenset(
     {
@@ -79,7 +86,7 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         return None
     given = obj.sampling_params or {}
     each = given if isinstance(given, list) else [given]
-    run, trajectory, group = (headers.get(key) or _named(each, key) for key in KEYS)
+    run, trajectory, group = (headers.get(key) or headers.get(forwarded(key)) or _named(each, key) for key in KEYS)
     problem = _problem(obj) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
     if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
