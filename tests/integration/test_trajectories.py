@@ -200,6 +200,34 @@ def test_a_round_without_running_legs_holds_nothing(live: LiveServer, run: str) 
     assert live.result_of(reply)["end_reason"] == "quota"
 
 
+def test_a_run_that_asks_for_seeds(live: LiveServer, run: str) -> None:
+    """Requests without a seed get one: the same tokens over a push of the same weights, and others for another seed."""
+    params = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": params}
+
+    def ask(seed: str, name: str = "t") -> list[int]:
+        headers = {"x-april-run": f"{run}-{seed}", "x-april-trajectory": name, "x-april-seed": seed}
+        answer = live.server.http.post("/generate", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        live.server.post("/april/drop", {"run": f"{run}-{seed}"})
+        return list(answer.json()["output_ids"])
+
+    first = ask("7")
+    assert ask("8") != first != ask("9", "u")
+    with live.server.slowed():
+        headers = {"x-april-run": run, "x-april-trajectory": "t", "x-april-seed": "7"}
+        again = live.in_background(live.server.http.post, "/generate", json=body, headers=headers)
+        until(lambda: live.running() == 1, "it runs")
+        live.wait_decodes()
+        live.push(0)
+    answer = live.result_of(again).json()
+    assert len(answer["meta_info"]["april"]["spans"]) == 2
+    assert answer["output_ids"] == first
+    refused = live.server.http.post("/generate", json=body, headers={"x-april-run": run, "x-april-seed": "x"})
+    assert refused.status_code == 400
+    assert "x-april-seed" in refused.text
+
+
 def test_beside_a_round_of_prompts(live: LiveServer, run: str) -> None:
     """The batch round of another run ends by its own quota, and the legs keep running."""
     with live.server.slowed():

@@ -14,7 +14,16 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 from sglang_april.adapter.core import hooks_attached
-from sglang_april.adapter.core.attach_request import GROUP, RUN, TRAJECTORY, attach, attachment_of, is_attached
+from sglang_april.adapter.core.attach_request import (
+    GROUP,
+    RUN,
+    SEED,
+    TRAJECTORY,
+    attach,
+    attachment_of,
+    is_attached,
+    seed_of,
+)
 from sglang_april.api.messages import EndedRequest, Span
 from sglang_april.client import attach_through_router
 from sglang_april.http import attached
@@ -48,6 +57,31 @@ def test_headers_that_sglangs_router_forwards_name_them() -> None:
     assert attach(obj, headers, "other") == ("r", "t", "g")
     assert obj.sampling_params == {"custom_params": {RUN: "r", TRAJECTORY: "t", GROUP: "g"}}
     assert attach(request(), {**headers, RUN: "mine"}, None) == ("mine", "t", "g")
+
+
+def test_a_seed_of_the_run_gives_every_request_one_of_its_own() -> None:
+    obj = request()
+    attach(obj, {RUN: "r", SEED: "0"}, None)
+    custom = obj.sampling_params["custom_params"]  # type: ignore[index,call-overload]
+    assert custom == {RUN: "r", SEED: 0}
+    seeds = [seed_of(custom, name, ids) for name in ("a", "b") for ids in (b"1", b"2")]
+    assert len({*seeds, seed_of({SEED: 1}, "a", b"1")}) == 5
+    assert seed_of(custom, "a", b"1") == seeds[0]
+    assert seed_of({RUN: "r"}, "a", b"1") is None
+    obj = request(sampling_params={"custom_params": {SEED: 3}})
+    assert attach(obj, {}, None) is None
+    assert obj.sampling_params == {"custom_params": None}
+
+
+@pytest.mark.parametrize("seed", ["x", "-1", "1.5", str(2**63), "²"])
+def test_a_seed_is_a_whole_number(seed: str) -> None:
+    with pytest.raises(ValueError, match=r"x-april-seed: must be a whole number from 0 to 2\^63 - 1"):
+        attach(request(), {RUN: "r", SEED: seed}, None)
+
+
+def test_a_seed_is_for_one_choice() -> None:
+    with pytest.raises(ValueError, match="x-april-seed: needs n: 1"):
+        attach(request(sampling_params={"n": 2}), {RUN: "r", SEED: "1"}, None)
 
 
 def test_the_flag_attaches_the_others_but_health_checks() -> None:

@@ -27,7 +27,8 @@ VARIANTS = {
     "pause-retract",
     "stale-reuse",
 }
-HEADERS = {"x-april-group", "x-april-run", "x-april-trajectory", "x-smg-routing-key"}
+HEADERS = {"x-april-group", "x-april-run", "x-april-seed", "x-april-trajectory", "x-smg-routing-key"}
+HEADERS |= {"x-request-id-april-run", "x-request-id-april-trajectory"}
 OTHER_NAMES = {"april-convert", "april-train", "cpu-long", "cuda-tile", "math-verify", "short-rounds"} | HEADERS
 """Commands, presets and packages."""
 GENERATED = ("out/", "bench/results/", "dist/")

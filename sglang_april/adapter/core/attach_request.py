@@ -2,10 +2,11 @@
 
 A request names its run, its trajectory and the trajectory's group in the headers `RUN`, `TRAJECTORY` and `GROUP`, in
 headers that SGLang's router forwards (`forwarded`), or under the same keys in `sampling_params.custom_params`;
-`--april-attach RUN` attaches the requests that name none.
+`--april-attach RUN` attaches the requests that name none. In the same ways it can name a seed of the run, `SEED`.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,12 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
+from sglang_april.scheduler.state import sample_seed
 
-KEYS = RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
+NAMES = RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
+SEED = "x-april-seed"
+"""A whole number: requests without a `sampling_seed` get the one that `seed_of` derives from it."""
+KEYS = (*NAMES, SEED)
 MAX_NAME = 256
 
 
@@ -86,11 +91,13 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         return None
     given = obj.sampling_params or {}
     each = given if isinstance(given, list) else [given]
-    run, trajectory, group = (headers.get(key) or headers.get(forwarded(key)) or _named(each, key) for key in KEYS)
+    run, trajectory, group, seed = (
+        headers.get(key) or headers.get(forwarded(key)) or _named(each, key) for key in KEYS
+    )
     problem = _problem(obj) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
     if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
-        _mark(obj, (None, None, None))  # the scheduler trusts what it reads there
+        _mark(obj, [None] * len(KEYS))  # the scheduler trusts what it reads there
         return None
     if not all(isinstance(params, dict) for params in each):
         problem = "sampling_params: must be an object, or one per request of a batch"
@@ -98,12 +105,33 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         raise ValueError(problem)
     if group is not None and trajectory is None:
         raise ValueError(f"{GROUP}: needs {TRAJECTORY}")
-    for key, value in zip(KEYS, (run, trajectory, group), strict=True):
+    for key, value in zip(NAMES, (run, trajectory, group), strict=True):
         if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and "\0" not in value):
             raise ValueError(f"{key}: must be a string of 1 to {MAX_NAME} characters")
     attachment = Attachment(run or default or "", trajectory, group)
-    _mark(obj, attachment)
+    _mark(obj, (*attachment, _seed(seed, each)))
     return attachment
+
+
+def seed_of(custom_params: Any, name: str, input_ids: bytes) -> int | None:
+    """The seed of a request that has no `sampling_seed`, if its run asks for seeds, so that it draws the same again.
+
+    Args:
+        name: its trajectory, else its `rid`.
+        input_ids: its prompt, which distinguishes the legs of a trajectory.
+    """
+    seed = custom_params.get(SEED) if isinstance(custom_params, dict) else None
+    return None if seed is None else sample_seed(seed, name, zlib.crc32(input_ids), 0)
+
+
+def _seed(given: Any, each: list[Any]) -> int | None:
+    if given is None:
+        return None
+    if not str(given).isdecimal() or int(given) >= 2**63:
+        raise ValueError(f"{SEED}: must be a whole number from 0 to 2^63 - 1")
+    if any((params.get("n") or 1) > 1 for params in each):
+        raise ValueError(f"{SEED}: needs n: 1, because SGLang draws the rids of several choices")
+    return int(given)
 
 
 def is_attached(obj: Any) -> bool:
@@ -126,15 +154,15 @@ def _named(each: list[Any], key: str) -> Any:
     return names[0] if names else None
 
 
-def _mark(obj: GenerateReqInput, names: Sequence[str | None]) -> None:
-    """Write the run, trajectory and group of a request into its parameters, or take them out where they are None."""
+def _mark(obj: GenerateReqInput, values: Sequence[str | int | None]) -> None:
+    """Write the values of `KEYS` into a request's parameters, or take them out where they are None."""
     given = obj.sampling_params or {}
-    obj.sampling_params = [_marked(one, names) for one in given] if isinstance(given, list) else _marked(given, names)
+    obj.sampling_params = [_marked(one, values) for one in given] if isinstance(given, list) else _marked(given, values)
 
 
-def _marked(params: Any, names: Sequence[str | None]) -> Any:
+def _marked(params: Any, values: Sequence[str | int | None]) -> Any:
     custom = {key: value for key, value in _custom(params).items() if key not in KEYS}
-    custom |= {key: value for key, value in zip(KEYS, names, strict=True) if value is not None}
+    custom |= {key: value for key, value in zip(KEYS, values, strict=True) if value is not None}
     return params if custom == _custom(params) else {**params, "custom_params": custom or None}
 
 

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, R
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_april.adapter.core.attach_request import attachment_of
+from sglang_april.adapter.core.attach_request import attachment_of, seed_of
 from sglang_april.http.prepare import Params, rescore
 from sglang_april.scheduler.state import Sample, State
 
@@ -34,6 +34,9 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     run, trajectory, group = attachment
     recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
     ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
+    params = recv_req.sampling_params
+    if params.sampling_seed is None:
+        params.sampling_seed = seed_of(params.custom_params, trajectory or recv_req.rid, ids)
     sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
     if s.april.context.audited:
         sample.group.prompt.rescore = _rescore(recv_req.sampling_params)
