@@ -1,9 +1,11 @@
 """Server processes that belong to a run. They outlive a trainer that is killed, and the next trainer finds them."""
 
 import contextlib
+import errno
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,8 +20,9 @@ from sglang_april import config
 
 KILL_AFTER_S = 3.0
 """Seconds between SIGTERM and SIGKILL of a server that stores nothing; a journal survives both."""
-HIGHEST_PORT = 2**16 - 1 - 10_000
-"""SGLang 0.5.15.post1 adds 10,000 for a second port, also if it does not use it."""
+PORTS = range(12_000, 22_000)
+"""Below those of outgoing connections (Linux: from 32,768), which could take a port while its server starts; also with
+the 10,000 that SGLang 0.5.15.post1 adds for a second port."""
 
 
 ERROR_LINE = re.compile(r"(sglang-april: |[\w.]*(Error|Exception|Exit|Interrupt): )")
@@ -160,10 +163,18 @@ def last_error(log: Path, start: int = 0) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """An unused TCP port of this machine at that address, on which a server of every SGLang release can listen."""
-    with contextlib.ExitStack() as probes:  # refused ports stay bound, so that none is offered twice
-        while True:
-            probe = probes.enter_context(socket.socket())
-            probe.bind((host, 0))
-            if (port := int(probe.getsockname()[1])) <= HIGHEST_PORT:
+    """An unused TCP port of this machine at that address, on which a server of every SGLang release can listen.
+
+    Raises:
+        OSError: the address is not one of this machine, or no port is unused.
+    """
+    for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
                 return port
+    raise OSError(errno.EADDRINUSE, f"all ports from {PORTS[0]} to {PORTS[-1]} are in use")

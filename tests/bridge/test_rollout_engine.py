@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.live import until
+from trainer_bridge import server_process
 from trainer_bridge.config import Config
 from trainer_bridge.rollout_engine import NOT_RELEASED, RolloutEngine, RolloutEngines
 from trainer_bridge.server_process import (
@@ -18,6 +20,7 @@ from trainer_bridge.server_process import (
     EngineLostError,
     LocalServerProcess,
     ServerStartError,
+    free_port,
     last_error,
     termination_timeout_s,
 )
@@ -43,6 +46,21 @@ def engine(folder: Path, code: str = HTTP_SERVER, **fields: object) -> RolloutEn
 
 def pid(folder: Path) -> int:
     return int(json.loads((folder / "server.json").read_text())["pid"])
+
+
+def test_a_port_in_use_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(server_process, "PORTS", [port])
+        with pytest.raises(OSError, match="are in use"):
+            free_port()
+    assert free_port() == port
+
+
+def test_a_port_at_an_address_of_another_machine() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        free_port("192.0.2.1")
 
 
 def test_next_trainer_takes_over_the_running_server(tmp_path: Path) -> None:
