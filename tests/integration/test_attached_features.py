@@ -1,5 +1,6 @@
 """Features of attached requests: OpenAI's client, streams, features, little memory (`attached-request`)."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,16 @@ from openai import OpenAI
 from tests.integration import test_attached
 from tests.integration.test_attached import HEADERS, PARAMS, body, generate
 from tests.integration.test_interruptions import PAUSES, pause, unpause
+from tests.support.buckets import buckets_of, send
 from tests.support.live import LiveServer, until
 from tests.support.oracle import LOGPROB_LIMIT
+from tests.support.workload import prompt
 
 own_trajectory = test_attached.own_trajectory
+TOKENS = 120
+"""Of an answer to OpenAI's client: some are drawn between any two interruptions."""
+PUSHES = 4
+_numbers = itertools.count()
 
 FEATURES: dict[str, dict[str, Any]] = {
     "top logprobs": {"top_logprobs_num": 3},
@@ -30,7 +37,10 @@ PENALTIES: dict[str, dict[str, Any]] = {
 
 
 def interruptions(live: LiveServer) -> list[Callable[[], Any]]:
-    """Pauses of all modes, and three kinds of pushes. All push the weights that the server has."""
+    """Pauses of all modes; pushes of files and of tensors; a flush, a release of memory, the end of a round of the run.
+
+    All push the weights that the server has.
+    """
 
     def paused(mode: str, between: Callable[[], Any] = lambda: None) -> None:
         pause(live, mode)
@@ -38,12 +48,30 @@ def interruptions(live: LiveServer) -> list[Callable[[], Any]]:
         between()
         unpause(live)
 
+    def tensors() -> None:
+        live.server.post("/april/push/begin")
+        for bucket in buckets_of(live.model(0), 2):
+            assert send(live.server, bucket)["success"]
+        live.server.post("/april/push/end")
+
+    def release() -> None:
+        live.server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+        assert_no_steps(live)
+        live.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+    def a_round_ends() -> None:
+        prompts = [prompt(f"of the run {next(_numbers)}", 4)]
+        assert live.server.rollout(run="agents", prompts=prompts, quota=1)["end_reason"] == "quota"
+
     return [
         *(lambda mode=mode: paused(mode) for mode in PAUSES),  # type: ignore[misc]
         lambda: live.push(0),
         lambda: live.load(0),
         lambda: paused("retract", lambda: live.load(0, flush=False)),
+        tensors,
         lambda: live.server.post("/flush_cache"),
+        release,
+        a_round_ends,
     ]
 
 
@@ -55,7 +83,7 @@ def assert_no_steps(live: LiveServer) -> None:
 
 def ask(client: OpenAI, *, chat: bool, streams: bool, n: int) -> Any:
     """A response of `n` choices, or the list of its chunks."""
-    fields: dict[str, Any] = {"model": "m", "max_tokens": 60, "temperature": 0, "n": n, "stream": streams}
+    fields: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0, "n": n, "stream": streams}
     fields["extra_body"] = {"ignore_eos": True}
     if chat:
         answer = client.chat.completions.create(messages=[{"role": "user", "content": "1 2"}], **fields)
@@ -75,8 +103,7 @@ def texts_of(chunks: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_openai_client(live: LiveServer, chat: bool) -> None:
-    """Over pauses, pushes and a flush, streaming or not: the text of an undisturbed answer, and spans in the last chunk
-    only."""
+    """Over all interruptions, streaming or not: the text of an undisturbed answer, and spans in the last chunk only."""
     url, v = f"{live.server.url}/v1", live.version
     client = OpenAI(base_url=url, api_key="none", default_headers={"x-april-run": "agents"})
     plain = ask(OpenAI(base_url=url, api_key="none"), chat=chat, streams=True, n=2)
@@ -96,9 +123,9 @@ def test_openai_client(live: LiveServer, chat: bool) -> None:
     assert described == chunks[-1:]
     metadata = reply.metadata if chat else reply.model_extra["metadata"]
     for choice in [*chunks[-1].model_extra["metadata"]["april"], *metadata["april"]]:
-        assert (choice["run"], choice["trajectory"], choice["staleness"]) == ("agents", None, 3)
-        assert [span["version"] for span in choice["spans"]] == [v, v + 1, v + 2, v + 3]
-        assert choice["spans"][-1]["end"] == 60
+        assert (choice["run"], choice["trajectory"], choice["staleness"]) == ("agents", None, PUSHES)
+        assert [span["version"] for span in choice["spans"]] == list(range(v, v + PUSHES + 1))
+        assert choice["spans"][-1]["end"] == TOKENS
 
 
 def with_features(live: LiveServer, features: dict[str, dict[str, Any]]) -> dict[str, Any]:

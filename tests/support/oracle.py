@@ -5,7 +5,7 @@ its version's weights; a `kept` span continues on the cache that older weights f
 one near-tie does not affect later tokens: each drawn token must win its own draw, within rounding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -42,6 +42,12 @@ class ReplayResult:
     """KV drift: largest difference of a kept token's logprob to a plain forward under its version."""
     kept: int = 0
     """Tokens of `kept` spans."""
+
+
+def drift_of(results: Sequence[ReplayResult]) -> str:
+    """What `kv: keep` changes: how far the logprobs of kept tokens are from those of a forward under their version."""
+    kept, drift = sum(result.kept for result in results), max(result.kv_drift for result in results)
+    return f"{kept} tokens on kept KV, whose logprobs differ by at most {drift:.2g} from a plain forward"
 
 
 @dataclass
