@@ -1,13 +1,17 @@
 """KV that stays with a trajectory between two turns: what is prefilled, and that tokens are those of a replay."""
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integration.conftest import NORMAL, Pool
+from tests.integration.test_kv_auto import CHEAP_COPIES, DEAR_COPIES
 from tests.integration.test_trajectories import LENGTH, PROMPT, done, leg, open_round, record
-from tests.support.live import LiveServer, until
+from tests.support.live import LiveServer, live_server, until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 
 
@@ -89,6 +93,57 @@ def test_a_flush_moves_it_to_the_host(live: LiveServer, run: str, pushed: bool) 
     known = record(live, run, "t")
     assert [x["prefilled"] for x in known["legs"]] == [5, 2]
     check_replay(live, known)
+
+
+def test_little_host_memory_moves_it_to_disk(small: LiveServer, run: str) -> None:
+    """The host's 146 tokens are too few for it."""
+    v = small.version
+    history = turns(small, run, 1, [3], {0: 1}, prompt=[1 + i % 50 for i in range(200)])
+    assert small.server.http.post("/flush_cache").status_code == 200
+    until(lambda: small.server.state()["tokens"]["disk"] >= 200, "it is on disk")
+    leg(small, run, "t", history)
+    known = record(small, run, "t")
+    assert [x["prefilled"] for x in known["legs"]] == [200, 2]
+    assert [[(s["version"], s["kv"]) for s in x["spans"]] for x in known["legs"]] == [[(v, "fresh")], [(v + 1, "kept")]]
+    check_replay(small, known)
+
+
+@pytest.mark.parametrize(("rates", "copied"), [(DEAR_COPIES, False), (CHEAP_COPIES, True)])
+def test_auto_takes_the_cheaper_option(live: LiveServer, run: str, rates: tuple[float, float], copied: bool) -> None:
+    """After a push and a flush, KV on the host is copied back, or the leg is prefilled again."""
+    with live.server.rates(*rates):
+        reply = open_round(live, run, quota=1, kv="auto")
+        history = turns(live, run, 1, [3], {0: 1}, prompt=[41 + copied, *PROMPT[1:]])
+        assert live.server.http.post("/flush_cache").status_code == 200
+        leg(live, run, "t", history)
+        known = record(live, run, "t")
+        assert [x["prefilled"] for x in known["legs"]] == [5, 2 if copied else len(history)]
+        assert known["legs"][1]["spans"][0]["kv"] == ("kept" if copied else "fresh")
+        check_replay(live, known, kept=copied)
+        done(live, run, "t")
+        live.result_of(reply)
+
+
+@pytest.fixture
+def capped(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
+    """64 tokens of parked KV, of 1,024 bytes each."""
+    server = pool.get("capped", [*NORMAL, "--april-park-gb=0.000066"], "llama", forked=True)
+    with live_server(server, lambda seed: models("llama", seed)) as live:
+        yield live
+
+
+def test_what_was_parked_first_goes_first_at_the_cap(capped: LiveServer, run: str) -> None:
+    """Each trajectory parks 16 tokens."""
+    histories = {}
+    for name in map(str, range(6)):
+        prompt = [int(name), *PROMPT]
+        histories[name] = [*prompt, *leg(capped, run, name, prompt, length=11)["output_ids"], 3]
+        assert capped.server.state()["parked_tokens"] <= 64
+    assert capped.server.state()["parked_tokens"] == 64
+    capped.push(1)
+    for name, prefilled in {"5": 2, "0": 18}.items():
+        leg(capped, run, name, histories[name])
+        assert record(capped, run, name)["legs"][1]["prefilled"] == prefilled
 
 
 def test_recompute_prefills_everything_after_a_push(live: LiveServer, run: str) -> None:

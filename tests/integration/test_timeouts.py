@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from sglang_april.adapter import versions
-from tests.integration.conftest import OVERLAP, Pool
+from sglang_april.client import attach
+from tests.integration.conftest import NORMAL, OVERLAP, Pool
 from tests.integration.test_interruptions import pause, unpause
-from tests.integration.test_trajectories import pending
+from tests.integration.test_trajectories import done, open_round, pending
 from tests.support.live import LiveServer, live_server, until
 
 TIMEOUT_S = 8.0
@@ -18,18 +19,34 @@ LENGTH = 30
 PARAMS: dict[str, Any] = {"temperature": 0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 
-@pytest.fixture
-def limited(pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
+@pytest.fixture(params=[NORMAL, OVERLAP], ids=["normal", "overlap"])
+def limited(request: pytest.FixtureRequest, pool: Pool, models: Callable[[str, int], Path]) -> Iterator[LiveServer]:
     """A server that aborts requests which have waited, or run, for `TIMEOUT_S`."""
     env = {f"SGLANG_REQ_{kind}_TIMEOUT": str(TIMEOUT_S) for kind in ("WAITING", "RUNNING")}
-    with live_server(pool.get("limited", OVERLAP, env=env, forked=True), lambda seed: models("qwen3", seed)) as live:
+    server = pool.get(f"limited {request.param[0]}", request.param, env=env, forked=True)
+    with live_server(server, lambda seed: models("qwen3", seed)) as live:
         yield live
     live.server.stop()
 
 
-def ask(live: LiveServer, run: str, length: int = LENGTH) -> Any:
+def ask(live: LiveServer, run: str, length: int = LENGTH, trajectory: str | None = None) -> Any:
     body = {"input_ids": [9, 8, 7], "sampling_params": {**PARAMS, "max_new_tokens": length}}
-    return live.server.http.post("/generate", json=body, headers={"x-april-run": run})
+    return live.server.http.post("/generate", json=body, headers=attach(run, trajectory))
+
+
+def a_leg_between_rounds(live: LiveServer, run: str) -> Any:
+    """It is suspended by the quota of one round, and continues in the next one."""
+    reply = open_round(live, run, quota=1)
+    assert ask(live, run, 2, "another").status_code == 200
+    answer = live.in_background(ask, live, run, trajectory="t")
+    until(lambda: pending(live, run) == 1, "it arrives")
+    live.wait_decodes()
+    done(live, run, "another")
+    live.result_of(reply)
+    time.sleep(TIMEOUT_S + 1)
+    assert not answer.done()
+    open_round(live, run, quota=None)
+    return answer
 
 
 def test_no_timeout_counts_pauses_and_pushes(limited: LiveServer, run: str) -> None:
@@ -50,7 +67,8 @@ def test_no_timeout_counts_pauses_and_pushes(limited: LiveServer, run: str) -> N
         assert not running.done()
         assert not late.done()
         live.server.post("/april/push/end")
-    for answer in map(live.result_of, (running, late)):
+        leg = a_leg_between_rounds(live, f"{run}-legs")
+    for answer in map(live.result_of, (running, late, leg)):
         assert answer.status_code == 200, answer.text
         assert len(answer.json()["output_ids"]) == LENGTH
         assert answer.json()["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_attached import IDS, check_tokens
 from tests.integration.test_trajectories import PROMPT, done, leg, open_round
 from tests.support.live import LiveServer, live_server, until
 from tests.support.server import Server
@@ -178,17 +179,19 @@ def test_attached_request_over_a_push(two_ranks: LiveServer) -> None:
     """Requests of SGLang's own routes are suspended and resumed alike on both ranks (`attached-request`)."""
     live = two_ranks
     v = live.version
-    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}
+    params = {**PARAMS, "sampling_seed": 41, "max_new_tokens": 40, "ignore_eos": True}
+    body = {"input_ids": IDS, "sampling_params": params, "return_logprob": True}
     headers = {"x-april-run": "agents"}
     with live.server.slowed():
         answers = [live.in_background(live.server.http.post, "/generate", json=body, headers=headers) for _ in range(3)]
         until(lambda: live.running() == 3, "the requests run")
         live.push(1)
-    for answer in answers:
-        meta = live.result_of(answer).json()["meta_info"]
-        assert meta["completion_tokens"] == 40
-        assert meta["april"]["policy_version"] == v + 1
-        assert meta["april"]["spans"][-1]["version"] == v + 1
+    for reply in map(live.result_of, answers):
+        answer = reply.json()
+        assert answer["meta_info"]["completion_tokens"] == 40
+        assert answer["meta_info"]["april"]["policy_version"] == v + 1
+        assert [span["version"] for span in answer["meta_info"]["april"]["spans"]] == [v, v + 1]
+        check_tokens(live, answer, IDS)
     first, second = digests(live)
     common = min(len(first), len(second))
     assert first[:common] == second[:common]

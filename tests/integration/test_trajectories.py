@@ -284,6 +284,30 @@ def test_done_aborts_a_pending_leg(live: LiveServer, run: str) -> None:
     assert 0 < len(aborted["output_ids"]) < 60
 
 
+def test_legs_run_ahead_until_their_quotas_wait(live: LiveServer, run: str) -> None:
+    """After the reply, until two quotas of done trajectories wait; the following rounds are answered at once."""
+    with live.server.slowed():
+        reply = open_round(live, run, quota=1, after_quota="continue", ahead=2, round_id=f"{run}-0")
+        legs = {name: turn(live, run, name, length=100) for name in "abcd"}
+        until(lambda: live.running() == 4, "all run")
+        for name, running in {"a": 3, "b": 2, "c": 0}.items():
+            live.wait_decodes()
+            done(live, run, name)
+            until(lambda: live.running() == running, f"{running} run on")  # noqa: B023
+            assert live.result_of(legs[name])["meta_info"]["finish_reason"]["type"] == "abort"
+        assert [t["id"] for t in live.result_of(reply)["trajectories"]] == ["a"]
+        before = len(live.server.forwards())
+        assert pending(live, run) == 1
+        for number, name in ((1, "b"), (2, "c")):
+            reply = open_round(live, run, quota=1, round_id=f"{run}-{number}")
+            assert [t["id"] for t in live.result_of(reply)["trajectories"]] == [name]
+        assert len(live.server.forwards()) == before
+    reply = open_round(live, run, quota=1, round_id=f"{run}-3")
+    assert len(live.result_of(legs["d"])["output_ids"]) == 100
+    done(live, run, "d")
+    live.result_of(reply)
+
+
 def test_a_stale_trajectory_is_waited_for(live: LiveServer, run: str) -> None:
     leg(live, run, "old", PROMPT)
     live.push(1)
