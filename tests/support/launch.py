@@ -3,7 +3,8 @@
 SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
 there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
 per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); detection of host stalls
-(sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation;
+(sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation; a
+wide mask of grammars where SGLang has a narrow one;
 faults of one rank (faults.py); and guards that can be removed while the server runs (`Server.remove_guard`), to prove
 that their tests can fail. Each switch is a file in the server's folder (tests/support/server.py).
 """
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,17 @@ def raising(name: str) -> Callable[..., Any]:
     return hook
 
 
+def widen_mask(_stock: Callable[..., Any], _grammar: Any, vocab_size: int, batch_size: int, _device: Any) -> Any:
+    """For the model's vocabulary, as in later releases.
+
+    That of llguidance 0.7 is for the tokenizer's, and excludes all other ids from every row of a batch with a grammar, so
+    that no test could expect tokens that depend on one request only (docs/sglang-versions.md).
+    """
+    from llguidance.torch import allocate_token_bitmask
+
+    return allocate_token_bitmask(batch_size, vocab_size)
+
+
 def install() -> None:
     from tests.support.delayed_relay import delay
     from tests.support.faults import EXCEPTIONS, FAULTS
@@ -173,6 +186,10 @@ def install() -> None:
     HookRegistry.register(
         "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_regex", hold_grammar, HookType.AROUND
     )
+    if version("llguidance").startswith("0."):
+        HookRegistry.register(
+            "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.allocate_vocab_mask", widen_mask, HookType.AROUND
+        )
     for name, (target, without) in GUARDS.items():
         HookRegistry.register(target, removable(name, without), HookType.AROUND)
     for name, (target, faulty) in FAULTS.items():
