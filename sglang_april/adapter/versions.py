@@ -112,7 +112,7 @@ def select(root: Path, folder: Path) -> Manifest:
     if same is not None:
         return known[same]
     claimed = version_string()
-    nearest = claimed if claimed in found else min(found, key=lambda name: len(found[name]))
+    nearest = min(found, key=lambda name: (len(found[name]), name != claimed))
     first, more = found[nearest][0], len(found[nearest]) - 1
     rest = f" (and {more} more)" if more else ""
     raise PreflightError(

@@ -158,11 +158,11 @@ def raising(name: str) -> Callable[..., Any]:
     return hook
 
 
-def widen_mask(_stock: Callable[..., Any], _grammar: Any, vocab_size: int, batch_size: int, _device: Any) -> Any:
+def widen_mask(_stock: Callable[..., Any], _grammar: Any, vocab_size: int, batch_size: int, device: Any) -> Any:
     """For the model's vocabulary, as in later releases.
 
-    That of llguidance 0.7 is for the tokenizer's, and excludes all other ids from every row of a batch with a grammar, so
-    that no test could expect tokens that depend on one request only (docs/sglang-versions.md).
+    SGLang 0.5.15.post1 has a mask for the tokenizer's, and excludes all other ids from every row of a batch with a
+    grammar, so that a request's tokens depend on its neighbours (docs/sglang-versions.md).
     """
     from llguidance.torch import allocate_token_bitmask
 
