@@ -80,8 +80,10 @@ from argparse import Namespace
 
 from sglang_april.integrations.slime import generate_rollout as april
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.http_utils import init_http_client
 
 ARGS = Namespace(**json.load(open(ARGUMENTS)))
+init_http_client(ARGS)  # as slime's rollout manager does
 ARGS.eval_datasets = [
     EvalDatasetConfig(name=ARGS.prompt_data, path=ARGS.prompt_data, n_samples_per_eval_prompt=1, temperature=1.0,
                       top_p=1.0, top_k=-1, max_response_len=4, input_key="text", label_key="label",
