@@ -13,7 +13,8 @@ NOT_ON_ONE_GPU = {
         "two ranks on one GPU cannot form an NCCL group",
     ),
     **dict.fromkeys(
-        ("test_areal", "test_sglang_router", "test_slime", "test_verl"), "it downloads packages, and no piece does"
+        ("test_areal", "test_own_rollouts", "test_sglang_router", "test_slime", "test_verl"),
+        "it downloads packages, and no piece does",
     ),
     "test_gpu_rehearsal": "a rehearsal is for machines without a GPU",
     "test_pace": "--april-cpu-pace paces the CPU platform only",

@@ -58,15 +58,16 @@ class Framework:
         return params
 
     async def reward(self, args: Namespace, group: list[Sample]) -> list[Sample]:
-        """Apply the sample hooks and the reward function of the arguments."""
+        """Apply the sample hooks, then the reward function of the arguments to the samples that have no reward yet."""
         if getattr(args, "rollout_sample_hook_path", None):
             group = await self._module("rollout.sample_hooks").apply_rollout_sample_hooks(args, group, evaluation=False)
         rewards = self._module("rollout.rm_hub")
         if args.group_rm:
-            values = await rewards.batched_async_rm(args, group)
+            unrewarded, values = group, await rewards.batched_async_rm(args, group)
         else:
-            values = await asyncio.gather(*(rewards.async_rm(args, sample) for sample in group))
-        for sample, value in zip(group, values, strict=True):
+            unrewarded = [sample for sample in group if sample.reward is None]
+            values = await asyncio.gather(*(rewards.async_rm(args, sample) for sample in unrewarded))
+        for sample, value in zip(unrewarded, values, strict=True):
             sample.reward = value
         return group
 

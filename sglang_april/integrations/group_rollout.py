@@ -69,7 +69,7 @@ class Rollouts:
             self._framework.load_function(args.rollout_sample_filter_path)(args, output.samples)
         if args.rollout_all_samples_process_path is not None:
             process = self._framework.load_function(args.rollout_all_samples_process_path)
-            process(args, rollout.all_groups, data_source)
+            process(args, rollout.all_groups, source)  # slime passes this method and not the data source
         return output
 
     def _connect(self, args: Namespace) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ import pytest
 
 from sglang_april.integrations.framework import Framework
 from tests.support.live import LiveServer
-from tests.support.packages import pip
-from tests.support.router import Router
+from tests.support.packages import pip, unpacked
+from tests.support.router import PACKAGES, Router
 
 MILES = "miles-rl==0.0.2"
 FUNCTIONS = "tests.integration.slime_functions."
 STOPS = list(range(6, 70))
 """One token in eight ends a response, so lengths differ."""
+Rollout = Callable[..., Any]
+"""A rollout function as the trainer calls it."""
 
 
 @contextmanager
@@ -58,6 +60,19 @@ def args(normal: LiveServer, run: str, tmp_path: Path, monkeypatch: pytest.Monke
         yield trainer_args(tmp_path, normal.model(0), router.port)
 
 
+@pytest.fixture
+def own_rollout(
+    request: pytest.FixtureRequest, framework: Framework, args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> Rollout:
+    """The trainer's own rollout function, with partial rollouts."""
+    if framework.package == "miles":  # it imports SGLang's router
+        monkeypatch.syspath_prepend(unpacked(PACKAGES, request.config.cache.mkdir("packages")))
+    importlib.import_module(f"{framework.package}.utils.http_utils").init_http_client(args)
+    module = importlib.import_module(f"{framework.package}.rollout.sglang_rollout")
+    function: Rollout = importlib.reload(module).generate_rollout  # without the state of an earlier test
+    return function
+
+
 def trainer_args(folder: Path, model: Path, router_port: int) -> Namespace:
     """The trainer's arguments for rollouts of 4 groups of 2 samples."""
     data = folder / "prompts.jsonl"
@@ -76,7 +91,9 @@ def trainer_args(folder: Path, model: Path, router_port: int) -> Namespace:
         custom_generate_function_path=None, use_rollout_routing_replay=False, ci_test=False, reward_key=None,
         sglang_router_ip="127.0.0.1", sglang_router_port=router_port, sglang_server_concurrency=64,
         sglang_dp_size=None,
-        use_distributed_post=False, rollout_num_engines=1, rollout_num_gpus=1, rollout_num_gpus_per_engine=1,
+        sglang_router_policy=None, sglang_speculative_algorithm=None, use_miles_router=False, dumper_enable=False,
+        dumper_inference=None, use_distributed_post=False, rollout_num_engines=1, rollout_num_gpus=1,
+        rollout_num_gpus_per_engine=1,
     )  # fmt: skip
 
 

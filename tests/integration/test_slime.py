@@ -15,8 +15,7 @@ from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts
 from tests.integration.slime_fixtures import FUNCTIONS, check_sample, source, trainer_args
 from tests.support.live import LiveServer
-from tests.support.packages import unpacked
-from tests.support.router import PACKAGES, sglang_router
+from tests.support.router import sglang_router
 from tests.support.server import ROOT
 from tests.support.workload import prompt
 
@@ -153,16 +152,12 @@ def test_failed_reward_ends_the_round_and_its_groups_stay(
 
 
 def test_evaluation_is_the_trainers_own(
-    request: pytest.FixtureRequest, framework: Framework, args: Namespace, normal: LiveServer, run: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    framework: Framework, args: Namespace, normal: LiveServer, run: str, own_rollout: object
+) -> None:
     """It runs on the same engines, and leaves the groups that a round carries alone."""
-    monkeypatch.syspath_prepend(unpacked(PACKAGES, request.config.cache.mkdir("packages")))  # miles imports the router
-    importlib.import_module(f"{framework.package}.utils.http_utils").init_http_client(args)
     normal.server.rollout(run=run, prompts=[prompt("a", 3), prompt("b", 500)], quota=1)
     carried = normal.server.partials(run)
     assert [row["id"] for row in carried] == ["b"]
-    vars(args).update(sglang_router_policy=None, use_miles_router=False, sglang_speculative_algorithm=None)
     args.group_rm = args.partial_rollout = False
     args.eval_max_prompt_len = args.eval_reward_key = None
     dataset = importlib.import_module(f"{framework.package}.utils.eval_config").EvalDatasetConfig(
@@ -192,7 +187,26 @@ def test_command_of_the_page(framework: Framework) -> None:
     assert [flag for flag in flags if f'"{flag}"' not in arguments] == []
 
 
-def test_paths_of_the_rollout_functions(framework: Framework, args: Namespace) -> None:
-    """As `--rollout-function-path` loads them."""
-    function = framework.load_function(f"sglang_april.integrations.{framework.package}.generate_rollout")
-    assert len(function(args, 0, source(framework, args), evaluation=False).samples) == 4
+def test_the_trainer_calls_the_function_of_the_path(framework: Framework, args: Namespace) -> None:
+    """As its rollout manager calls what `--rollout-function-path` names."""
+    path, data = f"sglang_april.integrations.{framework.package}.generate_rollout", source(framework, args)
+    types = importlib.import_module(f"{framework.package}.rollout.base_types")
+    output = types.call_rollout_fn(framework.load_function(path), args, 0, data, evaluation=False)
+    assert type(output) is types.RolloutFnTrainOutput
+    assert len(output.samples) == 4
+
+
+@pytest.mark.parametrize("framework", ["miles"], indirect=True)
+def test_miles_adapter_of_legacy_functions_calls_the_function_of_the_path(
+    framework: Framework, args: Namespace
+) -> None:
+    """As its rollout manager does with `MILES_EXPERIMENTAL_ROLLOUT_REFACTOR=1`."""
+    types = importlib.import_module("miles.rollout.base_types")
+    adapters = importlib.import_module("miles.rollout.inference_rollout.compatibility")
+    made = types.RolloutFnConstructorInput(args=args, data_source=source(framework, args))
+    function = adapters.load_rollout_function(made, "sglang_april.integrations.miles.generate_rollout")
+    assert type(function) is adapters.LegacyRolloutFnAdapter
+    for rollout_id in range(2):
+        output = adapters.call_rollout_function(function, types.RolloutFnTrainInput(rollout_id=rollout_id))
+        assert type(output) is types.RolloutFnTrainOutput
+        assert [len(group) for group in output.samples] == [2] * 4
