@@ -3,8 +3,8 @@
 SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
 there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
 per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); detection of host stalls
-(sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation; a
-wide mask of grammars where SGLang has a narrow one;
+(sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation; grammars of
+the whole vocabulary in all releases;
 faults of one rank (faults.py); and guards that can be removed while the server runs (`Server.remove_guard`), to prove
 that their tests can fail. Each switch is a file in the server's folder (tests/support/server.py).
 """
@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
 
 from bench.traced_server import note_copies  # noqa: E402
+from examples.tiny_model import VOCAB_SIZE  # noqa: E402
 from sglang_april.api import messages  # noqa: E402
 from sglang_april.launch_server import main  # noqa: E402
 from tests.support.sync_detector import SyncDetector  # noqa: E402
@@ -158,15 +158,13 @@ def raising(name: str) -> Callable[..., Any]:
     return hook
 
 
-def widen_mask(_stock: Callable[..., Any], _grammar: Any, vocab_size: int, batch_size: int, device: Any) -> Any:
-    """For the model's vocabulary, as in later releases.
+def whole_vocabulary(stock: Callable[..., Any], backend: Any, **fields: Any) -> None:
+    """The grammar backend gets the size of the model's vocabulary, as in later releases.
 
-    SGLang 0.5.15.post1 has a mask for the tokenizer's, and excludes all other ids from every row of a batch with a
-    grammar, so that a request's tokens depend on its neighbours (docs/sglang-versions.md).
+    SGLang 0.5.15.post1 takes the tokenizer's, and excludes all other ids from every row of a batch with a grammar, so
+    that a request's tokens depend on its neighbours (docs/sglang-versions.md).
     """
-    from llguidance.torch import allocate_token_bitmask
-
-    return allocate_token_bitmask(batch_size, vocab_size)
+    stock(backend, **{"n_vocab": VOCAB_SIZE, **fields})
 
 
 def install() -> None:
@@ -186,10 +184,9 @@ def install() -> None:
     HookRegistry.register(
         "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_regex", hold_grammar, HookType.AROUND
     )
-    if version("llguidance").startswith("0."):
-        HookRegistry.register(
-            "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.allocate_vocab_mask", widen_mask, HookType.AROUND
-        )
+    HookRegistry.register(
+        "sglang.srt.constrained.llguidance_backend.GuidanceBackend.__init__", whole_vocabulary, HookType.AROUND
+    )
     for name, (target, without) in GUARDS.items():
         HookRegistry.register(target, removable(name, without), HookType.AROUND)
     for name, (target, faulty) in FAULTS.items():
