@@ -4,9 +4,9 @@ SGLang spawns its scheduler, and a spawned process imports this file again, so h
 there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
 per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); detection of host stalls
 (sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation;
-grammars over the whole vocabulary on every release; faults of one rank (faults.py); and guards that can be removed while
-the server runs (`Server.remove_guard`), to prove that their tests can fail. Each switch is a file in the server's folder
-(tests/support/server.py).
+grammars over the whole vocabulary on every release; faults of one rank (faults.py); and guards that can be removed
+while the server runs (`Server.remove_guard`), to prove that their tests can fail. Each switch is a file in the server's
+folder (tests/support/server.py).
 """
 
 import json
