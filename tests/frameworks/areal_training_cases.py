@@ -15,7 +15,7 @@ from areal.workflow.rlvr import RLVRWorkflow
 from transformers import AutoTokenizer
 
 from sglang_april.integrations.areal import Backend, SGLangEngine
-from tests.frameworks.areal_fixtures import push
+from tests.frameworks.areal_fixtures import begin, push, request
 from tests.support.live import LiveServer, until
 from tests.support.server import ROOT
 
@@ -125,3 +125,22 @@ def test_trainer_constructs_the_engine_of_the_page(
     assert type(made) is SGLangEngine
     made.destroy()
     assert rl_trainer.RemoteSGLangEngine.as_controller(config, None).inf_engine is SGLangEngine
+
+
+def test_metrics_of_the_page(engine: SGLangEngine, live: LiveServer) -> None:
+    def metrics() -> dict[str, float]:
+        """Values by name and labels, without the model's."""
+        lines = live.server.http.get("/metrics").text.splitlines()
+        named = [line.rsplit(" ", 1) for line in lines if line.startswith("sglang_april:")]
+        return {re.sub(r'model_name="[^"]*",?', "", name).replace("{}", ""): float(value) for name, value in named}
+
+    page = (ROOT / "docs/integrations/areal.md").read_text()
+    suspended, version = re.findall(r"`(sglang_april:.*?)`", page)
+    with live.server.slowed(0.05):
+        answer = begin(engine, live, request())
+        engine.pause_generation()
+        until(lambda: metrics()[suspended] == 1, "the request is suspended")
+        engine.continue_generation()
+    live.result_of(answer)
+    push(engine, live, 1)
+    until(lambda: metrics()[version] == engine.get_version(), "the scrape has the new version")  # one report a second
