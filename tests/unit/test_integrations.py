@@ -5,9 +5,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang_april.integrations.verl.plugin import check_config
 from tests.support.pages import ROOT
 
 ADAPTERS = sorted((ROOT / "sglang_april/integrations").rglob("*.py"))
@@ -62,3 +64,25 @@ def test_entry_point_of_verl_replaces_its_weight_adapter_only_when_activated() -
         environment = {"PYTHONPATH": str(ROOT), "SGLANG_APRIL": settings}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("actor", "mode", "named"),
+    [
+        ({"hybrid_engine": True}, "separate_async", "hybrid_engine=False"),
+        ({}, "separate_async", "hybrid_engine=False"),  # verl's default is True
+        ({"hybrid_engine": False}, "separate_async", None),
+        ({"hybrid_engine": True}, "colocate_async", None),
+        ({"hybrid_engine": True}, "sync", None),
+        ({"rollout": {"enable_rollout_routing_replay": True}}, "sync", "enable_rollout_routing_replay"),
+    ],
+)
+def test_settings_of_verl_that_would_lose_requests_are_refused(
+    actor: dict[str, Any], mode: str, named: str | None
+) -> None:
+    config = {"actor_rollout_ref": {"rollout": {}, **actor}, "trainer": {"v1": {"trainer_mode": mode}}}
+    if named is None:
+        check_config(config)
+        return
+    with pytest.raises(ValueError, match=named):
+        check_config(config)

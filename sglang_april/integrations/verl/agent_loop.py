@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from sglang_april.client.attached import attach, read_generated
 from sglang_april.client.calls import Calls
-from sglang_april.integrations.verl.plugin import check_registered, recorded_steps
+from sglang_april.integrations.verl.plugin import check_config, check_registered, recorded_steps
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """As many requests at once as there are agent loops. No connection is used twice, because the server may close an idle
@@ -123,8 +123,7 @@ def attached_client(config: Any, client: LLMServerClient) -> AttachedClient:
         ValueError: a setting of verl that attached requests cannot honour.
     """
     check_registered()
-    if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
-        raise ValueError("sglang_april: actor_rollout_ref.rollout.enable_rollout_routing_replay is not supported")
+    check_config(config)
     return AttachedClient(client)
 
 

@@ -43,6 +43,28 @@ def check_registered() -> None:
         )
 
 
+def check_config(config: Any) -> None:
+    """Raise unless attached requests can honour verl's configuration.
+
+    `separate_async` starts with replicas on the GPUs of the trainer. It takes them off the balancer, pauses them and
+    releases their memory at the first step, whatever `hybrid_rollout.enable_switch` is, and resumes them for a
+    validation or when it lends them again, if ever. verl's own client sends their aborted requests to other replicas.
+    Suspended requests would stay on them, and their prompts would never finish.
+
+    Raises:
+        ValueError: the sentence names the setting.
+    """
+    actor, trainer = config["actor_rollout_ref"], config.get("trainer") or {}
+    if actor["rollout"].get("enable_rollout_routing_replay"):
+        raise ValueError("sglang_april: actor_rollout_ref.rollout.enable_rollout_routing_replay is not supported")
+    mode = (trainer.get("v1") or {}).get("trainer_mode")
+    if mode == "separate_async" and actor.get("hybrid_engine", True):
+        raise ValueError(
+            "sglang_april: trainer.v1.trainer_mode=separate_async needs actor_rollout_ref.hybrid_engine=False: requests"
+            " suspended on a replica that the trainer takes back would wait until it lends the replica again, if ever"
+        )
+
+
 def record_step(server: Any, version: int, step: int | None) -> None:
     """Record on the server's actor that `version` has the weights of this step; None: the server's own step."""
     if not hasattr(server, "april_steps"):
