@@ -57,13 +57,13 @@ def _arrived(live: LiveServer) -> int:
 class Streams:
     """Requests that stream, and what their clients have received."""
 
-    def __init__(self, live: LiveServer, asked: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, live: LiveServer, asked: dict[str, dict[str, Any]], others: int = 0) -> None:
         self.chunks: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
         self.done: list[Future[Any]] = []
         for name, body in asked.items():
             client = live.in_background(self._read, live, {"rid": f"rid {name}", **body}, self.chunks[name])
             self.done.append(client)
-            until(lambda: _arrived(live) == len(self.done), "it arrives")  # one by one: the queue is short
+            until(lambda: _arrived(live) == others + len(self.done), "it arrives")  # one by one: the queue is short
 
     @staticmethod
     def _read(live: LiveServer, body: dict[str, Any], chunks: list[dict[str, Any]]) -> None:
@@ -277,11 +277,17 @@ def ended_and_asked_again(live: LiveServer) -> None:
     server, version = live.server, live.version
     # A name of its own: SGLang aborts the `rid` of a stream two seconds after its end (`create_abort_task`).
     asked = {"later": ASKED["seeded"]}
+    text, _ = chat(live, "plain", streams=False)
     with server.slowed(0.03):
-        streams = Streams(live, asked)
+        chats = [live.in_background(chat, live, f"chat {streams}", streams=streams) for streams in (False, True)]
+        until(lambda: _arrived(live) == len(chats), "they arrive")
+        streams = Streams(live, asked, len(chats))
         until(lambda: len(streams.tokens("later")) > 2 * INTERVAL, "it has tokens", streams.received)
         assert server.terminate()
     streams.broken()
+    for one in chats:
+        with pytest.raises(httpx.TransportError):
+            one.result(120)
     server.spawn()
     server.wait()
     repeated = Streams(live, asked)
@@ -290,3 +296,24 @@ def ended_and_asked_again(live: LiveServer) -> None:
     answer = repeated.finish()["later"]
     check_continued(streams.tokens("later"), answer, version, continued=True)
     check_seeded(live, answer)
+    for streaming in (False, True):
+        again, april = chat(live, f"chat {streaming}", streams=streaming)
+        assert again == text
+        assert [(span["version"], span["kv"]) for span in april["spans"]] == [
+            (version, "fresh"),
+            (version, "recomputed"),
+        ]
+
+
+def chat(live: LiveServer, rid: str, *, streams: bool) -> tuple[str, dict[str, Any]]:
+    """A chat completion that ends by its length: its text, and what it says of its run."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": LENGTH, "temperature": 0}
+    body |= {"rid": rid, "ignore_eos": True, "stream": streams}
+    answer = httpx.post(f"{live.server.url}/v1/chat/completions", json=body, timeout=600)
+    assert answer.status_code == 200, answer.text
+    if not streams:
+        whole = answer.json()
+        return whole["choices"][0]["message"]["content"], whole["metadata"]["april"][0]
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    return text, chunks[-1]["metadata"]["april"][0]
