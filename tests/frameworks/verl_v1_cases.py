@@ -1,21 +1,26 @@
-"""verl's V1 manager and its worker on a live server. Run by tests/integration/test_verl.py."""
+"""verl's V1 manager, with its workers in Ray, on a live server. Run by tests/integration/test_verl.py."""
 
-import asyncio
+import inspect
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 import transfer_queue
 from hydra import compose, initialize_config_module
-from verl.trainer.ppo.v1 import agent_loop_tq as verl_v1
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.tensordict_utils import get_tensordict
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from sglang_april.integrations.verl.agent_loop import AttachedClient
 from sglang_april.integrations.verl.agent_loop_tq import AgentLoopManager
 from sglang_april.integrations.verl.weights import ServerAdapter
-from tests.frameworks.verl_fixtures import decoding, push, run
+from tests.frameworks.verl_fixtures import push, run
 from tests.support.live import LiveServer, until
+from tests.support.server import ROOT
 
 pytest_plugins = ("tests.frameworks.verl_fixtures",)
 
@@ -32,66 +37,13 @@ def v1_config(live: LiveServer) -> Any:
         f"actor_rollout_ref.model.path={live.model(0)}", "actor_rollout_ref.rollout.prompt_length=400",
         "actor_rollout_ref.rollout.response_length=60", "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.calculate_log_probs=True",
-        "trainer.v1.trainer_mode=colocate_async",
+        "trainer.v1.trainer_mode=colocate_async", "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     )  # fmt: skip
 
 
-class Queue:
-    """What a worker writes to the transfer queue, whose storage runs in Ray actors."""
-
-    def __init__(self) -> None:
-        self.statuses: list[str] = []
-        self.tags: dict[str, Any] = {}
-
-    async def put(self, *, key: str, partition_id: str, tag: dict[str, Any]) -> None:
-        self.statuses.append(tag["status"])
-
-    async def put_batch(self, *, keys: list[str], fields: Any, tags: list[Any], partition_id: str) -> None:
-        self.tags |= dict(zip(keys, tags, strict=True))
-
-
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    made = Queue()
-    monkeypatch.setattr(transfer_queue, "init", lambda: None)
-    monkeypatch.setattr(transfer_queue, "async_kv_put", made.put)
-    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", made.put_batch)
-    return made
-
-
-def test_worker_of_v1_over_a_push(
-    live: LiveServer, v1_config: Any, verl_client: FullyAsyncLLMServerClient, server: SGLangHttpServer,
-    adapter: ServerAdapter, queue: Queue,
-) -> None:  # fmt: skip
-    """The manager's client in verl's worker: both samples of a prompt span a push on their KV; tags have both steps."""
-    manager = AgentLoopManager(v1_config, verl_client)
-    assert isinstance(manager, verl_v1.AgentLoopManagerTQ)
-    assert manager.agent_loop_workers_class is verl_v1.AgentLoopWorkerTQ
-    worker_class = verl_v1.AgentLoopWorkerTQ.__ray_metadata__.modified_class
-    worker = worker_class(v1_config, manager.llm_client)
-    worker.hf_model_type = None  # verl would expect the special tokens of Qwen3, whose shape the tiny model has
-
-    async def scenario() -> None:
-        await push(adapter, live, 0, 3)
-        prompt = {"raw_prompt": [[{"role": "user", "content": "one two"}]], "uid": ["u1"], "index": [0]}
-        batch = get_tensordict(prompt, {"global_steps": 3})
-        with live.server.slowed(0.05):
-            await worker.generate_sequences(batch)
-            (task,) = worker.background_tasks
-            await asyncio.to_thread(until, lambda: live.running() == 2, "both samples run")
-            await decoding(live, task)
-            prefills = sum(not row["decode"] for row in live.server.forwards())
-            await server.abort_all_requests()
-            await push(adapter, live, 1, 4)
-        await server.resume_generation()
-        await task
-        assert sum(not row["decode"] for row in live.server.forwards()) == prefills
-        assert queue.statuses == ["running", "finished"]
-        assert sorted(queue.tags) == ["u1_0_0", "u1_1_0"]
-        for tag in queue.tags.values():
-            assert (tag["min_global_steps"], tag["max_global_steps"], tag["response_len"]) == (3, 4, 60)
-
-    run(scenario)
+def without_model_type(worker: Any) -> None:
+    """verl would expect the special tokens of Qwen3, whose shape the tiny model has."""
+    worker.hf_model_type = None
 
 
 @pytest.mark.parametrize(("hybrid", "refused"), [(True, True), (False, False)])
@@ -102,3 +54,64 @@ def test_separate_async(hybrid: bool, refused: bool, verl_client: FullyAsyncLLMS
             AgentLoopManager(config, verl_client)
     else:
         assert isinstance(AgentLoopManager(config, verl_client).llm_client, AttachedClient)
+
+
+@ray.remote
+class StepActor:
+    """What the actor of verl's server does beside its HTTP server, which is the live one here."""
+
+    global_steps: int | None = None
+
+    def set_global_steps(self, global_steps: int) -> None:
+        self.global_steps = global_steps
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    transfer_queue.close()
+    ray.shutdown()
+
+
+def test_workers_and_transfer_queue_in_ray(
+    cluster: None, live: LiveServer, v1_config: Any, adapter: ServerAdapter
+) -> None:
+    """As verl's V1 trainer: the manager sends the client to its workers, which write samples to the transfer queue."""
+    transfer_queue.init(v1_config.transfer_queue)
+    actor = StepActor.remote()
+    balancer = ray.remote(GlobalRequestLoadBalancer).remote({f"127.0.0.1:{live.server.port}": actor})
+    adapter.server_actor = actor
+    v1_config.actor_rollout_ref.rollout.agent.num_workers = 1
+    manager = AgentLoopManager.create(v1_config, FullyAsyncLLMServerClient(v1_config, balancer))
+    assert isinstance(manager, AgentLoopManagerTQ)
+    for worker in manager.agent_loop_workers:
+        ray.get(worker.__ray_call__.remote(without_model_type))
+    run(lambda: push(adapter, live, 0, 3))
+    prompt = {"raw_prompt": [[{"role": "user", "content": "one two"}]], "uid": ["u1"], "index": [0]}
+    with live.server.slowed(0.05):
+        before = live.decodes()
+        manager.generate_sequences(get_tensordict(prompt, {"global_steps": 3}))
+        until(lambda: live.running() == 2 and live.decodes() > before + 5, "both samples decode")
+        prefills = sum(not row["decode"] for row in live.server.forwards())
+        live.server.post("/pause_generation", {"mode": "abort"})
+        run(lambda: push(adapter, live, 1, 4))
+        live.server.post("/continue_generation", {})
+
+    def tags() -> dict[str, Any]:
+        return dict(transfer_queue.kv_list("train")["train"])
+
+    until(lambda: tags()["u1"]["status"] != "running", "both samples are in the queue")
+    assert sum(not row["decode"] for row in live.server.forwards()) == prefills
+    found = tags()
+    assert found.pop("u1")["status"] == "finished"
+    assert sorted(found) == ["u1_0_0", "u1_1_0"]
+    for tag in found.values():
+        assert (tag["min_global_steps"], tag["max_global_steps"]) == (3, 4)
+        assert 5 < tag["response_len"] <= 60
+
+
+def test_metric_of_the_page_is_verls() -> None:
+    page = (ROOT / "docs/integrations/verl.md").read_text()
+    (metric,) = re.findall(r"`(training/.*?)`", page)
+    assert f'"{metric}"' in inspect.getsource(trainer_base)
