@@ -235,6 +235,7 @@ TABLES: dict[str, Table] = {
     "agent_pairs": agent_tables.pairs,
     "agent_turns": partial(agent_tables.turns, preset="cpu"),
     "agent_turns_paced": partial(agent_tables.turns, preset="paced"),
+    "agent_turns_paced_32b": partial(agent_tables.turns, preset="paced-32b"),
     "prompt_sharing": prompt_sharing,
     "kernels": kernels,
     "learning": learning,
