@@ -1,5 +1,6 @@
 """Refusals of SGLang's control calls, and one outcome of a weight call over all ranks."""
 
+import asyncio
 import multiprocessing
 from contextlib import nullcontext
 from pathlib import Path
@@ -94,4 +95,19 @@ def test_memory_release_is_refused_during_a_stock_request(
         rid_to_state=dict.fromkeys(known),
     )
     with pytest.raises(ValueError, match="a stock request is in flight") if refused else nullcontext():
-        hooks_http._refuse_while_busy(manager)
+        asyncio.run(hooks_http._refuse_while_busy(manager))
+
+
+def test_memory_release_waits_for_the_end_of_an_answered_request() -> None:
+    """Python closes the generator of a request, and with it the lock, after SGLang's route has taken its answer."""
+    lock = SimpleNamespace(stock=1)
+    rounds = SimpleNamespace(holding_ids=list)
+    manager: Any = SimpleNamespace(
+        is_pause=False, april=SimpleNamespace(rounds=rounds), model_update_lock=lock, rid_to_state={}
+    )
+
+    async def release() -> None:
+        asyncio.get_running_loop().call_later(0.001, setattr, lock, "stock", 0)
+        await hooks_http._refuse_while_busy(manager)
+
+    asyncio.run(release())

@@ -14,6 +14,8 @@ from sglang_april.adapter.core.shutdown import ShutdownHandler
 Original = Callable[..., Awaitable[Any]]
 
 RELEASE_ATTEMPTS, RELEASE_RETRY_S = 10, 0.1
+ANSWERED_S = 0.1
+"""Far longer than Python takes to close the generator of an answered request, and with it the lock."""
 
 
 def attach_service(_result: Any, manager: Any) -> None:
@@ -117,7 +119,7 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
     async with manager.april.audit.paused():
-        _refuse_while_busy(manager)
+        await _refuse_while_busy(manager)
         async with manager.model_update_lock.writer_lock:
             result = await _release(original, manager, obj, request)
     manager.april.released |= _tags(obj)
@@ -145,15 +147,18 @@ async def resume_if_released(original: Original, manager: Any, obj: Any, request
     return await original(manager, obj, request)
 
 
-def _refuse_while_busy(manager: Any) -> None:
+async def _refuse_while_busy(manager: Any) -> None:
     ids = ", ".join(manager.april.rounds.holding_ids())
     if ids and not manager.is_pause:
         raise ValueError(
             f"memory cannot be released: a round is open ({ids}); pause generation or stop the round first"
         )
-    checks = sum(rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in manager.rid_to_state)
-    if manager.model_update_lock.stock > checks:
-        raise ValueError("memory cannot be released: a stock request is in flight")
+    for _ in range(RELEASE_ATTEMPTS):
+        checks = sum(rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in manager.rid_to_state)
+        if manager.model_update_lock.stock <= checks:
+            return
+        await asyncio.sleep(ANSWERED_S / RELEASE_ATTEMPTS)
+    raise ValueError("memory cannot be released: a stock request is in flight")
 
 
 def _tags(obj: Any) -> set[str]:
