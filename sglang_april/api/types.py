@@ -8,6 +8,15 @@ from typing import Any, Literal
 
 import msgspec
 
+RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
+"""Headers of an attached request, or keys of its `sampling_params.custom_params`."""
+
+
+def forwarded(header: str) -> str:
+    """The header that means the same behind SGLang's router, which drops `x-april-…` and forwards `x-request-id-…`."""
+    return header.replace("x-", "x-request-id-", 1)
+
+
 ATTACHED = "\0attached "
 """Begins the names of the runs of attached requests; a rollout request cannot name one."""
 LEGS = ATTACHED + "\0"

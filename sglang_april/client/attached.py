@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_april.api.types import GROUP, RUN, TRAJECTORY, forwarded
 from sglang_april.client.calls import NotPatchedError
 from sglang_april.client.types import Span
-
-RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
-"""Headers, or keys of `sampling_params.custom_params`."""
 
 
 def attach(run: str, trajectory: str | None = None, group: str | None = None) -> dict[str, str]:
@@ -24,8 +22,7 @@ def attach_through_router(run: str, trajectory: str, group: str | None = None) -
     The router drops `x-april-…` and forwards `x-request-id-…`, under which the server reads the same names. With
     `--policy manual`, it sends all requests of a routing key, here run and trajectory, to one engine.
     """
-    names = attach(run, trajectory, group)
-    headers = {key.replace("x-", "x-request-id-", 1): name for key, name in names.items()}
+    headers = {forwarded(key): name for key, name in attach(run, trajectory, group).items()}
     return {**headers, "x-smg-routing-key": f"{run}/{trajectory}"}
 
 

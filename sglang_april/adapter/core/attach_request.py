@@ -13,20 +13,16 @@ from typing import Any, NamedTuple
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_april.api.types import GROUP, RUN, TRAJECTORY, forwarded
 from sglang_april.http.prepare import PENALTIES, PENALTIES_LAG
 from sglang_april.scheduler.state import sample_seed
 
-NAMES = RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
+NAMES = RUN, TRAJECTORY, GROUP
 SEED = "x-april-seed"
 """A whole number: requests without a `sampling_seed` get the one that `seed_of` derives from it."""
 KEYS = (*NAMES, SEED)
+FORWARDED = {key: forwarded(key) for key in KEYS}
 MAX_NAME = 256
-
-
-def forwarded(key: str) -> str:
-    """The header that means the same behind SGLang's router, which drops `x-april-…` and forwards `x-request-id-…`."""
-    return key.replace("x-", "x-request-id-", 1)
-
 
 SUPPORTED = frozenset(
     {
@@ -92,7 +88,7 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
     given = obj.sampling_params or {}
     each = given if isinstance(given, list) else [given]
     run, trajectory, group, seed = (
-        headers.get(key) or headers.get(forwarded(key)) or _named(each, key) for key in KEYS
+        headers.get(key) or headers.get(FORWARDED[key]) or _named(each, key) for key in KEYS
     )
     problem = _problem(obj) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
