@@ -28,22 +28,22 @@ def config(tmp_path: Path) -> InferenceEngineConfig:
     )  # fmt: skip
 
 
+def connected(engine: Any, live: LiveServer) -> Iterator[Any]:
+    """The engine while it is connected to the server."""
+    engine.initialize(addr=f"127.0.0.1:{live.server.port}")
+    engine.set_version(live.version)
+    yield engine
+    engine.destroy()
+
+
 @pytest.fixture
 def engine(config: InferenceEngineConfig, live: LiveServer) -> Iterator[SGLangEngine]:
-    made = SGLangEngine(config)
-    made.initialize(addr=f"127.0.0.1:{live.server.port}")
-    made.set_version(live.version)
-    yield made
-    made.destroy()
+    yield from connected(SGLangEngine(config), live)
 
 
 @pytest.fixture
 def areal_engine(config: InferenceEngineConfig, live: LiveServer) -> Iterator[RemoteSGLangEngine]:
-    made = RemoteSGLangEngine(config)
-    made.initialize(addr=f"127.0.0.1:{live.server.port}")
-    made.set_version(live.version)
-    yield made
-    made.destroy()
+    yield from connected(RemoteSGLangEngine(config), live)
 
 
 def request(length: int = 60, **fields: Any) -> ModelRequest:
