@@ -64,7 +64,7 @@ class Attached:
         if trajectory is not None and answered and c.trajectory_run(run).recorded(trajectory, rid):
             trajectory = None  # the record has this leg; only its answer is sent again
         if trajectory is None:
-            owner = c.ledger.runs.get(ATTACHED + run) or Run(ATTACHED + run, attached=True)
+            owner = c.ledger.runs.get(ATTACHED + run) or c.new_attached_run(ATTACHED + run, run)
         else:
             known = c.trajectory_run(run)
             leg = known.begin_leg(trajectory, group, rid, np.frombuffer(input_ids, "<i4"))
@@ -82,7 +82,7 @@ class Attached:
                 self.first_token(leg.trajectory, sample)
             self._forget(leg.trajectory.run)
         if owner.name not in c.attached and not rounds:
-            c.attached[owner.name] = Round(_spec(owner.name, c.attached_kv), owner, 0)
+            c.attached[owner.name] = Round(_spec(owner), owner, 0)
         c.trace("attach", [sample])
         c.ledger.admit(sample)
         if sample.kv.pages is None:
@@ -273,5 +273,5 @@ def _restore(sample: Sample, tokens: Chunk, answered: FinishedSample | None) -> 
     sample.spans = list(tokens.spans)
 
 
-def _spec(run: str, kv: messages.KvPolicy) -> messages.RoundSpec:
-    return messages.RoundSpec("", run, quota=None, quota_unit="sample", kv=kv, max_staleness=None)
+def _spec(run: Run) -> messages.RoundSpec:
+    return messages.RoundSpec("", run.name, quota=None, quota_unit="sample", kv=run.kv, max_staleness=None)

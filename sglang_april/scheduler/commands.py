@@ -101,7 +101,7 @@ class Commands:
         if isinstance(spec.concurrency, int):
             self._suspender.keep_within(run, spec.concurrency)
         run.rounds_opened += 1
-        run.kv, run.max_staleness = spec.kv, spec.max_staleness
+        c.apply_rules(spec, run)
         rnd = Round(spec, run, run.rounds_opened, tuned=c.tuned)
         rnd.stats.carried_in = report.sizes(run)
         groups = c.ledger.accept(spec.run, cmd.prompts, cmd.params)

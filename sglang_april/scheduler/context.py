@@ -13,7 +13,7 @@ from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
-from sglang_april.scheduler.state import Run, Sample
+from sglang_april.scheduler.state import ATTACHED, Run, Sample
 from sglang_april.scheduler.trajectories import TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
@@ -47,7 +47,9 @@ class Context:
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
     """After a restart, by run and `rid`: attached requests in the journal that have not been sent again."""
     attached_kv: messages.KvPolicy = "auto"
-    """KV policy of attached requests."""
+    """KV policy of attached requests of a run that has opened no round."""
+    kv_of_run: dict[str, messages.KvPolicy] = field(default_factory=dict)
+    """KV policy of the latest round of each run, by the name that callers give it."""
     audited: bool = False
     """Whether the HTTP process audits samples, attached requests included."""
     tuned: messages.Tuned | None = None
@@ -98,8 +100,25 @@ class Context:
     def trajectory_run(self, name: str) -> TrajectoryRun:
         """The trajectories of a run; it may have none yet."""
         if name not in self.trajectories:
-            self.trajectories[name] = TrajectoryRun(name, Run(LEGS + name, kv=self.attached_kv, attached=True))
+            self.trajectories[name] = TrajectoryRun(name, self.new_attached_run(LEGS + name, name))
         return self.trajectories[name]
+
+    def new_attached_run(self, key: str, name: str) -> Run:
+        """A run of requests attached to the run `name`."""
+        return Run(key, kv=self.kv_of_run.get(name, self.attached_kv), attached=True)
+
+    def apply_rules(self, spec: messages.RoundSpec, run: Run) -> None:
+        """A round opens: its rules apply to its run from now on, and its `kv` to requests attached to the run.
+
+        Legs follow a round of trajectories only, once there has been one.
+        """
+        self.kv_of_run[spec.run] = spec.kv
+        requests, known = self.ledger.runs.get(ATTACHED + spec.run), self.trajectories.get(spec.run)
+        if requests is not None:
+            requests.kv = spec.kv
+        if known is not None and not known.rounds_opened:
+            known.legs.kv = spec.kv
+        run.kv, run.max_staleness = spec.kv, spec.max_staleness
 
     def may_have_work(self) -> bool:
         """Whether some run may let samples step."""

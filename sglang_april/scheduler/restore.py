@@ -68,7 +68,7 @@ def _reopen(c: Context, known: SnapshotRound) -> None:
     else:
         run = c.ledger.run(known.spec.run)
         rnd = Round(known.spec, run, known.number)
-    run.kv, run.max_staleness = known.spec.kv, known.spec.max_staleness
+    c.apply_rules(known.spec, run)
     rnd.stats.carried_in = report.sizes(run)
     rnd.stats.warnings.append(RESTARTED)
     rnd.mark_mandatory(c.clock.version)

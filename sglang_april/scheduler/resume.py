@@ -96,11 +96,11 @@ class Resumer:
 
     def _why_recompute(self, sample: Sample, pages: Pages) -> Reason:
         """Why the sample does not resume on its stored KV (`kv-policy`); empty if it does."""
-        spec, age = self._round(sample).spec, self._c.clock.version - sample.kv.version
-        if spec.kv == "auto":
+        run, age = sample.group.run, self._c.clock.version - sample.kv.version
+        if run.kv == "auto":
             tier = "device" if pages.slots is not None else pages.tier
-            return why_not_resume(self._c.rates, tier, pages.length, age, spec.max_staleness)
-        return "asked" if spec.kv == "recompute" and age > 0 else ""
+            return why_not_resume(self._c.rates, tier, pages.length, age, run.max_staleness)
+        return "asked" if run.kv == "recompute" and age > 0 else ""
 
     def _has_request(self, sample: Sample) -> bool:
         """After a restart, a sample on recovered KV has no request until it resumes."""
@@ -122,12 +122,12 @@ class Resumer:
                 sample.recompute.reason = self._why_recompute(sample, sample.kv.pages)
                 self._tiers.release(sample)
             rnd = self._round(sample)
-            stats = rnd.stats
+            stats, kv = rnd.stats, sample.group.run.kv
             stats.resumed_recomputed += sample.length > 0
-            if sample.length and rnd.spec.kv == "auto":
+            if sample.length and kv == "auto":
                 stats.recomputed[sample.recompute.reason or "no_pages"] += 1
                 stats.kv_fallback += not sample.recompute.reason
-            elif sample.length and rnd.spec.kv == "keep":
+            elif sample.length and kv == "keep":
                 stats.kv_fallback += 1
             self._prompts.prefill_queued(sample)
             self._enter(sample, rnd)
@@ -211,7 +211,7 @@ class Resumer:
         version = self._c.clock.version
         if sample.kv.version < version or sample.kv.quantized:
             sample.open_span(version, "kept")
-        if sample.kv.version < version and rnd.spec.kv == "auto":
+        if sample.kv.version < version and sample.group.run.kv == "auto":
             rnd.stats.kept[_source_tier(sample)] += 1
         self._tiers.prepare_resume(sample)
 

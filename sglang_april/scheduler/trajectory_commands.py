@@ -33,7 +33,7 @@ class TrajectoryCommands:
         if isinstance(spec.concurrency, int):
             self._suspender.keep_within(run, spec.concurrency)
         known.rounds_opened += 1
-        run.kv, run.max_staleness = spec.kv, spec.max_staleness
+        c.apply_rules(spec, run)
         rnd = TrajectoryRound(spec, run, known.rounds_opened, tuned=c.tuned, trajectories=known)
         rnd.stats.carried_in = report.sizes(run)
         rnd.mark_mandatory(c.clock.version)

@@ -116,6 +116,21 @@ def test_push(live: LiveServer) -> None:
     check(live, live.result_of(late), (v + 1, "fresh"))
 
 
+@pytest.mark.parametrize(("kv", "provenance"), [("keep", "kept"), ("recompute", "recomputed")])
+def test_the_kv_policy_is_that_of_its_run(live: LiveServer, run: str, kv: str, provenance: str) -> None:
+    """The latest round of the run decides, although it has ended."""
+    prompt = {"id": "p", "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
+    live.server.rollout(run=run, prompts=[prompt], kv=kv)
+    v = live.version
+    with live.server.slowed():
+        answer = begin(live, headers={**HEADERS, "x-april-run": run})
+        live.push(1)
+    result = live.result_of(answer)
+    found = [(s["version"], s["kv"]) for s in result["meta_info"]["april"]["spans"]]
+    assert found == [(v, "fresh"), (v + 1, provenance)]
+    check_tokens(live, result, IDS)
+
+
 def test_weight_call_does_not_wait_for_it(live: LiveServer) -> None:
     v = live.version
     with live.server.slowed():

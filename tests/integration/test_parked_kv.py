@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.conftest import NORMAL, Pool
 from tests.integration.test_kv_auto import CHEAP_COPIES, DEAR_COPIES
-from tests.integration.test_trajectories import LENGTH, PROMPT, done, leg, open_round, record
+from tests.integration.test_trajectories import LENGTH, PROMPT, done, leg, open_round, record, without_kv
 from tests.support.live import LiveServer, live_server, until
 from tests.support.oracle import LOGPROB_LIMIT, Oracle, logprobs_of, processed
 
@@ -41,11 +41,14 @@ def check_replay(live: LiveServer, known: dict[str, Any], *, kept: bool = True) 
     (branch,) = known["branches"]
     prompt = known["legs"][0]["prompt_ids"]
     output = branch["ids"][len(prompt) :]
-    spans, start = [], 0
-    for i, span in enumerate(branch["spans"]):
-        end = span["end"] - len(prompt)
-        spans.append({"start": start, "end": end, "version": span["version"], "kv": "kept" if i and kept else "fresh"})
-        start = end
+    ends = iter(span["end"] - len(prompt) for span in branch["spans"])
+    spans: list[dict[str, Any]] = []
+    for one in known["legs"]:
+        if spans and kept:  # an earlier turn may have computed the KV of its last token as well
+            spans[-1]["end"] = one["reused"] + 1 - len(prompt)
+        for span in one["spans"]:
+            start, kv = (spans[-1]["end"], "kept" if kept else "fresh") if spans else (0, "fresh")
+            spans.append({"start": start, "end": next(ends), "version": span["version"], "kv": kv})
     rows = processed(Oracle(live.policies).replay(prompt, output, spans), output, {"temperature": 0.8})
     expected = logprobs_of(rows, torch.tensor(output))
     for first, last in branch["drawn"]:
@@ -63,10 +66,10 @@ def test_eight_turns_and_two_pushes_prefill_only_what_is_new(live: LiveServer, r
     before, v = prefilled(live), live.version
     turns(live, run, 8, [3, 4], {2: 1, 5: 2})
     known = record(live, run, "t")
-    # A leg's last token has no KV when the leg ends: it is computed with the two tokens from outside.
-    assert [x["prefilled"] for x in known["legs"]] == [5] + [3] * 7
-    assert [x["reused"] for x in known["legs"]] == [0] + [5 + 12 * i + 2 * (i - 1) - 1 for i in range(1, 8)]
-    assert prefilled(live) - before == 5 + 3 * 7
+    last = without_kv(live)
+    assert [x["prefilled"] for x in known["legs"]] == [5] + [2 + last] * 7
+    assert [x["reused"] for x in known["legs"]] == [0] + [5 + 12 * i + 2 * (i - 1) - last for i in range(1, 8)]
+    assert prefilled(live) - before == 5 + (2 + last) * 7
     versions = [v] * 3 + [v + 1] * 3 + [v + 2] * 2
     assert [[(s["version"], s["kv"]) for s in x["spans"]] for x in known["legs"]] == [
         [(version, "fresh" if version == v else "kept")] for version in versions
@@ -79,8 +82,21 @@ def test_a_long_tool_answer_is_prefilled_in_chunks(live: LiveServer, run: str) -
     """Behind KV of an older version, which the radix tree does not have."""
     turns(live, run, 3, [1 + i % 50 for i in range(150)], {0: 1})
     known = record(live, run, "t")
-    assert [x["prefilled"] for x in known["legs"]] == [5, 151, 151]
+    assert [x["prefilled"] for x in known["legs"]] == [5, *2 * [150 + without_kv(live)]]
     check_replay(live, known)
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_prompt_without_new_tokens_computes_the_last_one(live: LiveServer, run: str, pushed: bool) -> None:
+    """An agent that lets the model continue an answer which was too long."""
+    before, v = prefilled(live), live.version
+    turns(live, run, 4, [], {0: 1, 2: 2} if pushed else None, prompt=[21 + pushed, *PROMPT[1:]])
+    known = record(live, run, "t")
+    assert [x["prefilled"] for x in known["legs"]] == [5, 1, 1, 1]
+    assert prefilled(live) - before == 5 + 3
+    assert [x["spans"][0]["version"] - v for x in known["legs"]] == ([0, 1, 1, 2] if pushed else [0] * 4)
+    check_replay(live, known)
+    assert live.server.http.get("/april/check").json() == {"ok": True, "problem": ""}
 
 
 @pytest.mark.parametrize("pushed", [False, True])
@@ -88,10 +104,11 @@ def test_a_flush_moves_it_to_the_host(live: LiveServer, run: str, pushed: bool) 
     history = turns(live, run, 1, [3], {0: 1} if pushed else None, prompt=[31 + pushed, *PROMPT[1:]])
     assert live.server.http.post("/flush_cache").status_code == 200
     state = live.server.state()
-    assert state["parked_tokens"] == state["tokens"]["host"] == 16
+    last = without_kv(live)
+    assert state["parked_tokens"] == state["tokens"]["host"] == 17 - last
     leg(live, run, "t", history)
     known = record(live, run, "t")
-    assert [x["prefilled"] for x in known["legs"]] == [5, 2]
+    assert [x["prefilled"] for x in known["legs"]] == [5, 1 + last]
     check_replay(live, known)
 
 
@@ -103,7 +120,7 @@ def test_little_host_memory_moves_it_to_disk(small: LiveServer, run: str) -> Non
     until(lambda: small.server.state()["tokens"]["disk"] >= 200, "it is on disk")
     leg(small, run, "t", history)
     known = record(small, run, "t")
-    assert [x["prefilled"] for x in known["legs"]] == [200, 2]
+    assert [x["prefilled"] for x in known["legs"]] == [200, 1 + without_kv(small)]
     assert [[(s["version"], s["kv"]) for s in x["spans"]] for x in known["legs"]] == [[(v, "fresh")], [(v + 1, "kept")]]
     check_replay(small, known)
 
@@ -117,7 +134,7 @@ def test_auto_takes_the_cheaper_option(live: LiveServer, run: str, rates: tuple[
         assert live.server.http.post("/flush_cache").status_code == 200
         leg(live, run, "t", history)
         known = record(live, run, "t")
-        assert [x["prefilled"] for x in known["legs"]] == [5, 2 if copied else len(history)]
+        assert [x["prefilled"] for x in known["legs"]] == [5, 1 + without_kv(live) if copied else len(history)]
         assert known["legs"][1]["spans"][0]["kv"] == ("kept" if copied else "fresh")
         check_replay(live, known, kept=copied)
         done(live, run, "t")
@@ -151,7 +168,7 @@ def test_recompute_prefills_everything_after_a_push(live: LiveServer, run: str) 
     history = turns(live, run, 2, [3, 4], {1: 1})
     leg(live, run, "t", history)
     known = record(live, run, "t")
-    assert [x["prefilled"] for x in known["legs"]] == [5, 3, len(history)]
+    assert [x["prefilled"] for x in known["legs"]] == [5, 2 + without_kv(live), len(history)]
     assert known["legs"][2]["spans"][0]["kv"] == "fresh"
     done(live, run, "t")
     live.result_of(reply)
@@ -168,7 +185,7 @@ def test_a_suspended_leg_keeps_what_it_was_prefilled_behind(live: LiveServer, ru
         live.push(2)
     live.result_of(answer)
     known = record(live, run, "t")
-    assert [x["prefilled"] for x in known["legs"]] == [5, 3]
+    assert [x["prefilled"] for x in known["legs"]] == [5, 2 + without_kv(live)]
     assert [s["kv"] for s in known["legs"][1]["spans"]] == ["kept", "kept"]
     check_replay(live, known)
 

@@ -145,6 +145,8 @@ class Agent:
         spans: list[dict[str, Any]] = []
         for part in chain:
             offset = len(self.asked[part["rid"]]) - len(prompt)
+            if spans and part["spans"]:  # an earlier leg may have computed the KV of its last token as well
+                spans[-1]["end"] = part["reused"] + 1 - len(prompt)
             for span in part["spans"]:
                 start = spans[-1]["end"] if spans else 0
                 spans.append({**span, "start": start, "end": offset + span["end"]})

@@ -109,12 +109,13 @@ class FakeLoop:
         if sample is None or sample.kv.pages is None or sample.length:
             return []
         pages = sample.kv.pages
-        slots = pages.slots if pages.ready else None
+        slots = pages.slots[: request.prompt - 1] if pages.ready else None
         self.controller.launched(sample, on_kv=slots is not None)
         for position, slot in enumerate(slots or ()):
             _, known, version = self.cells[slot]
             assert known == position
             self.cells[slot] = request.name, position, version
+        self.free += pages.slots[len(slots) :] if slots is not None else []
         return slots or []
 
     def _decode(self) -> list[Row] | None:
@@ -187,10 +188,10 @@ class FakeLoop:
         )
 
     def _keep_kv(self, request: Request) -> None:
-        """A leg that finishes keeps its KV, without that of its last token."""
+        """A leg that finishes keeps its KV; the overlap loop's step in flight computes that of its last token."""
         sample = request.sample
         if sample is not None and sample.group.leg is not None and self.controller.context.park_cap_tokens:
-            length = request.prompt + len(request.output) - 1
+            length = min(request.prompt + len(request.output), len(request.slots))
             sample.kv.pages = Pages(length, 0, request.slots[:length], None, None)
             request.slots = request.slots[length:]
 

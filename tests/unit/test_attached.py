@@ -32,6 +32,65 @@ def test_a_request_that_arrives_before_the_end_of_a_push_is_drawn_under_the_new_
     assert spans(w, "a") == [(1, "fresh")]
 
 
+Rounds = list[tuple[str, str]]
+"""Rounds that have ended: what they count, and their `kv`."""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "provenance"),
+    [
+        ([], [], "recomputed"),
+        ([("sample", "keep")], [], "kept"),
+        ([("trajectory", "keep")], [], "kept"),
+        ([("sample", "recompute"), ("trajectory", "keep")], [], "kept"),
+        ([("trajectory", "keep"), ("sample", "recompute")], [], "recomputed"),
+        ([], [("sample", "keep")], "kept"),
+        ([("sample", "keep")], [("trajectory", "recompute")], "recomputed"),
+    ],
+)
+def test_the_kv_policy_is_that_of_the_latest_round_of_its_run(before: Rounds, inside: Rounds, provenance: str) -> None:
+    """`inside`: rounds that begin and end while the request runs. Without a round, `--april-kv` decides."""
+    w = LegHarness(slots=4)
+    for e in w.engines:
+        e.controller.context.attached_kv = "recompute"
+    for unit, kv in before:
+        rounds(w, "agents", unit, kv)
+    w.leg("agents", "a", PROMPT, 9)
+    w.leg("others", "b", PROMPT, 9)
+    w.step(3)
+    for unit, kv in inside:
+        rounds(w, "agents", unit, kv)
+    w.push()
+    w.step(20)
+    assert spans(w, "a") == [(0, "fresh"), (1, provenance)]
+    assert spans(w, "b") == [(0, "fresh"), (1, "recomputed")]
+
+
+@pytest.mark.parametrize(("trajectory_round", "prefilled"), [(False, 1 + 1), (True, len(PROMPT) + 3 + 1)])
+def test_legs_follow_rounds_of_prompts_until_one_of_trajectories(trajectory_round: bool, prefilled: int) -> None:
+    w = LegHarness(slots=4)
+    for e in w.engines:
+        e.controller.context.attached_kv = "recompute"
+    if trajectory_round:
+        w.open("agents", None, kv="recompute")
+    w.leg("agents", "a", PROMPT, 3, "t")
+    w.step(8)
+    rounds(w, "agents", "sample", "keep")
+    w.push()
+    w.leg("agents", "b", [*w.sequence("a"), 1], 3, "t")
+    w.step(8)
+    leg = w.ended("b")
+    assert leg is not None
+    assert leg.prefilled == prefilled
+
+
+def rounds(w: LegHarness, run: str, unit: str, kv: str) -> None:
+    """A round of a run that ends at once; without prompts, one of prompts has nothing to wait for."""
+    w.open(run, None, quota_unit=unit, trajectories=unit == "trajectory", kv=kv)
+    if unit == "trajectory":
+        w.stop(run)
+
+
 @pytest.mark.parametrize("act", [abort_both, lambda e: e.controller.attached.keep_suspended()], ids=["abort", "closed"])
 def test_a_request_may_end_in_the_step_in_flight_while_it_is_suspended(act: Act) -> None:
     """Overlap loop: its last token has been drawn and is not processed yet. It has ended, and is not suspended."""

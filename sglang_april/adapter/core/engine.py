@@ -165,7 +165,7 @@ class SchedulerEngine(Capacity):
     def hand_over(self, sample: Sample) -> None:
         pages = sample.kv.pages
         assert pages is not None
-        self.pages.hand_over(pages)
+        self.pages.hand_over(pages, sample.request)
         sample.request.skip_radix_cache_insert = sample.kv.version < self.version or sample.kv.quantized
         sample.kv.pages = None
 

@@ -38,7 +38,7 @@ def use_kv(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
     if pages is None:
         return
     pool = _page_pool()
-    shape.start_after(req, pages, pool.whole_pages(pages.length), pool.tree)
+    shape.start_after(req, pages, pool.prefix_tokens(pages, req), pool.tree)
 
 
 def _page_pool() -> PagePool:
@@ -53,9 +53,10 @@ def _prefix(req: Req) -> Pages | None:
     if sample is None or sample.length or not sample.attached or shape.has_kv(req):
         return None
     pages: Pages | None = sample.kv.pages
-    if pages is None or not pages.ready or (req.return_logprob and 0 <= req.logprob_start_len < pages.length):
+    if pages is None or not pages.ready:
         return None
-    return pages
+    needs_logprobs = req.return_logprob and 0 <= req.logprob_start_len < _page_pool().prefix_tokens(pages, req)
+    return None if needs_logprobs else pages
 
 
 def prefix_slots(orig: Callable[..., Any], tree: Any, req: Req) -> Any:

@@ -32,15 +32,15 @@ class PagePool:
     def round_up(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
 
-    def whole_pages(self, tokens: int) -> int:
-        """`tokens` rounded down to whole pages, because a prefill begins at a page boundary."""
-        return tokens // self.page_size * self.page_size
+    def prefix_tokens(self, pages: Pages, req: Req) -> int:
+        """How many tokens of these pages a prefill begins after: whole pages, and not all tokens of the prompt."""
+        return min(pages.length, len(req.origin_input_ids) - 1) // self.page_size * self.page_size
 
-    def hand_over(self, pages: Pages) -> None:
+    def hand_over(self, pages: Pages, req: Req) -> None:
         """A request has been given the pages as its prefix, which its prefill has locked as well."""
         if pages.node is not None:
             shape.unlock(self.tree, pages.node)
-        if (used := self.whole_pages(pages.length)) < pages.length:
+        if (used := max(self.prefix_tokens(pages, req), pages.protected)) < pages.length:
             self._allocator.free(pages.slots[used:])
 
     def detach(self, req: Req) -> Pages:
@@ -55,9 +55,12 @@ class PagePool:
         return pages
 
     def park(self, req: Req) -> Pages:
-        """Pages of a request that has finished, without the KV of its last token; the radix tree gets them as well."""
+        """Pages of a request that has finished; the radix tree gets them as well.
+
+        In the overlap loop, the step in flight has computed the KV of its last token.
+        """
         ids = req.origin_input_ids + req.output_ids_through_stop
-        length, allocated = min(shape.committed(req), len(ids) - 1), shape.allocated(req)
+        length, allocated = min(shape.committed(req), len(ids)), shape.allocated(req)
         # Copies: SGLang frees in groups, and a freed view of this row would change with it.
         slots = self._rows.req_to_token[shape.row(req), :allocated].to(torch.int64, copy=True)
         self._allocator.free(slots[self.round_up(length) :])

@@ -48,7 +48,7 @@ class Kv0523:
         req.prefix_len, req.lock = 0, None
 
     def start_after(self, req: Any, pages: Pages, tokens: int, tree: Any) -> None:
-        req.prefix_len, req.kv.cache_protected_len = tokens, pages.protected
+        req.prefix_len, req.kv.cache_protected_len = tokens, min(pages.protected, tokens)
         req.last_node = req.last_host_node = req.best_match_node = _node(pages, req, tree)
         req.host_hit_length = 0
 

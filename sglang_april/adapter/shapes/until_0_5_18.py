@@ -76,7 +76,7 @@ class Until0518:
 
     def start_after(self, req: Any, pages: Pages, tokens: int, tree: Any) -> None:
         req.prefix_indices = pages.slots[:tokens]
-        req.cache_protected_len = pages.protected
+        req.cache_protected_len = min(pages.protected, tokens)
         req.last_node = pages.node if pages.node is not None else _root(tree)
         req.last_host_node = req.best_match_node = req.last_node
         req.host_hit_length = 0
