@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
+from tests.integration.test_trajectories import leg, record
 from tests.support.background import BackgroundRound
 from tests.support.compare import assert_same
 from tests.support.live import LiveServer, live_server, until
 from tests.support.server import SLOTS
 from tests.support.workload import in_one_round, in_rounds, prompt, stoppers, token_ids
 
+PAGED = "--page-size=16"
 SHAPES = {
     "treeless": ([*NORMAL, "--disable-radix-cache", "--enable-priority-scheduling"], "qwen3"),
-    "paged": ([*OVERLAP, "--page-size=16", "--enable-priority-scheduling"], "llama"),
+    "paged": ([*OVERLAP, PAGED, "--enable-priority-scheduling"], "llama"),
 }
 STOPS = [5, 11, 16, 22]
 PARAMS: dict[str, Any] = {"temperature": 0.8}
@@ -80,6 +82,27 @@ def test_preempted_sample_is_recomputed_and_reported(shaped: LiveServer, run: st
     at_rest(shaped)
 
 
+@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("added", [[], [3]], ids=["nothing", "token"])
+def test_a_leg_continues_parked_kv(shaped: LiveServer, run: str, added: list[int], pushed: bool) -> None:
+    """The first leg ends at the end of a page; a prompt without new tokens computes that page again."""
+    ids = token_ids(20, 90 + pushed)
+    wanted = leg(shaped, f"{run}-unbroken", "t", ids, length=24)["output_ids"]
+    shaped.server.post("/april/drop", {"run": f"{run}-unbroken"})
+    history = [*ids, *leg(shaped, run, "t", ids)["output_ids"], *added]
+    if pushed:
+        shaped.push(1)
+    second = leg(shaped, run, "t", history)
+    leg(shaped, run, "t", [*history, *second["output_ids"], 4])
+    if not (pushed or added):
+        assert history + second["output_ids"] == ids + wanted
+    whole_pages = 1 if added else 16
+    prefilled = record(shaped, run, "t")["legs"][1]["prefilled"]
+    assert prefilled == (whole_pages if PAGED in shaped.server.flags else 1 + len(added))
+    shaped.server.post("/april/drop", {"run": run})
+    at_rest(shaped)
+
+
 def at_rest(live: LiveServer) -> None:
     """Assert that no sample is left and that every pool token is free or in the tree."""
     state = live.server.state()
@@ -93,6 +116,6 @@ def test_group_members_share_prompt_kv_where_the_pool_allows(shaped: LiveServer,
     params = {**PARAMS, "top_p": 0.9}
     prompts = [prompt(f"p{n}", 9, ids=token_ids(n, n), n=3, **params) for n in (16, 17, 18, 33)]
     reply = shaped.server.rollout(run=run, prompts=prompts, quota=None)
-    paged = "--page-size=16" in shaped.server.flags
+    paged = PAGED in shaped.server.flags
     assert reply["stats"]["started_on_prompt_kv"] == (2 * 2 if paged else 0)
     shaped.check(reply["finished"], dict.fromkeys(("p16", "p17", "p18", "p33"), params))
