@@ -261,7 +261,7 @@ class Run:
     running: int = 0
     """Samples in the engine."""
     kv: KvPolicy = "keep"
-    """KV policy of the latest round: on which KV samples resume and, also between two rounds, which pages are copied."""
+    """KV policy of the latest round: which KV samples resume on, and between two rounds also which pages are copied."""
     max_staleness: int | None = None
     """Bound of the latest round, used likewise."""
     verdicts: "dict[Group, bool]" = field(default_factory=dict)
