@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-COLLECT_EVERY = 256
+COLLECT_EVERY = 32
 """Steps after which the lists of a running sample are emptied, so that the step of a suspend has little to convert."""
 
 
