@@ -4,6 +4,7 @@ import re
 from concurrent.futures import Future
 from typing import Any
 
+from sglang_april.adapter import versions
 from tests.support.live import LiveServer, until
 
 PROMPT = [9, 8, 7, 6, 5]
@@ -48,8 +49,11 @@ def done(live: LiveServer, run: str, *names: str, status: int = 200, **body: Any
 
 
 def without_kv(live: LiveServer) -> int:
-    """How many tokens of an ended leg have no KV: the last one, unless the overlap loop's next step has computed it."""
-    return 0 if live.server.state()["overlap"] else 1
+    """How many tokens of a leg that its length has ended have no KV: the last one, unless a step has computed it.
+
+    The overlap loop's next step does, except that of 0.5.23, which leaves out what the step before will end by length.
+    """
+    return 0 if live.server.state()["overlap"] and versions.installed()["sglang"] != "0.5.23" else 1
 
 
 def pending(live: LiveServer, run: str) -> int:
