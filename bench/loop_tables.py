@@ -13,6 +13,7 @@ PARTS = {
     "prefills of leaders": ("prefill",),
     "between two rounds: push, request, reply": ("requests", "between"),
 }
+PACED = {"april-paced/8": "up to 2k", "april-paced/4": "up to 4k", "april-paced": "up to 16k"}
 ONLY_IN_ROUNDS = ("prefills of leaders", "between two rounds: push, request, reply")
 
 
@@ -35,12 +36,12 @@ def timeline(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
 
 def timeline_paced(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """The time between two rounds at a GPU's pace."""
-    used = newest_run(_timeline(rows, "april-paced/8"))
-    head = ["variant", "running", "of the limit", "step, ms", "last launch to reply, ms", "push, ms"]
-    cells = [[*head, "push to first launch, ms", "between two rounds, without push and last step, steps"]]
+    used = [row for preset in PACED for row in newest_run(_timeline(rows, preset))]
+    head = ["variant", "lengths", "running", "of the limit", "step, ms", "end of the last forward to reply, ms"]
+    cells = [[*head, "push, ms", "push to first launch, ms", "idle between two rounds, without push, steps"]]
     names = "step_ms", "reply_ms", "push_ms", "start_ms", "gap_steps"
     for row in used:
-        line = [row["variant"], f"{row['rows']:.1f}", f"{row['share_of_limit']:.2f}"]
+        line = [row["variant"], PACED[row["preset"]], f"{row['rows']:.1f}", f"{row['share_of_limit']:.2f}"]
         cells.append([*line, *(f"{row[name]:.1f}" for name in names)])
     return used, cells
 

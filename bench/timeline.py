@@ -2,6 +2,7 @@
 
     python -m bench.timeline --record
     python -m bench.timeline --preset april-paced/8 --record
+    python -m bench.timeline --preset april-paced/4 --record
 
 The workload is that of a preset of `bench.rollout`. The traced server (`bench.traced_server`) logs when each part of
 its scheduler loop began and how long it took. A row has the parts' shares of the rounds' time, from the start of the
@@ -14,9 +15,11 @@ push to the reply:
 - `loop`: the rest of the loop, between steps.
 
 A row also has, as means over the rounds, `push_ms`, `start_ms` from the end of the push to the first launch, `reply_ms`
-from the last launch to the reply, and `gap_steps`: `start_ms` and `reply_ms` in steps, less the last step itself. A row
-of the full batch alone (the limit) has the same shares; the difference is what rounds lose. A paced preset has no such
-row, because its limit is that of its table, and its `results` include waiting for the forward.
+from the end of the last forward to the reply, and `gap_steps`: their sum in steps, in which the device is idle. The
+overlap loop launches a forward while the one before runs; the last one has ended when its results are processed, less
+the CPU time of that. A row of the full batch alone (the limit) has the same shares; the difference is what rounds
+lose. A paced preset has no such row, because its limit is that of its table, and its `results` include waiting for the
+forward.
 """
 
 import argparse
@@ -37,6 +40,7 @@ from bench.rollout.servers import Size, patched_server
 from bench.rollout.testbed import Testbed
 from examples import interrupt
 
+PACED = "april-paced", "april-paced/4", "april-paced/8"
 Window = tuple[float, float]
 """Seconds since the epoch."""
 BATCH_QUOTA = tuple(
@@ -74,17 +78,24 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
 
 def gap(spans: list[dict[str, Any]], windows: list[Window], pushes: list[float]) -> dict[str, float]:
     """`step_ms`, the median from one launch of a decode forward to the next; and means of the rounds: `push_ms`,
-    `start_ms`, `reply_ms`, `gap_steps`. `pushes`: seconds of each round's push."""
+    `start_ms`, `reply_ms`, `gap_steps`. `pushes`: seconds of each round's push.
+
+    A round whose last results are not among the spans counts from the launch.
+    """
     steps, starts, replies = [], [], []
     for start, end in windows:
-        launches = [span for span in spans if span["piece"] == "forward" and start <= span["at"] < end]
+        inside = [span for span in spans if start <= span["at"] < end]
+        launches = [span for span in inside if span["piece"] == "forward"]
         steps += [two["at"] - one["at"] for one, two in pairwise(launches) if one["decode"] and two["decode"]]
         starts.append(launches[0]["at"] - start)
-        replies.append(end - launches[-1]["at"])
+        last = launches[-1]["at"]
+        processed = [span for span in inside if span["piece"] == "results" and span["at"] > last]
+        ended = max((span["at"] + span["took"] - span["cpu"] for span in processed), default=last)
+        replies.append(end - ended)
     step, push, to_reply = median(steps), mean(pushes), mean(replies)
     to_launch = mean(starts) - push
     in_ms = {"step_ms": step, "push_ms": push, "start_ms": to_launch, "reply_ms": to_reply}
-    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "gap_steps": (to_launch + to_reply) / step - 1}
+    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "gap_steps": (to_launch + to_reply) / step}
 
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
@@ -135,9 +146,7 @@ async def _rounds(track: Track, count: int) -> tuple[list[Window], list[float], 
 def main(given: list[str] | None = None) -> int:
     """Measure and print or record the rows; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--preset", choices=("cpu", "april-paced/8"), default="cpu", help="preset of sizes (%(default)s)"
-    )
+    parser.add_argument("--preset", choices=("cpu", *PACED), default="cpu", help="preset of sizes (%(default)s)")
     parser.add_argument("--variant", choices=BATCH_QUOTA, default="april-keep", help="variant to trace (%(default)s)")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)

@@ -49,12 +49,15 @@ def test_rounds_without_a_step_are_all_between() -> None:
     assert (reported["between"], reported["steps"], reported["rows"], reported["context"]) == (1.0, 0, 0.0, 0.0)
 
 
-def test_gap_is_the_time_between_rounds_without_the_push_and_a_step() -> None:
+def test_gap_is_the_idle_time_between_rounds_without_the_push() -> None:
     launches = (10.5, 10.7, 10.9, 11.1, 20.6, 20.8)
     spans = [span("forward", at, 0.01, 8, decode=at not in (10.5, 20.6)) for at in launches]
-    measured = gap(spans, [(10.0, 11.2), (20.0, 21.0)], [0.3, 0.3])
-    # 0.5 s before the first launch and 0.1 s after the last one, then 0.6 s and 0.2 s.
-    assert measured == pytest.approx({"step_ms": 200, "push_ms": 300, "start_ms": 250, "reply_ms": 150, "gap_steps": 1})
+    results = [{**span("results", at, took), "cpu": 0.02} for at, took in ((11.0, 0.03), (11.12, 0.05), (20.7, 0.02))]
+    measured = gap([*spans, *results], [(10.0, 11.2), (20.0, 21.0)], [0.3, 0.3])
+    # 0.5 s before the first launch and 0.05 s after the end of the last forward, then 0.6 s and 0.2 s.
+    assert measured == pytest.approx(
+        {"step_ms": 200, "push_ms": 300, "start_ms": 250, "reply_ms": 125, "gap_steps": 1.875}
+    )
 
 
 def test_host_time_is_that_of_full_batches_without_the_model() -> None:
