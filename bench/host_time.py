@@ -16,7 +16,7 @@ row has the CPU milliseconds of the scheduler's thread per step while the batch 
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,10 @@ async def decode(engine: EngineClient, running: int, n: int, prompt: int, tokens
     await engine.rollout({**body, "run": "host-time", "sampling_params": params(tokens)})
 
 
-async def measure(urls: tuple[str, str], folder: Path, args: argparse.Namespace) -> list[record.Row]:
-    """A row per server, batch size and repetition."""
-    rows: list[record.Row] = []
+async def measure(
+    urls: tuple[str, str], folder: Path, args: argparse.Namespace, write: Callable[[record.Row], None]
+) -> None:
+    """Write a row per server, batch size and repetition, as it is measured."""
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as patched:
         servers = {"stock": stock, "batch quota": patched}
         files = zip(servers, (traced_server.STOCK_SPANS, traced_server.SPANS), strict=True)
@@ -79,13 +80,11 @@ async def measure(urls: tuple[str, str], folder: Path, args: argparse.Namespace)
                     await decode(engine, running, args.n, args.prompt, args.tokens if repetition >= 0 else 8)
                     if repetition < 0:
                         continue  # the first batch of a size warms up
-                    row = {"server": name, "running": running, "n": args.n, "prompt": args.prompt}
+                    row: record.Row = {"server": name, "running": running, "n": args.n, "prompt": args.prompt}
                     row |= {"repetition": repetition, "tokens": args.tokens}
-                    rows.append({**row, **per_step(lines[name].read(0.0)[seen:], running)})
-                    print(
-                        "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items())
-                    )
-    return rows
+                    row |= per_step(lines[name].read(0.0)[seen:], running)
+                    print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+                    write(row)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -114,14 +113,16 @@ def main(given: list[str] | None = None) -> int:
             pace=PACE,
         )
         common = record.provenance()
+        given_all = {"bench": "host_time", "run_id": f"host-time-{common['time']}", "pace": PACE.stem, **common}
+
+        def write(row: record.Row) -> None:
+            if args.record:
+                record.append_rows(record.RESULTS / "host_time.json", [{**given_all, **row}])
+
         with traced_server.into(folder, spans=True), both_servers(size, Path("out") / "bench") as urls:
-            rows = asyncio.run(measure(urls, folder, args))
-    if args.record:
-        run_id = f"host-time-{common['time']}"
-        made = [{"bench": "host_time", "run_id": run_id, "pace": PACE.stem, **common, **row} for row in rows]
-        record.append_rows(record.RESULTS / "host_time.json", made)
+            asyncio.run(measure(urls, folder, args, write))
     return 0
 
 
 if __name__ == "__main__":
-    interrupt.run(main, "nothing was written")
+    interrupt.run(main, "rows of finished batches were written if --record was given")
