@@ -39,7 +39,7 @@ def timeline_paced(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     used = [row for preset in PACED for row in newest_run(_timeline(rows, preset))]
     head = ["variant", "lengths", "running", "of the limit", "step, ms", "end of the last forward to reply, ms"]
     cells = [[*head, "push, ms", "push to first launch, ms", "idle between two rounds, without push, steps"]]
-    names = "step_ms", "reply_ms", "push_ms", "start_ms", "gap_steps"
+    names = "step_ms", "after_ms", "push_ms", "start_ms", "idle_steps"
     for row in used:
         line = [row["variant"], PACED[row["preset"]], f"{row['rows']:.1f}", f"{row['share_of_limit']:.2f}"]
         cells.append([*line, *(f"{row[name]:.1f}" for name in names)])

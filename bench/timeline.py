@@ -14,8 +14,8 @@ push to the reply:
 - `between`: from the last step of a round to the first of the next, without `requests`;
 - `loop`: the rest of the loop, between steps.
 
-A row also has, as means over the rounds, `push_ms`, `start_ms` from the end of the push to the first launch, `reply_ms`
-from the end of the last forward to the reply, and `gap_steps`: their sum in steps, in which the device is idle. The
+A row also has, as means over the rounds, `push_ms`, `start_ms` from the end of the push to the first launch, `after_ms`
+from the end of the last forward to the reply, and `idle_steps`: their sum in steps, in which the device is idle. The
 overlap loop launches a forward while the one before runs; the last one has ended when its results are processed, less
 the CPU time of that. A row of the full batch alone (the limit) has the same shares; the difference is what rounds
 lose. A paced preset has no such row, because its limit is that of its table, and its `results` include waiting for the
@@ -78,7 +78,7 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
 
 def gap(spans: list[dict[str, Any]], windows: list[Window], pushes: list[float]) -> dict[str, float]:
     """`step_ms`, the median from one launch of a decode forward to the next; and means of the rounds: `push_ms`,
-    `start_ms`, `reply_ms`, `gap_steps`. `pushes`: seconds of each round's push.
+    `start_ms`, `after_ms`, `idle_steps`. `pushes`: seconds of each round's push.
 
     A round whose last results are not among the spans counts from the launch.
     """
@@ -94,8 +94,8 @@ def gap(spans: list[dict[str, Any]], windows: list[Window], pushes: list[float])
         replies.append(end - ended)
     step, push, to_reply = median(steps), mean(pushes), mean(replies)
     to_launch = mean(starts) - push
-    in_ms = {"step_ms": step, "push_ms": push, "start_ms": to_launch, "reply_ms": to_reply}
-    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "gap_steps": (to_launch + to_reply) / step}
+    in_ms = {"step_ms": step, "push_ms": push, "start_ms": to_launch, "after_ms": to_reply}
+    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "idle_steps": (to_launch + to_reply) / step}
 
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:

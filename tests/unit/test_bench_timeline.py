@@ -56,7 +56,7 @@ def test_gap_is_the_idle_time_between_rounds_without_the_push() -> None:
     measured = gap([*spans, *results], [(10.0, 11.2), (20.0, 21.0)], [0.3, 0.3])
     # 0.5 s before the first launch and 0.05 s after the end of the last forward, then 0.6 s and 0.2 s.
     assert measured == pytest.approx(
-        {"step_ms": 200, "push_ms": 300, "start_ms": 250, "reply_ms": 125, "gap_steps": 1.875}
+        {"step_ms": 200, "push_ms": 300, "start_ms": 250, "after_ms": 125, "idle_steps": 1.875}
     )
 
 
