@@ -113,11 +113,11 @@ def main(given: list[str] | None = None) -> int:
             pace=PACE,
         )
         common = record.provenance()
-        given_all = {"bench": "host_time", "run_id": f"host-time-{common['time']}", "pace": PACE.stem, **common}
+        shared = {"bench": "host_time", "run_id": f"host-time-{common['time']}", "pace": PACE.stem, **common}
 
         def write(row: record.Row) -> None:
             if args.record:
-                record.append_rows(record.RESULTS / "host_time.json", [{**given_all, **row}])
+                record.append_rows(record.RESULTS / "host_time.json", [{**shared, **row}])
 
         with traced_server.into(folder, spans=True), both_servers(size, Path("out") / "bench") as urls:
             asyncio.run(measure(urls, folder, args, write))

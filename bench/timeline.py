@@ -32,6 +32,7 @@ from statistics import harmonic_mean, mean, median
 from typing import Any
 
 from bench import record, traced_server
+from bench.loop_tables import PACED
 from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS, Cell, Paced, Preset
@@ -40,7 +41,6 @@ from bench.rollout.servers import Size, patched_server
 from bench.rollout.testbed import Testbed
 from examples import interrupt
 
-PACED = "april-paced", "april-paced/4", "april-paced/8"
 Window = tuple[float, float]
 """Seconds since the epoch."""
 BATCH_QUOTA = tuple(
