@@ -257,8 +257,7 @@ class Paced(Preset):
             name=f"{self.name}/{divisor}",
             mean=self.mean / divisor,
             longest=self.longest // divisor,
-            repetitions=1,
-            warm_limit=6,
+            measured=8,
         )
 
     def cells(self) -> Iterator[Cell]:
@@ -278,7 +277,7 @@ _PRESETS: tuple[Preset, ...] = (
     AllVariants("short-rounds", replace(_APRIL, groups=8, over_sampling=4.0), 4096, 16384, 256, 2, shape="qwen3-4b"),
     AllVariants("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),
 )
-_PACED = Paced("april-paced", _APRIL, 4096, 16384, 256, 2, shape="paced", ablations=False)
+_PACED = Paced("april-paced", _APRIL, 4096, 16384, 256, 1, shape="paced", warm_limit=6, measured=4, ablations=False)
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _PRESETS}
 PRESETS |= {f"{name}/8": PRESETS[name].eighth() for name in ("april", "long", "short-rounds", "dapo")}
 PRESETS |= {preset.name: preset for preset in (_PACED, _PACED.shorter(4), _PACED.shorter(8))}
