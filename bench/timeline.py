@@ -3,6 +3,7 @@
     python -m bench.timeline --record
     python -m bench.timeline --preset april-paced/8 --record
     python -m bench.timeline --preset april-paced/4 --record
+    python -m bench.timeline --preset april-paced --warm-rounds 2 --rounds 2 --record    # twenty minutes
 
 The workload is that of a preset of `bench.rollout`. The traced server (`bench.traced_server`) logs when each part of
 its scheduler loop began and how long it took. A row has the parts' shares of the rounds' time, from the start of the
@@ -26,6 +27,7 @@ import argparse
 import asyncio
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import harmonic_mean, mean, median
@@ -122,6 +124,7 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
     rates = {
         "variant": variant,
         "steady": steady,
+        "rounds": len(windows),
         "delivered_tokens_per_s": rate,
         "share_of_limit": rate / harmonic_mean(limits),
     }
@@ -148,9 +151,14 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--preset", choices=("cpu", *PACED), default="cpu", help="preset of sizes (%(default)s)")
     parser.add_argument("--variant", choices=BATCH_QUOTA, default="april-keep", help="variant to trace (%(default)s)")
+    parser.add_argument(
+        "--warm-rounds", type=int, help="rounds after which measuring begins even if the carry is not steady"
+    )
+    parser.add_argument("--rounds", type=int, help="measured rounds")
     parser.add_argument("--record", action="store_true", help="append the rows to bench/results/timeline.json")
     args = parser.parse_args(given)
     preset = PRESETS[args.preset]
+    preset = replace(preset, warm_limit=args.warm_rounds or preset.warm_limit, measured=args.rounds or preset.measured)
     with tempfile.TemporaryDirectory(prefix="april-bench-") as name, traced_server.into(Path(name), spans=True):
         folder = Path(name)
         checkpoints = two_policies(folder, preset.shape)

@@ -71,6 +71,8 @@ class LegEnded(msgspec.Struct, tag=True):
     result: FinishedSample
     mismatch: bool = False
     """It continues no sequence, although one had ended when it arrived."""
+    policy_version: int = -1
+    """Policy version when it ended; an earlier journal has none."""
 
 
 class SavedTrajectory(msgspec.Struct, array_like=True):
@@ -133,7 +135,7 @@ class Named(msgspec.Struct, tag=True):
 
 
 class EndedRequest(msgspec.Struct):
-    """An attached request that has ended: how its output was drawn."""
+    """What the answer to an attached request tells of how its output was drawn."""
 
     rid: str
     spans: list[Span]
@@ -144,7 +146,7 @@ class EndedRequest(msgspec.Struct):
 
 
 class AttachedEnded(msgspec.Struct, tag=True):
-    """Attached requests have ended, those of one step together."""
+    """Attached requests have ended in one step of which no other message tells, or which the audit needs."""
 
     requests: list[EndedRequest]
 

@@ -1,9 +1,15 @@
-"""What the scheduler reports of an attached request at its end, until the answer contains it (`attached-request`)."""
+"""What the scheduler reports of an attached request at its end (`attached-request`).
+
+The answer contains it, except that of a leg, which waits for the record of the leg, and that of a request that ended
+before SGLang had a token of it.
+"""
 
 import asyncio
 import logging
 from collections import OrderedDict
 from typing import Any
+
+import msgspec
 
 from sglang_april.api.messages import EndedRequest
 
@@ -47,12 +53,7 @@ class AttachedRequests:
                     LIMIT_S,
                 )
             return {}
-        oldest = ended.spans[0].version if ended.spans else ended.policy_version
-        return {
-            "spans": [{"start": s.start, "end": s.end, "version": s.version, "kv": s.kv} for s in ended.spans],
-            "policy_version": ended.policy_version,
-            "staleness": ended.policy_version - oldest,
-        }
+        return _fields(ended)
 
     async def _next(self, rid: str) -> EndedRequest:
         future = self._waiting[rid] = asyncio.get_running_loop().create_future()
@@ -60,3 +61,17 @@ class AttachedRequests:
             return await asyncio.wait_for(future, LIMIT_S)
         finally:
             self._waiting.pop(rid, None)
+
+
+def read_description(text: str) -> dict[str, Any]:
+    """`spans`, `staleness` and `policy_version` from an `EndedRequest` in JSON."""
+    return _fields(msgspec.json.decode(text, type=EndedRequest))
+
+
+def _fields(ended: EndedRequest) -> dict[str, Any]:
+    oldest = ended.spans[0].version if ended.spans else ended.policy_version
+    return {
+        "spans": [{"start": s.start, "end": s.end, "version": s.version, "kv": s.kv} for s in ended.spans],
+        "policy_version": ended.policy_version,
+        "staleness": ended.policy_version - oldest,
+    }

@@ -194,6 +194,7 @@ class AprilService:
                     self.audit.offer(sample, prompt)
         elif isinstance(message, messages.LegEnded):
             self.trajectories.add(message)
+            self.attached.receive(messages.EndedRequest(message.rid, message.result.spans, message.policy_version))
             self.metrics.leg_ended(mismatch=message.mismatch)
         elif isinstance(message, messages.RoundWaits):
             self._background.start(self._end_after_waiting(message.round_id))

@@ -41,6 +41,11 @@ class Attached:
         """Report the end of a request that never began, so that its answer does not wait for a description."""
         self._c.recorder.send(messages.AttachedEnded([EndedRequest(rid, [], self._c.clock.version)]))
 
+    def description(self, sample: Sample, length: int | None = None) -> EndedRequest:
+        """What the caller is told of a request that ends, with `length` output tokens."""
+        rid = sample.group.id.partition(":")[2]
+        return EndedRequest(rid, sample.closed_spans(length), self._c.clock.version)
+
     def begin(
         self,
         run: str,
@@ -119,15 +124,16 @@ class Attached:
             reason: the finish reason, if an engine's request has none.
         """
         ended = [self._end(sample, reason) for sample in samples if sample.group.id in sample.group.run.groups]
-        if ended:
-            self._c.recorder.send(messages.AttachedEnded(ended))
+        if to_report := [one for one in ended if one is not None]:
+            self._c.recorder.send(messages.AttachedEnded(to_report))
 
-    def _end(self, sample: Sample, reason: dict[str, Any] | None) -> EndedRequest:
-        c, run = self._c, sample.group.run
+    def _end(self, sample: Sample, reason: dict[str, Any] | None) -> EndedRequest | None:
+        """What remains to be reported: the event of a leg and the answers of most others tell the rest."""
+        c, run, leg = self._c, sample.group.run, sample.group.leg
+        ended, is_told = self.description(sample), leg is not None or c.engine.has_described(sample)
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
         result = c.engine.answered(sample) if c.audited else None
-        leg = sample.group.leg
         if leg is not None and self._parks(sample, leg.trajectory):
             self._end_leg(sample, leg, reason)
             c.ledger.park(sample)
@@ -141,12 +147,10 @@ class Attached:
             c.ledger.remove_attached(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
-        rid = sample.group.id.partition(":")[2]
-        drawn = None
         if result is not None:
-            result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), rid
-            drawn = sample.group.prompt, result
-        return EndedRequest(rid, sample.closed_spans(), c.clock.version, drawn)
+            result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), ended.rid
+            ended.drawn = sample.group.prompt, result
+        return None if is_told and ended.drawn is None else ended
 
     def _parks(self, sample: Sample, trajectory: Trajectory) -> bool:
         """Whether the sample keeps its KV for the next leg."""
@@ -191,6 +195,7 @@ class Attached:
                 min(leg.prefilled, len(leg.prompt)),
                 result,
                 leg.mismatch,
+                self._c.clock.version,
             )
         )
         if trajectory.legs_ended == 1:  # without a token, the journal does not know it yet

@@ -114,6 +114,9 @@ class Engine(Protocol):
     def detach(self, samples: Sequence[Sample]) -> None:
         """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
 
+    def has_described(self, sample: Sample) -> bool:
+        """Whether the engine's answer to an attached request contains its description, so that no event has to."""
+
     def answer_aborted(self, sample: Sample) -> None:
         """Answer an attached request that is in no queue and no batch: aborted, with the tokens that it has."""
 

@@ -147,9 +147,10 @@ class Sample:
         if not (self.spans and self.spans[-1].version == version and self.spans[-1].kv == kv):
             self.spans.append(Span(self.length, self.length, version, kv))
 
-    def closed_spans(self) -> list[Span]:
-        """The non-empty spans with their ends set; the last one ends at `length`."""
-        ends = [*(s.start for s in self.spans[1:]), self.length]  # a sample that never entered the engine has no span
+    def closed_spans(self, length: int | None = None) -> list[Span]:
+        """The non-empty spans with their ends set; the last one ends at `length`, by default the sample's."""
+        end = self.length if length is None else length
+        ends = [*(s.start for s in self.spans[1:]), end]  # a sample that never entered the engine has no span
         return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=False) if e > s.start]
 
     @property

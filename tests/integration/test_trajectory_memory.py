@@ -24,13 +24,18 @@ GROWTH_MB = 60
 """Allowed growth of a process and of the journal after that."""
 
 
-@pytest.fixture
+@pytest.fixture(params=["overlap", "normal"])
 def journalled(
-    pool: Pool, models: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    pool: Pool,
+    models: Callable[[str, int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[LiveServer, Path]]:
-    """A server with little memory, and its journal."""
+    """A server with little memory, and its journal; with each loop."""
     journal = tmp_path_factory.mktemp("journal") / "journal"
-    server = pool.get("small journalled", [*SMALL, f"--april-journal={journal}"], "llama", forked=True)
+    loop = ["--disable-overlap-schedule"] if request.param == "normal" else []
+    flags = [*SMALL, *loop, f"--april-journal={journal}"]
+    server = pool.get(f"small journalled {request.param}", flags, "llama", forked=True)
     with live_server(server, lambda seed: models("llama", seed)) as live:
         yield live, journal
     server.stop()

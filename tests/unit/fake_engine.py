@@ -201,6 +201,9 @@ class FakeEngine(FakeLoop):
         """As a client's `/abort_request` does."""
         self.controller.attached.abort(self.controller.attached.named(lambda request: request.name == rid))
 
+    def has_described(self, _sample: Sample) -> bool:
+        return False
+
     def answer_aborted(self, sample: Sample) -> None:
         sample.request.reason = {"type": "abort"}
 

@@ -15,6 +15,7 @@ from tests.unit.crash_client import CrashClient, PipeMessage
 from tests.unit.crash_loop import DISK, CrashLoop
 from tests.unit.fault_requests import AGENTS, FaultedRequests
 from tests.unit.injected_faults import Fault, InjectedError, inject
+from tests.unit.leg_harness import told_of
 
 CALLS = 60
 """Of an epoch whose fault does not come."""
@@ -35,11 +36,10 @@ class FaultLoop(CrashLoop):
 
     def publish(self, message: PipeMessage) -> None:
         """An answer to an attached request is checked first."""
-        if isinstance(message, messages.AttachedEnded):
-            for request in message.requests:
-                self.requests.ended(request)
-        elif isinstance(message, messages.LegEnded):
+        if isinstance(message, messages.LegEnded):
             self.requests.leg_ended(message)
+        for request in told_of(message):
+            self.requests.ended(request)
         super().publish(message)
 
     def spec(self, **fields: Any) -> messages.RoundSpec:
@@ -200,11 +200,12 @@ class FaultClient(CrashClient):
         """Those of them whose removal has no answer yet: it may not be in the journal."""
 
     def observe(self, message: PipeMessage) -> None:
+        for request in told_of(message):
+            assert request.rid not in self.requests, f"{request.rid} is answered twice"
+            self.requests.add(request.rid)
         match message:
             case messages.AttachedEnded():
-                for rid in [request.rid for request in message.requests]:
-                    assert rid not in self.requests, f"{rid} is answered twice"
-                    self.requests.add(rid)
+                pass
             case messages.LegEnded():
                 assert message.trajectory not in self.left, message
                 legs = self.legs.setdefault(message.trajectory, {})

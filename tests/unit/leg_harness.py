@@ -14,6 +14,13 @@ from tests.unit.recount import recount
 PROMPT = [5, 6, 7]
 
 
+def told_of(event: messages.Event) -> list[messages.EndedRequest]:
+    """The ends of attached requests that an event tells."""
+    if isinstance(event, messages.LegEnded):
+        return [messages.EndedRequest(event.rid, event.result.spans, event.policy_version)]
+    return event.requests if isinstance(event, messages.AttachedEnded) else []
+
+
 class LegHarness:
     def __init__(self, replicas: int = 2, **engine: Any) -> None:
         self.engines = [FakeEngine(**engine) for _ in range(replicas)]
@@ -44,8 +51,8 @@ class LegHarness:
         return [event for event in self.events if isinstance(event, kind)]
 
     def answered(self) -> list[messages.EndedRequest]:
-        """Attached requests that have ended."""
-        return [request for event in self.of(messages.AttachedEnded) for request in event.requests]
+        """Attached requests that have ended, in order."""
+        return [request for event in self.events for request in told_of(event)]
 
     def do(self, act: Callable[[FakeEngine], Any]) -> Any:
         results = [act(e) for e in self.engines]

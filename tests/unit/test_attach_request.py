@@ -5,16 +5,19 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("sglang")
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, FinishReasonDict, GenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 from sglang_april.adapter.core import hooks_attached
 from sglang_april.adapter.core.attach_request import (
+    DESCRIPTION,
     GROUP,
     RUN,
     SEED,
@@ -24,10 +27,11 @@ from sglang_april.adapter.core.attach_request import (
     is_attached,
     seed_of,
 )
+from sglang_april.adapter.core.attached import described
 from sglang_april.api.messages import EndedRequest, Span
 from sglang_april.client import attach_through_router
 from sglang_april.http import attached
-from sglang_april.http.attached import AttachedRequests
+from sglang_april.http.attached import AttachedRequests, read_description
 
 
 def request(**fields: Any) -> GenerateReqInput:
@@ -170,6 +174,32 @@ def test_a_description_may_come_before_or_after_the_answer() -> None:
         assert (await late)["spans"][1] == {"start": 2, "end": 5, "version": 4, "kv": "kept"}
 
     asyncio.run(scenario())
+
+
+def test_an_answer_contains_the_description_unless_it_is_a_legs() -> None:
+    """In a form that SGLang's messages can carry; the scheduler's own finish reason stays as it is."""
+
+    def description(sample: Any, length: int) -> EndedRequest:
+        return EndedRequest(sample.rid, [Span(0, length, 3, "fresh")], 4)
+
+    runs: Any = SimpleNamespace(description=description)
+
+    def finished(rid: str, leg: object) -> Any:
+        sample = SimpleNamespace(rid=rid, group=SimpleNamespace(leg=leg))
+        return SimpleNamespace(april=sample, output_ids=[5, 6], finished_reason=FINISH_LENGTH(2), april_described=False)
+
+    alone, leg = finished("a", None), finished("b", object())
+    with described(runs, [alone, leg]):
+        sent = msgspec.convert(alone.finished_reason.to_json(), FinishReasonDict)
+        assert leg.finished_reason.to_json() == FINISH_LENGTH(2).to_json()
+    assert sent.items() > FINISH_LENGTH(2).to_json().items()
+    assert read_description(sent[DESCRIPTION]) == {
+        "spans": [{"start": 0, "end": 2, "version": 3, "kv": "fresh"}],
+        "policy_version": 4,
+        "staleness": 1,
+    }
+    assert [one.finished_reason.to_json() for one in (alone, leg)] == [FINISH_LENGTH(2).to_json()] * 2
+    assert (alone.april_described, leg.april_described) == (True, False)
 
 
 def test_unread_descriptions_are_bounded_and_an_answer_does_not_wait_forever(

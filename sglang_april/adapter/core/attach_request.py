@@ -23,6 +23,8 @@ SEED = "x-april-seed"
 KEYS = (*NAMES, SEED)
 FORWARDED = {key: forwarded(key) for key in KEYS}
 MAX_NAME = 256
+DESCRIPTION = "april"
+"""Field of a finish reason on its way to the HTTP process: an `EndedRequest` as JSON."""
 
 SUPPORTED = frozenset(
     {

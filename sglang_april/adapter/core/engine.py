@@ -71,7 +71,7 @@ class SchedulerEngine(Capacity):
         req.april = sample = self._creating
         self._creating = None
         if sample is not None:
-            sample.request = req
+            sample.request, req.april_described = req, False
             output = StreamedOutput if sample.attached else SampleOutput
             req.april_output = output(req.logprob.top_logprobs_num)
             if sample.journal.snapshot is not None:
@@ -197,6 +197,9 @@ class SchedulerEngine(Capacity):
         if s._pending_chunked_abort_req is req:
             s._pending_chunked_abort_req = None
         self.pages.reset_request(req)
+
+    def has_described(self, sample: Sample) -> bool:
+        return sample.request is not None and sample.request.april_described
 
     def answer_aborted(self, sample: Sample) -> None:
         answer_aborted(self._s, sample.request)

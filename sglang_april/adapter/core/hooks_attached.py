@@ -10,8 +10,9 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.aio_rwlock import RWLock
 
-from sglang_april.adapter.core.attach_request import Attachment, attach, is_attached
+from sglang_april.adapter.core.attach_request import DESCRIPTION, Attachment, attach, is_attached
 from sglang_april.adapter.shapes.installed import shape
+from sglang_april.http.attached import read_description
 
 _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
 _attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
@@ -87,9 +88,11 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
             finally:
                 _attached.reset(token)
             for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
-                if one["meta_info"].get("finish_reason"):
-                    rids[:] = [rid for rid in rids if rid != one["meta_info"]["id"]]
-                    info = await manager.april.attached.description(one["meta_info"]["id"])
+                if reason := one["meta_info"].get("finish_reason"):
+                    rid = one["meta_info"]["id"]
+                    rids[:] = [other for other in rids if other != rid]
+                    told = reason.pop(DESCRIPTION, None)
+                    info = read_description(told) if told else await manager.april.attached.description(rid)
                     one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
             yield answer
     finally:

@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter import fail_stop
 from sglang_april.adapter.core.accounting import check_accounting
-from sglang_april.adapter.core.attached import was_accepted
+from sglang_april.adapter.core.attached import described, was_accepted
 from sglang_april.adapter.core.calibrate import measure
 from sglang_april.adapter.core.engine import SchedulerEngine
 from sglang_april.adapter.core.envelope import AprilReq
@@ -189,15 +189,26 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
-    """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message."""
+    """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message, and the answers
+    to attached requests contain their descriptions."""
     rest: list[Req] = []
+    ended: list[Req] = []
     for req in reqs:  # all of the batch, in every step
         sample = req.april
-        if sample is None or sample.group.run.attached:
+        if sample is None:
             rest.append(req)
+        elif sample.group.run.attached:
+            rest.append(req)
+            if req.finished_reason is not None and not req.finished_output:
+                ended.append(req)
         elif req.finished_reason is not None:
             req.finished_output = True
-    return orig(streamer, rest, *args, **kwargs) if rest else None
+    if not rest:
+        return None
+    if not ended or Process.controller is None:
+        return orig(streamer, rest, *args, **kwargs)
+    with described(Process.controller.attached, ended):
+        return orig(streamer, rest, *args, **kwargs)
 
 
 def add_held_tokens(result: int, _observer: Any) -> int:
