@@ -56,17 +56,22 @@ RATES = ("delivered_tokens_per_s", "delivered_groups_per_s")
 def headline(variant: list[Row], base: list[Row]) -> float | None:
     """The smaller of the token-rate and the group-rate ratio; None without rows.
 
-    Interleaved variants: the median over the repetitions that both have. Others: the ratio of the medians. Each rate is
-    divided by the full-batch rate measured around it, which cancels changes of the machine between two rows.
+    Interleaved variants: the median over the repetitions that both have. Others, and paced ones, whose pace no machine
+    changes: the ratio of the medians. Each rate is divided by the full-batch rate measured around it, which cancels
+    changes of the machine between two rows.
     """
     if not variant or not base:
         return None
-    if not interleaved(variant[0], base[0]):
+    if _is_paced(variant) or not interleaved(variant[0], base[0]):
         return min(median(_rates(variant, rate)) / median(_rates(base, rate)) for rate in RATES)
     other = {(row["time"], row["repetition"]): row for row in base}
     pairs = [(row, other[key]) for row in variant if (key := (row["time"], row["repetition"])) in other]
     ratios = [min(_rates([one], rate)[0] / _rates([two], rate)[0] for rate in RATES) for one, two in pairs]
     return median(ratios) if ratios else None
+
+
+def _is_paced(rows: list[Row]) -> bool:
+    return any(row.get("configuration", {}).get("paced") for row in rows)
 
 
 def interleaved(one: Row, other: Row) -> bool:
@@ -111,11 +116,12 @@ def _lost(rows: list[Row]) -> str:
 
 
 def _marks(rows: list[Row]) -> str:
+    fewest = min(row.get("rounds", ROUNDS) for row in rows)
     marks = [
-        ("paced", any(row.get("configuration", {}).get("paced") for row in rows)),
+        ("paced", _is_paced(rows)),
         ("not steady", any(not row["steady"] for row in rows)),
         ("biased", any(row["biased"] for row in rows)),
-        ("cut short", any(row.get("rounds", ROUNDS) < ROUNDS for row in rows)),
+        (f"{fewest} rounds", fewest < ROUNDS),
     ]
     return ", ".join(name for name, applies in marks if applies)
 
