@@ -2,7 +2,7 @@
 
 Starting empty, first-finished variants look fast while their carry builds up. Measuring begins when the mean carry of
 three rounds is within 10 % of the mean of the three before, or after a limit of rounds (the row is then marked). A
-variant that waits for everything carries nothing, and is steady after its first round. Rows whose carry changes by more
+variant that carries nothing is steady after three rounds. Rows whose carry changes by more
 than 10 % of the delivered tokens are marked as well.
 """
 
@@ -14,7 +14,7 @@ TOLERANCE = 0.10
 
 def is_steady(carried: Sequence[int]) -> bool:
     """Whether the tokens carried out of the rounds so far have stopped growing (or shrinking)."""
-    if carried and not any(carried):
+    if len(carried) >= WINDOW and not any(carried):
         return True
     if len(carried) < 2 * WINDOW:
         return False

@@ -210,7 +210,7 @@ def test_variants_of_a_table_are_measured_at_the_same_position_of_the_stream(mon
         monkeypatch.setattr(KINDS[name], "rest", rest, raising=False)
     with pytest.raises(EngineError):
         asyncio.run(runner._measure([Cell("lognormal", name) for name in growing], [False] * 3, float("inf")))
-    assert places == [{"synchronous": (15, 6, True), "outside": (15, 8, True), "april-keep": (15, 15, False)}]
+    assert places == [{"synchronous": (15, 3, True), "outside": (15, 8, True), "april-keep": (15, 15, False)}]
     late = last[-1]
     late.carried += [2] * 6
     asyncio.run(late.keep_up(21))

@@ -59,9 +59,9 @@ def test_steady_state() -> None:
     assert not is_steady([100] * 5)
     assert is_steady([0, 50, 100, 100, 100, 105, 103, 104])
     assert not is_steady([10, 20, 30, 40, 50, 60])
-    assert is_steady([0])  # synchronous: nothing is ever carried
-    assert not is_steady([])
-    assert not is_steady([0, 7])
+    assert is_steady([0] * 3)  # synchronous: nothing is ever carried
+    assert not is_steady([0] * 2)
+    assert not is_steady([0, 0, 7])
 
 
 def test_every_variant_sees_the_same_prompts() -> None:
