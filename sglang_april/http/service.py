@@ -202,8 +202,9 @@ class AprilService:
             self.trajectories.remove(message.run, message.ids)
         elif isinstance(message, messages.AttachedEnded):
             for request in message.requests:
-                self.attached.receive(request)
-                if request.drawn is not None:
+                if request.drawn is None:
+                    self.attached.receive(request)
+                else:  # it has finished, so its answer or its record tells the rest
                     prompt, sample = request.drawn
                     self.audit.offer(sample, prompt)
         elif isinstance(message, messages.RoundEnded):

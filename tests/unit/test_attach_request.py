@@ -28,10 +28,11 @@ from sglang_april.adapter.core.attach_request import (
     seed_of,
 )
 from sglang_april.adapter.core.attached import described
-from sglang_april.api.messages import EndedRequest, Span
+from sglang_april.api.messages import AttachedEnded, EndedRequest, FinishedSample, LegEnded, Prompt, Span
 from sglang_april.client import attach_through_router
 from sglang_april.http import attached
 from sglang_april.http.attached import AttachedRequests, read_description
+from tests.unit.scripted_engine import service
 
 
 def request(**fields: Any) -> GenerateReqInput:
@@ -200,6 +201,22 @@ def test_an_answer_contains_the_description_unless_it_is_a_legs() -> None:
     }
     assert [one.finished_reason.to_json() for one in (alone, leg)] == [FINISH_LENGTH(2).to_json()] * 2
     assert (alone.april_described, leg.april_described) == (True, False)
+
+
+def test_the_record_of_a_leg_describes_it_and_no_description_is_left_of_an_audited_request() -> None:
+    """A later request with its `rid` would take it for its own."""
+
+    async def scenario() -> None:
+        april, engine = service()
+        result = FinishedSample("run", "p", 0, 0, b"\0" * 8, b"\0" * 8, [Span(0, 2, 3, "kept")], {"type": "length"}, 7)
+        engine.emit(LegEnded("run", "t", "t", 0, "leg", None, 0, b"", 0, result, policy_version=4))
+        prompt = Prompt(id="p", input_ids=b"\0" * 4, n=1, params=0, seed=7)
+        engine.emit(AttachedEnded([EndedRequest("audited", result.spans, 4, (prompt, result))]))
+        described = await april.attached.description("leg")
+        assert (described["spans"][0]["kv"], described["staleness"]) == ("kept", 1)
+        assert not april.attached._ended
+
+    asyncio.run(scenario())
 
 
 def test_unread_descriptions_are_bounded_and_an_answer_does_not_wait_forever(
