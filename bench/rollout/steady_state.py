@@ -2,8 +2,8 @@
 
 Starting empty, first-finished variants look fast while their carry builds up. Measuring begins when the mean carry of
 three rounds is within 10 % of the mean of the three before, or after a limit of rounds (the row is then marked). A
-variant that carries nothing is steady after three rounds. Rows whose carry changes by more
-than 10 % of the delivered tokens are marked as well.
+variant that carries nothing is steady after three rounds. Rows whose carry changes by more than 10 % of the delivered
+tokens are marked as well.
 """
 
 from collections.abc import Sequence

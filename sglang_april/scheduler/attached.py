@@ -42,7 +42,7 @@ class Attached:
         self._c.recorder.send(messages.AttachedEnded([EndedRequest(rid, [], self._c.clock.version)]))
 
     def description(self, sample: Sample, length: int | None = None) -> EndedRequest:
-        """What the caller is told of a request that ends, with `length` output tokens."""
+        """The spans and version that the answer to a request contains, if it ends with `length` output tokens."""
         rid = sample.group.id.partition(":")[2]
         return EndedRequest(rid, sample.closed_spans(length), self._c.clock.version)
 
@@ -128,9 +128,9 @@ class Attached:
             self._c.recorder.send(messages.AttachedEnded(to_report))
 
     def _end(self, sample: Sample, reason: dict[str, Any] | None) -> EndedRequest | None:
-        """What remains to be reported: the event of a leg and the answers of most others tell the rest."""
+        """What an event must report: nothing if the record of a leg or the answer describes it, unless the audit needs it."""
         c, run, leg = self._c, sample.group.run, sample.group.leg
-        ended, is_told = self.description(sample), leg is not None or c.engine.has_described(sample)
+        is_described = leg is not None or c.engine.has_described(sample)
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
         result = c.engine.answered(sample) if c.audited else None
@@ -147,10 +147,13 @@ class Attached:
             c.ledger.remove_attached(sample)
         if not run.groups:
             c.attached.pop(run.name, None)
+        if is_described and result is None:
+            return None
+        ended = self.description(sample)
         if result is not None:
             result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), ended.rid
             ended.drawn = sample.group.prompt, result
-        return None if is_told and ended.drawn is None else ended
+        return ended
 
     def _parks(self, sample: Sample, trajectory: Trajectory) -> bool:
         """Whether the sample keeps its KV for the next leg."""

@@ -105,7 +105,7 @@ class DescribedReason(BaseFinishReason):
 def described(attached: Attached, reqs: list[Req]) -> Iterator[None]:
     """While SGLang answers attached requests that have finished, the answers contain their descriptions.
 
-    A message of its own would cost the HTTP process 0.2 ms for each. The answer of a leg waits for its record, which
+    The HTTP process then receives no message of its own for each. The answer of a leg waits for its record, which
     describes it.
     """
     alone = [req for req in reqs if req.april.group.leg is None]
