@@ -128,7 +128,7 @@ class Attached:
             self._c.recorder.send(messages.AttachedEnded(to_report))
 
     def _end(self, sample: Sample, reason: dict[str, Any] | None) -> EndedRequest | None:
-        """What an event must report; nothing if the answer or the record of a leg describes it and no audit needs it."""
+        """What an event must report: nothing if the answer or a record describes it and the audit does not need it."""
         c, run, leg = self._c, sample.group.run, sample.group.leg
         is_described = leg is not None or c.engine.has_described(sample)
         c.trace("end attached", [sample])
