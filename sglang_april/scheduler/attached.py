@@ -219,8 +219,7 @@ class Attached:
 
     def keep_suspended(self) -> None:
         """While samples may not step, neither may requests that have arrived since they were suspended."""
-        running = [s for rnd in self._c.attached.values() for s in rnd.run.samples(State.RUNNING)]
-        if running:
+        if running := [s for rnd in self._c.attached.values() for s in rnd.run.samples(State.RUNNING)]:
             self._suspender.suspend_now(running)
 
     # --- trajectories

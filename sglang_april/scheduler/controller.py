@@ -133,12 +133,13 @@ class Controller:
         c = self.context
         c.step += 1
         self.round_end.end_due()
-        if not c.may_have_work() or not c.may_step():
+        may_step = c.may_have_work() and c.may_step()
+        if not may_step:
             c.reservations.release_loading()
             self.attached.keep_suspended()
         if c.ledger.runs:
             self.suspender.relieve_pressure()
-        if c.may_have_work() and c.may_step():
+        if may_step:
             self.resumer.admit()
             self.round_end.end_due()  # a full queue may have aborted a sample at once
             for rnd in c.rounds.values():
@@ -146,7 +147,8 @@ class Controller:
         c.recorder.commit()
 
     def resume(self) -> bool:
-        return self.context.may_step() and self.resumer.resume()
+        c = self.context
+        return c.may_have_work() and c.may_step() and self.resumer.resume()
 
     def launched(self, sample: Sample, *, on_kv: bool) -> None:
         """The prefill of a leg is launched that holds the KV of an earlier one; `on_kv`: behind that KV."""
@@ -190,8 +192,10 @@ class Controller:
             elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
                 self.context.recorder.drawn(sample)
         self._count(run, tokens)
-        self.attached.end(ended)
-        self._announce(done)
+        if ended:
+            self.attached.end(ended)
+        if done:
+            self._announce(done)
 
     def _prefilled(self, sample: Sample, drawn: int, prefilled: int) -> None:
         """A step other than a plain decode: it computed KV of the sample, or drew the first token of its group."""
@@ -255,8 +259,6 @@ class Controller:
         return result
 
     def _announce(self, done: list[messages.FinishedSample]) -> None:
-        if not done:
-            return
         self.round_end.mark_due()
         self.context.recorder.announced(messages.Finished(done))
         for rnd in self.context.rounds.values():

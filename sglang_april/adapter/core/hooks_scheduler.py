@@ -174,7 +174,8 @@ def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result."""
-    s.april.progress(list(_steps(batch)))
+    if steps := list(_steps(batch)):
+        s.april.progress(steps)
 
 
 def _steps(batch: ScheduleBatch) -> Iterator[Progress]:

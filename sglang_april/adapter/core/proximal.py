@@ -68,8 +68,7 @@ def with_proximal(
 ) -> Any:
     """AROUND LogitsProcessor.forward. `hidden_states`: [tokens of the batch, hidden], rows one after the other."""
     rows = getattr(getattr(metadata, "sampling_info", None), "april", None)
-    extends = rows is not None and isinstance(metadata, ForwardBatch) and metadata.forward_mode.is_extend()
-    if rows is None or not extends or (rows.proximal is None and rows.rescored is None):
+    if rows is None or (rows.proximal is None and rows.rescored is None) or not _is_prefill(metadata):
         return stock(processor, input_ids, hidden_states, lm_head, metadata, *args, **kwargs)
     with _entry_barrier(processor):
         if rows.proximal is not None:
@@ -78,6 +77,10 @@ def with_proximal(
         if rows.rescored is not None and result.input_token_logprobs is not None:
             _apply_temperatures(result.input_token_logprobs, processor, hidden_states, lm_head, metadata, rows.rescored)
     return result
+
+
+def _is_prefill(metadata: Any) -> bool:
+    return isinstance(metadata, ForwardBatch) and metadata.forward_mode.is_extend()
 
 
 @contextlib.contextmanager
