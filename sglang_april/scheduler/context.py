@@ -126,8 +126,7 @@ class Context:
 
     def needs_tuning(self) -> bool:
         """Whether a round with `concurrency: auto` is open or runs ahead."""
-        rounds = [*self.rounds.values(), *self.ahead.values()]
-        return bool(rounds) and any(rnd.spec.concurrency == "auto" for rnd in rounds)
+        return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
 
     def apply_tuning(self, observation: messages.Tuned) -> None:
         """Set the limit from the next step on; samples that run beyond it keep running."""
