@@ -35,6 +35,8 @@ A plain tuple, because one is made for every running sample in every step."""
 class Controller:
     def __init__(self, context: Context) -> None:
         self.context = context
+        self._may_step = False
+        """Whether rollout samples may take this step."""
         self.tiers = Tiers(context)
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
@@ -133,13 +135,13 @@ class Controller:
         c = self.context
         c.step += 1
         self.round_end.end_due()
-        may_step = c.may_have_work() and c.may_step()
-        if not may_step:
+        self._may_step = c.may_have_work() and c.may_step()
+        if not self._may_step:
             c.reservations.release_loading()
             self.attached.keep_suspended()
         if c.ledger.runs:
             self.suspender.relieve_pressure()
-        if may_step:
+        if self._may_step:
             self.resumer.admit()
             self.round_end.end_due()  # a full queue may have aborted a sample at once
             for rnd in c.rounds.values():
@@ -147,8 +149,8 @@ class Controller:
         c.recorder.commit()
 
     def resume(self) -> bool:
-        c = self.context
-        return c.may_have_work() and c.may_step() and self.resumer.resume()
+        """Where this step could launch a prefill; True if samples joined the batch instead."""
+        return self._may_step and self.resumer.resume()
 
     def launched(self, sample: Sample, *, on_kv: bool) -> None:
         """The prefill of a leg is launched that holds the KV of an earlier one; `on_kv`: behind that KV."""

@@ -174,7 +174,7 @@ def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result."""
-    if steps := list(_steps(batch)):
+    if s.april.context.ledger.runs and (steps := list(_steps(batch))):
         s.april.progress(steps)
 
 
@@ -192,18 +192,13 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message, and the answers
     to attached requests contain their descriptions."""
-    rest: list[Req] = []
+    rest = [req for req in reqs if req.april is None or req.april.group.run.attached]  # all of the batch, in every step
     ended: list[Req] = []
-    for req in reqs:  # all of the batch, in every step
-        sample = req.april
-        if sample is None:
-            rest.append(req)
-        elif sample.group.run.attached:
-            rest.append(req)
-            if req.finished_reason is not None and not req.finished_output:
-                ended.append(req)
-        elif req.finished_reason is not None:
+    for req in [req for req in reqs if req.finished_reason is not None and req.april is not None]:
+        if not req.april.group.run.attached:
             req.finished_output = True
+        elif not req.finished_output:
+            ended.append(req)
     if not rest:
         return None
     if not ended or Process.controller is None:
