@@ -22,6 +22,7 @@ SEED = "x-april-seed"
 """A whole number: requests without a `sampling_seed` get the one that `seed_of` derives from it."""
 KEYS = (*NAMES, SEED)
 FORWARDED = {key: forwarded(key) for key in KEYS}
+HEADERS = frozenset((*KEYS, *FORWARDED.values()))
 MAX_NAME = 256
 DESCRIPTION = "april"
 """Field of a finish reason on its way to the HTTP process: an `EndedRequest` as JSON."""
@@ -89,13 +90,14 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         return None
     given = obj.sampling_params or {}
     each = given if isinstance(given, list) else [given]
-    run, trajectory, group, seed = (
-        headers.get(key) or headers.get(FORWARDED[key]) or _named(each, key) for key in KEYS
-    )
+    run, trajectory, group, seed = _named_by(headers, each)
+    if run is None and default is None:
+        _mark(obj, [None] * len(KEYS))  # the scheduler trusts what it reads there
+        return None
     problem = _problem(obj) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
-    if run is None and (default is None or problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
-        _mark(obj, [None] * len(KEYS))  # the scheduler trusts what it reads there
+    if run is None and (problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
+        _mark(obj, [None] * len(KEYS))
         return None
     if not all(isinstance(params, dict) for params in each):
         problem = "sampling_params: must be an object, or one per request of a batch"
@@ -142,6 +144,13 @@ def is_attached(obj: Any) -> bool:
 def _custom(params: Any) -> dict[str, Any]:
     custom = params.get("custom_params") if isinstance(params, dict) else None
     return custom if isinstance(custom, dict) else {}
+
+
+def _named_by(headers: Mapping[str, str], each: list[Any]) -> list[Any]:
+    """The values of `KEYS`. Most requests have none of the headers, and each look-up of one reads all headers."""
+    if HEADERS.isdisjoint(headers):
+        return [_named(each, key) for key in KEYS]
+    return [headers.get(key) or headers.get(FORWARDED[key]) or _named(each, key) for key in KEYS]
 
 
 def _named(each: list[Any], key: str) -> Any:
