@@ -39,6 +39,10 @@ class AttachedRequests:
         if len(self._ended) > UNTAKEN:
             self._ended.popitem(last=False)
 
+    def forget(self, rid: str) -> None:
+        """A request is sent: what is known of an earlier one with its `rid` does not describe it."""
+        self._ended.pop(rid, None)
+
     async def description(self, rid: str) -> dict[str, Any]:
         """`spans`, `staleness` and `policy_version` of an answered request; empty if the scheduler never had it."""
         try:

@@ -28,6 +28,8 @@ class RoundRecord:
     events: list[GroupSlice] = field(default_factory=list)
     """What has finished while the round was open, in order: the previews of its stream, kept for a replay."""
     state: Literal["opening", "open", "ended"] = "opening"
+    waits: int = 0
+    """How often it has begun to wait for what must finish, its quota met; an `extend` ends a wait."""
     acknowledged: bool = False
     opened: "asyncio.Future[None]" = field(default_factory=lambda: _future())
     reply: "asyncio.Future[Reply]" = field(default_factory=lambda: _future())

@@ -238,8 +238,10 @@ class AprilService:
         round_ = next((r for r in self.rounds.open if r.id == round_id), None)
         if round_ is None or round_.spec.wait_s is None:
             return
+        round_.waits += 1
+        wait = round_.waits
         await asyncio.sleep(round_.spec.wait_s)
-        if round_.state == "open":
+        if round_.state == "open" and round_.waits == wait:
             with contextlib.suppress(RequestError):
                 await self.rpc.call(messages.StopRound(self.rpc.number(), round_id, waited=True))
 

@@ -23,7 +23,7 @@ def candidates(rnd: Round) -> Iterator[Sample]:
     yield from (s for s in run.suspended.in_order() if s not in mandatory)
     for group in sorted(run.queued.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.order)):
         yield from _queued(group)
-    for group in islice(run.queued.new, rnd.starts_left()):
+    for group in rnd.may_start(run.queued.new):
         yield from _queued(group)
 
 

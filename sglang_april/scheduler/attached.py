@@ -130,6 +130,9 @@ class Attached:
     def _end(self, sample: Sample, reason: dict[str, Any] | None) -> EndedRequest | None:
         """What an event must report: nothing if the answer or a record describes it and the audit does not need it."""
         c, run, leg = self._c, sample.group.run, sample.group.leg
+        if leg is not None and c.engine.refused(sample):
+            leg.trajectory.refuse_leg(leg, sample)
+            leg = None
         is_described = leg is not None or c.engine.has_described(sample)
         c.trace("end attached", [sample])
         c.recorder.attached_ended(sample)
@@ -244,8 +247,7 @@ class Attached:
     def _forget(self, run: TrajectoryRun) -> None:
         """In a run without rounds, remove the least recently used trajectories, because no caller ends them."""
         unused = run.unused()
-        for trajectory in unused:
-            del run.active[trajectory.id]
+        run.forget(unused)
         self._leave([], unused)
         self._c.recorder.trajectories_forgotten(run.name, [t.id for t in unused])
 

@@ -246,7 +246,7 @@ class Controller:
         """Running ahead counts as the next round, the earliest that can deliver these tokens."""
         run = group.run
         group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
-        if group.leg is not None:
+        if group.leg is not None and not self.context.engine.refused(sample):
             self.attached.first_token(group.leg.trajectory, sample)
 
     def _finish(self, sample: Sample, reason: dict[str, Any] | None) -> messages.FinishedSample:

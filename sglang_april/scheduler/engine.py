@@ -114,6 +114,9 @@ class Engine(Protocol):
     def detach(self, samples: Sequence[Sample]) -> None:
         """Take samples out of all queues and batches; `kv.pages` keeps the KV of those with output tokens."""
 
+    def refused(self, sample: Sample) -> bool:
+        """Whether the engine refuses the attached request after queueing it, and draws one token of another prompt."""
+
     def has_described(self, sample: Sample) -> bool:
         """Whether the engine's answer to an attached request contains its description, so that no event has to."""
 

@@ -4,7 +4,9 @@ Pure functions of the ledger and the policy version. "Counted units" are whole g
 finished samples (`quota_unit: sample`).
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sglang_april.api.messages import Delivery, EndReason, RoundSpec, Tuned
 from sglang_april.scheduler.ledger import Ledger
@@ -28,6 +30,8 @@ class Round:
     """The current value of `concurrency: auto`; None: all slots."""
     last_first: int = -1
     """The step in which its run was last the first one to get slots (`fair-slots`)."""
+    waits: bool = False
+    """Its quota is met, and groups that must finish are not whole."""
     limit_reached: bool = False
     """The round is over and its run has reached the limit of running ahead (`update_limit_reached`)."""
 
@@ -101,6 +105,10 @@ class Round:
         if self.spec.quota_unit == "group":
             return max(0, self.spec.quota - len(begun))
         return 1 if sum(len(g.samples) for g in begun) < self.spec.quota else 0
+
+    def may_start(self, new: Iterable[Group]) -> Iterator[Group]:
+        """Those of the groups that have not begun that may start, in their order."""
+        return islice(new, self.starts_left())
 
     # --- after the reply
 

@@ -165,9 +165,19 @@ class Resumer:
                 leg.loads += 1
                 return True
             if leg.loads < MAX_LEG_LOADS and not self._c.engine.idle():
+                self._demote_parked(pages.length + self._c.engine.page_size)
                 return True
         self._tiers.release(sample)
         return False
+
+    def _demote_parked(self, wanted: int) -> None:
+        """Order copies of parked KV, in eviction order, until the pool will have `wanted` tokens."""
+        engine, tiers = self._c.engine, self._tiers
+        while engine.tokens_free() + tiers.transfers.tokens_being_freed() < wanted:
+            victim = tiers.next_victim_on_device()
+            if victim is None or victim.state is not State.PARKED:
+                return
+            tiers.demote(victim)
 
     # --- on stored pages
 

@@ -46,7 +46,8 @@ class RoundEnd:
     def _is_over(self, rnd: Round) -> bool:
         if rnd.ends_now():
             return True
-        if rnd.has_met_quota() and not rnd.stats.prolonged:
+        waited, rnd.waits = rnd.waits, rnd.has_met_quota()
+        if rnd.waits and not waited:
             rnd.stats.prolonged = True
             if rnd.spec.wait_s is not None:
                 self.context.recorder.send(messages.RoundWaits(rnd.spec.round_id))

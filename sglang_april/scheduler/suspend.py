@@ -53,6 +53,8 @@ class Suspender:
         self._c.engine.detach(samples)
         for sample in samples:
             self._c.ledger.suspend(sample)
+            if sample.kv.pages is None:  # in the middle of its prefill
+                self._tiers.drop_prefix(sample)
         self._tiers.add_suspended(samples)
 
     # --- memory pressure

@@ -121,6 +121,11 @@ class Trajectory:
         del self.sequences[:-MAX_BRANCHES]
         return gone
 
+    def refuse_leg(self, leg: Leg, sample: Sample) -> None:
+        """The engine has refused the request: it is no leg, except that it has used a number and the KV it claimed."""
+        del self.pending[sample]
+        self.mismatches -= leg.mismatch
+
     def restore_legs(self, legs: list[LegEnded]) -> None:
         """After a restart: add its ended legs, in the order in which they ended."""
         known: dict[int, Sequence] = {}
@@ -253,6 +258,12 @@ class TrajectoryRun:
             return []
         idle = [t for t in self.active.values() if not t.pending]
         return idle[: len(self.active) - MAX_WITHOUT_ROUNDS]
+
+    def forget(self, trajectories: Iterable[Trajectory]) -> None:
+        """They are no longer kept, done ones included."""
+        for trajectory in trajectories:
+            del self.active[trajectory.id]
+            self.done.pop(trajectory, None)
 
     def check(self, done: Iterable[str], reject: Iterable[str]) -> None:
         """Refuse a message that names an unknown trajectory, or one that has ended the other way; nothing changes.

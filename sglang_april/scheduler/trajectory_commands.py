@@ -59,6 +59,7 @@ class TrajectoryCommands:
         if cmd.idempotency_key is not None:
             rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
         self._c.recorder.extended(rnd.spec, rnd.number, [], [])
+        self._round_end.mark_due()
         return answer
 
     def end(self, cmd: messages.EndTrajectories) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """When a round of trajectories ends, and what it delivers (docs/trajectories.md)."""
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +71,30 @@ class TrajectoryRound(Round):
             return None
         return None if self.waiting_for() else "quota"
 
-    def starts_left(self) -> int | None:
-        """How many more trajectories may begin; None: any number."""
+    def may_start(self, new: Iterable[Group]) -> Iterator[Group]:
+        """As for any round, by trajectory, of which `new` has one group for each leg.
+
+        With `max_staleness: 0` no more trajectories begin than the quota needs, and of a group no more than `spec.n`.
+        """
         if not self.on_policy or self.spec.quota is None:
-            return None
-        begun = sum(t.begun or t.done for t in self.trajectories.active.values())
-        return max(0, self.spec.quota * self.spec.n - begun)
+            yield from new
+            return
+        by_group = self.spec.quota_unit == "group"
+        most = self.spec.n if by_group else 1
+        begun = [t for t in self.trajectories.active.values() if t.begun or t.done]
+        members = Counter(t.group if by_group else t.id for t in begun)
+        starting: set[Trajectory] = set()
+        for group in new:
+            if group.leg is None:
+                continue
+            trajectory = group.leg.trajectory
+            unit = trajectory.group if by_group else trajectory.id
+            if trajectory not in starting:
+                if members[unit] >= most or (not members[unit] and len(+members) >= self.spec.quota):
+                    continue
+                members[unit] += 1
+                starting.add(trajectory)
+            yield group
 
     # --- after the reply
 

@@ -201,6 +201,9 @@ class FakeEngine(FakeLoop):
         """As a client's `/abort_request` does."""
         self.controller.attached.abort(self.controller.attached.named(lambda request: request.name == rid))
 
+    def refused(self, sample: Sample) -> bool:
+        return sample.request is not None and sample.request.refused
+
     def has_described(self, _sample: Sample) -> bool:
         return False
 

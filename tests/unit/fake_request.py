@@ -40,6 +40,8 @@ class Request:
     """Incremented when KV is lost; results of an earlier leg are ignored."""
     reason: dict[str, Any] | None = None
     abort_next: bool = False
+    refused: bool = False
+    """As in `Engine.refused`: it draws one token of another prompt."""
 
     @property
     def length(self) -> int:

@@ -1,6 +1,7 @@
 """Recounts every counter, state and pool slot from scratch (`one-place`, `pool-accounting`)."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,13 +120,16 @@ def _cells(engine: FakeEngine, pages: Pages) -> list[Any] | None:
     return cells
 
 
-def _recount_store(engine: FakeEngine, pages: list[Pages]) -> None:
-    """Budgets equal the cost of the copies and are within their caps."""
+def _recount_store(engine: FakeEngine, samples: list[Sample]) -> None:
+    """Budgets equal the cost of the copies and of the prefixes that they share, and are within their caps."""
     context, used = engine.controller.context, engine.controller.tiers.used
+    copies = [s.kv.pages.copy for s in samples if s.kv.pages is not None and s.kv.pages.copy is not None]
+    users = Counter(p for p in (*(c.prefix for c in copies), *(s.kv.prefix for s in samples)) if p is not None)
+    assert all(prefix.users == count for prefix, count in users.items())
+    prefixes = {"host": sum(p.length for p in users), "disk": 0}
     for tier, cap in (("host", context.host_cap_tokens), ("disk", context.disk_cap_tokens)):
-        costs = [p.copy.cost for p in pages if p.copy is not None and p.copy.tier == tier]
-        assert used[tier] == sum(costs) <= cap
-    numbers = {p.copy.number for p in pages if p.copy is not None}
+        assert used[tier] == sum(c.cost for c in copies if c.tier == tier) + prefixes[tier] <= cap
+    numbers = {c.number for c in copies}
     assert not set(engine.copies.remaining()) - numbers, "leaked copies"
 
 
@@ -142,5 +146,5 @@ def _recount_pool(engine: FakeEngine, samples: list[Sample], in_batches: list[Re
         assert (p.copy is not None) == (p.state is not KvState.DEVICE)
         assert (p.transfer is not None) == (p.state in IN_TRANSFER)
     assert len(owned) == len(set(owned)) == engine.pool, "a slot is lost or owned twice"
-    _recount_store(engine, pages)
+    _recount_store(engine, samples)
     assert len(in_batches) <= engine.slots

@@ -1,9 +1,10 @@
 """Which requests of SGLang's own routes belong to a run, and how their answers find their description."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -285,6 +286,79 @@ def test_a_refused_stream_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(asyncio, "sleep", no_wait)
     asyncio.run(TokenizerManager.create_abort_task(manager, obj)())
     assert aborted == []
+
+
+class Sent(NamedTuple):
+    """A request on its way to the scheduler."""
+
+    rid: str
+
+
+def aborted_after(act: Callable[[Callable[[str], None]], AsyncIterator[Any]], answers: int) -> list[str]:
+    """The rids that are aborted when the client of an attached request goes after some answers.
+
+    `act`: SGLang's part, which gets a function that sends a request to the scheduler.
+    """
+    aborted: list[str] = []
+    manager: Any = SimpleNamespace(
+        april=SimpleNamespace(config=SimpleNamespace(attach="r"), attached=AttachedRequests()),
+        server_args=SimpleNamespace(disable_overlap_schedule=True),
+        server_status=ServerStatus.Up,
+        auto_create_handle_loop=lambda: None,
+        _dispatch_to_scheduler=lambda message: aborted.append(message.rid),
+    )
+
+    async def run() -> None:
+        stream = hooks_attached.generate(
+            lambda *_: act(lambda rid: hooks_attached.note_sent(manager, Sent(rid))), manager, request()
+        )
+        with contextlib.suppress(StopAsyncIteration, ValueError):
+            for _ in range(answers):
+                await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(run())
+    return aborted
+
+
+def answer(rid: str, reason: dict[str, Any] | None) -> dict[str, Any]:
+    described = {hooks_attached.DESCRIPTION: msgspec.json.encode(ended(rid)).decode()}
+    return {"meta_info": {"id": rid, "finish_reason": reason and {**reason, **described}}}
+
+
+def test_a_disconnect_aborts_what_was_sent_and_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang compares the beginnings of rids: any other rid would abort requests of other clients."""
+    monkeypatch.setattr(hooks_attached, "TokenizedGenerateReqInput", Sent)
+
+    async def stock(send: Callable[[str], None], rids: list[str]) -> AsyncIterator[Any]:
+        for rid in rids:
+            send(rid)
+        for rid in rids:
+            yield answer(rid, None)
+            yield answer(rid, {"type": "stop"})
+
+    async def refuses(_send: Callable[[str], None]) -> AsyncIterator[Any]:
+        raise ValueError("the prompt has no tokens")
+        yield
+
+    assert aborted_after(lambda send: stock(send, ["a", "b"]), 1) == ["a", "b"]
+    assert aborted_after(lambda send: stock(send, ["a", "b"]), 2) == ["b"]
+    assert aborted_after(lambda send: stock(send, ["a", "b"]), 5) == []
+    assert aborted_after(lambda send: stock(send, [""]), 1) == []
+    assert aborted_after(refuses, 1) == []
+
+
+def test_a_description_of_an_earlier_request_with_the_rid_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has gone, so that nobody has asked for it."""
+    monkeypatch.setattr(attached, "LIMIT_S", 0.01)
+    monkeypatch.setattr(hooks_attached, "TokenizedGenerateReqInput", Sent)
+    requests = AttachedRequests()
+    manager: Any = SimpleNamespace(april=SimpleNamespace(attached=requests))
+    requests.receive(ended("a"))
+    token = hooks_attached._attached.set([])
+    hooks_attached.note_sent(manager, Sent("a"))
+    hooks_attached._attached.reset(token)
+    assert asyncio.run(requests.description("a")) == {}
 
 
 def chunks_of(chunks: list[str], described: dict[int, Any], after: int, n: int = 1) -> list[str]:

@@ -126,6 +126,43 @@ def test_an_interruption_before_the_prefill_keeps_the_kv(w: LegHarness) -> None:
     assert (leg.prefilled, spans(leg)) == (1 + without_kv(w), [(1, "kept")])
 
 
+def test_an_interruption_in_the_middle_of_the_prefill_forgets_what_is_stored_of_the_old_kv(w: LegHarness) -> None:
+    """The prefill after a push computes all KV again, so the next copy may not begin with the old version's."""
+    w = LegHarness(overlap=w.engine.overlap, slots=4, chunk=4)
+    turn(w, "a", list(range(5, 45)), 4)
+    w.step(2)
+    for e in w.engines:
+        (parked,) = e.controller.context.trajectories["run"].legs.parked
+        assert parked.kv.pages is not None
+        parked.kv.pages.node, parked.kv.pages.protected = 1, 40
+    assert w.do(FakeEngine.flush)
+    w.leg("run", "b", [*w.sequence("a"), *range(12)], 3, "t")
+    while w.engine.chunked is None:
+        w.step()
+    (sample,) = next(iter(w.context.trajectories["run"].active.values())).pending
+    assert sample.kv.prefix is not None
+    w.push()
+    assert sample.kv.prefix is None
+    assert w.context.clock.version == 1
+
+
+def test_parked_kv_makes_room_for_the_kv_of_a_leg_that_waits(w: LegHarness) -> None:
+    """Other requests keep running in what is left of the pool, so it would wait for ever."""
+    w = LegHarness(overlap=w.engine.overlap, slots=4, pool=80)
+    for name in "abc":
+        turn(w, name, PROMPT, 27 if name == "c" else 16, name=name)
+    w.step(2)
+    assert w.do(FakeEngine.flush)
+    w.step(4)
+    for name in "ab":
+        turn(w, f"{name}2", [*w.sequence(name), 1], 8, name=name)
+    w.leg("run", "c2", [*w.sequence("c"), 1], 2, "c")
+    for i in range(30):
+        w.leg("run", f"short {i}", PROMPT, 4)
+        w.step(2)
+    assert w.ended("c2") is not None
+
+
 def test_what_a_leg_drew_before_its_abort_stays_as_well(w: LegHarness) -> None:
     w.leg("run", "a", PROMPT, 30, "t")
     w.step(6)

@@ -180,6 +180,62 @@ def test_trajectories_without_rounds_are_forgotten(w: LegHarness, monkeypatch: p
     assert [event.ids for event in w.of(messages.TrajectoriesRemoved)] == [["t0"], ["t1"], ["t2"]]
 
 
+def test_done_trajectories_without_rounds_are_forgotten_too(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round of the run counts and delivers those that are left."""
+    monkeypatch.setattr("sglang_april.scheduler.trajectories.MAX_WITHOUT_ROUNDS", 2)
+    for i in range(5):
+        w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
+        w.step(6)
+        w.done("run", f"t{i}")
+    known = w.context.trajectories["run"]
+    assert [t.id for t in known.done] == list(known.active) == ["t3", "t4"]
+    assert w.done("run", "t0").status == 200, "it is still known that it was done"
+    w.open("run", 2)
+    assert w.of(messages.RoundEnded)[0].trajectories == ["t3", "t4"]
+
+
+def test_strict_on_policy_begins_only_groups_that_the_quota_needs(w: LegHarness) -> None:
+    w.open("run", 1, quota_unit="group", n=2, max_staleness=0)
+    for name in ("g0", "h0", "g1", "h1", "g2"):
+        w.leg("run", name, PROMPT, 2, name, name[0])
+    w.step(12)
+    assert [w.ended(name) is not None for name in ("g0", "h0", "g1", "h1", "g2")] == [True, False, True, False, False]
+    w.done("run", "g0", "g1")
+    assert w.of(messages.RoundEnded)[0].trajectories == ["g0", "g1"]
+
+
+def test_a_request_that_the_engine_refuses_is_no_leg(w: LegHarness) -> None:
+    """SGLang draws one token of another prompt for it, and answers 400."""
+    w.leg("run", "a", PROMPT, 3, "t")
+    w.step(8)
+    history = [*w.sequence("a"), 1]
+    w.leg("run", "bad", history, 1, "t")
+    for engine in w.engines:
+        (sample,) = next(iter(engine.controller.context.trajectories["run"].active.values())).pending
+        sample.request.refused = True
+    w.step(6)
+    assert w.ended("bad") is None
+    assert [request.rid for request in w.answered()] == ["a", "bad"]
+    (trajectory,) = w.context.trajectories["run"].active.values()
+    assert (trajectory.tokens, trajectory.mismatches, len(trajectory.sequences)) == (3, 0, 1)
+    w.leg("run", "b", history, 2, "t")
+    w.step(8)
+    again = w.ended("b")
+    assert again is not None
+    assert (again.parent, again.shared, again.mismatch) == (0, len(history) - 1, False)
+
+
+def test_a_request_that_the_engine_refuses_begins_no_trajectory(w: LegHarness) -> None:
+    w.leg("run", "bad", PROMPT, 1, "t")
+    for engine in w.engines:
+        (trajectory,) = engine.controller.context.trajectories["run"].active.values()
+        (sample,) = trajectory.pending
+        sample.request.refused = True
+    w.step(6)
+    (trajectory,) = w.context.trajectories["run"].active.values()
+    assert trajectory.oldest is None
+
+
 def test_drop_deletes_done_and_pending_trajectories(w: LegHarness) -> None:
     w.open("run", None)
     w.leg("run", "a", PROMPT, 2, "a")
@@ -207,3 +263,18 @@ def test_a_round_that_has_waited_long_enough(w: LegHarness) -> None:
     (reply,) = w.of(messages.RoundEnded)
     assert (reply.end_reason, reply.trajectories) == ("waited", ["new"])
     assert [(t["id"], t["mandatory"]) for t in reply.carried["trajectories"]] == [("old", True)]
+
+
+def test_an_extension_ends_a_wait(w: LegHarness) -> None:
+    w.leg("run", "old", PROMPT, 2, "old")
+    w.step(5)
+    w.push()
+    w.open("run", 1, max_staleness=1, wait_s=3.0)
+    for name in ("new", "newer"):
+        w.leg("run", name, PROMPT, 2, name)
+    w.step(8)
+    w.done("run", "new")
+    w.command(messages.ExtendRound, round_id="r2", quota_add=1, prompts=[], params=[])
+    assert len(w.of(messages.RoundWaits)) == 1
+    w.done("run", "newer")
+    assert len(w.of(messages.RoundWaits)) == 2

@@ -131,6 +131,13 @@ def was_accepted(req: Req) -> bool:
     return sample is not None and sample.attached and (sample.admitted_round >= 0 or sample.length > 0)
 
 
+def was_refused(req: Req) -> bool:
+    """Whether SGLang has replaced the prompt by one token, to answer 400 after a forward (`set_finish_with_abort`)."""
+    reason = req.finished_reason or req.to_finish
+    reason = reason.reason if isinstance(reason, DescribedReason) else reason
+    return isinstance(reason, FINISH_ABORT) and reason.status_code == HTTPStatus.BAD_REQUEST
+
+
 def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
     """Answer the attached requests that an abort names with the tokens that they have.
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from april_kernels import seeded_sampling
 from sglang_april.adapter.core.accounting import AccountingError, check_accounting
-from sglang_april.adapter.core.attached import answer_aborted, queue_attached
+from sglang_april.adapter.core.attached import answer_aborted, queue_attached, was_refused
 from sglang_april.adapter.core.build_store import build_store, key_of, select_page_format, tier_budgets
 from sglang_april.adapter.core.capacity import Capacity
 from sglang_april.adapter.core.envelope import AprilOutput
@@ -197,6 +197,9 @@ class SchedulerEngine(Capacity):
         if s._pending_chunked_abort_req is req:
             s._pending_chunked_abort_req = None
         self.pages.reset_request(req)
+
+    def refused(self, sample: Sample) -> bool:
+        return sample.request is not None and was_refused(sample.request)
 
     def has_described(self, sample: Sample) -> bool:
         return sample.request is not None and sample.request.april_described

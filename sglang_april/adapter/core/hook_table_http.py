@@ -45,6 +45,13 @@ HTTP_HOOKS: tuple[Hook, ...] = (
         "upstream keeps requests through pauses and weight calls",
     ),
     Hook(
+        "before",
+        "hooks_attached:note_sent",
+        (_TOKENIZER + "_dispatch_to_scheduler",),
+        "an attached request whose client disconnects is aborted, with all its choices",
+        "upstream aborts requests of clients that disconnect",
+    ),
+    Hook(
         "around",
         "hooks_attached:abort",
         (_TOKENIZER + "abort_request",),

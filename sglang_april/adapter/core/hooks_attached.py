@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.aio_rwlock import RWLock
 
@@ -16,7 +16,7 @@ from sglang_april.http.attached import read_description
 
 _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
 _attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
-"""In an attached request: the rids that SGLang has begun for it, one per choice."""
+"""In an attached request: the rids that SGLang has sent to the scheduler for it and that have no answer yet."""
 DATA, DONE = "data: ", "data: [DONE]\n\n"
 """Prefix of every chunk of an OpenAI stream, and its last chunk."""
 
@@ -100,16 +100,23 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
         await answers.aclose()
 
 
-def note_begun(rids: list[str]) -> None:
-    """Called for every request whose state SGLang has created."""
-    begun = _attached.get()
-    if begun is not None:
-        begun += rids
+def note_sent(manager: Any, message: Any) -> None:
+    """BEFORE `_dispatch_to_scheduler`."""
+    sent = _attached.get()
+    if sent is None:
+        return
+    for one in getattr(message, "batch", [message]):
+        if isinstance(one, TokenizedGenerateReqInput):
+            manager.april.attached.forget(one.rid)
+            sent.append(one.rid)
 
 
 def _abort(manager: Any, rids: list[str]) -> None:
-    """Abort the requests of a client that disconnected. 0.5.17 aborts them itself; 0.5.18 lets them run."""
-    for rid in rids:
+    """Abort the requests of a client that disconnected. 0.5.17 aborts them itself; 0.5.18 lets them run.
+
+    An empty rid would abort all requests, because SGLang compares the beginnings of rids.
+    """
+    for rid in filter(None, rids):
         manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
 
 

@@ -56,9 +56,7 @@ def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any,
     tops = getattr(obj, "top_logprobs_num", None) or 0
     if any(not isinstance(top, int) or not 0 <= top <= vocab for top in (tops if isinstance(tops, list) else [tops])):
         raise ValueError(f"top_logprobs_num: must be a whole number from 0 to {vocab}")
-    result = original(manager, obj, *args, **kwargs)
-    hooks_attached.note_begun(rids)
-    return result
+    return original(manager, obj, *args, **kwargs)
 
 
 def refuse_empty_prompt(_manager: Any, obj: Any, input_ids: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
+from sglang_april.adapter.core.attached import was_refused
 from sglang_april.adapter.core.hooks_scheduler import Process
 from sglang_april.adapter.core.page_pool import PagePool
 from sglang_april.adapter.shapes.installed import shape
@@ -29,7 +30,8 @@ def _parks(req: Req) -> bool:
     sample = req.april
     if sample is None or sample.group.leg is None or sample.request is not req or sample.kv.pages is not None:
         return False
-    return req.finished() and Process.controller is not None and Process.controller.context.park_cap_tokens > 0
+    parks = Process.controller is not None and Process.controller.context.park_cap_tokens > 0
+    return parks and req.finished() and not was_refused(req)
 
 
 def use_kv(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
@@ -55,6 +57,8 @@ def _prefix(req: Req) -> Pages | None:
     pages: Pages | None = sample.kv.pages
     if pages is None or not pages.ready:
         return None
+    if req.sampling_params.ignore_eos and getattr(_page_pool().tree, "disable", True):
+        return None  # without a radix tree, SGLang cannot prefill such a request in chunks behind a prefix
     needs_logprobs = req.return_logprob and 0 <= req.logprob_start_len < _page_pool().prefix_tokens(pages, req)
     return None if needs_logprobs else pages
 
