@@ -230,6 +230,18 @@ def test_parallel_samples_and_batches(live: LiveServer) -> None:
         check_tokens(live, one, IDS if i < 3 else [1, 2])
 
 
+def test_the_end_of_several_choices_leaves_other_requests_alone(live: LiveServer) -> None:
+    """SGLang aborts by the beginning of a rid, and the rid that the request names is not that of its choices."""
+    for rid in ("call", ""):
+        with live.server.slowed():
+            other = live.in_background(generate, live, headers={}, rid=f"{rid}_0 of another client")
+            until(lambda: live.server.state()["pool"]["running"] == 1, "the other request runs")
+            few = {**PARAMS, "n": 2, "max_new_tokens": 3}
+            generate(live, headers={"x-april-run": "agents"}, rid=rid, sampling_params=few)
+            assert not other.done()
+        assert live.result_of(other)["meta_info"]["finish_reason"]["type"] == "length"
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_openai_routes(live: LiveServer, route: str) -> None:
     v = live.version

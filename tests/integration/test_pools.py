@@ -106,6 +106,18 @@ def test_a_leg_continues_parked_kv(shaped: LiveServer, run: str, added: list[int
     at_rest(shaped)
 
 
+def test_a_leg_is_prefilled_in_chunks_behind_parked_kv(shaped: LiveServer, run: str) -> None:
+    """All of them with `ignore_eos`, for which SGLang has separate code where there is no tree."""
+    ids = token_ids(20, 70)
+    history = [*ids, *leg(shaped, run, "t", ids, length=24)["output_ids"], *token_ids(200, 71)]
+    leg(shaped, run, "t", history)
+    with_kv = 20 + 24 - (0 if shaped.server.state()["overlap"] else 1)
+    prefix = with_kv // 16 * 16 if PAGED in shaped.server.flags else with_kv
+    assert record(shaped, run, "t")["legs"][1]["prefilled"] == len(history) - prefix
+    shaped.server.post("/april/drop", {"run": run})
+    at_rest(shaped)
+
+
 def at_rest(live: LiveServer) -> None:
     """Assert that no sample is left and that every pool token is free or in the tree."""
     state = live.server.state()

@@ -108,6 +108,21 @@ def test_record_has_every_leg(live: LiveServer, run: str) -> None:
     record(live, run, "t", status=404)
 
 
+def test_a_request_that_sglang_refuses_is_no_leg(live: LiveServer, run: str) -> None:
+    """It draws a token of another prompt for one whose grammar does not compile, and answers 400."""
+    first = leg(live, run, "t", PROMPT, return_logprob=True)
+    history = [*PROMPT, *first["output_ids"], 3]
+    headers = {"x-april-run": run, "x-april-trajectory": "t"}
+    wrong = {"max_new_tokens": 4, "json_schema": "{"}
+    answer = live.server.http.post("/generate", json={"input_ids": history, "sampling_params": wrong}, headers=headers)
+    assert answer.status_code == 400, answer.text
+    second = leg(live, run, "t", history)
+    known = record(live, run, "t")
+    assert [x["output_ids"] for x in known["legs"]] == [x["output_ids"] for x in (first, second)]
+    assert (known["legs"][1]["parent"], known["mismatches"]) == (0, 0)
+    live.server.post("/april/drop", {"run": run})
+
+
 def test_quota_suspends_the_other_trajectories(live: LiveServer, run: str) -> None:
     """The reply of a round comes with its quota; the next round continues the other legs."""
     alone = leg(live, run, "alone", PROMPT, length=40)["output_ids"]

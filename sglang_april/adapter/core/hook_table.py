@@ -115,6 +115,13 @@ HOOKS: tuple[Hook, ...] = (
         "upstream keeps KV between the turns of an agent over weight updates",
     ),
     Hook(
+        "around",
+        "hooks_legs:add_to_prefill",
+        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",),
+        "a leg with ignore_eos is prefilled in chunks behind the KV of the previous leg also without a radix tree",
+        "upstream admits requests with ignore_eos like others",
+    ),
+    Hook(
         "after",
         "hooks_legs:next_chunk",
         (_SCHEDULER + "stash_chunked_request",),

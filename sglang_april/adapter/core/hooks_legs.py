@@ -57,10 +57,21 @@ def _prefix(req: Req) -> Pages | None:
     pages: Pages | None = sample.kv.pages
     if pages is None or not pages.ready:
         return None
-    if req.sampling_params.ignore_eos and getattr(_page_pool().tree, "disable", True):
-        return None  # without a radix tree, SGLang cannot prefill such a request in chunks behind a prefix
     needs_logprobs = req.return_logprob and 0 <= req.logprob_start_len < _page_pool().prefix_tokens(pages, req)
     return None if needs_logprobs else pages
+
+
+def add_to_prefill(orig: Callable[..., Any], adder: Any, req: Req, *args: Any, **kwargs: Any) -> Any:
+    """AROUND PrefillAdder.add_one_req: without a radix tree, SGLang admits requests with `ignore_eos` in a way that
+    has no chunks behind a prefix, so a leg that has one is admitted like any other request."""
+    params = req.sampling_params
+    if req.april_prefix is None or not params.ignore_eos:
+        return orig(adder, req, *args, **kwargs)
+    params.ignore_eos = False
+    try:
+        return orig(adder, req, *args, **kwargs)
+    finally:
+        params.ignore_eos = True
 
 
 def prefix_slots(orig: Callable[..., Any], tree: Any, req: Req) -> Any:
