@@ -40,8 +40,9 @@ check: $(READY)
 soak: $(READY)
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
-gpu: $(READY)
-	$(BIN)/python -m bench.gpu $(GPU_ARGS)
+# GPU_PYTHON: an interpreter that has SGLang and the packages of the extra `dev`, for ROCm, whose wheels are not on PyPI.
+gpu: $(if $(GPU_PYTHON),,$(READY))
+	$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(GPU_ARGS)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open out/site/index.html"

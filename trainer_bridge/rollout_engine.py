@@ -31,6 +31,8 @@ from trainer_bridge.validate import RunError
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import RayCluster
 
+MEMORY_SAVER = "--enable-memory-saver"
+"""Without it, SGLang answers a release of memory and keeps the memory."""
 POLL_S = 0.5
 NOTE_S = 10.0
 """Interval of progress lines while a server starts."""
@@ -155,7 +157,10 @@ class RolloutEngine:
             command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")
-        first_gpu = config.engine_gpus(self._number, uses_gpus(config.trainer_device)).start
+        on_gpus = uses_gpus(config.trainer_device)
+        if config.colocate and on_gpus and MEMORY_SAVER not in command:
+            command.append(MEMORY_SAVER)
+        first_gpu = config.engine_gpus(self._number, on_gpus).start
         if first_gpu and not config.ray:  # Ray sets the visible GPUs of each actor
             command.append(f"--base-gpu-id={first_gpu}")
         return command

@@ -65,7 +65,8 @@ def setting_of(args: argparse.Namespace) -> GpuSetting:
 
     memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
     checkpoints = (args.checkpoints[0], args.checkpoints[1]) if args.checkpoints else None
-    return GpuSetting("rocm" if torch.version.hip else "cuda", folder, record.RESULTS, memory, checkpoints)
+    major, _ = torch.cuda.get_device_capability(0)
+    return GpuSetting("rocm" if torch.version.hip else "cuda", folder, record.RESULTS, memory, major, checkpoints)
 
 
 def run_piece(piece: Piece, folder: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:

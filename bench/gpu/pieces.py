@@ -25,6 +25,8 @@ REHEARSED = ("test_smoke",)
 PLAIN = "--attention-backend triton --sampling-backend pytorch"
 """Backends that take any head size and float32, as the tiny models have them."""
 BACKENDS = {"cuda": ("default", "flashinfer", "fa3", "triton"), "rocm": ("default", "aiter", "triton")}
+FA3_MAJORS = 8, 9
+"""Compute capabilities on which SGLang accepts `fa3`."""
 CONTINUES = "the budget was too small"
 """What bench.rollout prints if cells are left; the next call measures them under the same run id."""
 
@@ -49,6 +51,8 @@ class GpuSetting:
     results: Path
     """Folder of rows."""
     gpu_gb: int = 0
+    major: int = 9
+    """Of the GPU's compute capability, with CUDA."""
     checkpoints: tuple[Path, Path] | None = None
     """Two checkpoints of one model of Qwen3-0.6B's shape; None: random ones are made."""
 
@@ -102,6 +106,8 @@ def _resume(setting: GpuSetting) -> list[Piece]:
             made = _python("bench.random_checkpoint", str(path), "--shape", "qwen3-0.6b", "--seed", str(seed))
             found.append(Piece(f"checkpoint {path.name}", made))
     for backend in BACKENDS[setting.kind]:
+        if backend == "fa3" and setting.major not in FA3_MAJORS:
+            continue
         options = [] if backend == "default" else ["--server-options", f"--attention-backend {backend}"]
         command = _python("bench.resume", "--model", str(setting.models[0]), *record_to, *options)
         found.append(Piece(f"resume {backend}", command))
@@ -112,7 +118,8 @@ def _live(setting: GpuSetting) -> list[Piece]:
     """A piece for each file of live tests, on a GPU in float32 with the backends that take it."""
     names = sorted(path.stem for path in LIVE.glob("test_*.py"))
     names = [name for name in names if (name in REHEARSED if setting.rehearsal else name not in NOT_ON_ONE_GPU)]
-    environment = () if setting.rehearsal else (("APRIL_TEST_SERVER_OPTIONS", PLAIN),)
+    on_gpu = (("APRIL_TEST_SERVER_OPTIONS", PLAIN), ("TRITON_F32_DEFAULT", "ieee"))  # Triton's default is TF32
+    environment = () if setting.rehearsal else on_gpu
     return [
         Piece(f"live {name[5:]}", _python("pytest", "-q", f"tests/integration/{name}.py"), environment)
         for name in names

@@ -51,7 +51,9 @@ def command(settings: Settings, port: int, gpu: bool, extra: list[str]) -> list[
         "--log-level", "info",
         "--mem-fraction-static", "0.4" if gpu else "0.6", "--max-total-tokens", "60000",
     ]
-    if not gpu:
+    if gpu:  # these take any size of a head
+        flags += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+    else:
         flags += [
             "--device", "cpu", "--dtype", "float32",
             "--disable-overlap-schedule", "--sleep-on-idle",

@@ -16,6 +16,8 @@ from sglang_april.kv.page_format import PageFormat
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Bytes of one chunk. Between chunks, other work can use the link, or on a CPU the interpreter and memory bandwidth."""
+STAGING_PARTS = 8
+"""On a GPU a chunk is copied in this many parts: while one is transferred, the next is packed."""
 
 
 class DamagedError(Exception):
@@ -68,7 +70,7 @@ class CpuCopier:
         return None
 
     def gather(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:  # noqa: ARG002
-        chunks = _chunks(self, slots, pages)
+        chunks = _parts(slots, pages, self.page_tokens, self.chunk_pages)
         return torch.cat([self._format.pack(part_slots, part_pages) for part_slots, part_pages in chunks])
 
     def scatter(
@@ -79,7 +81,7 @@ class CpuCopier:
         fence: Any,  # noqa: ARG002
     ) -> None:
         done = 0
-        for part_slots, part_pages in _chunks(self, slots, pages):
+        for part_slots, part_pages in _parts(slots, pages, self.page_tokens, self.chunk_pages):
             _check(kv_pages.checksum(part_pages), checksums[done : done + len(part_pages)])
             self._format.unpack(part_slots, part_pages)
             done += len(part_pages)
@@ -99,7 +101,8 @@ class GpuCopier:
         self.chunk_pages = max(1, chunk_bytes // (4 * self.page_words))
         self._kernels = _other_stream(self._device, streams)
         self._copies = _other_stream(self._device, [*streams, self._kernels])
-        shape = (self.chunk_pages, self.page_words)
+        self._staging_pages = max(1, self.chunk_pages // STAGING_PARTS)
+        shape = (self._staging_pages, self.page_words)
         self._staging = [torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2)]
         self._filled, self._drained = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
         page_format.warm_up()
@@ -116,7 +119,7 @@ class GpuCopier:
     def gather(self, slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:
         self._kernels.wait_event(fence)
         checksums = []
-        for i, (part_slots, part_pages) in enumerate(_chunks(self, slots, pages)):
+        for i, (part_slots, part_pages) in enumerate(_parts(slots, pages, self.page_tokens, self._staging_pages)):
             staging, filled, drained = self._buffer(i, len(part_pages))
             with torch.cuda.stream(self._kernels):
                 self._kernels.wait_event(drained)
@@ -133,7 +136,7 @@ class GpuCopier:
     def scatter(self, slots: torch.Tensor, pages: torch.Tensor, checksums: torch.Tensor, fence: Any) -> None:
         self._kernels.wait_event(fence)
         found = []
-        for i, (part_slots, part_pages) in enumerate(_chunks(self, slots, pages)):
+        for i, (part_slots, part_pages) in enumerate(_parts(slots, pages, self.page_tokens, self._staging_pages)):
             staging, filled, drained = self._buffer(i, len(part_pages))
             with torch.cuda.stream(self._copies):
                 self._copies.wait_event(drained)
@@ -159,11 +162,13 @@ def _other_stream(device: torch.device, streams: Sequence["torch.cuda.Stream"]) 
     return next(stream for stream in drawn if stream.cuda_stream not in taken)
 
 
-def _chunks(copier: Copier, slots: torch.Tensor, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    step = copier.chunk_pages
+def _parts(
+    slots: torch.Tensor, pages: torch.Tensor, page_tokens: int, step: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(slots, pages) of at most `step` pages each."""
     for first in range(0, len(pages), step):
         last = min(first + step, len(pages))
-        yield slots[first * copier.page_tokens : last * copier.page_tokens], pages[first:last]
+        yield slots[first * page_tokens : last * page_tokens], pages[first:last]
 
 
 def _check(computed: torch.Tensor, expected: torch.Tensor) -> None:

@@ -51,6 +51,10 @@ class PageStore:
         shape = (copier.chunk_pages, copier.page_words)
         self._bounce = torch.empty(shape, dtype=torch.int32, pin_memory=arena.pinned) if disk is not None else None
         self._pending: dict[int, threading.Event] = {}
+        self._discarded: set[int] = set()
+        """Numbers of copies whose discard is ordered: one that waits to be made is not made."""
+        self._reads_pool = threading.Lock()
+        """Held by the worker while it copies from the pool."""
         self._orders = OrderQueue()
         self._thread = threading.Thread(target=self._work, name="april-store", daemon=True)
         self._thread.start()
@@ -70,12 +74,14 @@ class PageStore:
                 them.
         """
         fence = self._copier.fence()
-        self._submit(order, number, lambda: self._copy_to_host(number, slots, prefix, fence))
+        self._submit(order, number, lambda: self._unless_discarded(number, self._copy_to_host, slots, prefix, fence))
 
     def copy_to_disk(self, order: int, number: int, slots: torch.Tensor, key: Key, version: int) -> None:
         """Copy KV from the pool to a file; `version` is the oldest policy version that wrote it."""
         fence = self._copier.fence()
-        self._submit(order, number, lambda: self._copy_to_disk(number, slots, key, version, fence))
+        self._submit(
+            order, number, lambda: self._unless_discarded(number, self._copy_to_disk, slots, key, version, fence)
+        )
 
     def spill(self, order: int, number: int, key: Key, length: int, version: int) -> None:
         """Move a copy from the host to the disk."""
@@ -93,6 +99,7 @@ class PageStore:
 
     def discard(self, number: int) -> None:
         """Free a copy, or a prefix that no copy refers to any more."""
+        self._discarded.add(number)
         self._submit(None, number, lambda: self._discard(number))
 
     def verify(self, order: int) -> None:
@@ -106,6 +113,11 @@ class PageStore:
         """Block until this rank has executed the order."""
         if done := self._pending.get(order):
             done.wait()
+
+    def wait_for_pool(self) -> None:
+        """Block while the worker copies from the pool for a copy that is discarded, which no order waits for."""
+        with self._reads_pool:
+            pass
 
     def benchmark_copy(self, tier: CopyTier, slots: torch.Tensor) -> tuple[float, float]:
         """Copy `slots` to a tier and back on the caller's thread, and free the copy.
@@ -156,6 +168,12 @@ class PageStore:
                 if done := self._pending.pop(order, None):
                     done.set()
                 self._report(order, failure)
+
+    def _unless_discarded(self, number: int, copy: Callable[..., None], *args: Any) -> None:
+        """Later orders may free the slots of a discarded copy, and the pool may even be unmapped."""
+        with self._reads_pool:
+            if number not in self._discarded:
+                copy(number, *args)
 
     def _copy_to_host(self, number: int, slots: torch.Tensor, prefix: tuple[int, int] | None, fence: Any) -> None:
         start = 0
@@ -252,6 +270,7 @@ class PageStore:
             start = end
 
     def _discard(self, number: int) -> None:
+        self._discarded.discard(number)
         held = self._held.pop(number, None)
         if isinstance(held, HostPages):
             self._arena.free(held.ranges)

@@ -171,6 +171,9 @@ class Engine(Protocol):
     def wait(self, order: int) -> None:
         """Block until this rank has carried the order out."""
 
+    def wait_for_pool(self) -> None:
+        """Block while this rank copies from the pool for a copy that has been discarded since it began."""
+
     def free_pages(self, pages: Pages) -> None:
         """Free the device slots and unlock the radix tree; a copy remains."""
 

@@ -164,6 +164,22 @@ def test_started_server_has_a_journal_by_default(tmp_path: Path) -> None:
     assert journal_flags(server_journal=False) == []
 
 
+@pytest.mark.parametrize("gpus", [False, True])
+def test_a_server_that_shares_the_trainers_gpu_can_release_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: bool
+) -> None:
+    """Without the flag, SGLang answers the release and keeps the memory."""
+    monkeypatch.setattr("trainer_bridge.rollout_engine.uses_gpus", lambda _device: gpus)
+
+    def flags(**fields: object) -> int:
+        config = Config(hf_checkpoint="m", prompt_data="d", **fields)  # type: ignore[arg-type]
+        return RolloutEngine(config, tmp_path)._command().count("--enable-memory-saver")
+
+    assert flags() == 0
+    assert flags(colocate=True) == gpus
+    assert flags(colocate=True, server_flags=["--enable-memory-saver"]) == 1
+
+
 def test_several_servers_share_the_memory_of_their_machine(tmp_path: Path) -> None:
     """A flag of the user's comes later and wins."""
 

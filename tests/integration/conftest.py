@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.april_demo.server import has_gpu
 from examples.tiny_model import make
 from tests.support.fork_server import ForkServer
 from tests.support.live import LiveServer, live_server
@@ -66,6 +67,7 @@ class Pool:
         self._models, self.folder, self.fork_server = models, folder, ForkServer()
         self._live: OrderedDict[str, Server] = OrderedDict()
         self._started: set[str] = set()
+        self._gpu = has_gpu()
 
     def get(
         self,
@@ -94,7 +96,8 @@ class Pool:
             tiers = [f"--april-disk-dir={folder / 'disk'}", "--april-disk-gb=1"]
             server = Server(name, model or self._models(family, 0), [*flags, *tiers], folder, env or {})
             again = name in self._started and server.may_be_forked
-            server.fork_server = self.fork_server if forked or again else None
+            # SGLang's models initialise CUDA when they are imported, and no fork can use it after that.
+            server.fork_server = self.fork_server if (forked or again) and not self._gpu else None
             self._started.add(name)
             server.spawn()
             server.wait()

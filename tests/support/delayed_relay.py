@@ -40,7 +40,8 @@ class DelayingStream:
 
 
 def delay(_result: Any, scheduler: Any) -> None:
-    """AFTER `Scheduler.init_overlap`."""
-    if scheduler.enable_overlap:
+    """AFTER `Scheduler.init_overlap`. On a GPU the stream itself delays the write, and a call from here would take
+    another stream."""
+    if scheduler.enable_overlap and scheduler.device == "cpu":
         scheduler.forward_stream_ctx = stream = DelayingStream(scheduler.forward_stream_ctx)
         scheduler.future_map.stash = partial(stream.call, scheduler.future_map.stash)

@@ -20,6 +20,7 @@ from typing import Any
 # Where Megatron is installed, SGLang's dumper imports it in every process of a server: seconds of each start.
 sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
+import torch  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
 
 from bench.traced_server import note_copies  # noqa: E402
@@ -171,7 +172,10 @@ def install() -> None:
     from tests.support.delayed_relay import delay
     from tests.support.faults import EXCEPTIONS, FAULTS
     from tests.support.guards import GUARDS
+    from tests.support.plain_layers import plain_layers
 
+    if torch.cuda.is_available():
+        plain_layers()
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", count_forward, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", note_sleep, HookType.AROUND

@@ -1,5 +1,6 @@
 """`make gpu`: its commands exist, what passed is skipped, and its page fills cells that README has."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -17,6 +18,39 @@ from bench.gpu.pieces import CONTINUES, LIVE, NOT_ON_ONE_GPU, GpuSetting, Piece,
 
 def setting(kind: str, folder: Path = Path("out/gpu")) -> GpuSetting:
     return GpuSetting(kind, folder, folder / "results", 80)
+
+
+def test_live_tests_on_a_gpu_use_no_kernel_that_takes_half_precision_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    multi_platform = pytest.importorskip("sglang.srt.layers.utils.multi_platform")
+    layernorm = importlib.import_module("sglang.srt.layers.layernorm")
+    from tests.support.plain_layers import plain_layers
+
+    monkeypatch.setattr(multi_platform, "_is_cuda", True)
+    op = multi_platform.MultiPlatformOp
+    monkeypatch.setattr(op, "dispatch_forward", op.dispatch_forward)
+    assert layernorm.RMSNorm(8)._forward_method.__name__ == "forward_cuda"
+    plain_layers()
+    assert layernorm.RMSNorm(8)._forward_method.__name__ == "forward_native"
+    live = [piece for piece in pieces(setting("cuda")) if piece.name.startswith("live ")]
+    assert all(dict(piece.environment)["TRITON_F32_DEFAULT"] == "ieee" for piece in live)
+
+
+def test_no_server_is_forked_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's models initialise CUDA when they are imported."""
+    conftest = importlib.import_module("tests.integration.conftest")
+    for name in ("spawn", "wait", "stop"):
+        monkeypatch.setattr(conftest.Server, name, lambda _server: None)
+    forked = {}
+    for there in (False, True):
+        monkeypatch.setattr(conftest, "has_gpu", lambda there=there: there)
+        pool = conftest.Pool(lambda _family, _seed: tmp_path, tmp_path)
+        forked[there] = pool.get("small", [], forked=True).fork_server is not None
+    assert forked == {False: True, True: False}
+
+
+def test_only_gpus_that_fa3_runs_on_have_its_piece() -> None:
+    there = dataclasses.replace(setting("cuda"), major=10)
+    assert {p.name for p in pieces(setting("cuda"))} - {p.name for p in pieces(there)} == {"resume fa3"}
 
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm", "cpu"])

@@ -20,6 +20,7 @@ def scheduler() -> Any:
     pool = SimpleNamespace(req_to_token=torch.zeros(8, 16))
     made = SimpleNamespace(
         enable_overlap=True,
+        device="cpu",
         future_map=FutureMap(torch.device("cpu"), SpeculativeAlgorithm.NONE, pool),
         forward_stream=torch.cpu.Stream(),
         schedule_stream=torch.cpu.Stream(),
@@ -36,3 +37,12 @@ def test_slot_of_a_request_that_ended_in_the_forward_in_flight(scheduler: Any) -
     page_pool._relay(scheduler, slots, torch.tensor([OWN]))
     with scheduler.forward_stream_ctx:  # the next forward reads its inputs
         assert scheduler.future_map.output_tokens_buf[SLOT] == OWN
+
+
+def test_on_a_gpu_the_relay_is_left_to_the_stream(scheduler: Any) -> None:
+    """A call that runs later would run on the stream that is current then."""
+    scheduler.device = "cuda"
+    context, stash = scheduler.forward_stream_ctx, scheduler.future_map.stash
+    delay(None, scheduler)
+    assert scheduler.forward_stream_ctx is context
+    assert scheduler.future_map.stash == stash

@@ -9,6 +9,7 @@ from sglang_april.kv.kv_pages import KvState, KvStateError, Pages
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.controller_harness import Build, lengths
@@ -41,6 +42,9 @@ class Orders:
 
     def wait(self, order: int) -> None:
         self.calls.append(("wait", order))
+
+    def wait_for_pool(self) -> None:
+        self.calls.append(("wait for pool",))
 
     def discard(self, number: int) -> None:
         self.calls.append(("discard", number))
@@ -156,6 +160,15 @@ def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
     g.tiers.release(g.samples[0])
     assert ("wait", order) in g.engine.calls
     assert g.tiers.used["host"] == 0
+
+
+def test_an_evacuation_waits_for_a_discarded_copy_that_is_being_made() -> None:
+    """No order is known for it any more, and its slots are about to be unmapped."""
+    g = FourPartials(disk=1000)
+    g.tiers.demote(g.samples[0], "disk")
+    g.tiers.release(g.samples[0])
+    Suspender(g.context, g.tiers).evacuate()
+    assert g.engine.calls[-1] == ("wait for pool",)
 
 
 def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:

@@ -276,6 +276,9 @@ class SchedulerEngine(Capacity):
     def wait(self, order: int) -> None:
         self.store.wait(order)
 
+    def wait_for_pool(self) -> None:
+        self.store.wait_for_pool()
+
     def free_pages(self, pages: Pages) -> None:
         self.pages.free_slots(pages)
         self._clear_batch_full()
