@@ -159,7 +159,7 @@ class AgentRollouts:
         current.open(self.client, body)
 
         def begin() -> None:
-            self._round = current
+            self._replace_round(current)
             for prompt in new:
                 trajectories.start(prompt)
             self._stop_if_finished()
@@ -167,10 +167,16 @@ class AgentRollouts:
         with self._runner.clock(trajectories.run):
             self._in_results(begin)
             reply = current.events.get()
-        self._in_results(lambda: setattr(self, "_round", AgentRound("")))  # the pool does not change from here on
+        self._in_results(lambda: self._replace_round(AgentRound("")))  # the pool does not change from here on
         if isinstance(reply, BaseException):
             raise reply
         return reply
+
+    def _replace_round(self, new: AgentRound) -> None:
+        """Errors that nobody has read yet are for the new round."""
+        while not self._round.events.empty():
+            new.events.put(self._round.events.get())
+        self._round = new
 
     def _request(self, round_id: str, quota: int | None) -> dict[str, Any]:
         """The request. It depends on checkpoint and configuration only, so that a repeated one is identical."""
@@ -233,7 +239,7 @@ class AgentRollouts:
             sampling,
             whole_groups=whole_groups,
             accept=self._accepts,
-            replace=self._replace,
+            replace=self._replace if run == self._run else lambda *_: None,
             warn=self._failed,
         )
 

@@ -165,7 +165,8 @@ class AgentTrajectories:
         elif self._whole_groups:
             self._give_up(group, f"{name}: {problem}")
         elif not group.running and not group.finished:
-            self.delivered(group.prompt.id, index)
+            del self._groups[group.prompt.id]
+            self._replace(group.prompt, f"{name}: {problem}")
 
     def _give_up(self, group: PromptTrajectories, reason: str) -> None:
         """Reject a whole group."""

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the trainer's files and the state of the loop.
 
     SAVE/run.json                  the run's name at the engine, and the base of its policy versions
-    SAVE/extended.json             prompts that the round since the last checkpoint was extended by
+    SAVE/extended.json             prompts that rounds since the last checkpoint were extended by
     SAVE/checkpoints/step-000007/  trainer/… and state.json
 
 A checkpoint is written under a temporary name, synced and renamed, so a listed checkpoint is complete and durable.
@@ -45,6 +45,7 @@ class Checkpoints:
         """`keep`: how many checkpoints are kept."""
         self._folder, self._keep = folder, keep
         self._checkpoints, self._run = folder / "checkpoints", folder / "run.json"
+        self._extended = folder / "extended.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         for unfinished in self._checkpoints.glob("tmp-*"):
             shutil.rmtree(unfinished)
@@ -84,6 +85,7 @@ class Checkpoints:
         sync_folder(folder)
         folder.rename(self.path(state.step))
         sync_folder(self._checkpoints)
+        self._extended.unlink(missing_ok=True)
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(old))
 
@@ -96,14 +98,20 @@ class Checkpoints:
         return LoopState(**json.loads((folder / "state.json").read_text())), folder / "trainer"
 
     def note_extended(self, round_id: str, ids: list[str]) -> None:
-        """Store the extensions of a round before they are sent, because the trainer may die in between."""
-        _write_atomically(self._folder / "extended.json", json.dumps({"round_id": round_id, "ids": ids}))
+        """Store the extensions of a round before they are sent, because the trainer may die in between.
+
+        They are kept until the next checkpoint: until then, a resumed run repeats the round.
+        """
+        _write_atomically(self._extended, json.dumps(self._all_extended() | {round_id: ids}))
 
     def extended(self, round_id: str) -> list[str]:
         """Ids of the prompts that a round may have been extended by."""
-        path = self._folder / "extended.json"
-        noted = json.loads(path.read_text()) if path.exists() else {}
-        return list(noted["ids"]) if noted.get("round_id") == round_id else []
+        return self._all_extended().get(round_id, [])
+
+    def _all_extended(self) -> dict[str, list[str]]:
+        """By round."""
+        found: dict[str, list[str]] = json.loads(self._extended.read_text()) if self._extended.exists() else {}
+        return found
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -62,6 +62,6 @@ def evaluation_metrics(scores: list[list[Score]], lengths: list[int]) -> dict[st
         "reward_se": float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan"),
         "prompts": len(means),
         "unscored": sum(len(group) for group in scores) - sum(map(len, rewards)),
-        "length_mean": float(np.mean(lengths)),
-        "length_max": float(max(lengths)),
+        "length_mean": float(np.mean(lengths)) if lengths else float("nan"),
+        "length_max": float(max(lengths)) if lengths else float("nan"),
     }

@@ -1,5 +1,6 @@
 """Rounds of agents against a fake engine: which are started, repeated, replaced, ended and carried."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from sglang_april.client import RecordedTrajectory, RolloutReply, ServerLostErro
 from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, Outcome
 from trainer_bridge import agent_rollout
 from trainer_bridge.agent_rollout import AgentRollouts
-from trainer_bridge.agents import StartAgent
+from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
@@ -191,6 +192,38 @@ def test_single_trajectories_are_a_quota_too(make: Callable[..., Any], engine: F
     assert "n" not in engine.bodies[0]
 
 
+def test_a_prompt_whose_last_trajectory_is_given_up_is_not_started_again(make: Callable[..., Any]) -> None:
+    fields = {"quota_unit": "sample", "advantage_estimator": "reinforce", "over_sampling_batch_size": 2}
+    rollouts = make(lambda start: None if start.task.id == "e0-0.1" else 1.0, **fields)
+    assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
+    for _ in range(2):
+        slow = next(start.id for start in reversed(runner(rollouts).started) if start.task.id == "e0-0.1")
+        runner(rollouts).finished(AgentFinished(slow, None, "no result within 600 s"))
+        rollouts._in_results(lambda: None)
+    rollouts.round("r.2", 1)
+    assert "e0-0" not in rollouts.pool.prompts
+    names = [start.id for start in runner(rollouts).started]
+    assert len(set(names)) == len(names)
+
+
+def test_an_error_between_two_rounds_ends_the_evaluation_that_follows(
+    make: Callable[..., Any], engine: FakeAgentEngine
+) -> None:
+    """Otherwise nobody would repeat the agents that the lost engine has ended."""
+    rollouts = make(lambda start: None if start.task.id.startswith("e0-2.") else 1.0, eval_prompt_data="d")
+    rollouts.round("r.1", 2)
+    engine.lost = True
+    for start in [start for start in runner(rollouts).started if start.task.id.startswith("e0-2.")]:
+        runner(rollouts).finished(AgentFinished(start.id, None, "connection closed"))
+    rollouts._in_results(lambda: None)
+    engine.lost = False
+    with pytest.raises(ServerLostError):
+        rollouts.evaluate(1, PromptData([{"input": "a", "label": 0}], rollouts._config))
+    FakeRunner.outcome = staticmethod(lambda start: 1.0)  # type: ignore[assignment]
+    rollouts.round("r.2", 2)
+    assert Counter(started(rollouts))["e0-2.0"] == 2
+
+
 def test_the_drain_ends_when_all_agents_have_finished(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     rollouts = make(lambda start: None if start.task.id.startswith("e0-2.") else 1.0)
     rollouts.round("r.1", 2)
@@ -209,3 +242,11 @@ def test_an_evaluation_counts_failed_trajectories(make: Callable[..., Any], engi
     body = engine.bodies[0]
     assert (body["run"], body["round_id"], body["quota"]) == ("r/eval", "r.eval-3", None)
     assert runner(rollouts).started[0].task.sampling["temperature"] == 0.5
+
+
+def test_an_evaluation_of_which_every_trajectory_fails_has_no_reward(make: Callable[..., Any]) -> None:
+    rollouts = make(lambda start: "broken", eval_prompt_data="d", n_samples_per_eval_prompt=2)
+    metrics = rollouts.evaluate(3, PromptData([{"input": "a", "label": 0}], rollouts._config))
+    assert (metrics["prompts"], metrics["unscored"]) == (0, 2)
+    assert math.isnan(metrics["reward"])
+    assert math.isnan(metrics["length_max"])

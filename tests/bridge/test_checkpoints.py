@@ -61,3 +61,13 @@ def test_extensions_are_stored_per_round(tmp_path: Path) -> None:
     store.note_extended("r.1", ["e0-5", "e0-6"])
     assert Checkpoints(tmp_path, 1).extended("r.1") == ["e0-5", "e0-6"]
     assert store.extended("r.2") == []
+
+
+def test_extensions_are_kept_until_the_next_checkpoint(tmp_path: Path) -> None:
+    """A run that is resumed after a checkpoint repeats all rounds since then."""
+    store = Checkpoints(tmp_path, 1)
+    store.note_extended("r.1", ["e0-5"])
+    store.note_extended("r.2", ["e0-9"])
+    assert (store.extended("r.1"), store.extended("r.2")) == (["e0-5"], ["e0-9"])
+    store.save(LoopState(step=2), lambda _folder: None)
+    assert (store.extended("r.1"), store.extended("r.2")) == ([], [])

@@ -15,8 +15,8 @@ from sglang_april.adapter.shapes.installed import shape
 from sglang_april.http.attached import read_description
 
 _pausing: ContextVar[bool] = ContextVar("pausing", default=False)
-_attached: ContextVar[list[str] | None] = ContextVar("attached", default=None)
-"""In an attached request: the rids that SGLang has sent to the scheduler for it and that have no answer yet."""
+_attached: ContextVar[dict[str, Any] | None] = ContextVar("attached", default=None)
+"""In an attached request: what SGLang has sent to the scheduler for it, as its `ReqState` by rid."""
 DATA, DONE = "data: ", "data: [DONE]\n\n"
 """Prefix of every chunk of an OpenAI stream, and its last chunk."""
 
@@ -77,10 +77,10 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
 async def _answers(answers: Any, manager: Any, attachment: Attachment, described: dict[int, Any]) -> AsyncIterator[Any]:
     """SGLang's answers. The last one of each choice contains its description, which is also added to `described`."""
     manager.auto_create_handle_loop()  # a task created below would inherit `_attached` permanently
-    rids: list[str] = []
+    sent: dict[str, Any] = {}
     try:
         while True:
-            token = _attached.set(rids)  # set only until the next answer, during which SGLang takes the lock
+            token = _attached.set(sent)  # set only until the next answer, during which SGLang takes the lock
             try:
                 answer = await anext(answers)
             except StopAsyncIteration:
@@ -89,14 +89,12 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
                 _attached.reset(token)
             for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 if reason := one["meta_info"].get("finish_reason"):
-                    rid = one["meta_info"]["id"]
-                    rids[:] = [other for other in rids if other != rid]
-                    told = reason.pop(DESCRIPTION, None)
+                    told, rid = reason.pop(DESCRIPTION, None), one["meta_info"]["id"]
                     info = read_description(told) if told else await manager.april.attached.description(rid)
                     one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
             yield answer
     finally:
-        _abort(manager, rids)
+        _abort(manager, sent)
         await answers.aclose()
 
 
@@ -108,16 +106,17 @@ def note_sent(manager: Any, message: Any) -> None:
     for one in getattr(message, "batch", [message]):
         if isinstance(one, TokenizedGenerateReqInput):
             manager.april.attached.forget(one.rid)
-            sent.append(one.rid)
+            sent[one.rid] = manager.rid_to_state[one.rid]
 
 
-def _abort(manager: Any, rids: list[str]) -> None:
+def _abort(manager: Any, sent: dict[str, Any]) -> None:
     """Abort the requests of a client that disconnected. 0.5.17 aborts them itself; 0.5.18 lets them run.
 
-    An empty rid would abort all requests, because SGLang compares the beginnings of rids.
+    SGLang compares the beginnings of rids: an ended request's, or an empty one, would abort those of other clients.
     """
-    for rid in filter(None, rids):
-        manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
+    for rid, state in sent.items():
+        if rid and not state.finished:
+            manager._dispatch_to_scheduler(AbortReq(rid=rid, abort_all=False))
 
 
 def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
