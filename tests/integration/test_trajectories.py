@@ -69,6 +69,7 @@ def mismatched(live: LiveServer) -> float:
 
 def test_record_has_every_leg(live: LiveServer, run: str) -> None:
     """The second leg extends the first; the third edits the history, begins a branch, and reuses what is unchanged."""
+    live.server.post("/flush_cache")  # an earlier test may have had the prompt
     counted = mismatched(live)
     first = leg(live, run, "t", PROMPT, return_logprob=True)
     history = [*PROMPT, *first["output_ids"], 3, 4]
