@@ -105,8 +105,8 @@ class SharedRound:
         """Groups with a positive verdict that has not been sent, because the quota may be full."""
         self._accepted = [0] * len(clients)
         """Number of accepted groups at each engine."""
-        self._mandatory: set[str] = set()
-        """Unfinished groups that have reached the staleness bound."""
+        self._mandatory: dict[str, int] = {}
+        """Unfinished groups that have reached the staleness bound, with their engines."""
         self._ended: set[int] = set()
         """Engines at which the round has ended."""
         self._quota_met = False
@@ -155,12 +155,23 @@ class SharedRound:
     def judge(self, accept: Iterable[str], reject: Iterable[str]) -> None:
         """Take verdicts, from any thread."""
         if self._quota is None:
+            self._forward(accept, reject)
             return
         with self._lock:
             for prompt_id in reject:
                 self._send_verdict(prompt_id, reject=[prompt_id])
             self._acceptable += [prompt_id for prompt_id in accept if prompt_id not in self._acceptable]
             self._accept_up_to_quota()
+
+    def _forward(self, accept: Iterable[str], reject: Iterable[str]) -> None:
+        """Without a quota every verdict is for the engines, which wait for it if the caller judges."""
+        if not self._caller_judges:
+            return
+        with self._lock:
+            for prompt_id in accept:
+                self._send_verdict(prompt_id, accept=[prompt_id])
+            for prompt_id in reject:
+                self._send_verdict(prompt_id, reject=[prompt_id])
 
     def extend(self, quota_add: int, prompts: list[Mapping[str, Any]]) -> None:
         """Raise the quota, and send each prompt to its engine.
@@ -173,18 +184,19 @@ class SharedRound:
                 raise AprilError(409, "round_id", "has met its quota")
             if self._quota is not None:
                 self._quota += quota_add
+            errors: list[AprilError] = []
             for engine, share in enumerate(_spread(prompts, len(self._clients))):
-                if share:
-                    self._extend_engine(engine, share, quota_add)
-
-    def _extend_engine(self, engine: int, prompts: list[dict[str, Any]], quota_add: int) -> None:
-        try:
-            self._clients[engine].extend(self._id, quota_add=0, prompts=prompts)
-        except AprilError as error:
+                try:
+                    if share:
+                        self._clients[engine].extend(self._id, quota_add=0, prompts=share)
+                except AprilError as error:  # go on: an earlier attempt may have failed at a later engine
+                    errors.append(error)
             # A refused prompt id means that an earlier attempt sent the prompt, so the raised quota is right.
-            if self._quota is not None and not error.field.startswith("prompts"):
+            failed = [error for error in errors if not error.field.startswith("prompts")]
+            if failed and self._quota is not None:
                 self._quota -= quota_add
-            raise
+            if errors:
+                raise (failed or errors)[0]
 
     # Start of the round
 
@@ -200,7 +212,7 @@ class SharedRound:
         for row in client.state()["rounds"]:
             if row["round_id"] == self._id:
                 self._accepted[engine] = row["counted"]
-                self._mandatory |= set(row["mandatory"])
+                self._mandatory |= dict.fromkeys(row["mandatory"], engine)
                 return
         reply = client.get_round(self._id)
         self._mark_ended(engine, 0 if reply is None else sum(bool(group.accepted) for group in reply.finished))
@@ -218,6 +230,7 @@ class SharedRound:
         with self._lock:
             self._ended.add(engine)
             self._accepted[engine] = accepted
+            self._mandatory = {name: other for name, other in self._mandatory.items() if other != engine}
             self._accept_up_to_quota()
 
     def _accept_up_to_quota(self) -> None:
@@ -244,7 +257,7 @@ class SharedRound:
         if engine not in self._ended:
             with _ignoring(409):
                 self._accepted[engine] = self._clients[engine].judge(self._id, **verdict)["accepted"]
-        self._mandatory.discard(prompt_id)
+        self._mandatory.pop(prompt_id, None)
 
     # End of the round
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -89,6 +90,53 @@ def test_surplus_is_delivered_first_in_the_next_round() -> None:
     surplus = [name for engine in engines for name in engine.finished]
     assert len(surplus) == 3
     assert sorted(delivered_ids(run_round(pool, request("r.2", "a3", 3)))) == sorted(surplus)
+
+
+def test_without_a_quota_the_callers_verdicts_reach_the_engines() -> None:
+    """They wait for them; this would wait for ever otherwise."""
+    pool, engines = engine_pool()
+    for event in pool.stream(**request("r.1", "a1 b1", None, count="accepted")):
+        if isinstance(event, RolloutSummary):
+            assert {named["id"]: named["accepted"] for named in event.delivered} == {"a1": True, "b1": False}
+        elif event.id == "a1":
+            pool.judge("r.1", accept=["a1"])
+        else:
+            pool.judge("r.1", reject=["b1"])
+    assert all(engine.rounds["r.1"].ended for engine in engines)
+
+
+def test_a_mandatory_group_of_an_engine_that_has_ended_is_not_waited_for() -> None:
+    pool, engines = engine_pool()
+    engines[0].mandatory, engines[0].may_finish = {"a1"}, 0
+    events = pool.stream(**request("r.1", "a1 b1 b2", 2))
+    assert isinstance(next(events), RolloutGroup)
+    engines[0].stop("r.1")
+    *_, summary = events
+    assert isinstance(summary, RolloutSummary)
+    assert delivered_ids(summary) == ["b1", "b2"]
+
+
+def test_an_extension_that_failed_at_one_engine_can_be_repeated() -> None:
+    pool, engines = engine_pool()
+    for engine in engines:
+        engine.may_finish = 0
+    events = pool.stream(**request("r.1", "a1 b1", 4))
+    reader = threading.Thread(target=lambda: list(events), daemon=True)
+    reader.start()
+    until(lambda: all(engine.waiting for engine in engines), "the round is open")
+    more = request("r.1", "a2 b2", 0)["prompts"]
+    extend = engines[1].extend
+    engines[1].extend = refuse  # type: ignore[method-assign]
+    with pytest.raises(AprilError, match="lost"):
+        pool.extend("r.1", 2, more)
+    engines[1].extend = extend  # type: ignore[method-assign]
+    with pytest.raises(AprilError, match="undelivered"):
+        pool.extend("r.1", 2, more)
+    assert [engine.waiting for engine in engines] == [["a1", "a2"], ["b1", "b2"]]
+
+
+def refuse(*_arguments: Any, **_fields: Any) -> None:
+    raise AprilError(0, "server", "lost")
 
 
 def test_mandatory_group_is_waited_for_and_counts_towards_the_quota() -> None:

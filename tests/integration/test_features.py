@@ -41,6 +41,17 @@ PENALTIES: dict[str, Fields] = {
 TIERS = ["device", "host", "none"]
 
 
+def test_a_sample_that_sglang_refuses_has_no_tokens(each_loop: Server, run: str) -> None:
+    """SGLang draws one for a sample whose grammar does not compile, of another prompt."""
+    prompts = [prompt("wrong", 8, ids=[9, 8, 7], json_schema="{"), prompt("right", 8, ids=[9, 8, 7])]
+    reply = each_loop.rollout(run=run, prompts=prompts, quota=None)
+    ends = {
+        g["id"]: (x["finish_reason"]["type"], len(x["output_ids"])) for g in reply["finished"] for x in g["samples"]
+    }
+    assert ends == {"wrong": ("abort", 0), "right": ("length", 8)}
+    assert all(len(x["logprobs"]) == len(x["output_ids"]) for g in reply["finished"] for x in g["samples"])
+
+
 def workload(features: dict[str, Fields]) -> list[Fields]:
     """Two samples per feature, with the likeliest tokens reported; `stop-…` groups end the rounds."""
     ends = {"ignore_eos": False}

@@ -44,3 +44,18 @@ def test_no_next_decode_needs_more_than_its_bound() -> None:
     assert (capacity.tokens_for_next_decode(), capacity.most_for_next_decode()) == (2 * PAGE, 5 * PAGE)
     scheduler.last_batch = running
     assert (capacity.tokens_for_next_decode(), capacity.most_for_next_decode()) == (PAGE, 3 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "tree", "output"), [(True, False, 16_000), (False, False, 4_096), (True, True, 4_096)]
+)
+def test_a_waiting_request_needs_what_sglang_sets_aside_for_it(ignore_eos: bool, tree: bool, output: int) -> None:
+    """Without a radix tree all that it may draw, if it ignores the end of sequence (`add_one_req_ignore_eos`)."""
+    params = SimpleNamespace(max_new_tokens=16_000, ignore_eos=ignore_eos)
+    req: Any = SimpleNamespace(seqlen=1_000, output_ids=array("q"), sampling_params=params)
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE),
+        waiting_queue=[req],
+        tree_cache=SimpleNamespace(disable=not tree),
+    )
+    assert Capacity(scheduler).first_waiting_need() == 1_000 + output + PAGE

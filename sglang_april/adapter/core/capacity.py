@@ -81,8 +81,13 @@ class Capacity:
         return int(adder.rem_total_tokens)
 
     def first_waiting_need(self) -> int:
-        queue = self._s.waiting_queue
-        return queue[0].seqlen + _reserved(queue[0], len(queue[0].output_ids)) + self.page_size if queue else 0
+        if not self._s.waiting_queue:
+            return 0
+        req, drawn = self._s.waiting_queue[0], len(self._s.waiting_queue[0].output_ids)
+        # Without a radix tree, SGLang sets all tokens aside that such a request may still draw.
+        whole = req.sampling_params.ignore_eos and getattr(self._s.tree_cache, "disable", True)
+        reserved = req.sampling_params.max_new_tokens - drawn if whole else _reserved(req, drawn)
+        return int(req.seqlen + reserved + self.page_size)
 
     def remaining_estimate(self, sample: Sample) -> int:
         req = sample.request

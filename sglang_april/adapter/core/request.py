@@ -10,6 +10,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_april.adapter.core.attached import was_refused
 from sglang_april.adapter.core.encoded_params import decode_params
 from sglang_april.adapter.core.proximal import proximal_logprobs
 from sglang_april.adapter.core.sample_output import SampleOutput
@@ -82,6 +83,8 @@ def params_of(group: Group) -> SamplingParams:
 def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) -> FinishedSample:
     """Tokens and logprobs of a sample that has ended; a sample that never reached the engine has none."""
     ids = req.output_ids_through_stop if req is not None else array("q")
+    if req is not None and was_refused(req):
+        ids = ids[:-1]  # drawn for another prompt
     sample.length = len(ids)
     output = req.april_output if req is not None else SampleOutput()
     if req is not None:
