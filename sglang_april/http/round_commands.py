@@ -103,9 +103,9 @@ class RoundCommands:
     async def acknowledge(self, round_id: str) -> dict[str, Any]:
         """Acknowledge a reply that the caller has stored."""
         round_ = self._rounds.acknowledge(round_id)
-        if self._journal:
-            await self._rpc.call(messages.Acknowledge(self._rpc.number(), round_.id))
-        return {"round_id": round_.id, "acknowledged": True}
+        if round_ is not None and self._journal:
+            await self._rpc.call(messages.Acknowledge(self._rpc.number(), round_id))
+        return {"round_id": round_id, "acknowledged": True}
 
     async def undo(self, round_: RoundRecord, prompts: list[messages.Prompt], *, accepted: bool) -> None:
         """Delete prompts that could not be journalled, and end their round: if it was `accepted`, with its reply."""

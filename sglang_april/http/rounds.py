@@ -211,13 +211,21 @@ class RoundRegistry:
         round_.reply.set_exception(error)
         round_.notify()
 
-    def acknowledge(self, round_id: str) -> RoundRecord:
+    def acknowledge(self, round_id: str) -> RoundRecord | None:
         """Acknowledge a reply that the caller has stored; from now on it is kept like any other. Idempotent.
 
+        Returns:
+            None if the reply is no longer kept: it needs no acknowledgement, or has had one.
+
         Raises:
-            RequestError: as for `find`, or 409 if the round has no reply yet.
+            RequestError: 404 as for `find`, or 409 if the round has no reply yet.
         """
-        round_ = self.find(round_id)
+        try:
+            round_ = self.find(round_id)
+        except RequestError as error:
+            if error.status == 410:
+                return None
+            raise
         if not round_.reply.done():
             raise RequestError(409, "round_id", f"round {round_id} has no reply yet")
         round_.acknowledged = True

@@ -20,6 +20,8 @@ MAX_LOADED_AHEAD = 4
 """Partials that are loaded at a time before a slot is free for them."""
 MAX_LEG_LOADS = 2
 """How often the KV of an earlier leg is loaded for a leg, which memory pressure may undo before its prefill."""
+OVERTAKEN_STEPS = 256
+"""How long a sample on stored KV waits for memory while stock requests wait as well."""
 LOAD_AHEAD_INTERVAL = 8
 """Steps between two attempts to load ahead."""
 
@@ -30,6 +32,9 @@ class Resumer:
         self._tiers = tiers
         self._to_join: list[Sample] = []
         """Samples of this step that have a slot and need no prefill."""
+        self._overtaken: Sample | None = None
+        """The sample that found no memory when a sample last found none, and the first such step of it."""
+        self._overtaken_since = 0
         self._prefill_batcher = PrefillBatcher()
         self._prompts = PromptSharing(context)
 
@@ -239,7 +244,7 @@ class Resumer:
         for sample in samples:
             need = self._need(sample)
             if need >= budget:
-                if joining or loading or not engine.idle():
+                if joining or loading or self._waits_for_memory(sample):
                     break
                 if not self._evict_others(sample, need):
                     self._c.reservations.hold_turn(sample)
@@ -268,6 +273,22 @@ class Resumer:
             joining = []
         self._c.reservations.reserve_loading(loading, [s for s in samples if s not in joining])
         return joining
+
+    def _waits_for_memory(self, sample: Sample) -> bool:
+        """Whether running requests will free memory for the sample that is next, but stock requests may take it.
+
+        After many such steps the sample does without its KV: for a prefill it takes its turn in SGLang's queue, which
+        no later request leaves before it (`fair-slots`).
+        """
+        c = self._c
+        if c.engine.idle():
+            return False
+        if not c.engine.foreign_waiting() or self._overtaken is not sample:
+            self._overtaken, self._overtaken_since = sample, c.step
+        elif c.step - self._overtaken_since >= OVERTAKEN_STEPS and sample.kv.pages is not None:
+            c.trace("give up KV", [sample])
+            self._tiers.release(sample)
+        return True
 
     def _need(self, sample: Sample) -> int:
         """Pool tokens that the sample takes from the budget if it joins."""

@@ -86,6 +86,38 @@ def steps_of_a_prefill_beside_joins(_seed: int) -> int | None:
     return None
 
 
+@pytest.mark.parametrize(
+    ("slots", "pool", "prompt", "stock"), [(8, 60, 33, (7, 10)), (8, 80, 46, (6, 18)), (16, 160, 113, (6, 18))]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_steady_stock_requests_do_not_starve_a_partial(
+    slots: int, pool: int, prompt: int, stock: tuple[int, int], seed: int
+) -> None:
+    """A partial on the host needs most of the pool, and a stock request always waits."""
+    rng = random.Random(seed)
+    w = ControllerHarness(every=10, slots=slots, pool=pool, chunk=64, host_cap=1000)
+    w.open("a", {"p": (prompt, 1, -12)}, quota=None, tier="host")
+    w.step(8)
+    w.stop("a")
+    w.step(4)
+
+    def arrive(name: str) -> None:
+        size, seed = (stock[0], rng.randint(1, stock[1])), rng.randint(0, 999)
+        w.do(lambda e: e.add_foreign_request(name, seed, *size))
+
+    for i in range(slots):
+        arrive(f"first {i}")
+    w.step(5)
+    w.open("a", {}, quota=None)
+    for step in range(700):
+        if not w.rounds:
+            return
+        if not w.engine.foreign_waiting():
+            arrive(f"s{step}")
+        w.step()
+    raise AssertionError("the partial has not finished")
+
+
 CLAIMS: list[tuple[str, Callable[[int], int | None], int]] = [
     ("reserve_loading", steps_to_finish, 2),
     ("reserve_loading", steps_to_finish, 19),

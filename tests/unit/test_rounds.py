@@ -133,6 +133,17 @@ async def test_ack_before_the_reply_or_of_an_unknown_round_is_refused() -> None:
 
 
 @scenario
+async def test_an_ack_can_be_repeated_although_it_has_let_the_reply_go() -> None:
+    """Clients repeat a call whose answer was lost."""
+    rounds = RoundRegistry(1, 100)
+    ended(rounds, "r0", keep=True)
+    ended(rounds, "r1", keep=True)
+    assert rounds.acknowledge("r0") is not None
+    assert status(lambda: rounds.find("r0")) == 410
+    assert rounds.acknowledge("r0") is None
+
+
+@scenario
 async def test_the_same_id_is_the_same_round_and_another_body_is_not() -> None:
     rounds = RoundRegistry(2, 100)
     first, _ = rounds.admit(record("x", "run", "body"))
