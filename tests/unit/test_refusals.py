@@ -177,6 +177,14 @@ def test_timeouts_are_refused_with_several_ranks(monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_preemption_by_priority_is_refused_with_several_ranks() -> None:
+    assert sentence(requested(enable_priority_scheduling=True)) == ""
+    assert sentence(requested(tp_size=2, enable_priority_scheduling=True, disable_priority_preemption=True)) == ""
+    assert "--enable-priority-scheduling is not supported: each rank orders" in sentence(
+        requested(tp_size=2, enable_priority_scheduling=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [

@@ -10,6 +10,10 @@ def _at_most_one(value: Any, _: Any) -> bool:
     return (value or 1) <= 1
 
 
+def _preempts_on_one_rank(value: Any, args: Any) -> bool:
+    return not value or args.tp_size <= 1 or bool(getattr(args, "disable_priority_preemption", False))
+
+
 BY_TOKENS = "such a cache looks KV up by token ids alone, and could return KV of another policy version"
 SESSIONS = "requests of a session share KV, and a suspend stores the KV of one sample"
 DELAYED = "its rules for delaying prefills ignore samples that are about to resume"
@@ -60,8 +64,14 @@ ARGUMENTS: tuple[Rule, ...] = (
     accept_only(
         "schedule_policy", ("fcfs", "lpm"), "this order of waiting requests has not been reviewed for rollout samples"
     ),
+    refuse_if(
+        "enable_priority_scheduling",
+        _preempts_on_one_rank,
+        "with `--tp-size` above 1, unless `--disable-priority-preemption` is given",
+        "each rank orders the requests that it preempts by its own clock, so that the ranks' batches may differ",
+    ),
     accept(
-        """enable_priority_scheduling disable_priority_preemption default_priority_value
+        """disable_priority_preemption default_priority_value
         abort_on_priority_when_disabled schedule_low_priority_values_first
         priority_scheduling_preemption_threshold retraction_policy radix_eviction_policy
         _radix_eviction_policy_explicitly_set radix_eviction_policy_config disable_radix_cache
