@@ -11,17 +11,16 @@ from sglang_april.kv.cost_model import Reason, why_not_resume
 from sglang_april.kv.kv_pages import KvState, Pages, Tier
 from sglang_april.scheduler.admission import PrefillBatcher, pick
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.join_memory import JoinMemory
 from sglang_april.scheduler.prompts import PromptSharing
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import Group, Sample, State
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
 
 MAX_LOADED_AHEAD = 4
 """Partials that are loaded at a time before a slot is free for them."""
 MAX_LEG_LOADS = 2
 """How often the KV of an earlier leg is loaded for a leg, which memory pressure may undo before its prefill."""
-OVERTAKEN_STEPS = 256
-"""How long a sample on stored KV waits for memory while stock requests wait as well."""
 LOAD_AHEAD_INTERVAL = 8
 """Steps between two attempts to load ahead."""
 
@@ -32,11 +31,9 @@ class Resumer:
         self._tiers = tiers
         self._to_join: list[Sample] = []
         """Samples of this step that have a slot and need no prefill."""
-        self._overtaken: Sample | None = None
-        """The sample that found no memory when a sample last found none, and the first such step of it."""
-        self._overtaken_since = 0
         self._prefill_batcher = PrefillBatcher()
         self._prompts = PromptSharing(context)
+        self._memory = JoinMemory(context, tiers, self._prompts)
 
     def admit(self) -> None:
         """Fill the free slots, once per step.
@@ -202,7 +199,7 @@ class Resumer:
         # Since `admit` a round may have ended, or a run may have reached its limit: a full queue can abort a sample at
         # once, and memory pressure has the step in flight processed.
         waiting = [s for s in self._to_join if (r := self._c.active_round(s)) is not None and not r.limit_reached]
-        joining = self._select_fitting(waiting[: max(0, engine.row_slots())])
+        joining = self._memory.select(waiting[: max(0, engine.row_slots())])
         self._to_join = []
         if not joining:
             return False
@@ -230,91 +227,6 @@ class Resumer:
             rnd.stats.kept[_source_tier(sample)] += 1
         self._tiers.prepare_resume(sample)
 
-    def _select_fitting(self, samples: list[Sample]) -> list[Sample]:
-        """The first of `samples` that fit SGLang's prefill budget and are on the device; others begin to load.
-
-        At least one fits when nothing else runs; then all that are loading are waited for, and join together. SGLang's
-        budget counts only part of what running samples may still write, but the decode of this step is certain.
-        """
-        engine = self._c.engine
-        joining: list[Sample] = []
-        loading: list[Sample] = []
-        without_prompt_kv: set[Group] = set()
-        budget = min(engine.prefill_budget(), engine.tokens_free() - engine.tokens_for_next_decode())
-        for sample in samples:
-            need = self._need(sample)
-            if need >= budget:
-                if joining or loading or self._waits_for_memory(sample):
-                    break
-                if not self._evict_others(sample, need):
-                    self._c.reservations.hold_turn(sample)
-                    break
-            pages = sample.kv.pages
-            if pages is None:
-                if sample.group in without_prompt_kv:
-                    continue
-                alone = not joining and not loading and engine.idle()
-                cost = self._prompts.take_prompt_kv(sample, need if alone else budget - need)
-                if cost is None:
-                    without_prompt_kv.add(sample.group)
-                    continue
-                budget -= cost
-            if pages is None or pages.ready:
-                joining.append(sample)
-            elif pages.loading or self._tiers.load(sample):
-                loading.append(sample)
-            else:
-                break
-            budget -= need
-        if loading:
-            self._c.reservations.hold_turn(loading[0])
-        if loading and engine.idle():
-            self._prompts.return_prompt_kv(joining)
-            joining = []
-        self._c.reservations.reserve_loading(loading, [s for s in samples if s not in joining])
-        return joining
-
-    def _waits_for_memory(self, sample: Sample) -> bool:
-        """Whether running requests will free memory for the sample that is next, but stock requests may take it.
-
-        After many such steps the sample does without its KV: for a prefill it takes its turn in SGLang's queue, which
-        no later request leaves before it (`fair-slots`).
-        """
-        c = self._c
-        if c.engine.idle():
-            return False
-        if not c.engine.foreign_waiting() or self._overtaken is not sample:
-            self._overtaken, self._overtaken_since = sample, c.step
-        elif c.step - self._overtaken_since >= OVERTAKEN_STEPS and sample.kv.pages is not None:
-            c.trace("give up KV", [sample])
-            self._tiers.release(sample)
-        return True
-
-    def _need(self, sample: Sample) -> int:
-        """Pool tokens that the sample takes from the budget if it joins."""
-        need, pages = self._c.engine.remaining_estimate(sample), sample.kv.pages
-        if pages is None and self._c.engine.idle():
-            # No running sample holds the prompt's KV: room is made for all of it.
-            need += len(sample.group.prompt.input_ids) // 4
-        elif pages is not None and pages.slots is None:
-            need += pages.length + self._c.engine.page_size
-        return need
-
-    def _evict_others(self, sample: Sample, need: int) -> bool:
-        """Nothing runs and the first sample does not fit: demote the pages of the other partials.
-
-        Returns whether the sample may join or load now; False while copies in flight are about to free enough.
-        """
-        engine, transfers = self._c.engine, self._tiers.transfers
-        while engine.prefill_budget() <= need:
-            if engine.prefill_budget() + transfers.tokens_being_freed(excluding=sample) > need:
-                return False
-            other = self._tiers.next_victim_on_device(excluding=(sample,)) or transfers.last_loading(excluding=sample)
-            if other is None:
-                return transfers.tokens_being_freed(excluding=sample) == 0
-            self._tiers.demote(other)
-        return True
-
     # --- ahead of a slot
 
     def _load_ahead(self, rounds: list[Round]) -> None:
@@ -327,7 +239,7 @@ class Resumer:
             pages = sample.kv.pages
             if pages is None or pages.slots is not None or not self._resumes_on(pages, sample):
                 continue
-            budget -= self._need(sample)
+            budget -= self._memory.need(sample)
             if budget <= 0 or not self._tiers.load(sample):
                 return
 
