@@ -173,7 +173,7 @@ class AgentRollouts:
         return reply
 
     def _replace_round(self, new: AgentRound) -> None:
-        """Errors that nobody has read yet are for the new round."""
+        """The new round gets the errors that the main thread has not read yet."""
         while not self._round.events.empty():
             new.events.put(self._round.events.get())
         self._round = new

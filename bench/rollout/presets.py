@@ -278,7 +278,7 @@ _PRESETS: tuple[Preset, ...] = (
     AllVariants("dapo", replace(_APRIL, filtered=True), 4096, 16384, 256, 2, shape="qwen3-4b"),
 )
 _PACED = Paced("april-paced", _APRIL, 4096, 16384, 256, 1, shape="paced", warm_limit=6, measured=4, ablations=False)
-_MIXTURE = replace(_PACED, name="april-paced-30b-a3b", pace=TABLES / "qwen3-30b-a3b-h100.json")
+_PACED_30B_A3B = replace(_PACED, name="april-paced-30b-a3b", pace=TABLES / "qwen3-30b-a3b-h100.json")
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _PRESETS}
 PRESETS |= {f"{name}/8": PRESETS[name].eighth() for name in ("april", "long", "short-rounds", "dapo")}
-PRESETS |= {preset.name: preset for preset in (_PACED, _PACED.shorter(4), _PACED.shorter(8), _MIXTURE)}
+PRESETS |= {preset.name: preset for preset in (_PACED, _PACED.shorter(4), _PACED.shorter(8), _PACED_30B_A3B)}

@@ -126,8 +126,6 @@ class Context:
 
     def needs_tuning(self) -> bool:
         """Whether a round with `concurrency: auto` is open or runs ahead."""
-        if not self.rounds and not self.ahead:
-            return False
         return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
 
     def apply_tuning(self, observation: messages.Tuned) -> None:

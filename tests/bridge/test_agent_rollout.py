@@ -209,7 +209,7 @@ def test_a_prompt_whose_last_trajectory_is_given_up_is_not_started_again(make: C
 def test_an_error_between_two_rounds_ends_the_evaluation_that_follows(
     make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:
-    """Otherwise nobody would repeat the agents that the lost engine has ended."""
+    """Otherwise the agents that the lost engine has ended would not start again."""
     rollouts = make(lambda start: None if start.task.id.startswith("e0-2.") else 1.0, eval_prompt_data="d")
     rollouts.round("r.1", 2)
     engine.lost = True

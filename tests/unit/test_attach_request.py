@@ -356,7 +356,7 @@ def test_a_disconnect_aborts_what_was_sent_and_is_not_answered(monkeypatch: pyte
 
 
 def test_a_description_of_an_earlier_request_with_the_rid_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client has gone, so that nobody has asked for it."""
+    """Its client has gone without reading it."""
     monkeypatch.setattr(attached, "LIMIT_S", 0.01)
     monkeypatch.setattr(hooks_attached, "TokenizedGenerateReqInput", Sent)
     requests = AttachedRequests()

@@ -132,7 +132,10 @@ def was_accepted(req: Req) -> bool:
 
 
 def was_refused(req: Req) -> bool:
-    """Whether SGLang has replaced the prompt by one token, to answer 400 after a forward (`set_finish_with_abort`)."""
+    """Whether SGLang answers 400 after a forward, whose token is then not part of the answer.
+
+    The forward was of one token in place of the prompt (`set_finish_with_abort`), or a stop regex is invalid.
+    """
     reason = req.finished_reason or req.to_finish
     reason = reason.reason if isinstance(reason, DescribedReason) else reason
     return isinstance(reason, FINISH_ABORT) and reason.status_code == HTTPStatus.BAD_REQUEST

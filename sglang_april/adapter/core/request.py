@@ -84,7 +84,7 @@ def result_of(sample: Sample, req: Req | None, reason: dict[str, Any] | None) ->
     """Tokens and logprobs of a sample that has ended; a sample that never reached the engine has none."""
     ids = req.output_ids_through_stop if req is not None else array("q")
     if req is not None and was_refused(req):
-        ids = ids[:-1]  # drawn for another prompt
+        ids = ids[:-1]
     sample.length = len(ids)
     output = req.april_output if req is not None else SampleOutput()
     if req is not None:

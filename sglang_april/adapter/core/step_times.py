@@ -19,19 +19,15 @@ class StepTimes:
     def __init__(self, broadcast: Rank0Broadcast, slots: int) -> None:
         self._broadcast = broadcast
         self._tuner = ConcurrencyTuner(slots)
-        self._began = 0.0
-        """Time of the last boundary; 0 while no round needs tuning."""
-        self._rows, self._steps = 0, 0
+        self._began, self._rows, self._steps = 0.0, 0, 0
 
     def boundary(self, context: Context) -> None:
         """Called at the top of a scheduling step."""
-        if not context.needs_tuning():
-            if self._began:
-                self._tuner.pause()
-                self._began = 0.0
-            return
         before, self._began = self._began, time.perf_counter()
-        if not before or not self._rows:
+        if not context.needs_tuning():
+            self._tuner.pause()
+            return
+        if not self._rows:
             return
         self._tuner.note(self._rows, self._began - before)
         self._steps += 1
@@ -43,6 +39,4 @@ class StepTimes:
 
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Record the batch that the step runs."""
-        if not self._began:
-            return
         self._rows = len(batch.reqs) if batch is not None and batch.forward_mode.is_decode() else 0
