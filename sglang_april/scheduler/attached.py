@@ -23,7 +23,8 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, SampleKv, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.trajectories import Leg, Trajectory, TrajectoryRun
+from sglang_april.scheduler.trajectories import Leg, Trajectory
+from sglang_april.scheduler.trajectory_run import TrajectoryRun
 
 
 class Attached:

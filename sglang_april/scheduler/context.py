@@ -14,7 +14,7 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
 from sglang_april.scheduler.state import ATTACHED, Run, Sample
-from sglang_april.scheduler.trajectories import TrajectoryRun
+from sglang_april.scheduler.trajectory_run import TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
 NO_CAP = 2**62

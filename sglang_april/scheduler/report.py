@@ -11,7 +11,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.trajectories import TrajectoryRun
+from sglang_april.scheduler.trajectory_run import TrajectoryRun
 
 
 def carried(c: Context, run: Run) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Group
 from sglang_april.scheduler.stats import RoundStats
-from sglang_april.scheduler.trajectories import Trajectory, TrajectoryRun
+from sglang_april.scheduler.trajectories import Trajectory
+from sglang_april.scheduler.trajectory_run import TrajectoryRun
 
 
 @dataclass(eq=False, slots=True)

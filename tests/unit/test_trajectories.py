@@ -172,7 +172,7 @@ def test_a_push_and_a_pause_suspend_legs_of_a_round(w: LegHarness) -> None:
 
 
 def test_trajectories_without_rounds_are_forgotten(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_april.scheduler.trajectories.MAX_WITHOUT_ROUNDS", 3)
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_WITHOUT_ROUNDS", 3)
     for i in range(6):
         w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
         w.step(6)
@@ -182,7 +182,7 @@ def test_trajectories_without_rounds_are_forgotten(w: LegHarness, monkeypatch: p
 
 def test_done_trajectories_without_rounds_are_forgotten_too(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round of the run counts and delivers those that are left."""
-    monkeypatch.setattr("sglang_april.scheduler.trajectories.MAX_WITHOUT_ROUNDS", 2)
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_WITHOUT_ROUNDS", 2)
     for i in range(5):
         w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
         w.step(6)
