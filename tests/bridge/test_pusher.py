@@ -1,5 +1,7 @@
 """The state machine of a push to several engines, with a failure at every point; weight buckets."""
 
+import contextlib
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,10 @@ from sglang_april.client import AprilError
 from trainer_bridge.handshake import EngineInfo, HandshakeError
 from trainer_bridge.hf_folder import batches
 from trainer_bridge.push import pusher as pushing
+from trainer_bridge.push.disk import DiskTransport
 from trainer_bridge.push.distributed import DistributedTransport
 from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
+from trainer_bridge.push.push_target import WeightCallError
 from trainer_bridge.push.tensor import TensorTransport, serialize
 from trainer_bridge.push.transport import WeightBucket
 
@@ -199,3 +203,28 @@ def test_nccl_gets_one_rank_for_each_gpu(
     on_cpu = connect([*gpus][:1], "auto", source=source, device=torch.device("cpu"))
     assert isinstance(on_cpu.transport, DistributedTransport)
     on_cpu.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_push_through_a_folder_leaves_nothing_on_the_disk(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer may be killed between pushes: the weights of a whole model would stay in the temporary folder."""
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    found: list[list[str]] = []
+
+    def load(_: str, body: dict[str, Any]) -> None:
+        found.append(sorted(path.name for path in Path(body["model_path"]).glob("*.safetensors")))
+        if fails:
+            raise WeightCallError("refused")
+
+    engines: list[Any] = [SimpleNamespace(weight_call=load)] * 2
+    transport = DiskTransport(engines, tiny_model.make(tmp_path / "model"))
+    transport.open()
+    transport.send(WeightBucket.of(BATCHES[0]))
+    with pytest.raises(WeightCallError) if fails else contextlib.nullcontext():
+        transport.finish()
+    assert found == [["model.safetensors"]] * 2
+    assert not list(temporary.iterdir())
+    transport.close()

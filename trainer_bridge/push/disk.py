@@ -1,6 +1,6 @@
 """Weight transport through a Hugging Face folder on a file system that the engines share: simple, but slow."""
 
-import shutil
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,8 +16,8 @@ from trainer_bridge.push.transport import WeightBucket
 class DiskTransport:
     """The transport `disk`: collects buckets in host memory, writes them at the end, and has the engines load them."""
 
-    def __init__(self, engines: Sequence[PushTarget], source: Path, folder: Path) -> None:
-        self._engines, self._source, self._folder = engines, source, folder
+    def __init__(self, engines: Sequence[PushTarget], source: Path) -> None:
+        self._engines, self._source = engines, source
         self._threads = ThreadPoolExecutor(max_workers=max(len(engines), 1), thread_name_prefix="weights")
         self._tensors: list[tuple[str, Tensor]] = []
 
@@ -31,22 +31,21 @@ class DiskTransport:
         self._tensors += host.views()
 
     def finish(self) -> None:
-        """Write the folder under a temporary name, rename it, and have all engines load it."""
-        part = self._folder.with_name(f"{self._folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        write_hf(self._tensors, self._source, part)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        part.rename(self._folder)
-        self._tensors = []
-        body = {"model_path": str(self._folder), "flush_cache": False}
-        calls = [partial(engine.weight_call, "/update_weights_from_disk", body) for engine in self._engines]
-        call_all(self._threads, calls)
+        """Write a temporary folder, and have all engines load it.
+
+        The folder is deleted also after a failure or Ctrl-C: SGLang copies the weights, and does not read it again.
+        """
+        with tempfile.TemporaryDirectory(prefix="april-push-") as folder:
+            write_hf(self._tensors, self._source, Path(folder))
+            self._tensors = []
+            body = {"model_path": folder, "flush_cache": False}
+            calls = [partial(engine.weight_call, "/update_weights_from_disk", body) for engine in self._engines]
+            call_all(self._threads, calls)
 
     def abort(self) -> None:
         """Discard the collected buckets."""
         self._tensors = []
 
     def close(self) -> None:
-        """Delete the folder; the engines have loaded it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """End the threads."""
         self._threads.shutdown(wait=False)

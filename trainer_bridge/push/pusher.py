@@ -8,7 +8,6 @@ In FAILED, engines with an open push or a failed weight call answer rounds with 
 partials. The next push begins again on all engines, under a version greater than any engine's, which recovers them.
 """
 
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,12 +117,11 @@ def connect(
     *,
     source: Path,
     device: torch.device,
-    folder: Path | None = None,
     api_key: str | None = None,
 ) -> Pusher:
     """Check every engine (`handshake.py`) and create a pusher for them.
 
-    `source`: the trainer's Hugging Face folder; `folder`: where `disk` writes, at a path that the engines share.
+    `source`: the trainer's Hugging Face folder.
     Raises: HandshakeError: an engine does not fit the trainer, or `distributed` would put two ranks on one GPU.
     """
     if not urls:
@@ -141,6 +139,5 @@ def connect(
     if transport == "tensor":
         return Pusher(engines, TensorTransport(engines))
     if transport == "disk":
-        folder = folder or Path(tempfile.mkdtemp(prefix="april-push-")) / "policy"
-        return Pusher(engines, DiskTransport(engines, source, folder))
+        return Pusher(engines, DiskTransport(engines, source))
     raise ValueError(f"push must be auto, distributed, tensor or disk, not {transport!r}")
