@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sglang_april.client.calls import AprilError, push_stays_open, with_round_id
@@ -123,15 +124,17 @@ class SharedRound:
             raise AprilError(
                 409, "policy_version", f"the engines are at versions {sorted(versions)}; push to all of them"
             )
-        streams = [client.stream(**body) for client, body in zip(self._clients, self._bodies(), strict=True)]
-        if self._quota is not None:
-            for engine in range(len(self._clients)):
-                self._read_state(engine)
-        for engine, stream in enumerate(streams):
-            thread = threading.Thread(
-                target=self._follow_stream, args=(engine, stream), daemon=True, name=f"engine {engine}"
-            )
-            thread.start()
+        streams: list[Iterator[RolloutGroup | RolloutSummary]] = []
+        try:
+            for client, body in zip(self._clients, self._bodies(), strict=True):
+                streams.append(client.stream(**body))
+            if self._quota is not None:
+                for engine in range(len(self._clients)):
+                    self._read_state(engine)
+        finally:  # also if an engine refuses: a stream that nobody reads holds its connection
+            for engine, stream in enumerate(streams):
+                follow = partial(self._follow_stream, engine, stream)
+                threading.Thread(target=follow, daemon=True, name=f"engine {engine}").start()
         summaries: dict[int, RolloutSummary] = {}
         while len(summaries) < len(self._clients):
             engine, event = self._events.get()

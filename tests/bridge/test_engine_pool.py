@@ -316,3 +316,24 @@ def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:
 
     with pytest.raises(AprilError, match="push to all of them"):
         asyncio.run(read())
+
+
+def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An unread stream holds its connection for the life of the client."""
+    pool, engines = engine_pool()
+    read_to_end = threading.Event()
+
+    def first(**_: Any) -> Iterator[RolloutGroup]:
+        read_to_end.set()
+        yield from ()
+
+    def refuse(**_: Any) -> Iterator[RolloutGroup]:
+        raise AprilError(400, "prompts", "are refused")
+
+    monkeypatch.setattr(engines[0], "stream", first)
+    monkeypatch.setattr(engines[1], "stream", refuse)
+    with pytest.raises(AprilError, match="are refused"):
+        run_round(pool, request("r.1", "a1 b1", 1))
+    assert read_to_end.wait(timeout=10)

@@ -17,8 +17,8 @@ from trainer_bridge.hf_folder import batches
 from trainer_bridge.push import pusher as pushing
 from trainer_bridge.push.disk import DiskTransport
 from trainer_bridge.push.distributed import DistributedTransport
-from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
 from trainer_bridge.push.push_target import WeightCallError
+from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
 from trainer_bridge.push.tensor import TensorTransport, serialize
 from trainer_bridge.push.transport import WeightBucket
 
