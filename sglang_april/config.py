@@ -5,12 +5,14 @@ plugin writes the parsed flags there before any child starts, and every process 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from sglang_april.api.types import KvPolicy
@@ -40,6 +42,8 @@ BYTES_PER_MB = 2**20
 MAX_BODY_MB = 400
 """JSON grows at most 2.25 times as msgpack (`1e9,` → 9 bytes), and SQLite holds 10^9 bytes in a row of the journal."""
 MAX_DEFAULT_HOST_BYTES = 64 * BYTES_PER_GB
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where a container reads its memory limit: cgroup v2 and v1."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ FLAGS: tuple[Flag, ...] = (
         "host_gb",
         gigabytes,
         "GB",
-        "host memory for KV of partials, of all ranks together (default, on each machine: a quarter of its memory "
+        "host memory for KV of partials, of all ranks together (default, on each machine: a quarter of its memory, "
+        "or of the container's limit, "
         "divided by --april-servers-per-machine, and at most 64 GB)",
     ),
     Flag(
@@ -265,8 +270,16 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
 
 def default_host_bytes(servers: int) -> int:
     """Default host tier of one server here, in bytes: its share of a quarter of the memory, at most 64 GB."""
+    return min(MAX_DEFAULT_HOST_BYTES, _memory_bytes() // 4 // servers)
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or the container's limit if that is less."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(MAX_DEFAULT_HOST_BYTES, memory // 4 // servers)
+    for limit in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # the other version; `max`
+            memory = min(memory, int(limit.read_text()))
+    return memory
 
 
 def publish(values: Mapping[str, Any]) -> AprilConfig:

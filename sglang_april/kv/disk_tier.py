@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from sglang_april.kv.kv_pages import StoredKv
 MAGIC = b"APRILKV1"
 SUFFIX = ".kv"
 _PARTIAL = ".part"
+_FILE_NAME = re.compile(r"[0-9a-f]{32}\.r(?P<rank>\d+)\.(kv|part)")
 _VERIFY_BYTES = 8 << 20
 """Bytes read at a time while a file is verified."""
 
@@ -86,13 +88,15 @@ class DiskTier:
         page_tokens: int,
         page_words: int,
         write: Callable[[int, memoryview], int] = os.write,
+        *,
+        ranks: int = 1,
     ) -> None:
-        """Lock the directory.
+        """Lock the directory, which `ranks` ranks of this server use.
 
         Raises:
             DiskError: the directory is missing, in use by another server, or not writable.
         """
-        self._folder, self._rank, self._layout = folder, rank, layout
+        self._folder, self._rank, self._ranks, self._layout = folder, rank, ranks, layout
         self._page_tokens, self._page_words = page_tokens, page_words
         self._write = write
         try:
@@ -199,6 +203,7 @@ class DiskTier:
     def begin(self, epoch: str, keep: Iterable[Key] = ()) -> int:
         """Remove this rank's files of samples not in `keep` and incomplete files, then record the new epoch.
 
+        Files of ranks that an earlier server had, and this one has not, are divided among the ranks.
         A crash in the middle leaves the previous epoch recorded. The folder is synced before the new epoch is written,
         so no removed file reappears under it after a loss of power.
 
@@ -211,8 +216,10 @@ class DiskTier:
         kept = {self._path(key).name for key in keep}
         stale = [
             path
-            for path in self._folder.glob(f"*.r{self._rank}.*")
-            if path.suffix in (SUFFIX, _PARTIAL) and path.name not in kept
+            for path in self._folder.iterdir()
+            if (written := _FILE_NAME.fullmatch(path.name))
+            and int(written["rank"]) % self._ranks == self._rank
+            and path.name not in kept
         ]
         try:
             for path in stale:

@@ -20,6 +20,17 @@ PINNED_SLAB_BYTES = 32 << 20
 """The same for pinned memory: the driver lets no other thread of the process launch work meanwhile."""
 
 
+def pinned_slab_pages(page_bytes: int) -> int:
+    """Pages of a pinned slab: at most an eighth of what torch pins is not used.
+
+    torch rounds each pinned block up to a power of two (`CachingHostAllocator.h`), so large pages need larger slabs.
+    """
+    block = PINNED_SLAB_BYTES
+    while block % page_bytes > block // 8:
+        block *= 2
+    return block // page_bytes
+
+
 class PageRange(NamedTuple):
     """Adjacent pages of one slab."""
 
@@ -42,7 +53,8 @@ class HostArena:
 
     def __init__(self, pages: int, page_words: int, *, pinned: bool) -> None:
         self.page_words, self.pinned = page_words, pinned
-        self._slab = max(1, (PINNED_SLAB_BYTES if pinned else SLAB_BYTES) // (4 * page_words))
+        page_bytes = 4 * page_words
+        self._slab = pinned_slab_pages(page_bytes) if pinned else max(1, SLAB_BYTES // page_bytes)
         self._slabs: dict[int, torch.Tensor] = {}
         self._pages = pages
         self._free = [PageRange(i, min(self._slab, pages - i)) for i in range(0, pages, self._slab)]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +50,19 @@ def test_default_host_memory_is_this_servers_share_of_its_machines(
     monkeypatch.setattr(
         config.os, "sysconf", lambda name: {"SC_PHYS_PAGES": memory_gb * 10**6, "SC_PAGE_SIZE": 1000}[name]
     )
+    monkeypatch.setattr(config, "CGROUP_LIMITS", ())
     assert read(f"--april-servers-per-machine={servers}").host_bytes(ranks, local_ranks) == host_gb * 10**9
+
+
+@pytest.mark.parametrize(("limit", "host_gb"), [("8000000000", 2), ("max", 25), ("9223372036854771712", 25)])
+def test_default_host_memory_is_a_share_of_the_containers_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, host_gb: int
+) -> None:
+    """A server that takes more than its container may have is killed by the kernel, without a message."""
+    monkeypatch.setattr(config.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 10**8, "SC_PAGE_SIZE": 1000}[name])
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(config, "CGROUP_LIMITS", (tmp_path / "memory.limit_in_bytes", tmp_path / "memory.max"))
+    assert read().host_bytes(1, 1) == host_gb * 10**9
 
 
 def test_every_kv_policy_is_accepted() -> None:

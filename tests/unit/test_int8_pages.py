@@ -130,15 +130,16 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: StoreOfHalfP
     from sglang_april.cpu.allocator import SweepAllocator
 
     pool = object.__new__(MHATokenToKVPool)
-    pool.k_buffer, pool.v_buffer = rank.buffers[:2], rank.buffers[2:]
+    pool.k_buffer, pool.v_buffer, pool.dtype = rank.buffers[:2], rank.buffers[2:], torch.bfloat16
     allocator = object.__new__(SweepAllocator)
     allocator._kvcache = pool
+    hf_config = SimpleNamespace(architectures=["Qwen3ForCausalLM"])
     scheduler: Any = SimpleNamespace(
         token_to_kv_pool_allocator=allocator,
         req_to_token_pool=object.__new__(ReqToTokenPool),
         tree_cache=object.__new__(RadixCache),
         server_args=SimpleNamespace(model_path="model"),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"])),
+        model_config=SimpleNamespace(hf_config=hf_config),
         ps=SimpleNamespace(tp_rank=0, tp_size=2),
     )
     config = AprilConfig(host_gb=1.0, disk_gb=2.0, disk_dir="here")
@@ -149,7 +150,12 @@ def test_budgets_use_int8_page_size_and_formats_are_not_mixed(rank: StoreOfHalfP
         1 / 0.516, rel=0.01
     )
     assert tier_budgets(config, lossy, 2, 2).disk == pytest.approx(2 * tier_budgets(config, lossy, 2, 2).host, abs=16)
-    assert _layout(scheduler, full) != _layout(scheduler, lossy)
+    before = _layout(scheduler, full)
+    assert before != _layout(scheduler, lossy)
+    hf_config.rope_theta = 1e6  # as --json-model-override-args sets it
+    assert before != (rotated := _layout(scheduler, full))
+    pool.dtype = torch.float8_e5m2  # whose buffers have the dtype of every other fp8 format
+    assert rotated != _layout(scheduler, full)
     pool.k_buffer, pool.v_buffer = ([torch.zeros(8, 2, 16, dtype=torch.uint8)] for _ in "kv")  # SGLang's fp8 pools
     with pytest.raises(SystemExit, match="--april-kv-pages int8 is not supported: int8 pages need one dtype"):
         select_page_format(scheduler, replace(config, kv_pages="int8"))

@@ -1,6 +1,7 @@
 """One rank's page store on a small CPU pool: a round trip restores every byte, or its order fails."""
 
 import errno
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from sglang_april.kv.disk_tier import DiskError, DiskPages, DiskTier, Key
-from sglang_april.kv.host_tier import HostArena, HostPages, PageRange
+from sglang_april.kv.host_tier import HostArena, HostPages, PageRange, pinned_slab_pages
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.kv_recovery import KvSearch
 from tests.unit.rank_store import KEY, OTHER_SLOTS, PAGE, RankStore, slots_of
@@ -192,6 +193,19 @@ def test_directory_is_locked_by_one_server(rank: RankStore, tmp_path: Path) -> N
         DiskTier(tmp_path / "missing", 0, "layout", PAGE, 8)
 
 
+def test_a_start_with_fewer_ranks_removes_the_files_of_the_others(tmp_path: Path) -> None:
+    """Nobody else would: they would take space beyond `--april-disk-gb` for ever."""
+    pages = [(torch.zeros(1, 8, dtype=torch.int32), None)]
+    for number in range(4):
+        earlier = DiskTier(tmp_path, number, "layout", PAGE, 8, ranks=4)
+        earlier.save(KEY, PAGE, 0, pages)
+        earlier.close()
+    (tmp_path / "notes.r1.kv").touch()
+    removed = [DiskTier(tmp_path, number, "layout", PAGE, 8, ranks=2).begin("next") for number in range(2)]
+    assert removed == [2, 2]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".kv") == ["notes.r1.kv"]
+
+
 @pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
 def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str) -> None:
     """A file is used only if it is intact and holds the journal's tokens; others are removed (`verified-pages`)."""
@@ -293,6 +307,13 @@ def test_arena_allocates_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(MemoryError, match="cannot grow"):
         fresh.allocate(3)
     assert fresh.free_pages == 10
+
+
+@pytest.mark.parametrize("page_mib", [0.3, 5, 12.5, 16.1, 33])
+def test_pinned_slabs_waste_little_of_what_torch_rounds_up_to_a_power_of_two(page_mib: float) -> None:
+    page_bytes = int(page_mib * 2**20)
+    size = pinned_slab_pages(page_bytes) * page_bytes
+    assert size / 2 ** math.ceil(math.log2(size)) >= 7 / 8
 
 
 @pytest.mark.parametrize(("pages", "rows"), [(3, [3]), (10, [10]), (11, [10, 1]), (25, [10, 10, 5])])

@@ -67,7 +67,8 @@ def build_store(
     try:
         if config.disk_dir is not None:
             rank, layout = shape.tp_rank(s), _layout(s, page_format)
-            disk = DiskTier(Path(config.disk_dir), rank, layout, budgets.page_tokens, copier.page_words)
+            folder, ranks = Path(config.disk_dir), shape.tp_size(s)
+            disk = DiskTier(folder, rank, layout, budgets.page_tokens, copier.page_words, ranks=ranks)
     except DiskError as error:
         raise SystemExit(f"sglang-april: {error}.") from error
     pinned = page_format.table.device.type != "cpu"
@@ -78,6 +79,10 @@ def build_store(
 
 def _layout(s: Scheduler, page_format: PageFormat) -> str:
     """Digest of the KV layout, without the model's path: with `kv: keep`, a later checkpoint resumes from older KV."""
-    rows = [page_format.name, *((str(b.dtype), *b.shape[1:]) for b in page_format.table.buffers)]
-    text = f"{s.model_config.hf_config.architectures} {shape.tp_rank(s)}/{shape.tp_size(s)} {rows}"
+    config = s.model_config.hf_config
+    rope = [getattr(config, name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters")]
+    # The pool's dtype besides the buffers': SGLang stores every fp8 format as uint8.
+    dtype = s.token_to_kv_pool_allocator.get_kvcache().dtype
+    rows = [page_format.name, dtype, *((str(b.dtype), *b.shape[1:]) for b in page_format.table.buffers)]
+    text = f"{config.architectures} {rope} {shape.tp_rank(s)}/{shape.tp_size(s)} {rows}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
