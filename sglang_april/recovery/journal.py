@@ -9,6 +9,7 @@ While the disk is full or fails, all records wait and are tried again. A record 
 and fails the event that waits for its batch.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -95,14 +96,14 @@ class Journal:
         db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
         # The lock is held from the first access on, and avoids SQLite's shared memory file.
         db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
         fresh = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if not fresh:
             row = db.execute("SELECT value FROM meta WHERE key='schema'").fetchone()
             if row is None or row[0] != SCHEMA:
                 found = row[0] if row else "unknown"
                 raise JournalError(f"the journal {self.path} has schema {found}, and this version writes {SCHEMA}")
+        db.execute("PRAGMA journal_mode=WAL")  # writes to the file, which must be a journal
+        db.execute(f"PRAGMA synchronous={'FULL' if sync == 'full' else 'NORMAL'}")
         db.execute("BEGIN IMMEDIATE")
         for statement in TABLES.split(";"):
             db.execute(statement)
@@ -171,7 +172,10 @@ class Journal:
 
     def _size(self) -> int:
         files = (Path(self.path), Path(f"{self.path}-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        try:
+            return sum(file.stat().st_size for file in files if file.exists())
+        except OSError:  # the disk fails: the last known size
+            return self._bytes
 
     def close(self) -> None:
         """Write the remaining records, if that is possible, and close the file."""
@@ -236,14 +240,17 @@ class Journal:
         """
         running = -1
         try:
+            if self._db.in_transaction:  # the disk has refused to roll the last one back
+                self._db.execute("ROLLBACK")
             self._db.execute("BEGIN IMMEDIATE")
             for running, op in enumerate(ops):  # noqa: B007
                 op(self._db)
             running = -1
             self._db.execute("COMMIT")
         except Exception as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
             if running >= 0 and (isinstance(error, NEVER) or not isinstance(error, sqlite3.Error | MemoryError)):
                 raise UnwritableError(running, error) from error
             return f"the journal cannot be written: {error}"

@@ -20,6 +20,8 @@ from sglang_april.api.types import ATTACHED
 from sglang_april.recovery.journal_trajectories import DeliveredTrajectories, read_trajectories
 from sglang_april.recovery.sealed import CorruptRecordError, unseal
 
+DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
+
 
 class Chunk(msgspec.Struct, array_like=True):
     """Consecutive output tokens of an unfinished sample, in the order in which they were drawn."""
@@ -102,6 +104,8 @@ class JournalSnapshot(msgspec.Struct):
     """Name of the epoch that begins."""
     corrupt: int = 0
     """Number of damaged records; their tokens are generated again."""
+    lost: int = 0
+    """Number of groups among them whose prompt or parameters are damaged: they are never delivered."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
     """Statements that delete the damaged records."""
 
@@ -121,7 +125,8 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
             params = unseal(params_blob, bytes, gid)
         except CorruptRecordError:
             saved.corrupt += 1
-            saved.repairs.append(("DELETE FROM groups WHERE gid=?", (gid,)))
+            saved.lost += not run.startswith(ATTACHED)  # an attached request is sent again
+            saved.repairs += [(statement, (gid,)) for statement in DROP_GROUP]
             continue
         if samples := _undelivered(db, saved, gid, prompt.n):
             group = SnapshotGroup(gid, run, incarnation, prompt, params, samples)
@@ -271,6 +276,8 @@ def _delivered(ended: RoundEnded, known: dict[str, SavedTrajectory]) -> list[Sav
 def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
     """The journal's content for the HTTP process; `unnamed`: no round is admitted until the version is named."""
     damage = f"{saved.corrupt} journal records were damaged; their tokens are generated again"
+    if saved.lost:
+        damage += f", but {saved.lost} of them were groups, which are lost: submit their prompts again"
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(
         groups=[(g.run, g.prompt) for g in saved.groups],

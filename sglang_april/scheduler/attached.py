@@ -216,6 +216,15 @@ class Attached:
             self._c.engine.answer_aborted(sample)
         self.end(pending)
 
+    def abort_named(self, wanted: Callable[[Any], bool]) -> None:
+        """Abort the attached requests whose engine's request is `wanted`, at any time.
+
+        A server that shuts down disconnects its clients: their requests stay in the journal.
+        """
+        if not self._c.closing and (named := self.named(wanted)):
+            self.abort(named)
+            self._c.recorder.commit()  # under a pause, no step does
+
     def named(self, wanted: Callable[[Any], bool]) -> list[Sample]:
         """The attached requests whose engine's request is `wanted`."""
         groups = (group for run in self._c.ledger.runs.values() if run.attached for group in run.groups.values())

@@ -15,10 +15,11 @@ MAX_KEPT, MAX_TOKENS = 2**14, 2**24
 
 
 class KeptRequests:
-    """Requests that the journal keeps although none of them runs: answered ones, and those not sent again."""
+    """Answered requests, which the journal keeps until there are too many. Unfinished ones wait to be sent again."""
 
     def __init__(self, saved: Iterable[SnapshotGroup] = ()) -> None:
-        self._tokens = OrderedDict((group.gid, tokens_of(group).length) for group in saved)
+        answered = (group for group in saved if group.samples[0].finished is not None)
+        self._tokens = OrderedDict((group.gid, tokens_of(group).length) for group in answered)
         self._sum = sum(self._tokens.values())
 
     def add(self, gid: int, tokens: int) -> list[int]:

@@ -199,7 +199,7 @@ class FakeEngine(FakeLoop):
 
     def abort_request(self, rid: str) -> None:
         """As a client's `/abort_request` does."""
-        self.controller.attached.abort(self.controller.attached.named(lambda request: request.name == rid))
+        self.controller.attached.abort_named(lambda request: request.name == rid)
 
     def refused(self, sample: Sample) -> bool:
         return sample.request is not None and sample.request.refused

@@ -99,3 +99,15 @@ def test_answers_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     assert kept.add(4, 10) == []
     assert kept.add(5, 90) == [1, 3]
     assert kept.add(6, 200) == [4, 5, 6]
+
+
+def test_a_request_that_is_not_sent_again_yet_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the oldest; sent again later, it would have no record, and a second kill would lose its tokens."""
+    monkeypatch.setattr(attached_journal, "MAX_KEPT", 1)
+    saved = saved_after(
+        tmp_path / "journal",
+        schema.attached(ATTACHED + "r", request(1, "a")),
+        schema.tokens(1, 0, 0, Chunk(ids(1), logprobs(1), SPANS)),
+    )
+    kept = KeptRequests(saved.attached)
+    assert [kept.add(gid, 10) for gid in (2, 3)] == [[], [2]]

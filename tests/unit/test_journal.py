@@ -1,5 +1,7 @@
 """The journal on its own: records are read back as they were written, and nothing else."""
 
+import contextlib
+import errno
 import os
 import sqlite3
 import stat
@@ -157,6 +159,15 @@ def test_foreign_file_is_refused_and_unchanged(tmp_path: Path) -> None:
     assert (tmp_path / "j").read_text() == "precious " * 1000
 
 
+def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "j")) as db:
+        db.execute("CREATE TABLE precious(x)")
+    before = (tmp_path / "j").read_bytes()
+    with pytest.raises(JournalError, match="no such table"):
+        probe(tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == before
+
+
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     query(path, "UPDATE meta SET value=99 WHERE key='schema'")
@@ -236,6 +247,38 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     assert states[-1]["bytes"] > len(full.output_ids) > states[0]["bytes"]
     saved = read(tmp_path / "j")
     assert (saved.version, saved.groups[0].samples[0].chunk) == (3, full)
+
+
+def test_a_disk_that_fails_does_not_end_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would end with it."""
+    journal = Journal(tmp_path / "j")
+    failing, again = threading.Event(), threading.Event()
+    reported: list[tuple[int, str]] = []
+    real = Path.stat
+
+    def fail(path: Path, **options: Any) -> Any:
+        if failing.is_set() and path.name == "j":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **options)
+
+    def once(_: sqlite3.Connection) -> None:
+        if failing.is_set():
+            raise sqlite3.OperationalError("disk I/O error")
+
+    def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
+        reported.append((last, error))
+        failing.clear()
+        if not error:
+            again.set()
+
+    monkeypatch.setattr(Path, "stat", fail)
+    journal.start(hear)
+    failing.set()
+    journal.put([once, schema.version(3)])
+    assert again.wait(60)
+    journal.close()
+    assert reported[:2] == [(0, "the journal cannot be written: disk I/O error"), (1, "")]
+    assert read(tmp_path / "j").version == 3
 
 
 def test_batch_is_written_atomically(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import JournalError
+from sglang_april.recovery.journal_snapshot import restored_event
 from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, request, sample, written
 
 
@@ -59,9 +60,13 @@ def test_damaged_round_or_prompt_loses_only_itself(tmp_path: Path) -> None:
     path = written(tmp_path / "j", accept(0, request("a", "p", "q")))
     query(path, "UPDATE rounds SET spec=x'00112233'")
     query(path, "UPDATE groups SET prompt=x'00112233' WHERE id='p'")
+    query(path, "INSERT INTO chunks SELECT 0, 0, 0, x'00'")
     saved = read(path)
     assert ([g.prompt.id for g in saved.groups], saved.rounds, saved.gone, saved.corrupt) == (["q"], [], ["a"], 2)
+    (warning,) = restored_event(saved, unnamed=False).warnings
+    assert "1 of them were groups, which are lost" in warning
     assert read(path).corrupt == 0
+    assert not query(path, "SELECT * FROM chunks"), "nothing would ever delete what belongs to a lost group"
 
 
 def test_no_damage_makes_a_wrong_token(tmp_path: Path) -> None:

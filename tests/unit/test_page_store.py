@@ -218,7 +218,7 @@ def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str
     first.close()
     again = RankStore(tmp_path)
     disk = again.disk
-    (tmp_path / "x.r0.part").write_bytes(b"half")
+    (tmp_path / f"{32 * 'a'}.r0.part").write_bytes(b"half")
     spoil(disk, fault)
     search = KvSearch(disk, "epoch")
     (outcome,) = search.find_all([(KEY, StoredKv(9 + (fault == "older"), 3 - (fault == "version")))])

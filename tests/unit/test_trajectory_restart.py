@@ -11,6 +11,7 @@ import pytest
 from sglang_april.api import messages
 from sglang_april.http.trajectories import TrajectoryRecords
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
+from sglang_april.scheduler.attached_journal import saved_requests, tokens_of
 from sglang_april.scheduler.recorder import Recorder
 from tests.unit.crashing_harness import PromptJournal
 from tests.unit.journal_fixtures import query
@@ -204,3 +205,26 @@ def test_a_done_leg_is_recorded_before_its_answer(w: JournalledLegs) -> None:
     w.crash()
     assert [leg["rid"] for leg in w.record("a")["legs"]] == ["a"]
     assert w.record("a")["legs"][0]["logprobs"] == [-1.0] * 3
+
+
+def test_an_aborted_leg_is_written_under_a_pause(w: JournalledLegs) -> None:
+    """No step follows that would write it: its answer would wait, and a kill would lose it."""
+    w.leg("run", "a", PROMPT, 9, "t")
+    w.step(3)
+    w.do(lambda e: e.controller.freeze())
+    w.abort("a")
+    assert w.ended("a") is not None
+    w.crash()
+    (leg,) = w.record("t")["legs"]
+    assert (leg["rid"], leg["finish_reason"]) == ("a", {"type": "abort"})
+
+
+def test_a_request_survives_its_clients_disconnect_while_the_server_shuts_down(w: JournalledLegs) -> None:
+    """SIGTERM often reaches a server and its clients at once."""
+    w.leg("run", "a", PROMPT, 9, "t")
+    w.step(3)
+    w.command(messages.Shutdown, store=False)
+    w.abort("a")
+    w.crash()
+    assert [rid for (_, rid), group in saved_requests(w.saved).items() if tokens_of(group).length] == ["a"]
+    assert not w.record("t")["legs"]

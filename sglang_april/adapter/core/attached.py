@@ -147,9 +147,7 @@ def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
     They are taken out of SGLang's queues and batches first. SGLang itself would match `rid` as a prefix, forget the
     tokens of a request that waits for a prefill, and answer a running one after its next step, which a pause delays.
     """
-    named = s.april.attached.named(lambda req: recv_req.abort_all or req.rid == recv_req.rid)
-    if named:
-        s.april.attached.abort(named)
+    s.april.attached.abort_named(lambda req: recv_req.abort_all or req.rid == recv_req.rid)
 
 
 def answer_aborted(s: Scheduler, req: Req) -> None:
