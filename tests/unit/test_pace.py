@@ -45,7 +45,7 @@ def values(decode: float = 1.0, prefill: float = 2.0) -> dict[str, Any]:
     return {
         "name": "test",
         "decode_ms": {"rows": [1, 10], "context": [0, 100], "ms": [[decode, 3 * decode], [2 * decode, 4 * decode]]},
-        "prefill_ms": {"tokens": [1, 100], "prefix": [0, 100], "ms": [[prefill, prefill], [prefill, 3 * prefill]]},
+        "prefill_ms": {"tokens": [1, 100], "attended": [0, 100], "ms": [[prefill, prefill], [prefill, 3 * prefill]]},
     }
 
 
@@ -62,9 +62,9 @@ def test_seconds_of_a_batch(tmp_path: Path) -> None:
     times = table(tmp_path)
     assert times.seconds(batch_of("idle", batch_size=0)) == 0
     assert times.seconds(batch_of("decode", batch_size=10, seq_lens_cpu=torch.tensor([50] * 10))) == pytest.approx(3e-3)
-    # 60 tokens without a prefix and 40 behind 100: a mean prefix of 40
+    # 60 tokens attend to 30 on average, 40 behind 100 to 120: 66
     mixed = batch_of("extend", batch_size=2, extend_seq_lens_cpu=[60, 40], extend_prefix_lens_cpu=[0, 100])
-    assert times.seconds(mixed) == pytest.approx(2e-3 * (1 + 2 * 0.4))
+    assert times.seconds(mixed) == pytest.approx(2e-3 * (1 + 2 * 0.66))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,30 @@ def test_shipped_tables_are_those_of_the_model(model: str, gpu: str) -> None:
     assert written == json.loads(json.dumps(modelled(MODELS[model], GPUS[gpu])))
     assert written["kind"] == "modelled"
     assert "modelled" in pace.load(str(NAMES[model, gpu])).name
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=lambda path: path.stem)
+def test_a_prompt_attends_to_no_other_prompt_of_its_batch(name: Path) -> None:
+    table = pace.load(str(name))
+
+    def seconds(*lengths: int) -> float:
+        prefixes = [0] * len(lengths)
+        return table.seconds(
+            batch_of("extend", batch_size=len(lengths), extend_seq_lens_cpu=lengths, extend_prefix_lens_cpu=prefixes)
+        )
+
+    many, one, without = seconds(*[256] * 32), seconds(8192), seconds(*[1] * 8192)
+    assert many < one
+    # each token attends to 128 tokens on average, not to 4,096
+    assert many - without == pytest.approx((one - without) / 32, rel=0.01)
+
+
+def test_a_table_over_prefixes_is_refused(tmp_path: Path) -> None:
+    path, old = tmp_path / "old.json", values()
+    old["prefill_ms"]["prefix"] = old["prefill_ms"].pop("attended")
+    path.write_text(json.dumps(old))
+    with pytest.raises(config.ConfigError, match="no axis 'attended'"):
+        pace.load(str(path))
 
 
 def test_modelled_times_grow_with_each_size() -> None:
