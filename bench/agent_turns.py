@@ -5,8 +5,8 @@ everything so far as its prompt; then a tool takes its time and adds tokens. Wei
 
 - `attached`: the requests belong to a run. The push suspends them, and their callers wait.
 - `trajectory`: they also name their trajectory, which may keep their KV for the next turn.
-- `resend`: on a stock server, generation is paused by `abort`; callers keep what they have and, after the push,
-  send prompt and tokens again.
+- `resend`: on a stock server, the client aborts all requests and then pauses generation by `abort`; callers keep
+  what they have and, after the push, send prompt and tokens again.
 - `in_place`: on a stock server, generation is paused by `in_place`, and requests continue on the older policy's KV.
 
 A row has delivered trajectories/s, and the prefilled tokens that are neither a prompt nor a tool's output seen for the
@@ -19,7 +19,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bench import record
 from bench.rollout.engine_client import EngineClient, EngineError
@@ -29,6 +29,8 @@ VARIANTS: tuple[Variant, ...] = ("attached", "trajectory", "resend", "in_place")
 ATTACHED = ("attached", "trajectory")
 RUN = "agents"
 HEADERS = {"x-april-run": RUN}
+ABORT_AGAIN_S = 0.05
+"""Delay before a second abort, for requests that had not reached the engine. Others answer within a step."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Agents:
         self._rng, self._name = random.Random(seed), uuid.uuid4().hex[:8]
         self._left = load.trajectories
         self._may_ask = asyncio.Event()
+        self._asked: set[asyncio.Task[Any]] = set()
+        """Requests without an answer."""
         self.own_tokens = 0
         """Tokens of prompts and tools, each counted once."""
         self.generated = 0
@@ -121,11 +125,12 @@ class Agents:
         """The response, in as many requests as the variant needs."""
         drawn: list[int] = []
         while len(drawn) < length:
-            await self._may_ask.wait()
+            while not self._may_ask.is_set():
+                await self._may_ask.wait()
             params = {"max_new_tokens": length - len(drawn), "ignore_eos": True, "temperature": 1.0}
             body = {"input_ids": prompt + drawn, "sampling_params": params, "return_logprob": True}
             try:
-                answer = await self._engine.post("/generate", body, headers)
+                answer = await self._ask(body, headers)
             except EngineError as error:  # aborted before it reached the scheduler
                 if self._variant != "resend" or b"abort" not in error.content.lower():
                     raise
@@ -138,6 +143,18 @@ class Agents:
                 self.resent += 1
         self.generated += length
         return drawn
+
+    async def _ask(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        request = asyncio.ensure_future(self._engine.post("/generate", body, headers))
+        self._asked.add(request)
+        request.add_done_callback(self._asked.discard)
+        return await request
+
+    async def _abort_all(self) -> None:
+        """Abort all requests and wait for their answers: a pause by `abort` that finds a request sleeps for 1 s."""
+        while waiting := set(self._asked):
+            await self._engine.abort_all()
+            await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
 
     async def _push_repeatedly(self) -> None:
         while True:
@@ -156,6 +173,8 @@ class Agents:
             return
         stock = {"resend": "abort", "in_place": "in_place"}
         self._may_ask.clear()
+        if self._variant == "resend":
+            await self._abort_all()
         await engine.post("/pause_generation", {"mode": stock[self._variant]})
         await engine.load_weights(checkpoint, flush=self._variant == "resend")
         await self._resume()

@@ -1,0 +1,79 @@
+"""bench.agents turns: the agents of a row, on an engine in memory."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from bench.agent_turns import Agents, Load, Variant
+from bench.rollout.engine_client import Counters, EngineError
+
+LOAD = Load(agents=3, trajectories=6, turns=2, prompt=4, response=8, tool_tokens=2, tool_s=0.0, push_s=0.03)
+CHECKPOINTS = (Path("v0"), Path("v1"))
+
+
+class FakeEngine:
+    """An engine whose requests take `step_s` unless they are aborted, and which fails in the calls of `failing`."""
+
+    def __init__(self, step_s: float = 0.02, failing: str = "") -> None:
+        self.step_s, self.failing = step_s, failing
+        self.running = 0
+        self.prompts: list[tuple[int, ...]] = []
+        self.lengths: list[int] = []
+        self.pauses: list[int] = []
+        """Requests that each pause found."""
+        self._aborted = asyncio.Event()
+
+    async def post(self, route: str, body: dict[str, Any], _headers: dict[str, str] | None = None) -> Any:
+        self._fail(route)
+        if route == "/pause_generation":
+            self.pauses.append(self.running)
+        if route != "/generate":
+            return {}
+        length = body["sampling_params"]["max_new_tokens"]
+        self.prompts.append(tuple(body["input_ids"]))
+        self.lengths.append(length)
+        aborted, self.running = self._aborted, self.running + 1
+        try:
+            await asyncio.wait_for(aborted.wait(), self.step_s)
+            drawn, reason = length // 2, "abort"
+        except TimeoutError:
+            drawn, reason = length, "length"
+        finally:
+            self.running -= 1
+        return {"output_ids": [7] * drawn, "meta_info": {"finish_reason": {"type": reason}}}
+
+    def _fail(self, route: str) -> None:
+        if route == self.failing:
+            raise EngineError(f"POST {route}", 400, b"refused")
+
+    async def get(self, _route: str) -> Any:
+        return {"push_open": False}
+
+    async def load_weights(self, _checkpoint: Path, *, flush: bool) -> None:  # noqa: ARG002 - the client's signature
+        self._fail("weights")
+
+    async def abort_all(self) -> None:
+        self._aborted.set()
+        self._aborted = asyncio.Event()
+
+    async def flush(self) -> None:
+        pass
+
+    async def settled(self) -> Counters:
+        return Counters(0, 0, 0, 0, 0, 0)
+
+
+async def run(engine: FakeEngine, variant: Variant, load: Load = LOAD) -> dict[str, Any]:
+    agents = Agents(engine, variant, load, CHECKPOINTS, seed=1)  # type: ignore[arg-type]
+    return await asyncio.wait_for(agents.run(), 20)
+
+
+def test_before_an_aborting_pause_every_request_has_answered() -> None:
+    async def scene() -> tuple[FakeEngine, dict[str, Any]]:
+        engine = FakeEngine()
+        return engine, await run(engine, "resend")
+
+    engine, row = asyncio.run(scene())
+    assert engine.pauses
+    assert not any(engine.pauses)
+    assert row["resent_requests"]
