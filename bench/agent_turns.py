@@ -59,7 +59,7 @@ class Agents:
         self, engine: EngineClient, variant: Variant, load: Load, checkpoints: tuple[Path, Path], seed: int
     ) -> None:
         self._engine, self._variant, self._load, self._checkpoints = engine, variant, load, checkpoints
-        self._rng, self._name = random.Random(seed), uuid.uuid4().hex[:8]
+        self._seed, self._name = seed, uuid.uuid4().hex[:8]
         self._left = load.trajectories
         self._may_ask = asyncio.Event()
         self._asked: set[asyncio.Task[Any]] = set()
@@ -101,20 +101,23 @@ class Agents:
         }
 
     async def _agent(self) -> None:
-        load, rng = self._load, self._rng
+        load = self._load
         while self._left:
             self._left -= 1
-            headers = self._headers(str(self._left))
-            ids = self._tokens(load.prompt)
+            trajectory = str(self._left)
+            headers = self._headers(trajectory)
+            # One generator per trajectory: which agent draws next depends on times, and differs between variants.
+            rng = random.Random(f"{self._seed}/{trajectory}")
+            ids = self._tokens(load.prompt, rng)
             for turn in range(load.turns):
                 ids += await self._turn(ids, headers, rng.randint(load.response // 4, 7 * load.response // 4))
                 if turn + 1 < load.turns:
                     await asyncio.sleep(rng.uniform(0, 2 * load.tool_s))
-                    ids += self._tokens(load.tool_tokens)
+                    ids += self._tokens(load.tool_tokens, rng)
 
-    def _tokens(self, count: int) -> list[int]:
+    def _tokens(self, count: int, rng: random.Random) -> list[int]:
         self.own_tokens += count
-        return [self._rng.randint(6, 500) for _ in range(count)]
+        return [rng.randint(6, 500) for _ in range(count)]
 
     def _headers(self, trajectory: str) -> dict[str, str]:
         if self._variant == "trajectory":

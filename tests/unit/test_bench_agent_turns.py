@@ -1,6 +1,7 @@
 """bench.agents turns: the agents of a row, on an engine in memory."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,17 @@ def test_before_an_aborting_pause_every_request_has_answered() -> None:
     assert engine.pauses
     assert not any(engine.pauses)
     assert row["resent_requests"]
+
+
+def test_every_variant_has_the_same_load() -> None:
+    """Prompts and lengths do not depend on which agent is faster."""
+
+    async def scene(step_s: float, agents: int) -> FakeEngine:
+        engine = FakeEngine(step_s)
+        await run(engine, "in_place", replace(LOAD, agents=agents, push_s=0.0))
+        return engine
+
+    one, other = asyncio.run(scene(0.0, 1)), asyncio.run(scene(0.002, 3))
+    assert sorted(one.prompts) == sorted(other.prompts)
+    assert sorted(one.lengths) == sorted(other.lengths)
+    assert len(set(one.prompts)) == LOAD.trajectories * LOAD.turns
