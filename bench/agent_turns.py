@@ -78,14 +78,13 @@ class Agents:
         self._may_ask.set()
         before = await engine.settled()
         began = time.monotonic()
-        pushing = asyncio.create_task(self._push_repeatedly()) if self._load.push_s else None
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._load.agents):
-                group.create_task(self._agent())
-        seconds = time.monotonic() - began
+            pushing = group.create_task(self._push_repeatedly()) if self._load.push_s else None
+            await asyncio.wait([group.create_task(self._agent()) for _ in range(self._load.agents)])
+            seconds = time.monotonic() - began
+            if pushing is not None:
+                pushing.cancel()
         if pushing is not None:
-            pushing.cancel()
-            await asyncio.gather(pushing, return_exceptions=True)
             await self._resume()
         after = await engine.settled()
         prefilled = after.prefilled - before.prefilled

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.agent_turns import Agents, Load, Variant
 from bench.rollout.engine_client import Counters, EngineError
 
@@ -50,7 +52,7 @@ class FakeEngine:
     async def get(self, _route: str) -> Any:
         return {"push_open": False}
 
-    async def load_weights(self, _checkpoint: Path, *, flush: bool) -> None:  # noqa: ARG002 - the client's signature
+    async def load_weights(self, _checkpoint: Path, *, flush: bool) -> None:
         self._fail("weights")
 
     async def abort_all(self) -> None:
@@ -92,3 +94,14 @@ def test_every_variant_has_the_same_load() -> None:
     assert sorted(one.prompts) == sorted(other.prompts)
     assert sorted(one.lengths) == sorted(other.lengths)
     assert len(set(one.prompts)) == LOAD.trajectories * LOAD.turns
+
+
+@pytest.mark.parametrize(
+    ("variant", "failing"),
+    [("attached", "/april/push/begin"), ("in_place", "weights"), ("resend", "/pause_generation")],
+)
+def test_a_push_that_fails_ends_the_run(variant: Variant, failing: str) -> None:
+    """Agents that wait for the end of that push would wait for ever."""
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(run(FakeEngine(failing=failing), variant))
+    assert raised.group_contains(EngineError)
