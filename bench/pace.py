@@ -22,6 +22,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,20 +146,21 @@ def _grid(first: Any, second: Any, one: str, other: str, ms: Any) -> dict[str, A
 async def measured(url: str, rows: tuple[int, ...], contexts: tuple[int, ...], name: str) -> dict[str, Any]:
     """A table measured at the server `url`: decode steps by batch and prompt length, prefills by length.
 
-    Each decode cell runs a full batch for 96 tokens; each prefill cell is one prompt, less a one-token prefill's share
+    Each decode cell runs a full batch for 96 tokens; those whose batch does not fit are extrapolated. Each prefill cell is one prompt, less a one-token prefill's share
     of HTTP. Its tokens attend to half its length; no other context is measured, so both columns are equal.
     """
     async with EngineClient(url, patched=False) as engine:
-        decode = []
+        decode, extrapolated = [], []
         for batch in rows:
-            line: list[float] = []
+            line: list[float | None] = []
             for context in contexts:
                 try:
                     halves = (await decode_rate(engine, batch, 96, max(1, context))).halves
                     line.append(1e3 * sum(half.seconds for half in halves) / len(halves))
-                except NeverFullError:  # the batch does not fit: continue the line by its last slope
-                    line.append(2 * line[-1] - line[-2] if len(line) > 1 else line[-1])
-            decode.append(line)
+                except NeverFullError:
+                    line.append(None)
+                    extrapolated.append((batch, context))
+            decode.append(whole(batch, contexts, line))
         base = await prefill_seconds(engine, 1)
         step = decode[0][0] / 1e3
         tokens = tuple(count for count in TOKENS if count <= contexts[-1])
@@ -168,9 +170,26 @@ async def measured(url: str, rows: tuple[int, ...], contexts: tuple[int, ...], n
         "kind": "measured",
         "method": "bench.pace measure: decode steps from the scheduler's counters; prefills of one prompt over HTTP",
         **record.provenance(),
-        "decode_ms": {"rows": rows, "context": contexts, "ms": decode},
+        "decode_ms": {"rows": rows, "context": contexts, "ms": decode, "extrapolated": extrapolated},
         "prefill_ms": {"tokens": tokens, "attended": (0, contexts[-1]), "ms": [[1e3 * one] * 2 for one in took]},
     }
+
+
+def whole(batch: int, contexts: Sequence[int], measured: Sequence[float | None]) -> list[float]:
+    """Times by context, those that were not measured (None) by the line through the two nearest measured ones.
+
+    Raises:
+        NeverFullError: fewer than two were measured.
+    """
+    known = [(context, ms) for context, ms in zip(contexts, measured, strict=True) if ms is not None]
+    if len(known) < 2:
+        what = f"a batch of {batch} ran with {len(known)} of the contexts {', '.join(map(str, contexts))}"
+        raise NeverFullError(f"{what}, and two are needed: choose fewer --rows or smaller --contexts")
+    found = []
+    for context, ms in zip(contexts, measured, strict=True):
+        (at, near), (at_other, other) = sorted(known, key=lambda one: abs(one[0] - context))[:2]
+        found.append(near + (context - at) * (other - near) / (at_other - at) if ms is None else ms)
+    return found
 
 
 def main(given: list[str] | None = None) -> int:
@@ -205,7 +224,11 @@ def main(given: list[str] | None = None) -> int:
         size = Size(checkpoint, rows[-1], contexts[-1] + 128, pool, ("--disable-radix-cache",))
         with stock_server(size, record.ROOT / "out" / "bench") as url:
             name = f"{checkpoint.name} on one {record.gpu_name() or record.cpu_name()}, measured"
-            table = asyncio.run(measured(url, rows, contexts, name))
+            try:
+                table = asyncio.run(measured(url, rows, contexts, name))
+            except NeverFullError as problem:
+                print(problem, file=sys.stderr)
+                return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n")
     print(args.out)

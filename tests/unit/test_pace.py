@@ -1,5 +1,6 @@
 """`--april-cpu-pace`: tables, the clock, and forwards that queue on it."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import bench.pace
 from bench.pace import GPUS, MODELS, decode_ms, modelled, prefill_ms
 from bench.pace_tables import TABLES
+from bench.rollout.limit import Decoded, DecodeRate, NeverFullError
 from sglang_april import config
 from sglang_april.cpu import pace
 from sglang_april.cpu.platform import check_pace
@@ -207,3 +210,32 @@ def test_modelled_times_grow_with_each_size() -> None:
             for ms in (decode_ms, prefill_ms):
                 assert ms(model, gpu, 64, 1024) < ms(model, gpu, 2048, 1024)
                 assert ms(model, gpu, 64, 1024) < ms(model, gpu, 64, 8192)
+
+
+def measured_table(monkeypatch: pytest.MonkeyPatch, fits: int) -> dict[str, Any]:
+    """A table measured at an engine that holds `fits` tokens, whose step takes a millisecond per 1,000 tokens."""
+
+    async def decode(_engine: Any, batch: int, _length: int, context: int) -> Decoded:
+        if batch * context > fits:
+            raise NeverFullError
+        return Decoded(1.0, (DecodeRate(batch, 0.0, batch * context / 1e6),))
+
+    async def prefill(_engine: Any, tokens: int) -> float:
+        return tokens / 1e5
+
+    monkeypatch.setattr(bench.pace, "decode_rate", decode)
+    monkeypatch.setattr(bench.pace, "prefill_seconds", prefill)
+    return asyncio.run(bench.pace.measured("http://none", (1, 8), (16, 1024, 4096), "here, measured"))
+
+
+def test_cells_whose_batch_does_not_fit_are_extrapolated_by_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = measured_table(monkeypatch, fits=10_000)
+    assert table["decode_ms"]["ms"] == [pytest.approx([0.016, 1.024, 4.096]), pytest.approx([0.128, 8.192, 32.768])]
+    assert table["decode_ms"]["extrapolated"] == [(8, 4096)]
+
+
+def test_a_line_with_one_measured_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NeverFullError, match="a batch of 8 ran with 1 of the contexts 16, 1024, 4096"):
+        measured_table(monkeypatch, fits=4096)
+    with pytest.raises(NeverFullError, match="a batch of 1 ran with 0 of the contexts"):
+        measured_table(monkeypatch, fits=0)
