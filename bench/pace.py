@@ -146,8 +146,9 @@ def _grid(first: Any, second: Any, one: str, other: str, ms: Any) -> dict[str, A
 async def measured(url: str, rows: tuple[int, ...], contexts: tuple[int, ...], name: str) -> dict[str, Any]:
     """A table measured at the server `url`: decode steps by batch and prompt length, prefills by length.
 
-    Each decode cell runs a full batch for 96 tokens; those whose batch does not fit are extrapolated. Each prefill cell is one prompt, less a one-token prefill's share
-    of HTTP. Its tokens attend to half its length; no other context is measured, so both columns are equal.
+    Each decode cell runs a full batch for 96 tokens; those whose batch does not fit are extrapolated. Each prefill
+    cell is one prompt, less a one-token prefill's share of HTTP. Its tokens attend to half its length; no other context
+    is measured, so both columns are equal.
     """
     async with EngineClient(url, patched=False) as engine:
         decode, extrapolated = [], []

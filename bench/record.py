@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,15 @@ def read_rows(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def newest_run(rows: list[Row], key: str = "run_id") -> list[Row]:
-    """The rows of the newest run: those that agree in `key` with the newest one."""
-    last = max(rows, key=lambda row: row["time"], default=None)
-    return [] if last is None else [row for row in rows if row.get(key) == last.get(key)]
+def newest_run(rows: list[Row], key: str = "run_id", case: Callable[[Row], object] = lambda _: None) -> list[Row]:
+    """The rows of the newest run: those that agree in `key` with the newest one.
+
+    With `case`, it is the newest of the runs with the most cases: one that was interrupted lacks some.
+    """
+    runs: dict[object, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row.get(key), []).append(row)
+    return max(runs.values(), key=lambda run: (len(set(map(case, run))), max(row["time"] for row in run)), default=[])
 
 
 def _output(*command: str) -> str:
