@@ -169,11 +169,13 @@ def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
 
 def changed(args: argparse.Namespace) -> list[str]:
     """Options that change the preset; tables use only rows without any."""
-    names = ["variants", "over_sampling", "warm_rounds", "seed"]
+    names = ["distribution", "over_sampling", "warm_rounds", "seed"]
     if args.preset.startswith("april-paced"):
-        names = ["pace", "server_options", "checkpoints", "seed", "warm_rounds"]
-    elif PRESETS[args.preset].shape == "tiny":
-        names += ["server", "server_options", "checkpoints"]
+        names += ["pace", "server_options", "checkpoints"]
+    else:
+        names.append("variants")
+        if PRESETS[args.preset].shape == "tiny":
+            names += ["server", "server_options", "checkpoints"]
     return [name for name in names if getattr(args, name)]
 
 

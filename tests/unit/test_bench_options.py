@@ -54,6 +54,16 @@ def test_table_of_some_variants_is_marked_as_changed() -> None:
     assert changed(arguments(["--variants", "april-keep"])) == ["variants"]
 
 
+@pytest.mark.parametrize("preset", ["cpu", "april/8", "april-paced", "april-paced-30b-a3b"])
+def test_options_that_change_results_are_marked(preset: str) -> None:
+    given = arguments(["--preset", preset, "--distribution", "pareto", "--over-sampling", "3"])
+    assert changed(given) == ["distribution", "over_sampling"]
+
+
+def test_variants_of_a_paced_preset_can_be_measured_apart() -> None:
+    assert changed(arguments(["--preset", "april-paced", "--variants", "april-keep"])) == []
+
+
 def test_paced_preset_starts_servers_of_its_own_at_the_pace_of_a_table() -> None:
     args = arguments(["--preset", "april-paced/8", "--pace", str(TABLES / "qwen3-4b-mi300x.json")])
     preset = preset_of(args)
