@@ -3,13 +3,15 @@
 A file under ``bench/results`` is a JSON list of rows; runs only append to it.
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,23 @@ def cpu_name() -> str:
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
-    """Append rows to the list in `path` atomically."""
+    """Append rows to the list in `path` atomically, also beside other processes that append to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*read_rows(path), *rows]) + "\n]\n")
-    new.replace(path)
+    with _locked(path.parent):
+        new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*read_rows(path), *rows]) + "\n]\n")
+        new.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: that of a file in it would go with the file that is replaced."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def read_rows(path: Path) -> list[Row]:
