@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_what_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_run_id_is_kept_until_its_piece_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = iter("abcd")
-    monkeypatch.setattr(gpu.time, "strftime", lambda *_: next(starts))
+    monkeypatch.setattr(time, "strftime", lambda *_: next(starts))
     monkeypatch.setattr(record, "commit", lambda: "0123456789")
     seen: list[str] = []
 
