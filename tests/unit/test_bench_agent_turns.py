@@ -14,7 +14,7 @@ LOAD = Load(agents=3, trajectories=6, turns=2, prompt=4, response=8, tool_tokens
 CHECKPOINTS = (Path("v0"), Path("v1"))
 
 
-class FakeEngine:
+class AgentsEngine:
     """An engine whose requests take `step_s` unless they are aborted, and which fails in the calls of `failing`."""
 
     def __init__(self, step_s: float = 0.02, failing: str = "") -> None:
@@ -66,14 +66,14 @@ class FakeEngine:
         return Counters(0, 0, 0, 0, 0, 0)
 
 
-async def run(engine: FakeEngine, variant: Variant, load: Load = LOAD) -> dict[str, Any]:
+async def run(engine: AgentsEngine, variant: Variant, load: Load = LOAD) -> dict[str, Any]:
     agents = Agents(engine, variant, load, CHECKPOINTS, seed=1)  # type: ignore[arg-type]
     return await asyncio.wait_for(agents.run(), 20)
 
 
 def test_before_an_aborting_pause_every_request_has_answered() -> None:
-    async def scene() -> tuple[FakeEngine, dict[str, Any]]:
-        engine = FakeEngine()
+    async def scene() -> tuple[AgentsEngine, dict[str, Any]]:
+        engine = AgentsEngine()
         return engine, await run(engine, "resend")
 
     engine, row = asyncio.run(scene())
@@ -85,8 +85,8 @@ def test_before_an_aborting_pause_every_request_has_answered() -> None:
 def test_every_variant_has_the_same_load() -> None:
     """Prompts and lengths do not depend on which agent is faster."""
 
-    async def scene(step_s: float, agents: int) -> FakeEngine:
-        engine = FakeEngine(step_s)
+    async def scene(step_s: float, agents: int) -> AgentsEngine:
+        engine = AgentsEngine(step_s)
         await run(engine, "in_place", replace(LOAD, agents=agents, push_s=0.0))
         return engine
 
@@ -103,5 +103,5 @@ def test_every_variant_has_the_same_load() -> None:
 def test_a_push_that_fails_ends_the_run(variant: Variant, failing: str) -> None:
     """Agents that wait for the end of that push would wait for ever."""
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(run(FakeEngine(failing=failing), variant))
+        asyncio.run(run(AgentsEngine(failing=failing), variant))
     assert raised.group_contains(EngineError)
