@@ -5,8 +5,8 @@ everything so far as its prompt; then a tool takes its time and adds tokens. Wei
 
 - `attached`: the requests belong to a run. The push suspends them, and their callers wait.
 - `trajectory`: they also name their trajectory, which may keep their KV for the next turn.
-- `resend`: on a stock server, generation is paused by `abort`; callers keep what they have and, after the push,
-  send prompt and tokens again.
+- `resend`: on a stock server, the client aborts all requests and then pauses generation by `abort`; callers keep
+  what they have and, after the push, send prompt and tokens again.
 - `in_place`: on a stock server, generation is paused by `in_place`, and requests continue on the older policy's KV.
 
 A row has delivered trajectories/s, and the prefilled tokens that are neither a prompt nor a tool's output seen for the
@@ -19,7 +19,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bench import record
 from bench.rollout.engine_client import EngineClient, EngineError
@@ -29,6 +29,8 @@ VARIANTS: tuple[Variant, ...] = ("attached", "trajectory", "resend", "in_place")
 ATTACHED = ("attached", "trajectory")
 RUN = "agents"
 HEADERS = {"x-april-run": RUN}
+ABORT_AGAIN_S = 0.05
+"""Delay before a second abort, for requests that had not reached the engine. Others answer within a step."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,11 @@ class Agents:
         self, engine: EngineClient, variant: Variant, load: Load, checkpoints: tuple[Path, Path], seed: int
     ) -> None:
         self._engine, self._variant, self._load, self._checkpoints = engine, variant, load, checkpoints
-        self._rng, self._name = random.Random(seed), uuid.uuid4().hex[:8]
+        self._seed, self._name = seed, uuid.uuid4().hex[:8]
         self._left = load.trajectories
         self._may_ask = asyncio.Event()
+        self._asked: set[asyncio.Task[Any]] = set()
+        """Requests without an answer."""
         self.own_tokens = 0
         """Tokens of prompts and tools, each counted once."""
         self.generated = 0
@@ -74,14 +78,13 @@ class Agents:
         self._may_ask.set()
         before = await engine.settled()
         began = time.monotonic()
-        pushing = asyncio.create_task(self._push_repeatedly()) if self._load.push_s else None
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._load.agents):
-                group.create_task(self._agent())
-        seconds = time.monotonic() - began
+            pushing = group.create_task(self._push_repeatedly()) if self._load.push_s else None
+            await asyncio.wait([group.create_task(self._agent()) for _ in range(self._load.agents)])
+            seconds = time.monotonic() - began
+            if pushing is not None:
+                pushing.cancel()
         if pushing is not None:
-            pushing.cancel()
-            await asyncio.gather(pushing, return_exceptions=True)
             await self._resume()
         after = await engine.settled()
         prefilled = after.prefilled - before.prefilled
@@ -97,20 +100,23 @@ class Agents:
         }
 
     async def _agent(self) -> None:
-        load, rng = self._load, self._rng
+        load = self._load
         while self._left:
             self._left -= 1
-            headers = self._headers(str(self._left))
-            ids = self._tokens(load.prompt)
+            trajectory = str(self._left)
+            headers = self._headers(trajectory)
+            # One generator per trajectory: which agent draws next depends on times, and differs between variants.
+            rng = random.Random(f"{self._seed}/{trajectory}")
+            ids = self._tokens(load.prompt, rng)
             for turn in range(load.turns):
                 ids += await self._turn(ids, headers, rng.randint(load.response // 4, 7 * load.response // 4))
                 if turn + 1 < load.turns:
                     await asyncio.sleep(rng.uniform(0, 2 * load.tool_s))
-                    ids += self._tokens(load.tool_tokens)
+                    ids += self._tokens(load.tool_tokens, rng)
 
-    def _tokens(self, count: int) -> list[int]:
+    def _tokens(self, count: int, rng: random.Random) -> list[int]:
         self.own_tokens += count
-        return [self._rng.randint(6, 500) for _ in range(count)]
+        return [rng.randint(6, 500) for _ in range(count)]
 
     def _headers(self, trajectory: str) -> dict[str, str]:
         if self._variant == "trajectory":
@@ -121,11 +127,12 @@ class Agents:
         """The response, in as many requests as the variant needs."""
         drawn: list[int] = []
         while len(drawn) < length:
-            await self._may_ask.wait()
+            while not self._may_ask.is_set():
+                await self._may_ask.wait()
             params = {"max_new_tokens": length - len(drawn), "ignore_eos": True, "temperature": 1.0}
             body = {"input_ids": prompt + drawn, "sampling_params": params, "return_logprob": True}
             try:
-                answer = await self._engine.post("/generate", body, headers)
+                answer = await self._ask(body, headers)
             except EngineError as error:  # aborted before it reached the scheduler
                 if self._variant != "resend" or b"abort" not in error.content.lower():
                     raise
@@ -138,6 +145,18 @@ class Agents:
                 self.resent += 1
         self.generated += length
         return drawn
+
+    async def _ask(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        request = asyncio.ensure_future(self._engine.post("/generate", body, headers))
+        self._asked.add(request)
+        request.add_done_callback(self._asked.discard)
+        return await request
+
+    async def _abort_all(self) -> None:
+        """Abort all requests and wait for their answers: a pause by `abort` that finds a request sleeps for 1 s."""
+        while waiting := set(self._asked):
+            await self._engine.abort_all()
+            await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
 
     async def _push_repeatedly(self) -> None:
         while True:
@@ -156,6 +175,8 @@ class Agents:
             return
         stock = {"resend": "abort", "in_place": "in_place"}
         self._may_ask.clear()
+        if self._variant == "resend":
+            await self._abort_all()
         await engine.post("/pause_generation", {"mode": stock[self._variant]})
         await engine.load_weights(checkpoint, flush=self._variant == "resend")
         await self._resume()

@@ -40,7 +40,8 @@ def _source(rows: list[Row]) -> str:
     load = max(row["load"] for row in rows)
     days = ", ".join(dict.fromkeys(row["time"][:10] for row in rows))
     run = f"SGLang {version}; {days}; commit {commits}; load up to {load:.1f}"
-    return f"{machine['cpu']}, {machine['cores']} cores; {run}."
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    return f"{where}; {run}."
 
 
 def _of(rows: list[Row], bench: str) -> list[Row]:
@@ -63,7 +64,8 @@ def suspend(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def stop_latency(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Medians from the last finish to the last byte at the client, in JSON."""
-    used = newest_run([row for row in _of(rows, "stop_latency") if row.get("running")])
+    cases = [row for row in _of(rows, "stop_latency") if row.get("running")]
+    used = newest_run(cases, case=lambda row: (row["running"], row["variant"], row["format"]))
     cells = [["running", "batch quota, ms", "tokens after the quota", "client-side, ms", "tokens after the quota"]]
     for running in sorted({row["running"] for row in used}):
         line = [str(running)]
@@ -130,7 +132,8 @@ def prompt_sharing(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 def kernels(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Page copies on a CPU against SGLang's own."""
-    used = [row for row in newest_run(_of(rows, "kernels")) if not row.get("skipped")]
+    on_cpu = [row for row in _of(rows, "kernels") if not row["machine"].get("gpu")]
+    used = [row for row in newest_run(on_cpu, case=lambda row: (row["tokens"], row["name"])) if not row.get("skipped")]
     cells = [
         [
             "tokens",
@@ -165,7 +168,8 @@ QUIET_SEEDS = (2, 3, 4)
 
 def learning(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Held-out reward after equal numbers of samples, paired over seeds."""
-    used = newest_run([row for row in _of(rows, "learning") if row["kind"] == "run"])
+    runs = [row for row in _of(rows, "learning") if row["kind"] == "run"]
+    used = newest_run(runs, case=lambda row: (row["variant"], row["seed"]))
     found = learning_page.by_variant(used)
     base = {seed: row["reward_final"] for seed, row in found.get("synchronous", {}).items()}
     head = ["", "seeds", "held-out reward", "minus waiting for all (95 %)", "off-policy", "≥ 3 versions"]

@@ -59,7 +59,7 @@ def host_time(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     used: list[Row] = []
     cells = [["running", "stock, ms (lowest to highest)", "batch quota, ms", "more than stock, ms"]]
     for (n, prompt), of_load in sorted(loads.items()):
-        newest = newest_run(of_load)
+        newest = newest_run(of_load, case=lambda row: (row["running"], row["server"]))
         used += newest
         title = "" if n == 1 else f", {n} to a prompt of {prompt:,} tokens"
         for running in sorted({row["running"] for row in newest}):
@@ -67,6 +67,8 @@ def host_time(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
                 server: [row["host_ms"] for row in newest if (row["running"], row["server"]) == (running, server)]
                 for server in ("stock", "batch quota")
             }
+            if not all(found.values()):
+                continue
             spread = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f})" for ms in found.values()]
             more = median(found["batch quota"]) - median(found["stock"])
             cells.append([f"{running:,}{title}", *spread, f"{more:+.2f}"])

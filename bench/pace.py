@@ -8,7 +8,9 @@ The model. A decode step reads the weights that it uses and the KV of all rows, 
     overhead + max(weight bytes / bandwidth, 2 · parameters of a token · rows / FLOPs) + KV bytes / bandwidth
 
 A mixture of experts reads the experts that at least one row uses, with uniform routing E · (1 − (1 − k/E)^rows). A
-prefill is the same over its tokens, plus 4 · layers · query width · tokens · (prefix + tokens / 2) FLOPs of attention.
+prefill is the same over its tokens, plus 4 · layers · query width · tokens · attended FLOPs of attention and one read
+of as much KV. `attended` is the mean context that a new token attends to: prefix + length / 2 in one sequence; a batch
+has the mean of its sequences, weighted by length.
 
 Bandwidths and FLOPs are peaks from data sheets times an efficiency, which is assumed, as is the overhead of 20 µs per
 layer (small kernels between the large ones, in a captured graph). No published table of step times over batch and
@@ -20,6 +22,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from examples.tiny_model import make
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (0, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
-PREFIXES = (0, 1024, 4096, 16384, 32768)
+ATTENDED = (0, 1024, 4096, 16384, 32768)
 LAYER_S = 20e-6
 
 
@@ -106,12 +109,12 @@ def decode_ms(model: Model, gpu: Gpu, rows: float, context: float) -> float:
     return 1e3 * (LAYER_S * model.layers + weights + rows * context * model.kv_bytes / bandwidth)
 
 
-def prefill_ms(model: Model, gpu: Gpu, tokens: float, prefix: float) -> float:
-    """Milliseconds of a modelled prefill of `tokens` tokens in total after prefixes of this mean length."""
+def prefill_ms(model: Model, gpu: Gpu, tokens: float, attended: float) -> float:
+    """Milliseconds of a modelled prefill of `tokens` tokens in total, which attend to this many on average."""
     bandwidth, flops = gpu.bandwidth * gpu.bandwidth_share, gpu.flops * gpu.flops_share
     weights = max(model.read_bytes(tokens) / bandwidth, 2 * model.token_parameters * tokens / flops)
-    attention = 4 * model.layers * model.query_width * tokens * (prefix + tokens / 2) / flops
-    return 1e3 * (LAYER_S * model.layers + weights + attention + prefix * model.kv_bytes / bandwidth)
+    attention = 4 * model.layers * model.query_width * tokens * attended / flops
+    return 1e3 * (LAYER_S * model.layers + weights + attention + attended * model.kv_bytes / bandwidth)
 
 
 def modelled(model: Model, gpu: Gpu) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def modelled(model: Model, gpu: Gpu) -> dict[str, Any]:
         f"{LAYER_S * 1e6:.0f} µs per layer",
         "kv_tokens_that_fit": kv_tokens(model, gpu),
         "decode_ms": _grid(ROWS, CONTEXTS, "rows", "context", lambda x, y: decode_ms(model, gpu, x, y)),
-        "prefill_ms": _grid(TOKENS, PREFIXES, "tokens", "prefix", lambda x, y: prefill_ms(model, gpu, x, y)),
+        "prefill_ms": _grid(TOKENS, ATTENDED, "tokens", "attended", lambda x, y: prefill_ms(model, gpu, x, y)),
     }
 
 
@@ -143,20 +146,22 @@ def _grid(first: Any, second: Any, one: str, other: str, ms: Any) -> dict[str, A
 async def measured(url: str, rows: tuple[int, ...], contexts: tuple[int, ...], name: str) -> dict[str, Any]:
     """A table measured at the server `url`: decode steps by batch and prompt length, prefills by length.
 
-    Each decode cell runs a full batch for 96 tokens; each prefill cell is one prompt, less a one-token prefill's share
-    of HTTP.
+    Each decode cell runs a full batch for 96 tokens; those whose batch does not fit are extrapolated. Each prefill
+    cell is one prompt, less a one-token prefill's share of HTTP. Its tokens attend to half its length; no other context
+    is measured, so both columns are equal.
     """
     async with EngineClient(url, patched=False) as engine:
-        decode = []
+        decode, extrapolated = [], []
         for batch in rows:
-            line: list[float] = []
+            line: list[float | None] = []
             for context in contexts:
                 try:
                     halves = (await decode_rate(engine, batch, 96, max(1, context))).halves
                     line.append(1e3 * sum(half.seconds for half in halves) / len(halves))
-                except NeverFullError:  # the batch does not fit: continue the line by its last slope
-                    line.append(2 * line[-1] - line[-2] if len(line) > 1 else line[-1])
-            decode.append(line)
+                except NeverFullError:
+                    line.append(None)
+                    extrapolated.append((batch, context))
+            decode.append(whole(batch, contexts, line))
         base = await prefill_seconds(engine, 1)
         step = decode[0][0] / 1e3
         tokens = tuple(count for count in TOKENS if count <= contexts[-1])
@@ -164,11 +169,28 @@ async def measured(url: str, rows: tuple[int, ...], contexts: tuple[int, ...], n
     return {
         "name": name,
         "kind": "measured",
-        "method": "bench.pace measure: decode steps from the scheduler's counters; prefills over HTTP, no prefix",
+        "method": "bench.pace measure: decode steps from the scheduler's counters; prefills of one prompt over HTTP",
         **record.provenance(),
-        "decode_ms": {"rows": rows, "context": contexts, "ms": decode},
-        "prefill_ms": {"tokens": tokens, "prefix": (0, contexts[-1]), "ms": [[1e3 * one] * 2 for one in took]},
+        "decode_ms": {"rows": rows, "context": contexts, "ms": decode, "extrapolated": extrapolated},
+        "prefill_ms": {"tokens": tokens, "attended": (0, contexts[-1]), "ms": [[1e3 * one] * 2 for one in took]},
     }
+
+
+def whole(batch: int, contexts: Sequence[int], measured: Sequence[float | None]) -> list[float]:
+    """Times by context, those that were not measured (None) by the line through the two nearest measured ones.
+
+    Raises:
+        NeverFullError: fewer than two were measured.
+    """
+    known = [(context, ms) for context, ms in zip(contexts, measured, strict=True) if ms is not None]
+    if len(known) < 2:
+        what = f"a batch of {batch} ran with {len(known)} of the contexts {', '.join(map(str, contexts))}"
+        raise NeverFullError(f"{what}, and two are needed: choose fewer --rows or smaller --contexts")
+    found = []
+    for context, ms in zip(contexts, measured, strict=True):
+        (at, near), (at_other, other) = sorted(known, key=lambda one: abs(one[0] - context))[:2]
+        found.append(near + (context - at) * (other - near) / (at_other - at) if ms is None else ms)
+    return found
 
 
 def main(given: list[str] | None = None) -> int:
@@ -203,7 +225,11 @@ def main(given: list[str] | None = None) -> int:
         size = Size(checkpoint, rows[-1], contexts[-1] + 128, pool, ("--disable-radix-cache",))
         with stock_server(size, record.ROOT / "out" / "bench") as url:
             name = f"{checkpoint.name} on one {record.gpu_name() or record.cpu_name()}, measured"
-            table = asyncio.run(measured(url, rows, contexts, name))
+            try:
+                table = asyncio.run(measured(url, rows, contexts, name))
+            except NeverFullError as problem:
+                print(problem, file=sys.stderr)
+                return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n")
     print(args.out)

@@ -3,12 +3,15 @@
 A file under ``bench/results`` is a JSON list of rows; runs only append to it.
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +74,23 @@ def cpu_name() -> str:
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
-    """Append rows to the list in `path` atomically."""
+    """Append rows to the list in `path` atomically, also beside other processes that append to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*read_rows(path), *rows]) + "\n]\n")
-    new.replace(path)
+    with _locked(path.parent):
+        new.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*read_rows(path), *rows]) + "\n]\n")
+        new.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: that of a file in it would go with the file that is replaced."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -83,10 +98,15 @@ def read_rows(path: Path) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def newest_run(rows: list[Row], key: str = "run_id") -> list[Row]:
-    """The rows of the newest run: those that agree in `key` with the newest one."""
-    last = max(rows, key=lambda row: row["time"], default=None)
-    return [] if last is None else [row for row in rows if row.get(key) == last.get(key)]
+def newest_run(rows: list[Row], key: str = "run_id", case: Callable[[Row], object] = lambda _: None) -> list[Row]:
+    """The rows of the newest run: those that agree in `key` with the newest one.
+
+    With `case`, it is the newest of the runs with the most cases: one that was interrupted lacks some.
+    """
+    runs: dict[object, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row.get(key), []).append(row)
+    return max(runs.values(), key=lambda run: (len(set(map(case, run))), max(row["time"] for row in run)), default=[])
 
 
 def _output(*command: str) -> str:

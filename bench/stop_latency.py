@@ -110,11 +110,11 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str], common: recor
     async with EngineClient(urls[0], patched=False) as stock, EngineClient(urls[1], patched=True) as april:
         for repetition in range(args.repetitions):
             for running in args.running:
-                common = {"running": running, "repetition": repetition}
+                case = {"running": running, "repetition": repetition}
                 for packed in (False, True):
                     row = {"variant": "april", "format": _format(packed), **await batch_quota(april, running, packed)}
-                    keep({**row, **common})
-                keep({"variant": "outside", "format": "json", **await outside(stock, running), **common})
+                    keep({**row, **case})
+                keep({"variant": "outside", "format": "json", **await outside(stock, running), **case})
         if args.reply_tokens:
             for row in await big_reply(april, max(args.running), args.reply_tokens):
                 keep(row)

@@ -69,6 +69,12 @@ def setting_of(args: argparse.Namespace) -> GpuSetting:
     return GpuSetting("rocm" if torch.version.hip else "cuda", folder, record.RESULTS, memory, major, checkpoints)
 
 
+def new_run_id(piece: Piece) -> str:
+    """A run id with the commit and the time."""
+    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return f"gpu-{piece.name.replace('/', '-').replace(' ', '-')}-{record.commit()[:8]}-{started}"
+
+
 def run_piece(piece: Piece, folder: Path, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Run a piece to its end or to its limit; its output goes to its log."""
     log = log_of(folder, piece)
@@ -134,7 +140,11 @@ def main(given: list[str] | None = None) -> int:
             print(f"{label}: passed before", flush=True)
             continue
         print(f"{label}: log {log_of(setting.folder, piece)}", flush=True)
-        state[piece.name] = run_piece(piece, setting.folder)
+        run_id = (None if args.again else state.get(piece.name, {}).get("run_id")) or new_run_id(piece)
+        # Stored before the piece begins, so that the next call continues a run that was interrupted.
+        state[piece.name] = {"state": "interrupted", "seconds": 0.0, "run_id": run_id}
+        where.write_text(json.dumps(state, indent=1) + "\n")
+        state[piece.name] = {**run_piece(piece.of_run(run_id), setting.folder), "run_id": run_id}
         where.write_text(json.dumps(state, indent=1) + "\n")
         print(f"{label}: {state[piece.name]['state']} after {state[piece.name]['seconds']:.0f} s", flush=True)
     report = setting.folder / "page.md"

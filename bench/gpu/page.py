@@ -12,7 +12,8 @@ from bench.report import markdown
 from bench.tables import headline_table
 
 Status = Mapping[str, Any]
-"""Result of a piece: `state` (passed, continues, failed, timed out), `seconds`, `at`, `commit`."""
+"""Result of a piece: `state` (passed, continues, failed, timed out, interrupted), `seconds`, `at`, `commit` and
+`run_id`."""
 
 README_CELLS: dict[str, tuple[str, ...]] = {
     "resume is exact": ("resume default", "live resume", "live features", "live pools", "live store"),
@@ -36,7 +37,7 @@ def page(setting: GpuSetting, chosen: Sequence[Piece], state: Mapping[str, Statu
     )
     parts = [
         f"# {title}\n",
-        f"{machine['gpu'] or machine['cpu']}; commit {record.commit()[:8]}; "
+        f"{machine['gpu'] or machine['cpu']}; "
         + ", ".join(f"{name} {version}" for name, version in record.versions().items() if version)
         + "\n",
         _pieces(setting, chosen, state),
@@ -47,10 +48,12 @@ def page(setting: GpuSetting, chosen: Sequence[Piece], state: Mapping[str, Statu
 
 
 def _pieces(setting: GpuSetting, chosen: Sequence[Piece], state: Mapping[str, Status]) -> str:
-    lines = [["piece", "result", "seconds", "log"]]
+    lines = [["piece", "result", "seconds", "commit", "log"]]
     for piece in chosen:
         status = state.get(piece.name, {"state": "not run", "seconds": 0})
-        lines.append([piece.name, status["state"], f"{status['seconds']:.0f}", log_of(setting.folder, piece).name])
+        commit = status.get("commit", "")
+        cells = [piece.name, status["state"], f"{status['seconds']:.0f}", commit[:8] + commit[40:]]
+        lines.append([*cells, log_of(setting.folder, piece).name])
     passed = sum(line[1] == "passed" for line in lines)
     return f"## {passed} of {len(chosen)} pieces passed\n\n{markdown(lines)}"
 

@@ -1,8 +1,9 @@
 """The pieces of ``make gpu``: commands that each take at most nine minutes and are not repeated once they passed."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from bench import record
 
@@ -30,6 +31,9 @@ FA3_MAJORS = 8, 9
 CONTINUES = "the budget was too small"
 """What bench.rollout prints if cells are left; the next call measures them under the same run id."""
 
+RUN_ID = "RUN_ID"
+"""Stands in a command for the piece's run id, which names commit and start and is kept until the piece has passed."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -38,6 +42,10 @@ class Piece:
     name: str
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+
+    def of_run(self, run_id: str) -> Self:
+        """The piece with a run id in its command."""
+        return replace(self, command=tuple(run_id if word == RUN_ID else word for word in self.command))
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ def _live(setting: GpuSetting) -> list[Piece]:
 
 
 def _rollout(preset: str, setting: GpuSetting) -> Piece:
-    common = ["--out", str(setting.rows("rollout")), "--run-id", f"{setting.folder.name}-{preset}-8"]
+    common = ["--out", str(setting.rows("rollout")), "--run-id", RUN_ID]
     if setting.rehearsal:
         few = ["--preset", "tiny", "--distribution", "lognormal", "--variants", "synchronous", "april-keep"]
         return Piece(f"{preset}/8", _python("bench.rollout", *common, *few))

@@ -39,7 +39,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--budget-minutes", type=float, default=60.0,
         help="time limit, server start included (%(default)s); below 30 the main table has three repetitions",
     )  # fmt: skip
-    parser.add_argument("--run-id", help="continue this run: cells that have rows are not measured again")
+    parser.add_argument(
+        "--run-id", help="continue this run: cells that it has with this preset, configuration and GPU are not repeated"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -131,6 +133,17 @@ def cells_of(args: argparse.Namespace, preset: Preset, done: list[record.Row]) -
     return [cell for cell in cells if (cell.distribution, cell.variant, cell.ablation, cell.repetition) not in have]
 
 
+def measured_before(args: argparse.Namespace, preset: Preset) -> list[record.Row]:
+    """The run's rows, if they have this preset and configuration and are of this machine's GPU."""
+    wanted = (args.run_id, preset.name, configuration(args, preset), record.gpu_name())
+    rows = [row for row in record.read_rows(args.out) if row.get("run_id") == args.run_id]
+    return [row for row in rows if _identity(row) == wanted]
+
+
+def _identity(row: record.Row) -> tuple[object, ...]:
+    return row["run_id"], row["preset"], row["configuration"], row["machine"]["gpu"]
+
+
 def _tried(cell: Cell, preset: Preset) -> tuple[str, str, int]:
     """(variant, distribution, n) for which over-sampling factors are compared."""
     return cell.variant.removesuffix("-retry3s"), cell.distribution, (cell.plan or preset.plan).n
@@ -156,11 +169,13 @@ def configuration(args: argparse.Namespace, preset: Preset) -> record.Row:
 
 def changed(args: argparse.Namespace) -> list[str]:
     """Options that change the preset; tables use only rows without any."""
-    names = ["variants", "over_sampling", "warm_rounds", "seed"]
+    names = ["distribution", "over_sampling", "warm_rounds", "seed"]
     if args.preset.startswith("april-paced"):
-        names = ["pace", "server_options", "checkpoints", "seed", "warm_rounds"]
-    elif PRESETS[args.preset].shape == "tiny":
-        names += ["server", "server_options", "checkpoints"]
+        names += ["pace", "server_options", "checkpoints"]
+    else:
+        names.append("variants")
+        if PRESETS[args.preset].shape == "tiny":
+            names += ["server", "server_options", "checkpoints"]
     return [name for name in names if getattr(args, name)]
 
 
@@ -180,7 +195,7 @@ def _pace(preset: Preset) -> Path | None:
 
 async def measure(args: argparse.Namespace, preset: Preset, urls: tuple[str, str], folder: Path, until: float) -> int:
     """Run the cells that fit into the time budget; returns the number of cells left out."""
-    done = [row for row in record.read_rows(args.out) if row.get("run_id") == args.run_id]
+    done = measured_before(args, preset)
     cells = cells_of(args, preset, done)
 
     def keep(row: record.Row) -> None:

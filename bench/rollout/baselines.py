@@ -125,7 +125,7 @@ class ClientSideBaseline:
     def _take(self, group: OpenGroup, index: int, had: int, answer: dict[str, Any]) -> None:
         meta, ids = answer["meta_info"], answer["output_ids"]
         # A request that was aborted before its prefill reports no cached tokens, and cost none.
-        if had and "cached_tokens" in meta:
+        if had and "cached_tokens" in meta and self._round.reprefilled is not None:
             self._round.reprefilled += meta["prompt_tokens"] - meta["cached_tokens"]
         if ids:
             self._round.legs += 1

@@ -44,6 +44,9 @@ class InFlight(ClientSideBaseline):
     def _begin(self) -> None:
         super()._begin()
         self._round.generated = None
+        # `rest` aborts every request, and their answers arrive in measured rounds: the client would count prefills that
+        # only the benchmark causes. It does not see those of a pause with `retract`.
+        self._round.reprefilled = None
 
     async def rest(self) -> None:
         """Abort requests in flight and keep their tokens, which the next round resends."""

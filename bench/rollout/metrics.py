@@ -108,7 +108,7 @@ def round_metrics(blocks: Sequence[Block], plan: Plan, lengths: Lengths, limits:
         "round_s_p95": quantiles(took, n=20, method="inclusive")[-1] if len(took) > 1 else took[0],
         "push_s_p50": median(measured.push_s for measured in rounds),
         "tokens_after_end": _sum([measured.after_end for measured in rounds]),
-        "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
+        "reprefilled_tokens": _sum([measured.round.reprefilled for measured in rounds]),
         "decoded_tokens": decoded,
         "computed_tokens": decoded + sum(measured.round.legs for measured in rounds),
         "decode_steps": steps,

@@ -38,7 +38,8 @@ class RoundResult:
     """Computed tokens that will never be delivered."""
     carry: int | None = None
     """Output tokens of partials and finished surplus at the end of the round."""
-    reprefilled: int = 0
+    reprefilled: int | None = 0
+    """Tokens that were prefilled before and are prefilled again; None where requests stay in flight."""
     after_end: int | None = 0
     """Tokens computed after the last needed group finished; None where generation never stops."""
     decoded_at_end: int | None = None

@@ -131,7 +131,7 @@ def metrics(result: Result, settings: Settings) -> dict[str, Any]:
         "variant": result.name,
         "delivered_tokens_per_s": round(result.tokens / result.seconds, 1),
         "tokens_after_end": sum(measured.after_end or 0 for measured in rounds),
-        "reprefilled_tokens": sum(measured.round.reprefilled for measured in rounds),
+        "reprefilled_tokens": sum(measured.round.reprefilled or 0 for measured in rounds),
         "samples_lost": result.samples_lost,
         "off_policy_share": round(sum(group.off_policy or 0 for group in groups) / result.tokens, 4),
         "samples_delivered_twice": result.samples_twice,

@@ -25,7 +25,7 @@ from sglang_april import config
 
 ENV = "SGLANG_APRIL_CPU_PACE"
 """The same setting for a server without the plugin; `--april-cpu-pace` has precedence."""
-AXES = {"decode_ms": ("rows", "context"), "prefill_ms": ("tokens", "prefix")}
+AXES = {"decode_ms": ("rows", "context"), "prefill_ms": ("tokens", "attended")}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Table:
     decode: Grid
     """Milliseconds of a decode step, by rows and mean context in tokens."""
     prefill: Grid
-    """Milliseconds of a prefill, by new tokens of the batch and their mean prefix in tokens."""
+    """Milliseconds of a prefill, by new tokens of the batch and the mean context that they attend to, in tokens."""
 
     def seconds(self, batch: Any) -> float:
         """Modelled seconds of a forward batch (SGLang's `ForwardBatch`)."""
@@ -73,8 +73,8 @@ class Table:
             return self.decode.at(rows, float(batch.seq_lens_cpu.sum()) / rows) / 1e3
         lengths, prefixes = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
         tokens = sum(lengths)
-        prefix = sum(length * before for length, before in zip(lengths, prefixes, strict=True)) / max(1, tokens)
-        return self.prefill.at(tokens, prefix) / 1e3
+        attended = sum(new * (before + new / 2) for new, before in zip(lengths, prefixes, strict=True))
+        return self.prefill.at(tokens, attended / max(1, tokens)) / 1e3
 
 
 def load(path: str) -> Table:
@@ -92,6 +92,8 @@ def load(path: str) -> Table:
 
 
 def _grid(values: dict[str, Any], first: str, second: str) -> Grid:
+    if missing := [axis for axis in (first, second) if axis not in values]:
+        raise ValueError(f"no axis {missing[0]!r} (an older format?); bench/pace.py writes the table again")
     grid = Grid(values[first], values[second], values["ms"])
     for axis in (grid.first, grid.second):
         if len(axis) < 2 or list(axis) != sorted(set(axis)):

@@ -8,9 +8,9 @@ import pytest
 
 from bench.rollout.baselines import Outside, OutsideRetry
 from bench.rollout.engine_client import Counters
-from bench.rollout.in_flight import PauseInPlace
+from bench.rollout.in_flight import Asynchronous, InFlight, PauseInPlace, PauseRetract
 from bench.rollout.lengths import named
-from bench.rollout.metrics import Block, check_identity
+from bench.rollout.metrics import Block, check_identity, round_metrics
 from bench.rollout.variant import RoundResult
 from bench.rollout.workload import Stream
 from tests.unit.round_fixtures import ANY, PLAN, counters, measured
@@ -61,6 +61,21 @@ def test_client_side_rounds_carry_surplus_and_partials_and_lose_nothing() -> Non
     assert check_identity([Block(0, [measured(first), measured(last)])])
     assert sorted(variant.delivered) == [f"p{i}/{j}" for i in range(3) for j in range(2)]
     assert last.reprefilled == 6
+
+
+@pytest.mark.parametrize("kind", [PauseInPlace, PauseRetract, Asynchronous])
+def test_prefills_that_only_a_rest_causes_are_not_counted(kind: type[InFlight]) -> None:
+    """The answer to a request of a rested group arrives in a measured round, with all its earlier tokens prefilled."""
+    lengths = named("constant", 5, 9)
+    variant = kind(ANY, PLAN, Stream(0, lengths, 2, 3))
+    variant._begin()
+    (group,) = variant._new(1)
+    variant._take(group, 0, 2, {"output_ids": [7] * 3, "meta_info": {"prompt_tokens": 5, "cached_tokens": 0}})
+    done = variant._deliver(0)
+    assert done.reprefilled is None
+    done.carry = 3
+    row = round_metrics([Block(0, [measured(done)])], PLAN, lengths, [1.0])
+    assert row["reprefilled_tokens"] is None
 
 
 def test_pause_variant_replaces_rejected_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import record
 from bench.pace_tables import TABLES
-from bench.rollout.__main__ import arguments, cells_of, changed, configuration, preset_of
+from bench.rollout.__main__ import arguments, cells_of, changed, configuration, measured_before, preset_of
 from bench.rollout.presets import FEW, MAIN, Cell, Paced
 
 
@@ -53,6 +54,16 @@ def test_table_of_some_variants_is_marked_as_changed() -> None:
     assert changed(arguments(["--variants", "april-keep"])) == ["variants"]
 
 
+@pytest.mark.parametrize("preset", ["cpu", "april/8", "april-paced", "april-paced-30b-a3b"])
+def test_options_that_change_results_are_marked(preset: str) -> None:
+    given = arguments(["--preset", preset, "--distribution", "pareto", "--over-sampling", "3"])
+    assert changed(given) == ["distribution", "over_sampling"]
+
+
+def test_variants_of_a_paced_preset_can_be_measured_apart() -> None:
+    assert changed(arguments(["--preset", "april-paced", "--variants", "april-keep"])) == []
+
+
 def test_paced_preset_starts_servers_of_its_own_at_the_pace_of_a_table() -> None:
     args = arguments(["--preset", "april-paced/8", "--pace", str(TABLES / "qwen3-4b-mi300x.json")])
     preset = preset_of(args)
@@ -71,3 +82,31 @@ def test_paced_preset_starts_servers_of_its_own_at_the_pace_of_a_table() -> None
 
 def test_paced_preset_has_the_main_variants_and_async() -> None:
     assert [cell.variant for cell in cells("--preset", "april-paced/4")] == [*MAIN, "async", "april-continue"]
+
+
+def test_only_rows_of_the_same_configuration_and_gpu_count_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "gpu_name", lambda: "GPU X")
+    out = tmp_path / "rows.json"
+
+    def left(*options: str) -> int:
+        args = arguments(["--run-id", "r", "--out", str(out), *options])
+        preset = preset_of(args)
+        return len(cells_of(args, preset, measured_before(args, preset)))
+
+    small, sizes = ["--variants", "april-keep"], ["--preset", "april/8", "--gpu-gb", "80"]
+    args = arguments([*sizes, *small])
+    preset = preset_of(args)
+    row = {"run_id": "r", "preset": preset.name, "machine": {"gpu": "GPU X"}}
+    row |= {"configuration": configuration(args, preset), "rounds": preset.measured}
+    measured = [
+        {**row, **{key: getattr(cell, key) for key in ("distribution", "variant", "ablation", "repetition")}}
+        for cell in cells_of(args, preset, [])
+    ]
+    record.append_rows(out, measured)
+    assert left(*sizes, *small) == 0
+    assert left("--preset", "april/8", "--gpu-gb", "141", *small) == len(measured)
+    assert left(*sizes, *small, "--seed", "1") == len(measured)
+    monkeypatch.setattr(record, "gpu_name", lambda: "GPU Y")
+    assert left(*sizes, *small) == len(measured)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,30 @@ def test_a_table_comes_from_the_newest_run() -> None:
     assert text.startswith("a\n<!-- table:stop_latency -->\n")
     assert text.endswith("<!-- /table -->\nb\n")
     assert "No rows yet." in doc_tables.fill("<!-- table:suspend -->\n<!-- /table -->", rows)
+
+
+@pytest.mark.parametrize(
+    ("bench", "table", "has"),
+    [
+        ("learning", "learning", {"kind": "run", "variant": "synchronous", "seed": 0}),
+        ("host_time", "host_time", {"server": "stock", "running": 256}),
+        ("stop_latency", "stop_latency", {"variant": "april"}),
+    ],
+)
+def test_an_interrupted_run_does_not_replace_a_whole_one(bench: str, table: str, has: dict[str, Any]) -> None:
+    rows, made = all_rows(record.RESULTS), doc_tables.TABLES[table]
+    first = next(row for row in rows if row.get("bench") == bench and has.items() <= row.items())
+    assert made([*rows, {**first, "run_id": "interrupted", "time": "2999"}]) == made(rows)
+
+
+def test_a_load_that_no_run_measured_on_both_servers_has_no_line() -> None:
+    row = {"bench": "host_time", "run_id": "a", "time": "1", "running": 256, "host_ms": 3.0}
+    assert len(doc_tables.TABLES["host_time"]([{**row, "server": "stock"}])[1]) == 1
+
+
+def test_rows_of_a_gpu_name_it_and_do_not_fill_a_table_of_a_cpu() -> None:
+    rows = [row for row in all_rows(record.RESULTS) if row.get("bench") in ("kernels", "stop_latency")]
+    there = [{**row, "run_id": "gpu", "time": "2999", "machine": {**row["machine"], "gpu": "GPU X"}} for row in rows]
+    assert doc_tables.kernels([*rows, *there]) == doc_tables.kernels(rows)
+    text = doc_tables.fill("<!-- table:stop_latency -->\n<!-- /table -->", [*rows, *there])
+    assert "\nGPU X; SGLang" in text

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from bench import record
 from bench.gpu import __main__ as gpu
 from bench.gpu.page import README_CELLS, log_of, page
-from bench.gpu.pieces import CONTINUES, LIVE, NOT_ON_ONE_GPU, GpuSetting, Piece, pieces
+from bench.gpu.pieces import CONTINUES, LIVE, NOT_ON_ONE_GPU, RUN_ID, GpuSetting, Piece, pieces
 
 
 def setting(kind: str, folder: Path = Path("out/gpu")) -> GpuSetting:
@@ -139,6 +140,38 @@ def test_what_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monkey
         "part": "continues",
     }
     assert "| bad | failed |" in (tmp_path / "page.md").read_text()
+
+
+def test_a_run_id_is_kept_until_its_piece_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = iter("abcd")
+    monkeypatch.setattr(time, "strftime", lambda *_: next(starts))
+    monkeypatch.setattr(record, "commit", lambda: "0123456789")
+    seen: list[str] = []
+
+    def run_piece(piece: Piece, _folder: Path) -> dict[str, Any]:
+        seen.append(piece.command[-1])
+        kept = json.loads((tmp_path / "state.json").read_text())[piece.name]
+        assert (kept["state"], kept["run_id"]) == ("interrupted", seen[-1])
+        return {"state": "passed" if len(seen) > 1 else "continues", "seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "run_piece", run_piece)
+    monkeypatch.setattr(gpu, "pieces", lambda _: [Piece("april/8", ("run", "--run-id", RUN_ID))])
+    monkeypatch.setattr(gpu, "setting_of", lambda _: setting("cpu", tmp_path))
+    assert [gpu.main([]), gpu.main([]), gpu.main(["--again"])] == [1, 0, 0]
+    assert seen == ["gpu-april-8-01234567-a", "gpu-april-8-01234567-a", "gpu-april-8-01234567-b"]
+
+
+def test_page_names_the_commit_of_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "commit", lambda: "f" * 40)
+    chosen = [script("old", ""), script("new", "")]
+    state = {
+        name: {"state": "passed", "seconds": 1.0, "commit": commit}
+        for name, commit in (("old", "a" * 40), ("new", "b" * 40 + "+changes"))
+    }
+    text = page(setting("cpu", tmp_path), chosen, state)
+    assert "| old | passed | 1 | aaaaaaaa | old.log |" in text
+    assert "| new | passed | 1 | bbbbbbbb+changes | new.log |" in text
+    assert "ffffffff" not in text
 
 
 def test_piece_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`--april-cpu-pace`: tables, the clock, and forwards that queue on it."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import bench.pace
 from bench.pace import GPUS, MODELS, decode_ms, modelled, prefill_ms
 from bench.pace_tables import TABLES
+from bench.rollout.limit import Decoded, DecodeRate, NeverFullError
 from sglang_april import config
 from sglang_april.cpu import pace
 from sglang_april.cpu.platform import check_pace
@@ -45,7 +48,7 @@ def values(decode: float = 1.0, prefill: float = 2.0) -> dict[str, Any]:
     return {
         "name": "test",
         "decode_ms": {"rows": [1, 10], "context": [0, 100], "ms": [[decode, 3 * decode], [2 * decode, 4 * decode]]},
-        "prefill_ms": {"tokens": [1, 100], "prefix": [0, 100], "ms": [[prefill, prefill], [prefill, 3 * prefill]]},
+        "prefill_ms": {"tokens": [1, 100], "attended": [0, 100], "ms": [[prefill, prefill], [prefill, 3 * prefill]]},
     }
 
 
@@ -62,9 +65,9 @@ def test_seconds_of_a_batch(tmp_path: Path) -> None:
     times = table(tmp_path)
     assert times.seconds(batch_of("idle", batch_size=0)) == 0
     assert times.seconds(batch_of("decode", batch_size=10, seq_lens_cpu=torch.tensor([50] * 10))) == pytest.approx(3e-3)
-    # 60 tokens without a prefix and 40 behind 100: a mean prefix of 40
+    # 60 tokens attend to 30 on average, 40 behind 100 to 120: 66
     mixed = batch_of("extend", batch_size=2, extend_seq_lens_cpu=[60, 40], extend_prefix_lens_cpu=[0, 100])
-    assert times.seconds(mixed) == pytest.approx(2e-3 * (1 + 2 * 0.4))
+    assert times.seconds(mixed) == pytest.approx(2e-3 * (1 + 2 * 0.66))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +180,62 @@ def test_shipped_tables_are_those_of_the_model(model: str, gpu: str) -> None:
     assert "modelled" in pace.load(str(NAMES[model, gpu])).name
 
 
+@pytest.mark.parametrize("name", NAMES.values(), ids=lambda path: path.stem)
+def test_a_prompt_attends_to_no_other_prompt_of_its_batch(name: Path) -> None:
+    table = pace.load(str(name))
+
+    def seconds(*lengths: int) -> float:
+        prefixes = [0] * len(lengths)
+        return table.seconds(
+            batch_of("extend", batch_size=len(lengths), extend_seq_lens_cpu=lengths, extend_prefix_lens_cpu=prefixes)
+        )
+
+    many, one, without = seconds(*[256] * 32), seconds(8192), seconds(*[1] * 8192)
+    assert many < one
+    # each token attends to 128 tokens on average, not to 4,096
+    assert many - without == pytest.approx((one - without) / 32, rel=0.01)
+
+
+def test_a_table_over_prefixes_is_refused(tmp_path: Path) -> None:
+    path, old = tmp_path / "old.json", values()
+    old["prefill_ms"]["prefix"] = old["prefill_ms"].pop("attended")
+    path.write_text(json.dumps(old))
+    with pytest.raises(config.ConfigError, match="no axis 'attended'"):
+        pace.load(str(path))
+
+
 def test_modelled_times_grow_with_each_size() -> None:
     for model in MODELS.values():
         for gpu in GPUS.values():
             for ms in (decode_ms, prefill_ms):
                 assert ms(model, gpu, 64, 1024) < ms(model, gpu, 2048, 1024)
                 assert ms(model, gpu, 64, 1024) < ms(model, gpu, 64, 8192)
+
+
+def measured_table(monkeypatch: pytest.MonkeyPatch, fits: int) -> dict[str, Any]:
+    """A table measured at an engine that holds `fits` tokens, whose step takes a millisecond per 1,000 tokens."""
+
+    async def decode(_engine: Any, batch: int, _length: int, context: int) -> Decoded:
+        if batch * context > fits:
+            raise NeverFullError
+        return Decoded(1.0, (DecodeRate(batch, 0.0, batch * context / 1e6),))
+
+    async def prefill(_engine: Any, tokens: int) -> float:
+        return tokens / 1e5
+
+    monkeypatch.setattr(bench.pace, "decode_rate", decode)
+    monkeypatch.setattr(bench.pace, "prefill_seconds", prefill)
+    return asyncio.run(bench.pace.measured("http://none", (1, 8), (16, 1024, 4096), "here, measured"))
+
+
+def test_cells_whose_batch_does_not_fit_are_extrapolated_by_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = measured_table(monkeypatch, fits=10_000)
+    assert table["decode_ms"]["ms"] == [pytest.approx([0.016, 1.024, 4.096]), pytest.approx([0.128, 8.192, 32.768])]
+    assert table["decode_ms"]["extrapolated"] == [(8, 4096)]
+
+
+def test_a_line_with_one_measured_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NeverFullError, match="a batch of 8 ran with 1 of the contexts 16, 1024, 4096"):
+        measured_table(monkeypatch, fits=4096)
+    with pytest.raises(NeverFullError, match="a batch of 1 ran with 0 of the contexts"):
+        measured_table(monkeypatch, fits=0)
