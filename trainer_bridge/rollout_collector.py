@@ -40,7 +40,7 @@ class ScoredRollout:
     rejected: int = 0
     """Delivered groups with a negative verdict; not trained on."""
     unscored: int = 0
-    """Groups with fewer than two scored samples; not trained on."""
+    """Groups with fewer than two scored samples; not trained on. None with `quota_unit: sample`."""
     replaced: int = 0
     """Rejected or unscored groups that the round was extended for."""
     generate_s: float = 0.0
@@ -76,7 +76,8 @@ class RolloutCollector:
         """`resend`: prompts that an interrupted attempt at this round may have extended it by."""
         self._client, self._pool, self._rewards, self._store, self._id = client, pool, rewards, store, round_id
         self._samples_per_prompt, self._resend = config.n_samples_per_prompt, list(resend)
-        self._replaces = config.quota_unit == "group" and quota is not None
+        self._whole_groups = config.quota_unit == "group"
+        self._replaces = self._whole_groups and quota is not None
         """Whether the round is extended for groups that cannot be trained on."""
         self._judges = config.dynamic_sampling and quota is not None
         """Whether the engine waits for a verdict on every group."""
@@ -212,7 +213,7 @@ class RolloutCollector:
             rollout.problems += [score.problem for score in scored.scores if score.problem]
             if delivered["accepted"] is False:
                 rollout.rejected += 1
-            elif scored.scored < min(MIN_SCORED, self._samples_per_prompt) and scored.group.complete:
+            elif self._whole_groups and scored.scored < min(MIN_SCORED, self._samples_per_prompt):
                 rollout.unscored += 1
             else:
                 rollout.groups.append(scored)
