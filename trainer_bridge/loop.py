@@ -36,13 +36,18 @@ from trainer_bridge.samples import (
     training_samples,
 )
 from trainer_bridge.trainer import PARTS, Part, Trainer
-from trainer_bridge.validate import RunError, check, check_model, check_on_policy, modified_sampling
+from trainer_bridge.validate import (
+    MAX_ROUNDS_PER_STEP,
+    RunError,
+    check,
+    check_model,
+    check_on_policy,
+    modified_sampling,
+)
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import RayCluster
 
-MAX_ROUNDS_PER_STEP = 10
-"""If a step needs more rounds, its reward always fails or is always the same."""
 T = TypeVar("T")
 
 

@@ -23,6 +23,8 @@ NEUTRAL_SAMPLING = {
 }
 MODIFYING_SAMPLING = (*NEUTRAL_SAMPLING, "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 """Sampling parameters under which tokens are not drawn from softmax(logits / temperature)."""
+MAX_ROUNDS_PER_STEP = 10
+"""If a step needs more rounds, or the groups of more rounds, its reward always fails or is always the same."""
 RATIO_TOLERANCE = 1e-4
 """Tolerance of the first ratio around 1 in float32."""
 
@@ -54,12 +56,9 @@ def check(config: Config) -> None:
         config.trainer  # noqa: B018 - its constructor validates
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.loss.algorithm in GROUP_BASELINE and config.n_samples_per_prompt < 2:
-        raise ConfigError("n_samples_per_prompt: a group's baseline needs at least two samples")
+    _check_groups(config)
     if config.pool_size < config.rollout_batch_size:
         raise ConfigError("over_sampling_batch_size: must not be smaller than rollout_batch_size")
-    if config.dynamic_sampling and config.quota_unit == "sample":
-        raise ConfigError("dynamic_sampling: needs quota_unit: group, because it judges groups")
     if config.kl_loss_coef > 0:
         raise ConfigError("kl_loss_coef: only 0 is supported; there is no reference model")
     if config.eval_interval is not None and config.eval_prompt_data is None:
@@ -75,6 +74,16 @@ def check(config: Config) -> None:
     _check_agent(config)
     if max(len(config.servers), config.engines) > 1:
         _check_engines(config)
+
+
+def _check_groups(config: Config) -> None:
+    """Raises: ConfigError: groups are too small, or not whole, for what is computed over them."""
+    if config.loss.algorithm in GROUP_BASELINE and config.n_samples_per_prompt < 2:
+        raise ConfigError("n_samples_per_prompt: a group's baseline needs at least two samples")
+    if config.dynamic_sampling and config.quota_unit == "sample":
+        raise ConfigError("dynamic_sampling: needs quota_unit: group, because it judges groups")
+    if config.dynamic_sampling and config.n_samples_per_prompt < 2:
+        raise ConfigError("dynamic_sampling: needs n_samples_per_prompt of at least 2: one reward never differs")
 
 
 def _check_engines(config: Config) -> None:
@@ -140,6 +149,12 @@ def _check_strict_on_policy(config: Config) -> None:
     round_samples = config.rollout_batch_size * config.n_samples_per_prompt
     if config.quota_unit == "group" and config.global_batch_size not in (None, round_samples):
         raise ConfigError("global_batch_size: strict_on_policy takes one optimiser step per round")
+
+
+def check_unusable(groups: int, config: Config, problem: str) -> None:
+    """Check how many groups of a round cannot be trained on; `problem` is about the last one. Raises: RunError."""
+    if groups > MAX_ROUNDS_PER_STEP * config.rollout_batch_size:
+        raise RunError(f"{groups} groups of one round cannot be trained on. The last one: {problem}")
 
 
 def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:

@@ -22,6 +22,7 @@ from trainer_bridge.rewards import RewardSample, Score
 from trainer_bridge.rollout import RolloutDriver
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.samples import training_samples
+from trainer_bridge.validate import RunError
 
 STATS = {"duration_s": 1.0, "tokens_after_quota": 0, "reprefilled_tokens": 0, "over_bound": 0, "timeline": []}
 
@@ -203,6 +204,24 @@ def test_group_with_fewer_than_two_rewards_is_excluded_and_counted(engine: FakeR
     assert rollout.problems == ["broken"]
     assert "e0-0" not in group_ids(rollout)
     assert len(rollout.groups) == 1 + rollout.replaced
+
+
+@pytest.mark.parametrize(("label", "message"), [("none", "broken"), ("equal", "all its rewards are equal")])
+def test_reward_that_always_fails_or_is_the_same_ends_the_run(
+    engine: FakeRolloutEngine, tmp_path: Path, label: str, message: str
+) -> None:
+    """After ten times the quota of 2. Otherwise each unusable group would extend the round for ever."""
+    labels = [label] * 40 + ["ok"] * 9
+    driver = rollout_driver(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)
+    with pytest.raises(RunError, match=f"^21 groups of one round cannot be trained on. The last one: {message}$"):
+        driver.round("r.1", 2)
+    assert not driver.pool.prompts
+
+
+def test_reward_that_often_fails_does_not_end_the_run(engine: FakeRolloutEngine, tmp_path: Path) -> None:
+    labels = ["none"] * 20 + ["ok"] * 9
+    driver = rollout_driver(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)
+    assert len(driver.round("r.1", 2).groups) == 2
 
 
 @pytest.mark.parametrize(("label", "masked"), [("ok", False), ("half", True)])
