@@ -146,7 +146,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     # Training
     global_batch_size: Count | None = None
-    """Samples per optimiser step. Default: all samples of the round."""
+    """Samples (with `agent`: trajectories) per optimiser step. Default: all samples of the round."""
     max_tokens_per_gpu: Count = 8192
     """Maximum tokens of a micro-batch, prompts included. A longer sample gets a micro-batch of its own."""
     recompute_granularity: Literal["full"] | None = None
