@@ -10,7 +10,7 @@ import msgspec
 from sglang_april.launch_checks import damage_of, no_tokenizer
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
-from trainer_bridge.sampling import rollout_params
+from trainer_bridge.sampling import FIELD_OF_PARAMETER, rollout_params
 
 NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
@@ -45,12 +45,7 @@ def modified_sampling(config: Config) -> list[str]:
 
 def check(config: Config) -> None:
     """Raises: ConfigError: fields contradict each other or are not supported; the message names the field."""
-    modified = modified_sampling(config)
-    if modified and not config.allow_modified_sampling:
-        raise ConfigError(
-            f"{', '.join(modified)}: the logprobs would not be those of the distribution that tokens are drawn from; "
-            "allow_modified_sampling: true permits it"
-        )
+    _check_sampling(config)
     try:
         config.loss.check_quota_unit(config.quota_unit)
         config.trainer  # noqa: B018 - its constructor validates
@@ -74,6 +69,19 @@ def check(config: Config) -> None:
     _check_agent(config)
     if max(len(config.servers), config.engines) > 1:
         _check_engines(config)
+
+
+def _check_sampling(config: Config) -> None:
+    """Raises: ConfigError: sampling parameters contradict fields, or change the distribution of tokens unasked."""
+    for name, field in FIELD_OF_PARAMETER.items():
+        if name in config.sampling_params:
+            raise ConfigError(f"sampling_params: {name} has a field of its own, {field}")
+    modified = modified_sampling(config)
+    if modified and not config.allow_modified_sampling:
+        raise ConfigError(
+            f"{', '.join(modified)}: the logprobs would not be those of the distribution that tokens are drawn from; "
+            "allow_modified_sampling: true permits it"
+        )
 
 
 def _check_groups(config: Config) -> None:
