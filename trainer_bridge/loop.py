@@ -174,7 +174,9 @@ class TrainingLoop:
 
     def _train(self, samples: list[TrainingSample], version: int) -> list[TrainedStep]:
         """The optimiser steps of a round."""
-        config, updates = self.config, split_updates(samples, self.config.global_batch_size)
+        config = self.config
+        # A round may deliver more than its quota.
+        updates = split_updates(samples, None if config.strict_on_policy else config.global_batch_size)
         with self._timed("proximal"):
             if config.loss.proximal in ("trainer", "engine"):
                 fill_proximal([sample for update in updates for sample in update], version, config, self.trainer)

@@ -154,8 +154,8 @@ def _check_strict_on_policy(config: Config) -> None:
         return
     if config.after_quota == "continue":
         raise ConfigError("after_quota: strict_on_policy needs suspend, because samples generated ahead are off-policy")
-    round_samples = config.rollout_batch_size * config.n_samples_per_prompt
-    if config.quota_unit == "group" and config.global_batch_size not in (None, round_samples):
+    round_samples = config.rollout_batch_size * config.n_samples_per_prompt if config.quota_unit == "group" else None
+    if config.global_batch_size not in (None, round_samples):
         raise ConfigError("global_batch_size: strict_on_policy takes one optimiser step per round")
 
 

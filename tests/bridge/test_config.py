@@ -115,6 +115,15 @@ def test_invalid_file_is_refused_with_the_field(tmp_path: Path, text: str, messa
         ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
         ({"strict_on_policy": True, "after_quota": "continue"}, "after_quota"),
         ({"strict_on_policy": True, "global_batch_size": 64}, "global_batch_size"),
+        (
+            {
+                "strict_on_policy": True,
+                "global_batch_size": 256,
+                "quota_unit": "sample",
+                "advantage_estimator": "reinforce",
+            },
+            "global_batch_size: strict_on_policy",
+        ),
         ({"trainer_processes": 3, "tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
         ({"overlong_buffer_len": 1024}, "overlong_buffer_len"),
     ],
