@@ -26,6 +26,7 @@ from trainer_bridge.rewards import Score, TrainingPrompt
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.sampling import agent_params
 from trainer_bridge.trajectory_samples import TrajectoryGroup
+from trainer_bridge.validate import check_unusable
 
 
 class AgentRollouts:
@@ -281,6 +282,7 @@ class AgentRollouts:
             return
         self.pool.remove(prompt.id)
         if current.trains:
+            check_unusable(current.given_up + current.rejected, self._config, reason or "all its rewards are equal")
             (new,) = self.pool.draw(1)
             current.extensions.append(new.id)
             self._store.note_extended(current.id, current.extensions)

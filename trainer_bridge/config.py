@@ -109,7 +109,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     rollout_seed: int = 0
     """Seed of the sampling noise, together with prompt id and sample index."""
     sampling_params: dict[str, Any] = {}
-    """Further sampling parameters of SGLang. Penalties and grammars need `allow_modified_sampling`."""
+    """Further sampling parameters of SGLang, without those that have a field. Penalties and grammars need
+    `allow_modified_sampling`."""
     allow_modified_sampling: bool = False
     """Allow sampling parameters that change the distribution behind the logprobs, so that ratios are approximate."""
 
@@ -146,7 +147,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     # Training
     global_batch_size: Count | None = None
-    """Samples per optimiser step. Default: all samples of the round."""
+    """Samples (with `agent`: trajectories) per optimiser step. Default: all samples of the round."""
     max_tokens_per_gpu: Count = 8192
     """Maximum tokens of a micro-batch, prompts included. A longer sample gets a micro-batch of its own."""
     recompute_granularity: Literal["full"] | None = None

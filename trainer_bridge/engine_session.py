@@ -47,6 +47,8 @@ class EngineSession:
         The loop resets it."""
         self._synced_step: int | None = None
         """The step whose weights the engines are known to have."""
+        self._knows_run = False
+        """Whether every engine has had weights of this run."""
 
     @property
     def version(self) -> int:
@@ -82,8 +84,7 @@ class EngineSession:
         base, target = self._store.base_version, self.version
         versions = [int(state["policy_version"]) for state in states]
         unnamed = ["name the version" in state["closed"] for state in states]
-        have_carry = len(self._rollouts.engines_with_carry) == len(states)
-        if not base or not have_carry or any(version < target for version in versions):
+        if not base or not self._knows_run or any(version < target for version in versions):
             self._push(target if base and all(map(target.__gt__, versions)) else None)
         elif all(name and version == target for name, version in zip(unnamed, versions, strict=True)):
             self._push(target)
@@ -93,6 +94,7 @@ class EngineSession:
 
     def _push(self, version: int | None) -> None:
         self._store.set_base_version(self._trainer.push(version).version - self.step)
+        self._knows_run = True
 
     def _next_round_is_answered(self) -> bool:
         """Whether every engine has a reply to the next round."""
@@ -110,16 +112,25 @@ class EngineSession:
             self._trainer.offload(*PARTS)
 
     def _reconnect(self) -> None:
-        """Wait for the engines, connect the trainer to them, and check which of them have the run's carry."""
+        """Wait for the engines, connect the trainer to them, and check what they have of the run."""
         self.reconnected = self._store.base_version > 0  # a new run has had no round
         self._engines.wait_until_ready()
         engines = self._engines.each
+        clients = [engine.client for engine in engines]
         self._trainer.connect([engine.url for engine in engines], self._config.transport, self._config.api_key)
-        self._rollouts.engines_with_carry = {i for i, engine in enumerate(engines) if self._has_carry(engine.client)}
+        self._rollouts.engines_with_carry = {i for i, client in enumerate(clients) if self._has_carry(client)}
+        self._knows_run = all(map(self._has_run, clients))
         self._synced_step = None
 
     def _has_carry(self, client: AprilClient) -> bool:
-        """Whether an engine has the run's carry: it lists the run, or it has the run's last or next round."""
+        """Whether an engine has the undelivered prompts of the last checkpoint, or has had them in the next round.
+
+        An engine keeps a run without prompts, for example when `on_end: drop` has deleted them.
+        """
+        return bool(client.partials(self._run)["groups"]) or _has_round(client, f"{self._run}.{self.step + 1}")
+
+    def _has_run(self, client: AprilClient) -> bool:
+        """Whether an engine lists the run, or has the run's last or next round."""
         if self._run in client.state()["runs"]:
             return True
         return any(_has_round(client, f"{self._run}.{step}") for step in (self.step, self.step + 1))

@@ -36,13 +36,18 @@ from trainer_bridge.samples import (
     training_samples,
 )
 from trainer_bridge.trainer import PARTS, Part, Trainer
-from trainer_bridge.validate import RunError, check, check_model, check_on_policy, modified_sampling
+from trainer_bridge.validate import (
+    MAX_ROUNDS_PER_STEP,
+    RunError,
+    check,
+    check_model,
+    check_on_policy,
+    modified_sampling,
+)
 
 if TYPE_CHECKING:
     from trainer_bridge.ray_cluster import RayCluster
 
-MAX_ROUNDS_PER_STEP = 10
-"""If a step needs more rounds, its reward always fails or is always the same."""
 T = TypeVar("T")
 
 
@@ -169,7 +174,9 @@ class TrainingLoop:
 
     def _train(self, samples: list[TrainingSample], version: int) -> list[TrainedStep]:
         """The optimiser steps of a round."""
-        config, updates = self.config, split_updates(samples, self.config.global_batch_size)
+        config = self.config
+        # A round may deliver more than its quota.
+        updates = split_updates(samples, None if config.strict_on_policy else config.global_batch_size)
         with self._timed("proximal"):
             if config.loss.proximal in ("trainer", "engine"):
                 fill_proximal([sample for update in updates for sample in update], version, config, self.trainer)

@@ -80,8 +80,16 @@ def step_metrics(
         row |= {"loss": float(np.mean([r.loss for r in reports])), "lr": reports[-1].lr}
         row |= {"grad_norm": float(np.mean([r.grad_norm for r in reports])), "applied": all(r.applied for r in reports)}
         row["updates"] = [report.stats.row() for report in reports]
-        row["warnings"] = sorted({warning for report in reports for warning in report.stats.warnings()})
+        row["warnings"] = _warnings(reports)
     return row
+
+
+def _warnings(reports: Sequence[StepReport]) -> list[str]:
+    warnings = sorted({warning for report in reports for warning in report.stats.warnings()})
+    skipped = sum(not report.applied for report in reports)
+    if skipped:
+        warnings.append(f"{skipped} of {len(reports)} optimiser steps skipped: the gradient is not finite")
+    return warnings
 
 
 def _staleness_metrics(samples: Sequence[TrainingSample], version: int) -> dict[str, Any]:

@@ -41,10 +41,21 @@ class PromptPool:
         with self._lock:
             drawn = self._data.take(count)
             for prompt in drawn:
-                load = Counter(self.engine_of.values())
-                self.engine_of[prompt.id] = min(range(self.engines), key=lambda engine: load[engine])
+                self._assign(prompt.id)
                 self.prompts[prompt.id] = prompt
             return drawn
+
+    def reassign(self) -> set[str]:
+        """Give the prompts of engines that the run no longer has to others, as `draw` does. Returns their ids."""
+        with self._lock:
+            moved = [prompt_id for prompt_id, engine in self.engine_of.items() if engine >= self.engines]
+            for prompt_id in moved:
+                self._assign(prompt_id)
+            return set(moved)
+
+    def _assign(self, prompt_id: str) -> None:
+        load = Counter(self.engine_of.values())
+        self.engine_of[prompt_id] = min(range(self.engines), key=lambda engine: load[engine])
 
     def undo_draw(self, prompt: TrainingPrompt) -> None:
         """Give the prompt that was drawn last back to the data."""

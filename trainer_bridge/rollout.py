@@ -89,7 +89,7 @@ class RolloutDriver:
     def _round(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
         pool, all_engines = self.pool, set(range(self.pool.engines))
         missing = max(0, self._config.pool_size - len(pool)) if fill else 0
-        new = {prompt.id for prompt in pool.draw(missing)}
+        new = pool.reassign() | {prompt.id for prompt in pool.draw(missing)}
         unsent = [
             prompt
             for prompt_id, prompt in pool.prompts.items()

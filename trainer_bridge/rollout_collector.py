@@ -20,6 +20,7 @@ from trainer_bridge.config import Config
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Rewards, RewardSample, Score, TrainingPrompt
 from trainer_bridge.samples import ScoredGroup, TrainableGroup
+from trainer_bridge.validate import check_unusable
 
 MIN_SCORED = 2
 """Scored samples that a group baseline needs."""
@@ -40,7 +41,7 @@ class ScoredRollout:
     rejected: int = 0
     """Delivered groups with a negative verdict; not trained on."""
     unscored: int = 0
-    """Groups with fewer than two scored samples; not trained on."""
+    """Groups with fewer than two scored samples; not trained on. None with `quota_unit: sample`."""
     replaced: int = 0
     """Rejected or unscored groups that the round was extended for."""
     generate_s: float = 0.0
@@ -75,8 +76,9 @@ class RolloutCollector:
     ) -> None:
         """`resend`: prompts that an interrupted attempt at this round may have extended it by."""
         self._client, self._pool, self._rewards, self._store, self._id = client, pool, rewards, store, round_id
-        self._samples_per_prompt, self._resend = config.n_samples_per_prompt, list(resend)
-        self._replaces = config.quota_unit == "group" and quota is not None
+        self._config, self._samples_per_prompt, self._resend = config, config.n_samples_per_prompt, list(resend)
+        self._whole_groups = config.quota_unit == "group"
+        self._replaces = self._whole_groups and quota is not None
         """Whether the round is extended for groups that cannot be trained on."""
         self._judges = config.dynamic_sampling and quota is not None
         """Whether the engine waits for a verdict on every group."""
@@ -153,6 +155,9 @@ class RolloutCollector:
         usable = len(rewards) >= min(MIN_SCORED, len(group.samples))
         if self._judges:
             usable = usable and max(rewards) > min(rewards)
+        if not usable:
+            problem = next((score.problem for score in scores.result() if score.problem), "all its rewards are equal")
+            check_unusable(self._replaced + 1, self._config, problem)
         # The extension precedes the verdict, because a verdict may end the round. A judged group that is rejected does
         # not count, so the quota stays the same; otherwise the quota rises by the group that cannot be trained on.
         if not usable and self._extend(quota_add=0 if self._judges else 1):
@@ -212,7 +217,7 @@ class RolloutCollector:
             rollout.problems += [score.problem for score in scored.scores if score.problem]
             if delivered["accepted"] is False:
                 rollout.rejected += 1
-            elif scored.scored < min(MIN_SCORED, self._samples_per_prompt) and scored.group.complete:
+            elif self._whole_groups and scored.scored < min(MIN_SCORED, self._samples_per_prompt):
                 rollout.unscored += 1
             else:
                 rollout.groups.append(scored)

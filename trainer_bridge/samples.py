@@ -189,16 +189,21 @@ def fill_proximal(samples: Sequence[TrainingSample], version: int, config: Confi
 def split_updates(samples: Sequence[TrainingSample], batch_size: int | None) -> list[list[TrainingSample]]:
     """The samples of each optimiser step: `batch_size` at a time in delivery order, without masked ones.
 
-    A remainder smaller than half a batch is added to the last one. None: one step over all samples.
+    The branches of a trajectory count as one. A remainder smaller than half a batch is added to the last one. None: one
+    step over all samples.
     """
     used = [sample for sample in samples if not sample.masked and len(sample.output_ids)]
-    if batch_size is None or len(used) <= batch_size:
+    responses = sequences_by_response(used)
+    if batch_size is None or len(responses) <= batch_size:
         return [used] if used else []
-    starts = list(range(0, len(used), batch_size))
-    if len(used) - starts[-1] < batch_size / 2:
+    starts = list(range(0, len(responses), batch_size))
+    if len(responses) - starts[-1] < batch_size / 2:
         starts.pop()
-    ends = [*starts[1:], len(used)]
-    return [used[start:end] for start, end in zip(starts, ends, strict=True)]
+    ends = [*starts[1:], len(responses)]
+    return [
+        [used[i] for response in responses[start:end] for i in response]
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

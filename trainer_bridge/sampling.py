@@ -4,6 +4,18 @@ from typing import Any
 
 from trainer_bridge.config import Config
 
+FIELD_OF_PARAMETER = {
+    "temperature": "rollout_temperature",
+    "top_p": "rollout_top_p",
+    "top_k": "rollout_top_k",
+    "max_new_tokens": "rollout_max_response_len",
+    "stop": "rollout_stop",
+    "stop_token_ids": "rollout_stop_token_ids",
+    "sampling_seed": "rollout_seed",
+}
+"""Sampling parameters that have a field of their own. The trainer reads some of these fields, so `sampling_params` must
+not contradict them."""
+
 
 def rollout_params(config: Config) -> dict[str, Any]:
     """Sampling parameters of a training round, by SGLang's names."""

@@ -10,7 +10,7 @@ import msgspec
 from sglang_april.launch_checks import damage_of, no_tokenizer
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
-from trainer_bridge.sampling import rollout_params
+from trainer_bridge.sampling import FIELD_OF_PARAMETER, rollout_params
 
 NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
@@ -23,6 +23,8 @@ NEUTRAL_SAMPLING = {
 }
 MODIFYING_SAMPLING = (*NEUTRAL_SAMPLING, "json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 """Sampling parameters under which tokens are not drawn from softmax(logits / temperature)."""
+MAX_ROUNDS_PER_STEP = 10
+"""If a step needs more rounds, or the groups of more rounds, its reward always fails or is always the same."""
 RATIO_TOLERANCE = 1e-4
 """Tolerance of the first ratio around 1 in float32."""
 
@@ -43,23 +45,15 @@ def modified_sampling(config: Config) -> list[str]:
 
 def check(config: Config) -> None:
     """Raises: ConfigError: fields contradict each other or are not supported; the message names the field."""
-    modified = modified_sampling(config)
-    if modified and not config.allow_modified_sampling:
-        raise ConfigError(
-            f"{', '.join(modified)}: the logprobs would not be those of the distribution that tokens are drawn from; "
-            "allow_modified_sampling: true permits it"
-        )
+    _check_sampling(config)
     try:
         config.loss.check_quota_unit(config.quota_unit)
         config.trainer  # noqa: B018 - its constructor validates
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if config.loss.algorithm in GROUP_BASELINE and config.n_samples_per_prompt < 2:
-        raise ConfigError("n_samples_per_prompt: a group's baseline needs at least two samples")
+    _check_groups(config)
     if config.pool_size < config.rollout_batch_size:
         raise ConfigError("over_sampling_batch_size: must not be smaller than rollout_batch_size")
-    if config.dynamic_sampling and config.quota_unit == "sample":
-        raise ConfigError("dynamic_sampling: needs quota_unit: group, because it judges groups")
     if config.kl_loss_coef > 0:
         raise ConfigError("kl_loss_coef: only 0 is supported; there is no reference model")
     if config.eval_interval is not None and config.eval_prompt_data is None:
@@ -75,6 +69,29 @@ def check(config: Config) -> None:
     _check_agent(config)
     if max(len(config.servers), config.engines) > 1:
         _check_engines(config)
+
+
+def _check_sampling(config: Config) -> None:
+    """Raises: ConfigError: sampling parameters contradict fields, or change the distribution of tokens unasked."""
+    for name, field in FIELD_OF_PARAMETER.items():
+        if name in config.sampling_params:
+            raise ConfigError(f"sampling_params: {name} has a field of its own, {field}")
+    modified = modified_sampling(config)
+    if modified and not config.allow_modified_sampling:
+        raise ConfigError(
+            f"{', '.join(modified)}: the logprobs would not be those of the distribution that tokens are drawn from; "
+            "allow_modified_sampling: true permits it"
+        )
+
+
+def _check_groups(config: Config) -> None:
+    """Raises: ConfigError: groups are too small, or not whole, for what is computed over them."""
+    if config.loss.algorithm in GROUP_BASELINE and config.n_samples_per_prompt < 2:
+        raise ConfigError("n_samples_per_prompt: a group's baseline needs at least two samples")
+    if config.dynamic_sampling and config.quota_unit == "sample":
+        raise ConfigError("dynamic_sampling: needs quota_unit: group, because it judges groups")
+    if config.dynamic_sampling and config.n_samples_per_prompt < 2:
+        raise ConfigError("dynamic_sampling: needs n_samples_per_prompt of at least 2: one reward never differs")
 
 
 def _check_engines(config: Config) -> None:
@@ -137,9 +154,15 @@ def _check_strict_on_policy(config: Config) -> None:
         return
     if config.after_quota == "continue":
         raise ConfigError("after_quota: strict_on_policy needs suspend, because samples generated ahead are off-policy")
-    round_samples = config.rollout_batch_size * config.n_samples_per_prompt
-    if config.quota_unit == "group" and config.global_batch_size not in (None, round_samples):
+    round_samples = config.rollout_batch_size * config.n_samples_per_prompt if config.quota_unit == "group" else None
+    if config.global_batch_size not in (None, round_samples):
         raise ConfigError("global_batch_size: strict_on_policy takes one optimiser step per round")
+
+
+def check_unusable(groups: int, config: Config, problem: str) -> None:
+    """Check how many groups of a round cannot be trained on; `problem` is about the last one. Raises: RunError."""
+    if groups > MAX_ROUNDS_PER_STEP * config.rollout_batch_size:
+        raise RunError(f"{groups} groups of one round cannot be trained on. The last one: {problem}")
 
 
 def check_on_policy(steps: Sequence[Mapping[str, Any]], *, exact: bool) -> None:

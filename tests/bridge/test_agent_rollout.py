@@ -133,6 +133,23 @@ def test_an_agent_that_always_fails_ends_the_run(make: Callable[..., Any]) -> No
         make(lambda start: "broken").round("r.1", 2)
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "dynamic", "message"),
+    [((1.0, 1.0), True, "all its rewards are equal"), ((1.0, "broken"), False, "broken")],
+)
+def test_groups_that_can_never_be_trained_on_end_the_run(
+    make: Callable[..., Any], outcomes: tuple[float | str, ...], dynamic: bool, message: str
+) -> None:
+    """After ten times the quota of 2, although not all trajectories fail."""
+
+    def outcome(start: StartAgent) -> float | str:
+        row = int(start.task.id.partition(".")[0].removeprefix("e0-"))
+        return outcomes[start.task.index] if row < 40 else float(start.task.index)
+
+    with pytest.raises(RunError, match=f"^21 groups of one round cannot be trained on. The last one: .*{message}"):
+        make(outcome, dynamic_sampling=dynamic).round("r.1", 2)
+
+
 def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     def outcome(start: StartAgent) -> float:
         if start.task.id == "e0-0.0" and start.id.endswith("0"):

@@ -14,6 +14,7 @@ from trainer_bridge import config_reference
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
+from trainer_bridge.sampling import FIELD_OF_PARAMETER, rollout_params
 from trainer_bridge.validate import check, check_on_policy, modified_sampling
 
 REQUIRED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
@@ -94,16 +95,35 @@ def test_invalid_file_is_refused_with_the_field(tmp_path: Path, text: str, messa
     [
         ({"quota_unit": "sample"}, "quota_unit"),
         ({"n_samples_per_prompt": 1}, "n_samples_per_prompt"),
+        (
+            {"n_samples_per_prompt": 1, "dynamic_sampling": True, "advantage_estimator": "ppo"},
+            "dynamic_sampling: needs",
+        ),
         ({"over_sampling_batch_size": 4, "rollout_batch_size": 8}, "over_sampling_batch_size"),
         ({"rollout_top_p": 0.9}, "top_p"),
         ({"rollout_top_k": 20}, "top_k"),
         ({"sampling_params": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"sampling_params": {"regex": "a*"}}, "regex"),
+        ({"sampling_params": {"temperature": 0.7}}, "sampling_params: temperature has .* rollout_temperature$"),
+        (
+            {"sampling_params": {"max_new_tokens": 8}},
+            "sampling_params: max_new_tokens has .* rollout_max_response_len$",
+        ),
+        ({"sampling_params": {"top_p": 0.9}, "allow_modified_sampling": True}, "sampling_params: top_p has"),
         ({"eval_interval": 5}, "eval_prompt_data"),
         ({"correction": "tis"}, "proximal"),
         ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
         ({"strict_on_policy": True, "after_quota": "continue"}, "after_quota"),
         ({"strict_on_policy": True, "global_batch_size": 64}, "global_batch_size"),
+        (
+            {
+                "strict_on_policy": True,
+                "global_batch_size": 256,
+                "quota_unit": "sample",
+                "advantage_estimator": "reinforce",
+            },
+            "global_batch_size: strict_on_policy",
+        ),
         ({"trainer_processes": 3, "tensor_model_parallel_size": 2}, "tensor_model_parallel_size"),
         ({"overlong_buffer_len": 1024}, "overlong_buffer_len"),
     ],
@@ -117,6 +137,12 @@ def test_modified_sampling_is_listed_and_can_be_allowed() -> None:
     made = config(rollout_top_p=0.9, sampling_params={"min_p": 0.0}, allow_modified_sampling=True)
     check(made)
     assert modified_sampling(made) == ["top_p"]
+
+
+def test_sampling_parameters_with_a_field_are_the_ones_that_fields_set() -> None:
+    fields = {"rollout_top_p": 0.9, "rollout_top_k": 5, "rollout_stop": ["a"], "rollout_stop_token_ids": [1]}
+    assert rollout_params(config(**fields)).keys() == FIELD_OF_PARAMETER.keys()
+    assert set(FIELD_OF_PARAMETER.values()) <= {field.name for field in config_reference.references()}
 
 
 def test_configuration_round_trips_through_yaml(tmp_path: Path) -> None:

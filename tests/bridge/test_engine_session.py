@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from sglang_april.client import AprilError
+from tests.bridge.test_rollout import FakeRolloutEngine, group_ids, rollout_driver, sent_prompts
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.engine_session import EngineSession
@@ -24,6 +25,8 @@ class FakeEngineAndTrainer:
 
     def __init__(self) -> None:
         self.version, self.runs, self.rounds, self.closed, self.push_open = 0, set[str](), set[str](), "", False
+        self.groups: list[str] = []
+        """Undelivered prompts."""
         self.pushes: list[int | None] = []
         self.failing = 0
         self.connections = 0
@@ -42,6 +45,9 @@ class FakeEngineAndTrainer:
     def state(self) -> dict[str, Any]:
         runs = {name: {} for name in self.runs}
         return {"policy_version": self.version, "runs": runs, "closed": self.closed, "push_open": self.push_open}
+
+    def partials(self, run: str) -> dict[str, Any]:
+        return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}
 
     def get_round(self, round_id: str) -> str:
         if round_id not in self.rounds:
@@ -62,10 +68,12 @@ class FakeEngineAndTrainer:
         return SimpleNamespace(version=self.version)
 
 
-def make_session(server: FakeEngineAndTrainer, folder: Path, step: int = 0) -> tuple[EngineSession, Any]:
+def make_session(
+    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None
+) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
-    rollouts: Any = SimpleNamespace(engines_with_carry=set())
+    rollouts = rollouts or SimpleNamespace(engines_with_carry=set())
     fake: Any = server
     session = EngineSession(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
     session.step = step
@@ -93,7 +101,7 @@ def test_trainer_restarted_from_a_checkpoint_does_not_push_to_an_engine_that_is_
     server = FakeEngineAndTrainer()
     session, rollouts = make_session(server, tmp_path)
     connect(session)
-    server.version, server.runs = 4, {"r"}
+    server.version, server.runs, server.groups = 4, {"r"}, ["e0-0"]
     again, rollouts = make_session(server, tmp_path, step=1)
     connect(again)
     assert rollouts.engines_with_carry
@@ -131,7 +139,7 @@ def test_engine_restored_from_its_journal_is_pushed_to_under_the_same_version(tm
     session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
     connect(session)
     server = FakeEngineAndTrainer()
-    server.version, server.runs, server.closed = 3, {"r"}, UNNAMED
+    server.version, server.runs, server.groups, server.closed = 3, {"r"}, ["e0-0"], UNNAMED
     again, rollouts = make_session(server, tmp_path, step=2)
     connect(again)
     assert rollouts.engines_with_carry
@@ -144,6 +152,22 @@ def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> 
     session, rollouts = make_session(server, tmp_path, step=2)
     connect(session)
     assert rollouts.engines_with_carry
+
+
+def test_finished_run_that_goes_on_sends_the_prompts_that_its_end_has_dropped(tmp_path: Path) -> None:
+    """The engine still lists the run, has its weights and remembers its last round."""
+    server = FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path)
+    connect(session)
+    server.version, server.runs, server.rounds = 3, {"r"}, {"r.2"}
+    engine = FakeRolloutEngine()
+    driver = rollout_driver(engine, tmp_path / "again", ["ok"] * 9, over_sampling_batch_size=2)
+    driver.pool.draw(2)
+    again, _ = make_session(server, tmp_path, step=2, rollouts=driver)
+    connect(again)
+    assert server.pushes == [None]
+    assert group_ids(driver.round("r.3", 2)) == ["e0-0", "e0-1"]
+    assert sent_prompts(engine) == [["e0-0", "e0-1"]]
 
 
 def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ import pytest
 from sglang_april.client import AprilError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.test_rollout import STATS, FakeRewards, finished_group
+from tests.bridge.test_samples import group
+from trainer_bridge.batch import MicroBatch
 from trainer_bridge.config import Config
 from trainer_bridge.loop import TrainingLoop
+from trainer_bridge.loss_stats import LossStats
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.progress import read_rows
+from trainer_bridge.samples import training_samples
 from trainer_bridge.validate import RunError
 
 EVALUATIONS = {"eval_interval": 5, "save_interval": 20}
@@ -230,3 +234,20 @@ def test_step_without_usable_groups_ends_the_run_with_the_reason(loop: Callable[
     training_loop.rollouts.round = lambda *_, **__: rollout  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(RunError, match=r"32 groups short after 10 rounds.*no opinion"):
         training_loop._rounds("r.1", 32)
+
+
+@pytest.mark.parametrize(("strict", "sizes"), [(True, [8]), (False, [4, 4])])
+def test_strict_on_policy_takes_one_step_for_a_round_beyond_its_quota(
+    loop: Callable[..., TrainingLoop], strict: bool, sizes: list[int]
+) -> None:
+    fields = {"rollout_batch_size": 1, "n_samples_per_prompt": 4, "global_batch_size": 4}
+    training_loop, steps = loop(strict_on_policy=strict, **fields), list[int]()
+
+    def step(batches: list[MicroBatch], _: Any) -> Any:
+        steps.append(sum(batch.tokens.count for batch in batches))
+        return SimpleNamespace(stats=LossStats())
+
+    training_loop.trainer.step = step  # type: ignore[method-assign,assignment]
+    groups = [group(name, [3] * 4, [0.0, 1.0, 0.0, 1.0]) for name in "ab"]
+    training_loop._train(training_samples(groups, training_loop.config), 3)
+    assert steps == sizes

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from sglang_april.client.types import RolloutGroup, RolloutSample, RolloutSummar
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.data import PromptData
+from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import RewardSample, Score
 from trainer_bridge.rollout import RolloutDriver
 from trainer_bridge.rollout_collector import ScoredRollout
+from trainer_bridge.samples import training_samples
+from trainer_bridge.validate import RunError
 
 STATS = {"duration_s": 1.0, "tokens_after_quota": 0, "reprefilled_tokens": 0, "over_bound": 0, "timeline": []}
 
@@ -86,6 +90,23 @@ class FakeRolloutEngine:
             self.waiting += prompts
 
 
+class SampleEngine:
+    """Delivers one sample of its first prompt per round, as `quota_unit: sample` permits."""
+
+    def __init__(self) -> None:
+        self.prompts: list[dict[str, Any]] = []
+        self.delivered = 0
+
+    def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
+        self.prompts += body["prompts"]
+        whole, index = finished_group(self.prompts[0]), self.delivered
+        self.delivered += 1
+        last = self.delivered == len(whole.samples)
+        yield replace(whole, samples=[whole.samples[index]], complete=last)
+        part = {"id": whole.id, "incarnation": 0, "indices": [index], "complete": last, "accepted": None}
+        yield RolloutSummary(body["round_id"], body["run"], 1, "quota", [part], {"groups": 1}, STATS)
+
+
 def finished_group(prompt: dict[str, Any]) -> RolloutGroup:
     ids = np.array([7, 8], dtype=np.int32)
     samples = [
@@ -101,7 +122,8 @@ class FakeRewards:
     def submit(self, samples: list[RewardSample], prompt: Any) -> "Future[list[Score]]":
         done: Future[list[Score]] = Future()
         rewards = {"ok": [0.0, 1.0], "equal": [1.0, 1.0], "none": [None, None], "half": [1.0, None]}[prompt.label]
-        done.set_result([Score(reward, "" if reward is not None else "broken") for reward in rewards])
+        of_samples = [rewards[sample.index] for sample in samples]
+        done.set_result([Score(reward, "" if reward is not None else "broken") for reward in of_samples])
         return done
 
 
@@ -110,7 +132,9 @@ def engine() -> FakeRolloutEngine:
     return FakeRolloutEngine()
 
 
-def rollout_driver(engine: FakeRolloutEngine, folder: Path, labels: list[str], **fields: Any) -> RolloutDriver:
+def rollout_driver(
+    engine: FakeRolloutEngine | SampleEngine, folder: Path, labels: list[str], **fields: Any
+) -> RolloutDriver:
     config = Config(hf_checkpoint="m", prompt_data="d", rollout_batch_size=2, n_samples_per_prompt=2, **fields)
     data = PromptData([{"input": f"q{i}", "label": label} for i, label in enumerate(labels)], config)
     return RolloutDriver(engine, "run", PromptPool(data), FakeRewards(), config, Checkpoints(folder, 1))  # type: ignore[arg-type]
@@ -180,6 +204,36 @@ def test_group_with_fewer_than_two_rewards_is_excluded_and_counted(engine: FakeR
     assert rollout.problems == ["broken"]
     assert "e0-0" not in group_ids(rollout)
     assert len(rollout.groups) == 1 + rollout.replaced
+
+
+@pytest.mark.parametrize(("label", "message"), [("none", "broken"), ("equal", "all its rewards are equal")])
+def test_reward_that_always_fails_or_is_the_same_ends_the_run(
+    engine: FakeRolloutEngine, tmp_path: Path, label: str, message: str
+) -> None:
+    """After ten times the quota of 2. Otherwise each unusable group would extend the round for ever."""
+    labels = [label] * 40 + ["ok"] * 9
+    driver = rollout_driver(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)
+    with pytest.raises(RunError, match=f"^21 groups of one round cannot be trained on. The last one: {message}$"):
+        driver.round("r.1", 2)
+    assert not driver.pool.prompts
+
+
+def test_reward_that_often_fails_does_not_end_the_run(engine: FakeRolloutEngine, tmp_path: Path) -> None:
+    labels = ["none"] * 20 + ["ok"] * 9
+    driver = rollout_driver(engine, tmp_path, labels, over_sampling_batch_size=2, dynamic_sampling=True)
+    assert len(driver.round("r.1", 2).groups) == 2
+
+
+@pytest.mark.parametrize(("label", "masked"), [("ok", False), ("half", True)])
+def test_last_sample_of_a_group_is_trained_on_alone(tmp_path: Path, label: str, masked: bool) -> None:
+    """With `quota_unit: sample` the rounds before may have delivered the others."""
+    fields = {"quota_unit": "sample", "loss": LossSettings(algorithm="reinforce"), "over_sampling_batch_size": 2}
+    driver = rollout_driver(SampleEngine(), tmp_path, [label] * 9, **fields)
+    driver.round("r.1", 1)
+    last = driver.round("r.2", 1)
+    assert [(sample.index, sample.masked) for sample in training_samples(last.groups, driver._config)] == [(1, masked)]
+    assert last.unscored == 0
+    assert "e0-0" not in driver.pool.prompts
 
 
 def test_extensions_are_stored_before_they_are_sent(engine: FakeRolloutEngine, tmp_path: Path) -> None:

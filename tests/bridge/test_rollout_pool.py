@@ -80,6 +80,30 @@ def test_prompts_go_to_the_least_loaded_engine_and_a_new_engine_gets_the_lost_on
     assert not {prompt["id"] for prompt in engines[0].bodies[2]["prompts"]} & set(lost)
 
 
+@pytest.mark.parametrize("fewer", [1, 2])
+def test_with_fewer_engines_the_prompts_of_the_removed_ones_are_sent_once_to_the_others(
+    tmp_path: Path, fewer: int
+) -> None:
+    engines = [FakePoolEngine() for _ in range(3)]
+    first = rollout_driver(engines, tmp_path, over_sampling_batch_size=12)
+    first.round("run.1", 4)
+    again = rollout_driver(engines[:fewer], tmp_path, over_sampling_batch_size=12)
+    left, engine_of = list(first.pool.prompts), list(first.pool.engine_of.values())
+    again.pool.restore(left, engine_of)
+    again.pool._data.position = first.pool.position
+    again.engines_with_carry = set(range(fewer))
+    for number in (2, 3):
+        again.round(f"run.{number}", 4)
+    sent = Counter(
+        prompt["id"] for engine in engines[:fewer] for body in engine.bodies[1:] for prompt in body["prompts"]
+    )
+    lost = {name for name, engine in zip(left, engine_of, strict=True) if engine >= fewer}
+    assert lost
+    assert lost <= set(sent)
+    assert set(sent.values()) == {1}
+    assert set(again.pool.engine_of.values()) <= set(range(fewer))
+
+
 @pytest.mark.parametrize("arrived", [False, True])
 def test_replacement_in_flight_at_a_crash_is_sent_again_and_not_duplicated(tmp_path: Path, arrived: bool) -> None:
     """The first of four groups is unusable: its replacement is stored and sent, but the reply is lost."""

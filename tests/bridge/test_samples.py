@@ -126,3 +126,11 @@ def test_optimiser_steps_use_all_samples(count: int, size: int | None, sizes: li
     updates = split_updates(samples, size)
     assert [len(update) for update in updates] == sizes
     assert [r for update in updates for r in update] == samples
+
+
+def test_optimiser_steps_count_trajectories_and_split_none() -> None:
+    """Three trajectories of three branches each, two per step."""
+    branches = [group("g", [3, 3, 3], [1.0, 0.0, 0.5]) for _ in range(3)]
+    samples = sorted(training_samples(branches, config()), key=lambda branch: branch.index)
+    updates = split_updates(samples, 2)
+    assert [[branch.index for branch in update] for update in updates] == [[0, 0, 0, 1, 1, 1], [2, 2, 2]]

@@ -140,16 +140,20 @@ class Policy:
                 stats.add(batch.tokens, terms)
                 sequences.append(_sequence_stats(batch, terms))
             finalize_model_grads([self._ddp])
-            lr = self._set_lr()
+            lr = self._set_hyperparameters()
             norm, applied = self._apply_gradients()
         total, stats = self._reduce(total, stats)
         return StepReport(total, norm, applied, lr, stats, sequences, time.perf_counter() - started)
 
-    def _set_lr(self) -> float:
-        warmup = min(1.0, (self.steps + 1) / max(self.settings.lr_warmup_iters, 1))
+    def _set_hyperparameters(self) -> float:
+        """Set those of the next step, of which a loaded checkpoint has the earlier ones. Returns the learning rate."""
+        s = self.settings
+        lr = s.lr * min(1.0, (self.steps + 1) / max(s.lr_warmup_iters, 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = self.settings.lr * warmup
-        return self.settings.lr * warmup
+            # Megatron excludes norms and biases from weight decay by `wd_mult`, which only its scheduler applies.
+            group["weight_decay"] = s.weight_decay * group.get("wd_mult", 1.0)
+            group["lr"], group["betas"], group["eps"] = lr, (s.adam_beta1, s.adam_beta2), s.adam_eps
+        return lr
 
     def _apply_gradients(self) -> tuple[float, bool]:
         """The gradient norm, and whether the gradients were finite on all ranks and have been applied."""
