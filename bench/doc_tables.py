@@ -168,8 +168,8 @@ QUIET_SEEDS = (2, 3, 4)
 
 def learning(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Held-out reward after equal numbers of samples, paired over seeds."""
-    runs = [row for row in _of(rows, "learning") if row["kind"] == "run"]
-    used = newest_run(runs, case=lambda row: (row["variant"], row["seed"]))
+    all_runs = [row for row in _of(rows, "learning") if row["kind"] == "run"]
+    used = newest_run(all_runs, case=lambda row: (row["variant"], row["seed"]))
     found = learning_page.by_variant(used)
     base = {seed: row["reward_final"] for seed, row in found.get("synchronous", {}).items()}
     head = ["", "seeds", "held-out reward", "minus waiting for all (95 %)", "off-policy", "≥ 3 versions"]
