@@ -65,12 +65,8 @@ class Backend(SGLangBackend):
         return subprocess.Popen(command, env=env, stdout=sys.stdout, stderr=sys.stdout)
 
 
-class SGLangEngine(RemoteSGLangEngine):
-    """`RemoteSGLangEngine` whose pause suspends requests instead of ending them."""
-
-    def __init__(self, config: InferenceEngineConfig) -> None:
-        super().__init__(config)
-        self._engine = RemoteInfEngine(config, Backend())
+class _InnerEngine(RemoteInfEngine):
+    """The engine that AReaL's workflow executor passes to workflows."""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """As AReaL's; `output_versions` is the version that drew each token, as the engine counts them."""
@@ -82,6 +78,14 @@ class SGLangEngine(RemoteSGLangEngine):
             return response
         finally:
             _versions.reset(token)
+
+
+class SGLangEngine(RemoteSGLangEngine):
+    """`RemoteSGLangEngine` whose pause suspends requests instead of ending them."""
+
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        super().__init__(config)
+        self._engine = _InnerEngine(config, Backend())
 
 
 def _named(requests: WeightUpdateRequests, version: int | None) -> WeightUpdateRequests:

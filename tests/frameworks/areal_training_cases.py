@@ -46,10 +46,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def over_a_push(workflow: Any, engine: SGLangEngine, live: LiveServer) -> dict[str, Any]:
-    """An episode whose first request spans a push."""
+    """An episode whose first request spans a push, with the engine that AReaL's executor passes to a workflow."""
+    inner = engine._engine.workflow_executor.inference_engine
     with live.server.slowed(0.05):
         before = live.decodes()
-        episode = live.in_background(lambda: asyncio.run(workflow.arun_episode(engine, DATA)))
+        episode = live.in_background(lambda: asyncio.run(workflow.arun_episode(inner, DATA)))
         until(lambda: episode.done() or live.decodes() > before + 5, "the episode decodes")
         assert not episode.done(), episode.result()
         push(engine, live, 1)
