@@ -183,25 +183,31 @@ class _Rollout:
         """Reward and filter a finished group, send the verdict to its engine, and replace it if it is dropped."""
         samples = await self._score(group)
         reason = self._framework.drop_reason(self._args, samples, self._remaining)
+        if reason is None:
+            await self._send_verdict(accept=[group.id])
+            return
+        self._metrics.on_dynamic_filter_drop(reason=reason)
+        self._remaining -= 1
+        if self._remaining < self._args.rollout_batch_size:  # before the verdict, which may end the round
+            await self._extend(self._take(self._args.over_sampling_batch_size))
+        await self._send_verdict(reject=[group.id])
+
+    async def _send_verdict(self, **verdict: list[str]) -> None:
         try:
-            if reason is None:
-                await self._awaitable.judge(self._round_id, accept=[group.id])
-                return
-            self._metrics.on_dynamic_filter_drop(reason=reason)
-            self._remaining -= 1
-            if self._remaining < self._args.rollout_batch_size:
-                await self._extend(self._take(self._args.over_sampling_batch_size))
-            await self._awaitable.judge(self._round_id, reject=[group.id])
+            await self._awaitable.judge(self._round_id, **verdict)
         except AprilError as error:
             if error.status != 409:  # the round has met its quota meanwhile: the next one streams the group again
                 raise
 
     async def _extend(self, prompts: list[dict[str, Any]]) -> None:
+        """Add prompts to the round. Those that no engine takes, because the round has ended, wait for the next one."""
         try:
             await self._awaitable.extend(self._round_id, prompts=prompts)
-        except AprilError:
+        except BaseException as error:
             self._unsent += prompts
-            raise
+            self._remaining -= len(prompts)
+            if not isinstance(error, AprilError) or error.status != 409:
+                raise
 
     async def _score(self, group: RolloutGroup) -> Group:
         samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
@@ -219,6 +225,8 @@ class _Rollout:
     def _output(self, summary: RolloutSummary) -> Any:
         delivered = [group for group in summary.groups if group.accepted]  # rejected ones are delivered as well
         groups = _sorted([self._scored[group.id, group.incarnation] for group in delivered])
+        # An extension that failed may have reached some engines.
+        self._unsent[:] = [prompt for prompt in self._unsent if prompt["id"] not in {group.id for group in delivered}]
         if len(groups) != self._args.rollout_batch_size:
             raise RuntimeError(f"{len(groups)} groups were accepted, {self._args.rollout_batch_size} are needed")
         if not self._args.partial_rollout:

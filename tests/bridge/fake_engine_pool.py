@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,11 +56,20 @@ class FakePoolEngine:
         with self.changed:
             mandatory = [name for name in self.mandatory if name in self.waiting]
             rows = [
-                {"round_id": name, "counted": sum(self.verdicts.values()), "mandatory": mandatory}
+                {
+                    "round_id": name,
+                    "run": engine_round.body["run"],
+                    "counted": sum(self.verdicts.values()),
+                    "mandatory": mandatory,
+                }
                 for name, engine_round in self.rounds.items()
                 if engine_round.ended is None
             ]
             return {"rounds": rows, "policy_version": self.version}
+
+    def partials(self, _run: str) -> dict[str, Any]:
+        with self.changed:
+            return {"groups": [{"id": name} for name in self.finished + self.waiting]}
 
     def push_begin(self, version: int) -> None:
         assert version > self.version, "409: a push must name a greater version"
@@ -72,8 +81,11 @@ class FakePoolEngine:
         if round_id not in self.rounds:
             raise AprilError(404, "round_id", "there is none")
         ended = self.rounds[round_id].ended
-        groups = [] if ended is None else [SimpleNamespace(accepted=named["accepted"]) for named in ended.delivered]
-        return None if ended is None else SimpleNamespace(finished=groups)
+        if ended is None:
+            return None
+        return SimpleNamespace(
+            finished=[SimpleNamespace(id=named["id"], accepted=named["accepted"]) for named in ended.delivered]
+        )
 
     def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, int]:
         with self.changed:
@@ -146,7 +158,7 @@ class FakePoolEngine:
         self.delivered += names
         stats = {"duration_s": 1.0, "mean_running": 2.0, "over_bound": 1, "timeline": [[0.0, 2], [0.5, 1]]}
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}
-        carried = {"groups": len(self.waiting) + len(self.finished)}
+        carried = {"groups": len(self.waiting) + len(self.finished), "tokens": 0}
         engine_round.ended = RolloutSummary(
             engine_round.body["round_id"],
             engine_round.body["run"],
@@ -155,7 +167,7 @@ class FakePoolEngine:
             rows,
             carried,
             stats,
-            [*map(group, names)],
+            [replace(group(name), accepted=row["accepted"]) for name, row in zip(names, rows, strict=True)],
         )
         self.changed.notify_all()
 

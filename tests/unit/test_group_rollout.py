@@ -1,26 +1,45 @@
-"""A rollout of slime's kind whose engine delivers a group that it has not streamed; tests/integration/test_slime.py
-has the other cases, with the trainer's own functions and a live server."""
+"""Rollouts of slime's kind on fake engines; tests/integration/test_slime.py has them with the trainer's own functions
+and a live server."""
 
 import asyncio
+import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_april.client import AprilError
+from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts, _Rollout
-from tests.bridge.fake_engine_pool import group
+from tests.bridge.fake_engine_pool import FakePoolEngine, group
+from tests.support.live import until
 
 
 class FakeFramework:
     """A trainer whose groups have one sample."""
 
     package = "trainer"
-    filters = SimpleNamespace(MetricGatherer=lambda: SimpleNamespace(collect=dict))
+    filters = SimpleNamespace(
+        MetricGatherer=lambda: SimpleNamespace(collect=dict, on_dynamic_filter_drop=lambda reason: None)
+    )
+
+    def __init__(self, drop_reason: Callable[[int], str | None] = lambda _: None) -> None:
+        """`drop_reason`: of the group with this index."""
+        self._drop_reason = drop_reason
+
+    def drop_reason(self, _args: Namespace, samples: list[Any], _remaining: int) -> str | None:
+        return self._drop_reason(samples[0].index)
+
+    def prompt_id(self, group: int) -> str:
+        return str(group)
+
+    def to_prompt(self, group: int, *_: Any) -> dict[str, Any]:
+        return {"id": str(group), "n": 1}
 
     def sampling_params(self, _args: Namespace) -> dict[str, Any]:
         return {}
@@ -48,6 +67,58 @@ class FakeEnginePool:
     def stream(self, **_body: Any) -> Iterator[RolloutSummary]:
         carried = replace(group("7"), accepted=True)
         yield RolloutSummary("r", "trainer", 1, "quota", [], {"groups": 0, "tokens": 0}, {}, [carried])
+
+
+class FakeDataSource:
+    """Groups are their indices."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __call__(self, count: int) -> list[int]:
+        self.position += count
+        return list(range(self.position - count, self.position))
+
+
+def test_dropped_group_is_replaced_by_the_engine_that_has_not_ended() -> None:
+    """Group 0 was all that engine 0 had; groups 2 and 3 replace group 1."""
+    engines = [FakePoolEngine(), FakePoolEngine()]
+    engines[1].may_finish = 0
+
+    def drop_reason(index: int) -> str | None:
+        if index == 0:
+            with engines[1].changed:
+                engines[1].may_finish = 9
+                engines[1].changed.notify_all()
+        if index == 1:
+            until(lambda: all(entry.ended for entry in engines[0].rounds.values()), "the round has ended at engine 0")
+        return "odd" if index == 1 else None
+
+    args = Namespace(over_sampling_batch_size=2, rollout_batch_size=2, partial_rollout=True)
+    pool, source, unsent = EnginePool(engines), FakeDataSource(), list[Any]()  # type: ignore[arg-type]
+    delivered = list[int]()
+    framework: Any = FakeFramework(drop_reason)
+    for rollout_id in range(2):
+        rollout = _Rollout(framework, pool, None, args, rollout_id, source, unsent)  # type: ignore[arg-type]
+        delivered += [samples[0].index for samples in asyncio.run(rollout.run(set())).samples]
+        assert not unsent
+    assert sorted(delivered) == [0, 2, 3, 4]
+    assert sorted(engines[0].delivered + engines[1].delivered) == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("error", [AprilError(409, "round_id", "has ended"), asyncio.CancelledError()])
+def test_replacements_that_no_engine_takes_wait_for_the_next_rollout(error: BaseException) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    unsent, pool = list[Any](), SimpleNamespace(extend=refuse)
+    args: Any = Namespace(over_sampling_batch_size=3, rollout_batch_size=2)
+    made: Any = (FakeFramework(), pool, None, args, 0, FakeDataSource(), unsent)
+    rollout = _Rollout(*made)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(rollout._extend(rollout._take(3)))
+    assert [prompt["id"] for prompt in unsent] == ["0", "1", "2"]
+    assert rollout._remaining == 0
 
 
 def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
