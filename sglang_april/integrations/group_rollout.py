@@ -163,6 +163,7 @@ class _Rollout:
             "prompts": prompts,
             "quota": self._args.rollout_batch_size,
             "count": "accepted",
+            "max_staleness": None,  # groups at a bound are delivered beyond the quota; the batch has no place for them
             "sampling_params": self._framework.sampling_params(self._args),
         }
 

@@ -106,6 +106,17 @@ def test_dropped_group_is_replaced_by_the_engine_that_has_not_ended() -> None:
     assert sorted(engines[0].delivered + engines[1].delivered) == ["0", "1", "2", "3", "4"]
 
 
+def test_rounds_have_no_staleness_bound() -> None:
+    """Groups at a bound are delivered beyond the quota: after a few rounds more than the trainer takes."""
+    args, engines = (
+        Namespace(over_sampling_batch_size=2, rollout_batch_size=2, partial_rollout=True),
+        [FakePoolEngine()],
+    )
+    made: Any = (FakeFramework(), EnginePool(engines), None, args, 0, FakeDataSource(), [])  # type: ignore[arg-type]
+    asyncio.run(_Rollout(*made).run(set()))
+    assert engines[0].bodies[0]["max_staleness"] is None
+
+
 @pytest.mark.parametrize("error", [AprilError(409, "round_id", "has ended"), asyncio.CancelledError()])
 def test_replacements_that_no_engine_takes_wait_for_the_next_rollout(error: BaseException) -> None:
     def refuse(*_: Any) -> None:
