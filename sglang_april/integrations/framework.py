@@ -23,6 +23,9 @@ PARAMETERS = {
 }
 """Sampling parameters by the trainer's arguments; None is left out."""
 
+PER_SAMPLE = ("index", "session_id", "routing_key")
+"""Fields in which the samples of a group may differ. The last two choose a server, which a round does by group."""
+
 
 class Framework:
     """Modules of the trainer, imported by name at the first rollout."""
@@ -107,8 +110,14 @@ class Framework:
             raise ValueError(f"group {name}: the prompt must be text (--apply-chat-template)")
         if any(value is not None for value in (first.multimodal_inputs or {}).values()):
             raise ValueError(f"group {name}: multimodal inputs are not supported")
-        fields = self.Sample(prompt=first.prompt).to_dict()
-        saved = {name: value for name, value in first.to_dict().items() if value != fields.get(name)}
+        if getattr(first, "generate_function_path", None):
+            raise ValueError(f"group {name}: generate_function_path sends requests of its own: attach them to a run")
+        if first.tokens or first.response:
+            raise ValueError(f"group {name}: tokens and responses of the data source are not supported")
+        fields, common = self.Sample(prompt=first.prompt).to_dict(), _common_fields(first)
+        if any(_common_fields(sample) != common for sample in group):
+            raise ValueError(f"group {name}: its samples differ in more than {', '.join(PER_SAMPLE)}")
+        saved = {name: value for name, value in common.items() if value != fields.get(name)}
         metadata = {"sample": saved, "indices": [sample.index for sample in group], "rollout_id": rollout_id}
         try:
             msgspec.json.encode(metadata)
@@ -148,3 +157,8 @@ class Framework:
         status = self.Sample.Status
         sample.status = {"stop": status.COMPLETED, "length": status.TRUNCATED}.get(reason, status.ABORTED)
         return sample
+
+
+def _common_fields(sample: Sample) -> dict[str, Any]:
+    """What all samples of a group have in common."""
+    return {name: value for name, value in sample.to_dict().items() if name not in PER_SAMPLE}

@@ -32,6 +32,7 @@ from argparse import Namespace
 from sglang_april.integrations.slime import generate_rollout as april
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import init_http_client
+from slime.utils.types import Sample
 
 ARGS = Namespace(**json.load(open(ARGUMENTS)))
 init_http_client(ARGS)  # as slime's rollout manager does
@@ -42,12 +43,22 @@ ARGS.eval_datasets = [
 ]
 
 
+class Prompts:
+    def __init__(self, data_source):
+        self.data_source = data_source
+
+    def get_samples(self, count):
+        groups = self.data_source.get_samples(count)
+        return [[Sample(index=sample.index, prompt=group[0].prompt) for sample in group] for group in groups]
+
+
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
     assert args is None
-    return april(ARGS, rollout_id, data_source, evaluation)
+    return april(ARGS, rollout_id, Prompts(data_source), evaluation)
 """
 """The function that slime's contract tests load: they call with `args=None`, which no rollout function for live
-engines can serve, and which slime's own cannot either. Its arguments are those of this test."""
+engines can serve, and which slime's own cannot either. Its arguments are those of this test. The samples of their data
+source are finished, and those of a group have different prompts; it passes on one prompt for each group."""
 
 
 def test_contract_tests_of_slime_pass(framework: Framework, args: Namespace, tmp_path: Path) -> None:

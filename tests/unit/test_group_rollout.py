@@ -4,8 +4,8 @@ and a live server."""
 import asyncio
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +157,58 @@ def test_groups_of_a_data_source_without_group_index_have_different_ids() -> Non
     assert [Framework.prompt_id(group) for group in groups] == ["sample-0", "sample-2", "2"]
     with pytest.raises(ValueError, match="neither group_index nor index"):
         Framework.prompt_id([SimpleNamespace(group_index=None, index=None)])
+
+
+@dataclass
+class FakeSample:
+    """A sample of a data source, with the fields that prompts are made of."""
+
+    prompt: Any
+    group_index: int = 0
+    index: int = 0
+    session_id: str | None = None
+    label: str | None = None
+    tokens: Sequence[int] = ()
+    response: str = ""
+    generate_function_path: str | None = None
+    multimodal_inputs: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def to_prompt(*group: FakeSample) -> dict[str, Any]:
+    framework = object.__new__(Framework)  # without the modules of a trainer
+    framework.Sample = FakeSample
+    return framework.to_prompt(group, SimpleNamespace(encode=lambda *_, **__: [7]), 0)
+
+
+def test_prompt_of_a_group_has_what_its_samples_have_in_common() -> None:
+    made = to_prompt(*(FakeSample("q", 3, i, str(i), "answer") for i in range(2)))
+    assert (made["id"], made["n"], made["metadata"]["indices"]) == ("3", 2, [0, 1])
+    assert made["metadata"]["sample"] == {"group_index": 3, "label": "answer"}
+
+
+@pytest.mark.parametrize("fields", [{"label": "another"}, {"prompt": "another"}])
+def test_group_of_different_samples_is_refused(fields: dict[str, Any]) -> None:
+    """A group is rebuilt from its first sample."""
+    with pytest.raises(ValueError, match="its samples differ"):
+        to_prompt(FakeSample("q"), FakeSample(**{"prompt": "q", "index": 1, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"generate_function_path": "m.f"}, "attach them to a run"),
+        ({"tokens": [1, 2]}, "tokens and responses"),
+        ({"response": "a"}, "tokens and responses"),
+        ({"prompt": [{"role": "user"}]}, "must be text"),
+        ({"multimodal_inputs": {"images": []}}, "multimodal"),
+    ],
+)
+def test_sample_that_a_prompt_cannot_carry_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        to_prompt(FakeSample(**{"prompt": "q", **fields}))
 
 
 @pytest.mark.parametrize(
