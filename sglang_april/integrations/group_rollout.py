@@ -27,16 +27,31 @@ log = logging.getLogger("sglang_april")
 Group = list[Sample]
 
 
-def refusal(args: Namespace | None) -> str:
-    """Why a round cannot do what these arguments ask for; empty if it can."""
+REFUSED = {
+    "custom_generate_function_path": "sends requests of its own: attach them to a run instead",
+    "use_rollout_routing_replay": "is not supported: the engine does not return routed experts",
+    "use_rollout_indexer_replay": "is not supported: the engine does not return what its indexer selects",
+    "recompute_logprobs_via_prefill": "is not supported: logprobs are those with which the engine drew the tokens",
+    "use_miles_router": "is not supported: rounds go to the engines that SGLang's router lists",
+}
+"""Arguments that must not be set, and why. The last three are only miles's."""
+
+
+def refusal(args: Namespace | None, package: str) -> str:
+    """Why a round cannot do what these arguments of the trainer ask for; empty if it can."""
     if args is None:  # slime's contract check of outputs calls so; slime's own function cannot serve that either
         return "args is None: the router, the sizes and the sampling of a rollout are in the trainer's arguments"
     if args.rollout_top_p != 1.0:
         return "--rollout-top-p must be 1: the engine does not return the tokens of the nucleus, which training replays"
-    if getattr(args, "custom_generate_function_path", None):
-        return "--custom-generate-function-path sends requests of its own: attach them to a run instead"
-    if getattr(args, "use_rollout_routing_replay", False):
-        return "--use-rollout-routing-replay is not supported: the engine does not return routed experts"
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
+            return f"--{name.replace('_', '-')} {reason}"
+    # slime's own rollout does not read it.
+    if package == "miles" and getattr(args, "rollout_max_context_len", None):
+        return "--rollout-max-context-len is not supported: all samples have one limit, --rollout-max-response-len"
+    top_k, strategy = getattr(args, "opd_log_prob_top_k", 0), getattr(args, "opd_top_k_strategy", "")
+    if getattr(args, "use_opd", False) and top_k and strategy != "only-teacher":
+        return "--opd-log-prob-top-k needs --opd-top-k-strategy only-teacher: rounds return no logprobs of other tokens"
     return ""
 
 
@@ -56,7 +71,7 @@ class Rollouts:
     def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
         if evaluation and args is not None:
             return self._framework.evaluate(args, rollout_id, data_source)
-        if reason := refusal(args):
+        if reason := refusal(args, self._framework.package):
             raise ValueError(f"sglang_april: {reason}")
         self._tokenizer = self._tokenizer or self._framework.tokenizer(args)
         self._connect(args)
@@ -77,6 +92,8 @@ class Rollouts:
         router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
         answer = httpx.get(f"{router}/workers", timeout=60).raise_for_status()
         urls = sorted(worker["url"] for worker in answer.json()["workers"])
+        if not urls:
+            raise RuntimeError(f"sglang_april: the router at {router} lists no engines")
         if urls != self._urls:
             self._urls, self._pool = urls, EnginePool([AprilClient(url, retry_s=60) for url in urls])
 
@@ -98,7 +115,7 @@ class _Rollout:
         self._awaitable = AsyncEnginePool(pool)
         self._args, self._rollout_id, self._get_samples, self._unsent = args, rollout_id, get_samples, unsent
         self._run = os.environ.get("SGLANG_APRIL_RUN", framework.package)
-        self._round_id = f"{self._run}-{rollout_id}-{uuid.uuid4().hex[:8]}"
+        self._round_id = uuid.uuid4().hex  # the name of a run may have characters that a round's id may not
         self._metrics = framework.filters.MetricGatherer()
         self._scored: dict[tuple[str, int], Group] = {}
         self._known: set[str] = set()

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from sglang_april.api.requests import check_round_id
 from sglang_april.client import AprilError
 from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from sglang_april.integrations.framework import Framework
-from sglang_april.integrations.group_rollout import Rollouts, _Rollout
+from sglang_april.integrations.group_rollout import Rollouts, _Rollout, refusal
 from tests.bridge.fake_engine_pool import FakePoolEngine, group
 from tests.support.live import until
 
@@ -212,15 +214,54 @@ def test_sample_that_a_prompt_cannot_carry_is_refused(fields: dict[str, Any], re
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "reason"),
+    ("given", "reason"),
     [
-        ("rollout_top_p", 0.9, "--rollout-top-p must be 1"),  # slime's own rollout would send custom_params
-        ("custom_generate_function_path", "m.f", "attach them to a run"),
-        ("use_rollout_routing_replay", True, "routed experts"),
+        ({"rollout_top_p": 0.9}, "--rollout-top-p must be 1"),  # slime's own rollout would send custom_params
+        ({"custom_generate_function_path": "m.f"}, r"--custom-generate-function-path .* attach them to a run"),
+        ({"use_rollout_routing_replay": True}, r"--use-rollout-routing-replay .* routed experts"),
+        ({"use_rollout_indexer_replay": True}, r"--use-rollout-indexer-replay .* indexer"),
+        ({"recompute_logprobs_via_prefill": True}, r"--recompute-logprobs-via-prefill .* drew the tokens"),
+        ({"use_miles_router": True}, r"--use-miles-router .* SGLang's router"),
+        (
+            {"use_opd": True, "opd_log_prob_top_k": 5, "opd_top_k_strategy": "only-student"},
+            "--opd-log-prob-top-k needs",
+        ),
+        ({"rollout_max_context_len": 100}, "--rollout-max-context-len is not supported"),
     ],
 )
-def test_arguments_that_a_round_cannot_honour_are_refused(field: str, value: object, reason: str) -> None:
+def test_arguments_that_a_round_cannot_honour_are_refused(given: dict[str, Any], reason: str) -> None:
     framework: Any = FakeFramework()
-    args = Namespace(**{"rollout_top_p": 1.0, field: value})
+    framework.package = "miles"
     with pytest.raises(ValueError, match=reason):
+        Rollouts(framework).generate_rollout(Namespace(**{"rollout_top_p": 1.0, **given}), 0, object(), False)
+
+
+@pytest.mark.parametrize(
+    ("package", "given"),
+    [
+        ("slime", {"rollout_max_context_len": 100}),  # read by examples' own functions only
+        ("miles", {"use_opd": True, "opd_log_prob_top_k": 5, "opd_top_k_strategy": "only-teacher"}),
+        ("miles", {"use_miles_router": False, "opd_log_prob_top_k": 0, "rollout_max_context_len": None}),
+    ],
+)
+def test_arguments_that_change_nothing_are_not_refused(package: str, given: dict[str, Any]) -> None:
+    assert refusal(Namespace(rollout_top_p=1.0, **given), package) == ""
+
+
+def test_router_without_engines_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Namespace(rollout_top_p=1.0, hf_checkpoint="m", sglang_router_ip="router", sglang_router_port=1)
+    framework: Any = FakeFramework()
+    framework.tokenizer = lambda _args: object()
+    answer = httpx.Response(200, json={"workers": []}, request=httpx.Request("GET", "http://router:1/workers"))
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
+    with pytest.raises(RuntimeError, match="the router at http://router:1 lists no engines"):
         Rollouts(framework).generate_rollout(args, 0, object(), False)
+
+
+def test_round_of_a_run_whose_name_has_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pattern of a round's id has none, that of a run's name has."""
+    monkeypatch.setenv("SGLANG_APRIL_RUN", "team/exp1")
+    made: Any = (FakeFramework(), FakeEnginePool(), None, Namespace(), 0, FakeDataSource(), [])
+    rollout = _Rollout(*made)
+    assert rollout._run == "team/exp1"
+    assert check_round_id(rollout._round_id)
