@@ -92,12 +92,15 @@ class EnginePool:
         """One push to all engines around SGLang's weight calls, after which they have one version: `version`, or one
         more than the highest. An engine that was restarted, and is at a lower version, has it too.
 
-        If the body fails, the push stays open at every engine: the weights are mixed.
+        If the body fails, the push stays open at every engine: the weights are mixed. If it cannot begin at one, it stays
+        open at those before.
         """
         target = 1 + max(client.state()["policy_version"] for client in self.clients) if version is None else version
-        for client in self.clients:
-            client.push_begin(target)
+        first, *others = self.clients
+        first.push_begin(target)
         with push_stays_open():
+            for client in others:
+                client.push_begin(target)
             yield
         for client in self.clients:
             client.push_end(target)

@@ -317,6 +317,14 @@ def test_a_failed_push_stays_open_at_every_engine() -> None:
     assert [engine.version for engine in engines] == [0, 0]
 
 
+@pytest.mark.parametrize(("failing", "error"), [(0, AprilError), (1, PushLeftOpenError)])
+def test_a_push_that_cannot_begin_at_an_engine_names_what_it_leaves_open(failing: int, error: type[Exception]) -> None:
+    pool, engines = engine_pool()
+    engines[failing].push_begin = refuse  # type: ignore[method-assign]
+    with pytest.raises(error), pool.push(3):
+        raise AssertionError("the body runs")
+
+
 # --- from asyncio
 
 
