@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.calls import with_round_id
+from sglang_april.client.engine_pool import EnginePool, SharedRound
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 
@@ -18,8 +19,12 @@ class AsyncEnginePool:
         self._pool = pool
 
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
-        """A round over all engines: groups as they finish, then one summary. The error of an engine is raised."""
+        """A round over all engines: groups as they finish, then one summary. The error of an engine is raised.
+
+        When it is closed or cancelled, the round stays open at the engines, and can be repeated under its `round_id`.
+        """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        shared = SharedRound(self._pool.clients, with_round_id(body))
 
         def follow() -> None:
             def put(event: object) -> None:
@@ -27,19 +32,22 @@ class AsyncEnginePool:
                     loop.call_soon_threadsafe(events.put_nowait, event)
 
             try:
-                for event in self._pool.stream(**body):
+                for event in self._pool.run(shared):
                     put(event)
             except BaseException as error:  # noqa: BLE001 - raised where the events are read
                 put(error)
 
         threading.Thread(target=follow, name="april rollout", daemon=True).start()
-        while True:
-            event = await events.get()
-            if isinstance(event, BaseException):
-                raise event
-            yield event
-            if isinstance(event, RolloutSummary):
-                return
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, RolloutSummary):
+                    return
+        finally:
+            await asyncio.to_thread(shared.close)
 
     async def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> None:
         """As `EnginePool.judge`."""

@@ -38,13 +38,16 @@ class EnginePool:
         Raises:
             AprilError: an engine refused the round, or was lost (`ServerLostError`); groups stay at their engines.
         """
-        body = with_round_id(body)
-        shared = self._open[body["round_id"]] = SharedRound(self.clients, body)
+        yield from self.run(SharedRound(self.clients, with_round_id(body)))
+
+    def run(self, shared: "SharedRound") -> Iterator[RolloutGroup | RolloutSummary]:
+        """The events of a round, which takes verdicts and extensions meanwhile."""
+        self._open[shared.id] = shared
         try:
             yield from shared.run()
         finally:
-            if self._open.get(body["round_id"]) is shared:  # otherwise the round has been repeated meanwhile
-                del self._open[body["round_id"]]
+            if self._open.get(shared.id) is shared:  # otherwise the round has been repeated meanwhile
+                del self._open[shared.id]
 
     def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> None:
         """Verdicts on finished groups of an open round. Groups beyond the quota wait for the next round."""
@@ -92,8 +95,8 @@ class EnginePool:
         """One push to all engines around SGLang's weight calls, after which they have one version: `version`, or one
         more than the highest. An engine that was restarted, and is at a lower version, has it too.
 
-        If the body fails, the push stays open at every engine: the weights are mixed. If it cannot begin at one, it stays
-        open at those before.
+        If the body fails, the push stays open at every engine: the weights are mixed. If it cannot begin at one engine,
+        it stays open at those before.
         """
         target = 1 + max(client.state()["policy_version"] for client in self.clients) if version is None else version
         first, *others = self.clients
@@ -115,7 +118,7 @@ class SharedRound:
     """One round over several engines. All of its state can be rebuilt from the engines."""
 
     def __init__(self, clients: Sequence[AprilClient], body: dict[str, Any]) -> None:
-        self._clients, self._body, self._id = clients, body, body["round_id"]
+        self._clients, self._body, self.id = clients, body, body["round_id"]
         self._quota: int | None = body["quota"]
         self._caller_judges = body.get("count") == "accepted"
         self._previews = body.get("previews", False) or self._caller_judges
@@ -132,7 +135,7 @@ class SharedRound:
         """Engines at which the round has ended."""
         self.sent: dict[str, int] = {}
         """Engine of each prompt of an extension. It may have refused the prompt, or its reply may be lost."""
-        self._quota_met = False
+        self._quota_met = self._closed = False
         self._lock = threading.RLock()
 
     def run(self) -> Iterator[RolloutGroup | RolloutSummary]:
@@ -176,6 +179,12 @@ class SharedRound:
         if not self._previews:
             yield from merged.groups
         yield merged
+
+    def close(self) -> None:
+        """End `run`, from any thread: from now on, nothing is accepted and no engine is stopped. It can be repeated."""
+        with self._lock:
+            self._closed = True
+        self._events.put((0, GeneratorExit()))  # `run` raises it
 
     def judge(self, accept: Iterable[str], reject: Iterable[str]) -> None:
         """Take verdicts, from any thread."""
@@ -229,7 +238,7 @@ class SharedRound:
                 self.sent |= {prompt["id"]: engine for prompt in share}
                 try:
                     if share:
-                        self._clients[engine].extend(self._id, quota_add=0, prompts=share)
+                        self._clients[engine].extend(self.id, quota_add=0, prompts=share)
                 except AprilError as error:  # go on: an earlier attempt may have failed at a later engine
                     if (error.status, error.field) == (409, "round_id"):
                         self._ended.add(engine)
@@ -250,11 +259,11 @@ class SharedRound:
         """Read the accepted and mandatory groups of an engine, where this round may have been open before."""
         client = self._clients[engine]
         for row in client.state()["rounds"]:
-            if row["round_id"] == self._id:
+            if row["round_id"] == self.id:
                 self._accepted[engine] = row["counted"]
                 self._mandatory |= dict.fromkeys(row["mandatory"], engine)
                 return
-        reply = client.get_round(self._id)
+        reply = client.get_round(self.id)
         finished = [] if reply is None else reply.finished
         self._engine_of |= {group.id: engine for group in finished}
         self._mark_ended(engine, sum(bool(group.accepted) for group in finished))
@@ -280,7 +289,7 @@ class SharedRound:
 
         (`quota-exact`, `staleness-bound`)
         """
-        if self._quota is None:
+        if self._quota is None or self._closed:
             return
         for prompt_id in sorted(self._acceptable, key=lambda prompt_id: prompt_id not in self._mandatory):
             reserved = len(self._mandatory)
@@ -290,7 +299,7 @@ class SharedRound:
         if sum(self._accepted) >= self._quota and not self._mandatory and not self._quota_met:
             for engine in set(range(len(self._clients))) - self._ended:
                 with _ignoring(*NOT_FOUND):
-                    self._clients[engine].stop(self._id)
+                    self._clients[engine].stop(self.id)
             self._quota_met = True
 
     def _send_verdict(self, prompt_id: str, **verdict: list[str]) -> None:
@@ -298,7 +307,7 @@ class SharedRound:
         engine = self._engine_of[prompt_id]
         if engine not in self._ended:
             with _ignoring(409):
-                self._accepted[engine] = self._clients[engine].judge(self._id, **verdict)["accepted"]
+                self._accepted[engine] = self._clients[engine].judge(self.id, **verdict)["accepted"]
         self._mandatory.pop(prompt_id, None)
 
     # End of the round
@@ -309,7 +318,7 @@ class SharedRound:
         groups = [group for summary in summaries for group in summary.groups]
         met = self._quota is not None and sum(self._accepted) >= self._quota
         return RolloutSummary(
-            self._id,
+            self.id,
             summaries[0].run,
             max(summary.policy_version for summary in summaries),  # a push may come between the ends at two engines
             "quota" if met else "exhausted",

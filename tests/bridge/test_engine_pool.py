@@ -347,6 +347,37 @@ def test_the_pool_of_asyncio_has_the_same_rounds_and_pushes() -> None:
     assert (summary.policy_version, len(summary.delivered)) == (8, 2)
 
 
+@pytest.mark.parametrize("leaves_by", ["close", "cancel"])
+def test_round_whose_consumer_has_left_accepts_nothing_more(leaves_by: str) -> None:
+    """Otherwise it and its repetition would both accept groups up to the quota."""
+    pool, engines = engine_pool(1)
+    engines[0].may_finish = 1
+
+    async def read(first: asyncio.Event, events: Any) -> None:
+        await anext(events)
+        first.set()
+        if leaves_by == "cancel":
+            await anext(events)
+        await events.aclose()
+
+    async def leave() -> None:
+        first = asyncio.Event()
+        reader = asyncio.create_task(read(first, AsyncEnginePool(pool).stream(**request("r.1", "a1 a2", 2))))
+        await first.wait()
+        if leaves_by == "cancel":
+            reader.cancel()
+        await asyncio.wait([reader])
+
+    asyncio.run(leave())
+    until(lambda: not pool._open, "the thread of the round has ended")
+    with engines[0].changed:
+        engines[0].may_finish = 1
+        engines[0].changed.notify_all()
+    until(lambda: "a2" in engines[0].finished, "the next group has finished")
+    assert "a2" not in engines[0].verdicts
+    assert sorted(delivered_ids(run_round(pool, request("r.1", "a1 a2", 2)))) == ["a1", "a2"]
+
+
 def test_a_push_that_fails_or_is_cancelled_stays_open() -> None:
     pool, engines = engine_pool()
 

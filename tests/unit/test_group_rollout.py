@@ -66,7 +66,7 @@ class FakeEnginePool:
     def partials(self, _run: str) -> dict[str, list[Any]]:
         return {"groups": [{"id": "7"}]}
 
-    def stream(self, **_body: Any) -> Iterator[RolloutSummary]:
+    def run(self, _shared: Any) -> Iterator[RolloutSummary]:
         carried = replace(group("7"), accepted=True)
         yield RolloutSummary("r", "trainer", 1, "quota", [], {"groups": 0, "tokens": 0}, {}, [carried])
 
