@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from sglang_april.client.calls import with_round_id
-from sglang_april.client.engine_pool import EnginePool, SharedRound
+from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.shared_round import SharedRound
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 

@@ -1,0 +1,257 @@
+"""A round of several engines: one quota over all of them, which this client counts."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sglang_april.client.calls import AprilError
+from sglang_april.client.client import AprilClient
+from sglang_april.client.merged_stats import merge_stats, sum_fields
+from sglang_april.client.types import RolloutGroup, RolloutSummary
+
+Event = RolloutGroup | RolloutSummary | BaseException
+NOT_FOUND = (404, 410)
+"""Status codes for a round that does not exist or is no longer kept."""
+
+
+class SharedRound:
+    """One round over several engines. All of its state can be rebuilt from the engines."""
+
+    def __init__(self, clients: Sequence[AprilClient], body: dict[str, Any]) -> None:
+        self._clients, self._body, self.id = clients, body, body["round_id"]
+        self._quota: int | None = body["quota"]
+        self._caller_judges = body.get("count") == "accepted"
+        self._previews = body.get("previews", False) or self._caller_judges
+        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._engine_of: dict[str, int] = {}
+        """Engine of each finished group, in finish order."""
+        self._acceptable: list[str] = []
+        """Groups with a positive verdict that has not been sent, because the quota may be full."""
+        self._accepted = [0] * len(clients)
+        """Number of accepted groups at each engine."""
+        self._mandatory: dict[str, int] = {}
+        """Unfinished groups that have reached the staleness bound, with their engines."""
+        self._ended: set[int] = set()
+        """Engines at which the round has ended."""
+        self.sent: dict[str, int] = {}
+        """Engine of each prompt of an extension. It may have refused the prompt, or its reply may be lost."""
+        self._quota_met = self._closed = False
+        self._lock = threading.RLock()
+
+    def run(self) -> Iterator[RolloutGroup | RolloutSummary]:
+        """All events, then the merged summary. The error of an engine is raised; the round can then be repeated.
+
+        Raises:
+            AprilError: 409 if the engines have different versions; no engine has opened the round.
+        """
+        versions = {client.state()["policy_version"] for client in self._clients}
+        if len(versions) > 1:
+            raise AprilError(
+                409, "policy_version", f"the engines are at versions {sorted(versions)}; push to all of them"
+            )
+        streams: list[Iterator[RolloutGroup | RolloutSummary]] = []
+        try:
+            for client, body in zip(self._clients, self._bodies(), strict=True):
+                streams.append(client.stream(**body))
+            if self._quota is not None:
+                for engine in range(len(self._clients)):
+                    self._read_state(engine)
+        finally:  # also if an engine refuses: a stream that nobody reads holds its connection
+            for engine, stream in enumerate(streams):
+                follow = partial(self._follow_stream, engine, stream)
+                threading.Thread(target=follow, daemon=True, name=f"engine {engine}").start()
+        summaries: dict[int, RolloutSummary] = {}
+        while len(summaries) < len(self._clients):
+            engine, event = self._events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, RolloutSummary):
+                summaries[engine] = event
+                self._mark_ended(engine, sum(bool(group["accepted"]) for group in event.delivered))
+                continue
+            self._engine_of[event.id] = engine
+            if self._previews:
+                yield event
+            if not self._caller_judges and event.complete:
+                self.judge([event.id], ())
+        self._quota_met = True
+        merged = self._merge([summaries[engine] for engine in range(len(self._clients))])
+        if not self._previews:
+            yield from merged.groups
+        yield merged
+
+    def close(self) -> None:
+        """End `run`, from any thread: from now on, nothing is accepted and no engine is stopped. It can be repeated."""
+        with self._lock:
+            self._closed = True
+        self._events.put((0, GeneratorExit()))  # `run` raises it
+
+    def judge(self, accept: Iterable[str], reject: Iterable[str]) -> None:
+        """Take verdicts, from any thread."""
+        if self._quota is None:
+            self._forward(accept, reject)
+            return
+        with self._lock:
+            for prompt_id in reject:
+                self._send_verdict(prompt_id, reject=[prompt_id])
+            self._acceptable += [prompt_id for prompt_id in accept if prompt_id not in self._acceptable]
+            self._accept_up_to_quota()
+
+    def _forward(self, accept: Iterable[str], reject: Iterable[str]) -> None:
+        """Without a quota every verdict is for the engines, which wait for it if the caller judges."""
+        if not self._caller_judges:
+            return
+        with self._lock:
+            for prompt_id in accept:
+                self._send_verdict(prompt_id, accept=[prompt_id])
+            for prompt_id in reject:
+                self._send_verdict(prompt_id, reject=[prompt_id])
+
+    def extend(self, quota_add: int, prompts: list[Mapping[str, Any]]) -> None:
+        """As `EnginePool.extend`."""
+        with self._lock:
+            if self._quota_met:
+                raise AprilError(409, "round_id", "has met its quota")
+            if self._quota is not None:
+                self._quota += quota_add
+            errors = self._send(prompts)
+            # A refused prompt id means that an earlier attempt sent the prompt, so the raised quota is right.
+            failed = [error for error in errors if error.status != 409 or not error.field.startswith("prompts")]
+            if failed and self._quota is not None:
+                self._quota -= quota_add
+            if errors:
+                raise (failed or errors)[0]
+
+    def _send(self, prompts: list[Mapping[str, Any]]) -> list[AprilError]:
+        """Send each prompt to an engine at which the round is open. Returns the errors."""
+        errors: list[AprilError] = []
+        while prompts:
+            finished = [prompt["id"] for prompt in prompts if self._engine_of.get(prompt["id"]) in self._ended]
+            if finished:  # an earlier attempt sent them
+                errors.append(AprilError(409, "prompts", f"{finished} have finished in this round"))
+            engines = [engine for engine in range(len(self._clients)) if engine not in self._ended]
+            if not engines:
+                return [*errors, AprilError(409, "round_id", "has ended at all engines")]
+            left = [prompt for prompt in prompts if prompt["id"] not in finished]
+            shares, prompts = _spread(left, engines, self.sent), []
+            for engine, share in shares.items():
+                self.sent |= {prompt["id"]: engine for prompt in share}
+                try:
+                    if share:
+                        self._clients[engine].extend(self.id, quota_add=0, prompts=share)
+                except AprilError as error:  # go on: an earlier attempt may have failed at a later engine
+                    if (error.status, error.field) == (409, "round_id"):
+                        self._ended.add(engine)
+                        prompts += share
+                    else:
+                        errors.append(error)
+        return errors
+
+    # Start of the round
+
+    def _bodies(self) -> list[dict[str, Any]]:
+        """The request for each engine."""
+        shares = _spread(self._body["prompts"], range(len(self._clients)), {}).values()
+        counted = {} if self._quota is None else {"quota": None, "count": "accepted"}
+        return [{**self._body, "prompts": share, "previews": True, **counted} for share in shares]
+
+    def _read_state(self, engine: int) -> None:
+        """Read the accepted and mandatory groups of an engine, where this round may have been open before."""
+        client = self._clients[engine]
+        for row in client.state()["rounds"]:
+            if row["round_id"] == self.id:
+                self._accepted[engine] = row["counted"]
+                self._mandatory |= dict.fromkeys(row["mandatory"], engine)
+                return
+        reply = client.get_round(self.id)
+        finished = [] if reply is None else reply.finished
+        self._engine_of |= {group.id: engine for group in finished}
+        self._mark_ended(engine, sum(bool(group.accepted) for group in finished))
+
+    def _follow_stream(self, engine: int, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
+        try:
+            for event in stream:
+                self._events.put((engine, event))
+        except BaseException as error:  # noqa: BLE001 - raised where the events are read
+            self._events.put((engine, error))
+
+    # Counting
+
+    def _mark_ended(self, engine: int, accepted: int) -> None:
+        with self._lock:
+            self._ended.add(engine)
+            self._accepted[engine] = accepted
+            self._mandatory = {name: other for name, other in self._mandatory.items() if other != engine}
+            self._accept_up_to_quota()
+
+    def _accept_up_to_quota(self) -> None:
+        """Accept groups while the quota has capacity, mandatory ones first; at the quota, stop all engines.
+
+        (`quota-exact`, `staleness-bound`)
+        """
+        if self._quota is None or self._closed:
+            return
+        for prompt_id in sorted(self._acceptable, key=lambda prompt_id: prompt_id not in self._mandatory):
+            reserved = len(self._mandatory)
+            if prompt_id in self._mandatory or sum(self._accepted) + reserved < self._quota:
+                self._send_verdict(prompt_id, accept=[prompt_id])
+                self._acceptable.remove(prompt_id)  # only after success: a failed call is repeated
+        if sum(self._accepted) >= self._quota and not self._mandatory and not self._quota_met:
+            for engine in set(range(len(self._clients))) - self._ended:
+                with ignoring(*NOT_FOUND):
+                    self._clients[engine].stop(self.id)
+            self._quota_met = True
+
+    def _send_verdict(self, prompt_id: str, **verdict: list[str]) -> None:
+        """Send a verdict to the engine of the group, unless the round has ended there."""
+        engine = self._engine_of[prompt_id]
+        if engine not in self._ended:
+            with ignoring(409):
+                self._accepted[engine] = self._clients[engine].judge(self.id, **verdict)["accepted"]
+        self._mandatory.pop(prompt_id, None)
+
+    # End of the round
+
+    def _merge(self, summaries: list[RolloutSummary]) -> RolloutSummary:
+        order = list(self._engine_of)
+        delivered = [group for summary in summaries for group in summary.delivered]
+        groups = [group for summary in summaries for group in summary.groups]
+        met = self._quota is not None and sum(self._accepted) >= self._quota
+        return RolloutSummary(
+            self.id,
+            summaries[0].run,
+            max(summary.policy_version for summary in summaries),  # a push may come between the ends at two engines
+            "quota" if met else "exhausted",
+            sorted(delivered, key=lambda group: order.index(group["id"])),
+            sum_fields([summary.carried for summary in summaries]),
+            merge_stats([summary.stats for summary in summaries]),
+            sorted(groups, key=lambda group: order.index(group.id)),
+        )
+
+
+def _spread(
+    prompts: Sequence[Mapping[str, Any]], engines: Sequence[int], sent: Mapping[str, int]
+) -> dict[int, list[dict[str, Any]]]:
+    """The prompts of each engine, without the field `engine`. A prompt that was sent before has its engine from `sent`.
+
+    Prompts without an engine, or whose engine is not among `engines`, are assigned round-robin.
+    """
+    shares: dict[int, list[dict[str, Any]]] = {engine: [] for engine in engines}
+    for i, prompt in enumerate(prompts):
+        fields = dict(prompt)
+        engine = sent.get(fields["id"], fields.pop("engine", None))
+        shares[engine if engine in shares else engines[i % len(engines)]].append(fields)
+    return shares
+
+
+@contextlib.contextmanager
+def ignoring(*statuses: int) -> Iterator[None]:
+    """Suppress errors with these status codes."""
+    try:
+        yield
+    except AprilError as error:
+        if error.status not in statuses:
+            raise
