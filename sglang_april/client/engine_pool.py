@@ -177,23 +177,17 @@ class SharedRound:
                 self._send_verdict(prompt_id, reject=[prompt_id])
 
     def extend(self, quota_add: int, prompts: list[Mapping[str, Any]]) -> None:
-        """Raise the quota, and send each prompt to its engine.
+        """Raise the quota, and send each prompt to its engine, or to any that has the round open.
 
         Raises:
-            AprilError: 409 if the quota has been met; or an engine refused its prompts.
+            AprilError: 409 if the quota has been met or no engine has the round open; or an engine refused its prompts.
         """
         with self._lock:
             if self._quota_met:
                 raise AprilError(409, "round_id", "has met its quota")
             if self._quota is not None:
                 self._quota += quota_add
-            errors: list[AprilError] = []
-            for engine, share in enumerate(_spread(prompts, len(self._clients))):
-                try:
-                    if share:
-                        self._clients[engine].extend(self._id, quota_add=0, prompts=share)
-                except AprilError as error:  # go on: an earlier attempt may have failed at a later engine
-                    errors.append(error)
+            errors = self._send(prompts)
             # A refused prompt id means that an earlier attempt sent the prompt, so the raised quota is right.
             failed = [error for error in errors if not error.field.startswith("prompts")]
             if failed and self._quota is not None:
@@ -201,13 +195,41 @@ class SharedRound:
             if errors:
                 raise (failed or errors)[0]
 
+    def _send(self, prompts: Sequence[Mapping[str, Any]]) -> list[AprilError]:
+        """Send prompts to their engines; returns refusals.
+
+        A round ends early at an engine where all groups have a verdict: prompts that name no engine go to the others.
+        """
+        named = [prompt for prompt in prompts if "engine" in prompt]
+        rest = [prompt for prompt in prompts if "engine" not in prompt]
+        errors = [error for share in _spread(named, ()).items() if (error := self._extend_at(*share))]
+        open_engines = [engine for engine in range(len(self._clients)) if engine not in self._ended]
+        while rest and open_engines:
+            shares, rest = _spread(rest, open_engines), []
+            for engine, share in shares.items():
+                error = self._extend_at(engine, share)
+                if error and (error.status, error.field) == (409, "round_id"):
+                    open_engines.remove(engine)
+                    rest += share
+                elif error:  # go on: an earlier attempt may have failed at a later engine
+                    errors.append(error)
+        return [*errors, AprilError(409, "round_id", "has ended")] if rest else errors
+
+    def _extend_at(self, engine: int, prompts: list[dict[str, Any]]) -> AprilError | None:
+        try:
+            self._clients[engine].extend(self._id, quota_add=0, prompts=prompts)
+        except AprilError as error:
+            return error
+        return None
+
     # Start of the round
 
     def _bodies(self) -> list[dict[str, Any]]:
         """The request for each engine."""
-        shares = _spread(self._body["prompts"], len(self._clients))
+        engines = range(len(self._clients))
+        shares = _spread(self._body["prompts"], engines)
         counted = {} if self._quota is None else {"quota": None, "count": "accepted"}
-        return [{**self._body, "prompts": share, "previews": True, **counted} for share in shares]
+        return [{**self._body, "prompts": shares.get(i, []), "previews": True, **counted} for i in engines]
 
     def _read_state(self, engine: int) -> None:
         """Read the accepted and mandatory groups of an engine, where this round may have been open before."""
@@ -304,12 +326,13 @@ def _sum_fields(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: sum(part[name] for part in parts) for name in names}
 
 
-def _spread(prompts: Sequence[Mapping[str, Any]], engines: int) -> list[list[dict[str, Any]]]:
-    """The prompts of each engine, without the field `engine`."""
-    shares: list[list[dict[str, Any]]] = [[] for _ in range(engines)]
+def _spread(prompts: Sequence[Mapping[str, Any]], engines: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """The prompts of each engine, without the field `engine`. Those that have none go to `engines` in turn."""
+    shares: dict[int, list[dict[str, Any]]] = {}
     for i, prompt in enumerate(prompts):
         fields = dict(prompt)
-        shares[fields.pop("engine", i % engines)].append(fields)
+        engine = fields.pop("engine") if "engine" in fields else engines[i % len(engines)]
+        shares.setdefault(engine, []).append(fields)
     return shares
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -52,6 +52,8 @@ class Rollouts:
         """Ids of groups that the engines had at the first rollout of this process."""
         self._unsent: list[dict[str, Any]] = []
         """Prompts that the data source has given and no engine has taken."""
+        self._surplus: list[Group] = []
+        """Groups beyond the last batch, which the engines had to finish at their staleness bound."""
 
     def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
         if evaluation and args is not None:
@@ -61,7 +63,8 @@ class Rollouts:
         self._tokenizer = self._tokenizer or self._framework.tokenizer(args)
         self._connect(args)
         source = data_source.get_samples
-        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, source, self._unsent)
+        kept = self._unsent, self._surplus
+        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, source, *kept)
         if self._inherited is None:
             self._inherited = rollout.held()
         output: Any = self._framework.run(rollout.run(self._inherited))
@@ -79,6 +82,8 @@ class Rollouts:
         urls = sorted(worker["url"] for worker in answer.json()["workers"])
         if urls != self._urls:
             self._urls, self._pool = urls, EnginePool([AprilClient(url, retry_s=60) for url in urls])
+        if not urls:
+            raise RuntimeError(f"sglang_april: the router at {router} lists no engine")
 
 
 class _Rollout:
@@ -93,12 +98,15 @@ class _Rollout:
         rollout_id: int,
         get_samples: Callable[[int], list[Group]],
         unsent: list[dict[str, Any]],
+        surplus: list[Group],
     ) -> None:
         self._framework, self._pool, self._tokenizer = framework, pool, tokenizer
         self._awaitable = AsyncEnginePool(pool)
-        self._args, self._rollout_id, self._get_samples, self._unsent = args, rollout_id, get_samples, unsent
+        self._args, self._rollout_id, self._get_samples = args, rollout_id, get_samples
+        self._unsent, self._surplus = unsent, surplus
+        self._quota = max(1, args.rollout_batch_size - len(surplus))
         self._run = os.environ.get("SGLANG_APRIL_RUN", framework.package)
-        self._round_id = f"{self._run}-{rollout_id}-{uuid.uuid4().hex[:8]}"
+        self._round_id = uuid.uuid4().hex  # a run's name may have characters that an id must not
         self._metrics = framework.filters.MetricGatherer()
         self._scored: dict[tuple[str, int], Group] = {}
         self._known: set[str] = set()
@@ -161,7 +169,7 @@ class _Rollout:
             "run": self._run,
             "round_id": self._round_id,
             "prompts": prompts,
-            "quota": self._args.rollout_batch_size,
+            "quota": self._quota,
             "count": "accepted",
             "sampling_params": self._framework.sampling_params(self._args),
         }
@@ -183,25 +191,34 @@ class _Rollout:
         """Reward and filter a finished group, send the verdict to its engine, and replace it if it is dropped."""
         samples = await self._score(group)
         reason = self._framework.drop_reason(self._args, samples, self._remaining)
-        try:
-            if reason is None:
-                await self._awaitable.judge(self._round_id, accept=[group.id])
-                return
-            self._metrics.on_dynamic_filter_drop(reason=reason)
-            self._remaining -= 1
-            if self._remaining < self._args.rollout_batch_size:
-                await self._extend(self._take(self._args.over_sampling_batch_size))
-            await self._awaitable.judge(self._round_id, reject=[group.id])
-        except AprilError as error:
-            if error.status != 409:  # the round has met its quota meanwhile: the next one streams the group again
-                raise
+        if reason is None:
+            await self._if_open(self._awaitable.judge(self._round_id, accept=[group.id]))
+            return
+        self._metrics.on_dynamic_filter_drop(reason=reason)
+        self._remaining -= 1
+        if self._remaining < self._quota:
+            await self._extend(self._take(self._args.over_sampling_batch_size))
+        await self._if_open(self._awaitable.judge(self._round_id, reject=[group.id]))
 
     async def _extend(self, prompts: list[dict[str, Any]]) -> None:
+        sent = False
         try:
-            await self._awaitable.extend(self._round_id, prompts=prompts)
-        except AprilError:
-            self._unsent += prompts
-            raise
+            sent = await self._if_open(self._awaitable.extend(self._round_id, prompts=prompts))
+        finally:
+            if not sent:
+                self._unsent += prompts
+                self._remaining -= len(prompts)
+
+    async def _if_open(self, call: Awaitable[None]) -> bool:
+        """Whether a call about the round has had an effect: not if the round has met its quota meanwhile. The next one
+        then streams the group again."""
+        try:
+            await call
+        except AprilError as error:
+            if error.status != 409:
+                raise
+            return False
+        return True
 
     async def _score(self, group: RolloutGroup) -> Group:
         samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
@@ -218,9 +235,11 @@ class _Rollout:
 
     def _output(self, summary: RolloutSummary) -> Any:
         delivered = [group for group in summary.groups if group.accepted]  # rejected ones are delivered as well
-        groups = _sorted([self._scored[group.id, group.incarnation] for group in delivered])
-        if len(groups) != self._args.rollout_batch_size:
-            raise RuntimeError(f"{len(groups)} groups were accepted, {self._args.rollout_batch_size} are needed")
+        size, accepted = self._args.rollout_batch_size, [self._scored[one.id, one.incarnation] for one in delivered]
+        groups = _sorted([*self._surplus, *accepted])
+        if len(groups) < size:
+            raise RuntimeError(f"{len(groups)} groups were accepted, {size} are needed")
+        groups, self._surplus[:] = groups[:size], groups[size:]
         if not self._args.partial_rollout:
             self._pool.drop(self._run)
         tokens = sum(sample.response_length for group in groups for sample in group)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +61,10 @@ class FakePoolEngine:
                 if engine_round.ended is None
             ]
             return {"rounds": rows, "policy_version": self.version}
+
+    def partials(self, _run: str) -> dict[str, Any]:
+        with self.changed:
+            return {"groups": [{"id": name} for name in (*self.waiting, *self.finished)]}
 
     def push_begin(self, version: int) -> None:
         assert version > self.version, "409: a push must name a greater version"
@@ -141,12 +145,13 @@ class FakePoolEngine:
             {"id": name, "incarnation": 0, "indices": [0, 1], "complete": True, "accepted": self.verdicts.get(name)}
             for name in names
         ]
+        groups = [replace(group(name), accepted=self.verdicts.get(name)) for name in names]
         self.finished = [name for name in self.finished if name not in names]
         self.verdicts = {}
         self.delivered += names
         stats = {"duration_s": 1.0, "mean_running": 2.0, "over_bound": 1, "timeline": [[0.0, 2], [0.5, 1]]}
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}
-        carried = {"groups": len(self.waiting) + len(self.finished)}
+        carried = {"groups": len(self.waiting) + len(self.finished), "tokens": 0}
         engine_round.ended = RolloutSummary(
             engine_round.body["round_id"],
             engine_round.body["run"],
@@ -155,7 +160,7 @@ class FakePoolEngine:
             rows,
             carried,
             stats,
-            [*map(group, names)],
+            groups,
         )
         self.changed.notify_all()
 

@@ -337,3 +337,28 @@ def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_
     with pytest.raises(AprilError, match="are refused"):
         run_round(pool, request("r.1", "a1 b1", 1))
     assert read_to_end.wait(timeout=10)
+
+
+def test_an_extension_goes_to_engines_that_have_the_round_open() -> None:
+    """The round ends where all groups have a verdict, long before the quota of all engines is met."""
+    pool, engines = engine_pool()
+    engines[1].may_finish = 0
+    events = pool.stream(**request("r.1", "a1 a2 b1", 4, count="accepted"))
+    for name in ("a1", "a2"):
+        assert next(events).id == name  # type: ignore[union-attr]
+        pool.judge("r.1", accept=[name])
+    until(lambda: engines[0].rounds["r.1"].ended is not None, "every group of the first engine has a verdict")
+    new = [{"id": f"new {i}", "n": 2} for i in range(3)]
+    pool.extend("r.1", prompts=new)
+    assert sorted(engines[1].waiting) == ["b1", "new 0", "new 1", "new 2"]
+    with pytest.raises(AprilError, match="has ended"):
+        pool.extend("r.1", prompts=[{"id": "of the first", "n": 2, "engine": 0}])
+    with engines[1].changed:
+        engines[1].may_finish = 2
+        engines[1].changed.notify_all()
+    for event in events:
+        if isinstance(event, RolloutSummary):
+            assert len(delivered_ids(event)) == 4
+            assert {"a1", "a2", "b1"} < set(delivered_ids(event))
+        else:
+            pool.judge("r.1", accept=[event.id])

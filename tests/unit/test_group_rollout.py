@@ -4,23 +4,29 @@ has the other cases, with the trainer's own functions and a live server."""
 import asyncio
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from sglang_april.integrations.framework import Framework
 from sglang_april.integrations.group_rollout import Rollouts, _Rollout
-from tests.bridge.fake_engine_pool import group
+from tests.bridge.fake_engine_pool import FakePoolEngine, group
+from tests.support.live import until
 
 
 class FakeFramework:
     """A trainer whose groups have one sample."""
 
     package = "trainer"
-    filters = SimpleNamespace(MetricGatherer=lambda: SimpleNamespace(collect=dict))
+    dropped: frozenset[int] = frozenset()
+    filters = SimpleNamespace(
+        MetricGatherer=lambda: SimpleNamespace(collect=dict, on_dynamic_filter_drop=lambda reason: None)
+    )
 
     def sampling_params(self, _args: Namespace) -> dict[str, Any]:
         return {}
@@ -32,6 +38,15 @@ class FakeFramework:
         for sample in samples:
             sample.reward = 1.0
         return samples
+
+    def drop_reason(self, _args: Namespace, samples: list[Any], _remaining: int) -> str | None:
+        return "dropped" if samples[0].index in self.dropped else None
+
+    def prompt_id(self, group: list[Any]) -> str:
+        return str(group[0].index)
+
+    def to_prompt(self, group: list[Any], *_: Any) -> dict[str, Any]:
+        return {"id": self.prompt_id(group), "n": 2}
 
     def TrainOutput(self, samples: Any, metrics: Any) -> Any:  # noqa: N802
         return SimpleNamespace(samples=samples, metrics=metrics)
@@ -53,10 +68,57 @@ class FakeEnginePool:
 def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
     """The engine keeps the verdict of a rollout that was cut off, and shows no preview of the group again."""
     args = Namespace(over_sampling_batch_size=1, rollout_batch_size=1, partial_rollout=True)
-    made: Any = (FakeFramework(), FakeEnginePool(), None, args, 0, lambda _groups: [], [])
+    made: Any = (FakeFramework(), FakeEnginePool(), None, args, 0, lambda _groups: [], [], [])
     output = asyncio.run(_Rollout(*made).run(set()))
     assert [[sample.index for sample in samples] for samples in output.samples] == [[7]]
     assert output.samples[0][0].reward == 1.0
+
+
+class DataSource:
+    """Groups of one sample, numbered from 0."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __call__(self, count: int) -> list[Any]:
+        self.drawn += count
+        return [[SimpleNamespace(index=self.drawn - count + i)] for i in range(count)]
+
+
+def indices(output: Any) -> list[int]:
+    return [samples[0].index for samples in output.samples]
+
+
+def test_dropped_groups_are_replaced_at_engines_that_still_have_the_round_open() -> None:
+    """One engine has a verdict on all of its groups while the other has finished none."""
+    engines = [FakePoolEngine(), FakePoolEngine()]
+    framework, source, unsent = FakeFramework(), DataSource(), []
+    framework.dropped = frozenset({0, 2})
+    args = Namespace(over_sampling_batch_size=4, rollout_batch_size=4, partial_rollout=True)
+    engines[0].may_finish = 0
+    made: Any = (framework, EnginePool(engines), None, args, 0, source, unsent, [])
+    with ThreadPoolExecutor() as threads:
+        output = threads.submit(asyncio.run, _Rollout(*made).run(set()))
+        until(lambda: any(one.ended for one in engines[1].rounds.values()), "the second engine has ended the round")
+        with engines[0].changed:
+            engines[0].may_finish = 100
+            engines[0].changed.notify_all()
+        assert indices(output.result(60)) == [1, 3, *indices(output.result())[2:]]
+    assert all(index > 3 for index in indices(output.result())[2:])
+    assert not unsent
+
+
+def test_groups_that_had_to_be_finished_beyond_the_batch_are_trained_on_in_the_next_one() -> None:
+    """At the server's staleness bound, a round accepts them all."""
+    engine, surplus = FakePoolEngine(), []
+    args = Namespace(over_sampling_batch_size=3, rollout_batch_size=2, partial_rollout=True)
+    made: Any = (FakeFramework(), EnginePool([engine]), None, args, 0, DataSource(), [], surplus)  # type: ignore[list-item]
+    engine.mandatory = {"0", "1", "2"}
+    assert indices(asyncio.run(_Rollout(*made).run(set()))) == [0, 1]
+    assert [samples[0].index for samples in surplus] == [2]
+    engine.mandatory = set()
+    assert indices(asyncio.run(_Rollout(*made).run(set()))) == [2, 3]
+    assert not surplus
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
