@@ -1,5 +1,10 @@
 """What README, CONTRIBUTING, the quickstart and the recipes tell a reader to do, where no test can do it."""
 
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
 import yaml
 
 from tests.support.pages import ROOT, blocks, commands
@@ -22,3 +27,17 @@ def test_training_of_the_quickstart_on_gpus_uses_backends_that_run_its_model() -
     assert settings == ["--attention-backend=triton", "--sampling-backend=pytorch"]
     assert "colocate: true" in on_gpus
     assert "enable-memory-saver" not in on_gpus, "the bridge adds it"
+
+
+@pytest.mark.parametrize("target", ["test", "live"])
+def test_make_hides_gpus_from_the_tests(tmp_path: Path, target: str) -> None:
+    """On a GPU, live tests would run with its default backends, two workers on one device."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "pytest").write_text('#!/bin/sh\necho "visible: [$CUDA_VISIBLE_DEVICES]"\n')
+    (bin_ / "pytest").chmod(0o755)
+    (tmp_path / ".ready").touch()
+    command = ["make", target, f"VENV={tmp_path}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "visible: []" in done.stdout
