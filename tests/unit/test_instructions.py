@@ -1,7 +1,9 @@
 """What README, CONTRIBUTING, the quickstart and the recipes tell a reader to do, where no test can do it."""
 
 import os
+import re
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,12 @@ def test_make_hides_gpus_from_the_tests(tmp_path: Path, target: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert "visible: []" in done.stdout
+
+
+def test_an_image_holds_no_environment_output_or_history() -> None:
+    """`COPY . .` takes all that `.dockerignore` does not name; `.gitignore` lists what a checkout creates."""
+    left_out = (ROOT / ".dockerignore").read_text().replace("**/", "").split()
+    for created in (".git", *(ROOT / ".gitignore").read_text().split()):
+        assert any(fnmatch(created.rstrip("/"), pattern) for pattern in left_out), created
+    (dockerfile,) = re.findall(r"docker build -f (\S+) \. ", (ROOT / "docker" / "README.md").read_text())
+    assert (ROOT / dockerfile).exists()
