@@ -52,3 +52,10 @@ def test_an_image_holds_no_environment_output_or_history() -> None:
         assert any(fnmatch(created.rstrip("/"), pattern) for pattern in left_out), created
     (dockerfile,) = re.findall(r"docker build -f (\S+) \. ", (ROOT / "docker" / "README.md").read_text())
     assert (ROOT / dockerfile).exists()
+
+
+def test_every_file_with_a_skipped_test_is_named() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Skipped tests")[2].partition("\n## ")[0]
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.skipif(" in path.read_text()]
+    assert len(files) > 2
+    assert [path.name for path in files if path.name not in page and path.name != Path(__file__).name] == []
