@@ -1,5 +1,6 @@
 """Recipes: each is consistent, has APRIL's settings, and states that it has not been run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_dry_run_names_what_a_machine_lacks(path: Path, capsys: pytest.CaptureFi
     assert main(["--config", str(path), "--dry-run", "--save", "/dev/null/run"]) == 2
     names = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
     assert names[:2] == ["hf_checkpoint", "prompt_data"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_says_how_to_get_its_model_and_data(path: Path) -> None:
+    config, comment = load(path, {}), path.read_text().partition("hf_checkpoint:")[0]
+    model, data = (line for line in comment.splitlines() if line.startswith(("# Model: ", "# Data: ")))
+    assert re.search(
+        rf"hf download [\w-]+/{Path(config.hf_checkpoint).name} --local-dir {config.hf_checkpoint}`", model
+    )
+    assert re.search(r'(--repo-type dataset |load\(")[\w-]+/[\w-]+', data)
+    folder = re.search(r'(?:--local-dir |to_json\(")([\w./-]+?)[`"]', data)
+    assert folder
+    assert folder[1] in (config.prompt_data, str(Path(config.prompt_data).parent))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
