@@ -107,8 +107,16 @@ class RolloutEngine:
         raise EngineGoneError(f"no server at {self.url} became ready within {timeout:g} s (server_start_timeout)")
 
     def release(self) -> None:
-        """Release weights and KV pool; the server evacuates partials first (`evacuate-before-clear`)."""
-        self._post("/release_memory_occupation", {})
+        """Release weights and KV pool; the server evacuates partials first (`evacuate-before-clear`).
+
+        The next round may be open already: a trainer that resumes repeats the steps since its last checkpoint, and a
+        restarted server has reopened its round. Memory can be released beside an open round only under a pause.
+        """
+        self._post("/pause_generation", {"mode": "retract"})
+        try:
+            self._post("/release_memory_occupation", {})
+        finally:
+            self._post("/continue_generation", {})
 
     def resume(self, *tags: str) -> None:
         """Allocate `weights`, or `kv_cache` and `cuda_graph`, again.

@@ -1,10 +1,12 @@
 """Servers of a run: started, found again by the next trainer, restarted after a crash."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -192,13 +194,31 @@ def test_several_servers_share_the_memory_of_their_machine(tmp_path: Path) -> No
     assert shares(engines=4, server_flags=["--april-servers-per-machine=2"]) == ["4", "2"]
 
 
+def external_engine(folder: Path, answer: Callable[[httpx.Request], httpx.Response]) -> RolloutEngine:
+    config = Config(hf_checkpoint="m", prompt_data="d", server="http://x")
+    rollout_engine = RolloutEngine(config, folder, url="http://x")
+    rollout_engine._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
+    return rollout_engine
+
+
 def resume(folder: Path, status: int, answer: str, *tags: str) -> None:
-    rollout_engine = RolloutEngine(
-        Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x"
-    )
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, text=answer))
-    rollout_engine._http = httpx.Client(transport=transport, base_url="http://x")
-    rollout_engine.resume(*tags)
+    external_engine(folder, lambda _: httpx.Response(status, text=answer)).resume(*tags)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_memory_is_released_beside_an_open_round(tmp_path: Path, in_flight: bool) -> None:
+    """As after a restart that has reopened a round, while the trainer repeats earlier steps. A pause always ends."""
+    routes: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        routes.append(request.url.path)
+        refused = routes[-1].startswith("/release") and (in_flight or routes[0] != "/pause_generation")
+        return httpx.Response(400 if refused else 200, json={})
+
+    refusal = pytest.raises(RunError, match="400") if in_flight else contextlib.nullcontext()
+    with refusal:
+        external_engine(tmp_path, answer).release()
+    assert routes == ["/pause_generation", "/release_memory_occupation", "/continue_generation"]
 
 
 def test_resume_is_a_no_op_for_a_server_restarted_since_the_release(tmp_path: Path) -> None:
