@@ -83,7 +83,7 @@ class EngineSession:
         states = [engine.client.state() for engine in self._engines.each]
         base, target = self._store.base_version, self.version
         versions = [int(state["policy_version"]) for state in states]
-        unnamed = ["name the version" in state["closed"] for state in states]
+        unnamed = [bool(state["unnamed"]) for state in states]
         if not base or not self._knows_run or any(version < target for version in versions):
             self._push(target if base and all(map(target.__gt__, versions)) else None)
         elif all(name and version == target for name, version in zip(unnamed, versions, strict=True)):
@@ -149,4 +149,4 @@ def _has_round(client: AprilClient, round_id: str) -> bool:
 
 def _needs_push(state: dict[str, Any]) -> bool:
     """Whether the engine refuses rounds until it gets weights: after half a push, or a restart from its journal."""
-    return bool(state["push_open"]) or (bool(state["closed"]) and not state["closed"].startswith("memory is released"))
+    return bool(state["push_open"] or state["failed"] or state["unnamed"])

@@ -79,6 +79,8 @@ def state(c: Context) -> dict[str, Any]:
         "policy_version": c.clock.version,
         "push_open": c.clock.open,
         "closed": c.closed(),
+        "unnamed": c.clock.unnamed,
+        "failed": c.clock.failed,
         "frozen": c.frozen,
         "step": c.step,
         "overlap": c.engine.overlap,

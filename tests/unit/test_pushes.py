@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_april.api import messages
+from sglang_april.scheduler import report
 from sglang_april.scheduler.state import Proximal, State
 from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 from tests.unit.fake_engine import FakeEngine
@@ -232,6 +233,16 @@ def test_released_memory_closes_admission_also_across_a_push(harness: Build) -> 
     w.open("run", {})
     assert ids(w.reply()) == ["p1"]
     assert spans(w, "p1") == [(0, "fresh"), (1, "kept")]
+
+
+def test_the_state_names_each_reason_against_rounds(harness: Build) -> None:
+    """`closed` names the first of them; a trainer must know whether weights are missing behind it."""
+    w = harness()
+    assert w.do(FakeEngine.release_memory)
+    w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
+    w.controller.context.clock.unnamed = True
+    state = report.state(w.controller.context)
+    assert ("memory is released" in state["closed"], state["failed"], state["unnamed"]) == (True, "failed", True)
 
 
 def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(harness: Build) -> None:
