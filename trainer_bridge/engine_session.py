@@ -2,7 +2,8 @@
 
 The policy version of the engines is `base_version` + completed steps. Engines ahead of the trainer are not pushed to:
 the trainer has been restarted from a checkpoint and repeats rounds that they have already answered. Kept replies need
-no weights, so this also works in the middle of a push, and after a restart that left the version unnamed.
+no weights, so this also works in the middle of a push, and after a restart or a release of memory that left the version
+without weights.
 """
 
 from collections.abc import Callable
@@ -115,6 +116,9 @@ class EngineSession:
         """Wait for the engines, connect the trainer to them, and check what they have of the run."""
         self.reconnected = self._store.base_version > 0  # a new run has had no round
         self._engines.wait_until_ready()
+        if self._config.colocate:  # an engine may still have released its memory, for a trainer that was killed
+            self._engines.resume("weights")
+            self._engines.resume("kv_cache", "cuda_graph")
         engines = self._engines.each
         clients = [engine.client for engine in engines]
         self._trainer.connect([engine.url for engine in engines], self._config.transport, self._config.api_key)

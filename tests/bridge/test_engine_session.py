@@ -24,6 +24,7 @@ class FakeEngineAndTrainer:
     def __init__(self) -> None:
         self.version, self.runs, self.rounds = 0, set[str](), set[str]()
         self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
+        self.released = False
         self.groups: list[str] = []
         """Undelivered prompts."""
         self.pushes: list[int | None] = []
@@ -46,6 +47,9 @@ class FakeEngineAndTrainer:
         reasons = {"push_open": self.push_open, "failed": self.failed, "unnamed": self.unnamed, "closed": self.closed}
         return {"policy_version": self.version, "runs": runs, **reasons}
 
+    def resume(self, *_tags: str) -> None:
+        self.released = False
+
     def partials(self, run: str) -> dict[str, Any]:
         return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}
 
@@ -57,10 +61,14 @@ class FakeEngineAndTrainer:
     def connect(self, *_: Any) -> None:
         pass
 
+    def offload(self, *_parts: Any) -> None:
+        pass
+
     def push(self, version: int | None) -> Any:
         if self.failing:
             self.failing -= 1
             raise PushFailed("the weights were refused")
+        assert not self.released, "the weights would be written to unmapped memory"
         assert version is None or version > self.version or (version == self.version and self.unnamed)
         self.pushes.append(version)
         self.version = self.version + 1 if version is None else version
@@ -69,13 +77,14 @@ class FakeEngineAndTrainer:
 
 
 def make_session(
-    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None
+    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None, **fields: Any
 ) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
     rollouts = rollouts or SimpleNamespace(engines_with_carry=set())
     fake: Any = server
-    session = EngineSession(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
+    config = Config(hf_checkpoint="m", prompt_data="d", **fields)
+    session = EngineSession(fake, fake, rollouts, store, "r", config)
     session.step = step
     return session, rollouts
 
@@ -156,6 +165,16 @@ def test_released_memory_does_not_hide_that_the_version_is_unnamed(tmp_path: Pat
     connect(again)
     again.step, server.closed = 2, "memory is released (kv_cache): POST /resume_memory_occupation first"
     again.sync_weights()
+    assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
+
+
+def test_trainer_killed_while_memory_was_released_pushes_to_memory_that_is_back(tmp_path: Path) -> None:
+    server = FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path, colocate=True)
+    connect(session)
+    server.version, server.runs, server.unnamed, server.released = 3, {"r"}, True, True
+    again, _ = make_session(server, tmp_path, step=2, colocate=True)
+    connect(again)
     assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
 
 

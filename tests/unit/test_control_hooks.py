@@ -111,3 +111,26 @@ def test_memory_release_waits_for_the_end_of_an_answered_request() -> None:
         await hooks_http._refuse_while_busy(manager)
 
     asyncio.run(release())
+
+
+@pytest.mark.parametrize(
+    ("tags", "saver", "backup", "lost"),
+    [
+        (None, True, False, True),
+        (["weights"], True, False, True),
+        (["kv_cache"], True, False, False),
+        (None, True, True, False),
+        (None, False, False, False),
+    ],
+)
+def test_released_weights_are_lost_unless_a_copy_is_kept(
+    tags: list[str] | None, saver: bool, backup: bool, lost: bool
+) -> None:
+    calls: list[str] = []
+    record = {name: lambda name=name: calls.append(name) for name in ("interrupt", "evacuate", "weights_lost")}
+    args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=backup)
+    scheduler = SimpleNamespace(april=SimpleNamespace(**record), server_args=args)
+    manager = SimpleNamespace(scheduler=scheduler, is_fully_idle=lambda: True)
+    request = SimpleNamespace(tags=tags)
+    assert hooks_control.release_memory(lambda *_: calls.append("release"), manager, request) is None
+    assert calls == ["interrupt", *["evacuate"] * (tags != ["weights"]), "release", *["weights_lost"] * lost]
