@@ -134,3 +134,37 @@ def test_released_weights_are_lost_unless_a_copy_is_kept(
     request = SimpleNamespace(tags=tags)
     assert hooks_control.release_memory(lambda *_: calls.append("release"), manager, request) is None
     assert calls == ["interrupt", *["evacuate"] * (tags != ["weights"]), "release", *["weights_lost"] * lost]
+
+
+def test_memory_that_is_released_already_is_not_released_again() -> None:
+    """The memory saver ends the scheduler if it is to release a tag twice."""
+    calls: list[list[str]] = []
+    april: Any = SimpleNamespace(
+        rounds=SimpleNamespace(holding_ids=list),
+        restored_state=SimpleNamespace(ready=done),
+        audit=SimpleNamespace(paused=nullcontext),
+        released_memory=lambda: done([tag for tags in calls for tag in tags]),
+        released=set(),
+    )
+    lock = SimpleNamespace(stock=0, writer_lock=nullcontext())
+    manager = SimpleNamespace(is_pause=False, april=april, model_update_lock=lock, rid_to_state={})
+
+    async def release(*tags: str) -> None:
+        async def original(_manager: Any, obj: Any, _request: Any) -> None:
+            calls.append(obj.tags)
+
+        await hooks_http.release_when_idle(original, manager, SimpleNamespace(tags=list(tags)))
+
+    async def scenario() -> None:
+        await release("kv_cache")
+        await release("kv_cache")
+        await release()
+        await release()
+
+    asyncio.run(scenario())
+    assert calls == [["kv_cache"], ["cuda_graph", "weights"]]
+    assert april.released == {"kv_cache", "cuda_graph", "weights"}
+
+
+async def done(value: Any = None) -> Any:
+    return value
