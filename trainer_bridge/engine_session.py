@@ -1,6 +1,7 @@
 """Keeps the engines at the trainer's weights, also after an engine or the trainer was lost.
 
-The policy version of the engines is `base_version` + completed steps. Engines ahead of the trainer are not pushed to:
+The policy version of the engines is `base_version` + completed steps. A push that repeats a step's weights under a
+greater version raises the base from this step on. Engines ahead of the trainer are not pushed to:
 the trainer has been restarted from a checkpoint and repeats rounds that they have already answered. Kept replies need
 no weights, so this also works in the middle of a push, and after a restart or a release of memory that left the version
 without weights.
@@ -54,7 +55,7 @@ class EngineSession:
     @property
     def version(self) -> int:
         """The policy version of the trainer's weights."""
-        return self._store.base_version + self.step
+        return self._store.base_version(self.step) + self.step
 
     def call(self, function: Callable[[], T], warn: Callable[[str], None], *, reconnect_first: bool = False) -> T:
         """The value of `function`. If the engine is lost, reconnect, push the weights, and call it again.
@@ -82,7 +83,7 @@ class EngineSession:
         if self._synced_step == self.step:
             return
         states = [engine.client.state() for engine in self._engines.each]
-        base, target = self._store.base_version, self.version
+        base, target = self._store.base_version(self.step), self.version
         versions = [int(state["policy_version"]) for state in states]
         unnamed = [bool(state["unnamed"]) for state in states]
         if not base or not self._knows_run or any(version < target for version in versions):
@@ -94,7 +95,7 @@ class EngineSession:
         self._synced_step = self.step
 
     def _push(self, version: int | None) -> None:
-        self._store.set_base_version(self._trainer.push(version).version - self.step)
+        self._store.set_base_version(self.step, self._trainer.push(version).version - self.step)
         self._knows_run = True
 
     def _next_round_is_answered(self) -> bool:
@@ -114,7 +115,7 @@ class EngineSession:
 
     def _reconnect(self) -> None:
         """Wait for the engines, connect the trainer to them, and check what they have of the run."""
-        self.reconnected = self._store.base_version > 0  # a new run has had no round
+        self.reconnected = self._store.base_version(self.step) > 0  # a new run has had no round
         self._engines.wait_until_ready()
         if self._config.colocate:  # an engine may still have released its memory, for a trainer that was killed
             self._engines.resume("weights")

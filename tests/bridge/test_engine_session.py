@@ -1,5 +1,6 @@
 """When the engine session pushes weights, and under which version."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,8 @@ class FakeEngineAndTrainer:
         self.version, self.runs, self.rounds = 0, set[str](), set[str]()
         self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
         self.released = False
+        self.others: Sequence[FakeEngineAndTrainer] = ()
+        """Further engines of the run."""
         self.groups: list[str] = []
         """Undelivered prompts."""
         self.pushes: list[int | None] = []
@@ -37,7 +40,7 @@ class FakeEngineAndTrainer:
 
     @property
     def each(self) -> list["FakeEngineAndTrainer"]:
-        return [self]
+        return [self, *self.others]
 
     def wait_until_ready(self) -> None:
         self.connections += 1
@@ -69,20 +72,23 @@ class FakeEngineAndTrainer:
             self.failing -= 1
             raise PushFailed("the weights were refused")
         assert not self.released, "the weights would be written to unmapped memory"
-        assert version is None or version > self.version or (version == self.version and self.unnamed)
+        for engine in self.each:
+            assert version is None or version > engine.version or (version == engine.version and engine.unnamed)
         self.pushes.append(version)
-        self.version = self.version + 1 if version is None else version
-        self.unnamed, self.push_open, self.failed = False, False, ""
+        pushed = max(engine.version for engine in self.each) + 1 if version is None else version
+        for engine in self.each:
+            engine.version, engine.unnamed, engine.push_open, engine.failed = pushed, False, False, ""
         return SimpleNamespace(version=self.version)
 
 
 def make_session(
-    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None, **fields: Any
+    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None, others: Any = (), **fields: Any
 ) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
     rollouts = rollouts or SimpleNamespace(engines_with_carry=set())
     fake: Any = server
+    server.others = others
     config = Config(hf_checkpoint="m", prompt_data="d", **fields)
     session = EngineSession(fake, fake, rollouts, store, "r", config)
     session.step = step
@@ -184,6 +190,27 @@ def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> 
     session, rollouts = make_session(server, tmp_path, step=2)
     connect(session)
     assert rollouts.engines_with_carry
+
+
+def test_steps_before_a_repeated_push_keep_their_versions(tmp_path: Path) -> None:
+    """One of several engines was restarted: its weights were pushed to all of them, under a version of their own."""
+    server, restarted = FakeEngineAndTrainer(), FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path, others=[restarted])
+    connect(session)
+    for step in (1, 2):
+        session.step = step
+        session.sync_weights()
+    restarted.unnamed = True
+    server.runs = restarted.runs = {"r"}
+    connect(session)
+    assert (server.version, restarted.version, session.version) == (4, 4, 4)
+    server.rounds = restarted.rounds = {"r.2", "r.3"}
+    again, _ = make_session(server, tmp_path, step=1, others=[restarted])
+    connect(again)
+    assert again.version == 2, "the reply to round 2 was drawn under it"
+    again.step = 2
+    again.sync_weights()
+    assert (again.version, server.pushes[-1]) == (4, None)
 
 
 def test_finished_run_that_goes_on_sends_the_prompts_that_its_end_has_dropped(tmp_path: Path) -> None:
