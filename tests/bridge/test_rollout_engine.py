@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -282,3 +283,42 @@ def test_progress_is_reported_while_a_server_starts(tmp_path: Path, monkeypatch:
         rollout_engine.end_server()
         assert isinstance(ready.exception(), EngineGoneError | EngineLostError)
     assert not rollout_engine.process.alive  # type: ignore[union-attr]
+
+
+class SlowToStart:
+    """A server process whose start takes until `may_start`."""
+
+    def __init__(self) -> None:
+        self.began, self.may_start, self.alive = threading.Event(), threading.Event(), False
+
+    def start(self, *_: object) -> None:
+        self.began.set()
+        assert self.may_start.wait(60)
+        self.alive = True
+
+    def end(self) -> None:
+        self.alive = False
+
+
+def test_server_that_is_being_started_is_ended_too(tmp_path: Path) -> None:
+    rollout_engine, process = engine(tmp_path), SlowToStart()
+    rollout_engine.process = process  # type: ignore[assignment]
+    with ThreadPoolExecutor(2) as threads:
+        ready = threads.submit(rollout_engine.wait_until_ready)
+        assert process.began.wait(60)
+        ended = threads.submit(rollout_engine.end_server)
+        until(rollout_engine._ended.is_set, "Ctrl-C")
+        threading.Timer(0.2, process.may_start.set).start()
+        ended.result(60)
+        assert isinstance(ready.exception(60), EngineGoneError | EngineLostError | ServerStartError)
+    assert not process.alive
+
+
+def test_no_server_is_started_after_the_end(tmp_path: Path) -> None:
+    rollout_engine, process = engine(tmp_path), SlowToStart()
+    rollout_engine.process = process  # type: ignore[assignment]
+    process.may_start.set()
+    rollout_engine.end_server()
+    with pytest.raises(EngineGoneError):
+        rollout_engine.wait_until_ready()
+    assert not process.began.is_set()
