@@ -169,9 +169,14 @@ class AprilService:
         return {**answer.data, "audit": self.audit.state(), "http": http}
 
     async def released_memory(self) -> list[str]:
-        """SGLang's tags of memory that the scheduler has released."""
-        answer = await self.rpc.call(messages.GetState(self.rpc.number(), brief=True))
-        return list(answer.data["released"])
+        """SGLang's tags of memory that the scheduler has released.
+
+        If weights were lost by that, a weight call must not wait for a round that waits for it.
+        """
+        brief = (await self.rpc.call(messages.GetState(self.rpc.number(), brief=True))).data
+        if brief["unnamed"]:
+            self.weight_lock.block("unnamed")
+        return list(brief["released"])
 
     async def partials(self, run: str | None) -> dict[str, Any]:
         """The suspended samples of a run, or of all."""

@@ -30,6 +30,7 @@ def test_recipe_has_consistent_settings(path: Path) -> None:
     assert (config.rollout_batch_size * config.n_samples_per_prompt, config.global_batch_size) == (256, 256)
     assert (config.rollout_max_response_len, config.rollout_temperature, config.lr) == (16384, 0.8, 1e-6)
     assert (config.tensor_model_parallel_size, config.colocate, config.partial_rollout) == (2, True, True)
+    assert config.kv == "recompute" or config.loss.proximal == "trainer", "kept KV gives no logprobs of old tokens"
     assert config.recompute_granularity == "full", "responses of 16,384 tokens"
     assert "has not been run" in path.read_text()
 
