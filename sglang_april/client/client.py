@@ -21,6 +21,7 @@ import httpx
 
 from sglang_april.client.calls import Calls, Exchange, T, push_stays_open
 from sglang_april.client.keep_alive import with_keep_alive
+from sglang_april.client.retries import Retries
 from sglang_april.client.streamed_round import StreamedRound, event
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
@@ -61,8 +62,8 @@ class AprilClient:
         api_key: sent as a bearer token.
         timeout: seconds that connecting may take. Answers have no time limit, because a round may be long. A machine
             that no longer answers TCP keep-alive probes counts as lost after a minute (`keep_alive.py`).
-        retry_s: seconds for which a call whose connection is lost is repeated, unless its effect could happen twice.
-            With a journal, a round thus survives a restart of the server. 0: every lost connection is an error.
+        retry_s: seconds after the loss of a connection for which the call is repeated, unless its effect could happen
+            twice. With a journal, a round thus survives a restart of the server. 0: every lost connection is an error.
         options: of `httpx.Client`.
     """
 
@@ -92,12 +93,13 @@ class AprilClient:
             return done.value
 
     def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        began = time.monotonic()
+        retries = Retries(self._calls, request)
         while True:
+            retries.sending()
             try:
                 return self._http.send(request, stream=stream)
             except httpx.TransportError as error:
-                time.sleep(self._calls.retry_after(request, error, began))
+                time.sleep(retries.wait_s(error))
 
     rollout = _blocking(Calls.rollout)
     get_round = _blocking(Calls.get_round)
@@ -143,7 +145,7 @@ class AprilClient:
                             yield new
                 return
             except httpx.TransportError as error:
-                time.sleep(self._calls.retry_after(request, error, time.monotonic()))
+                time.sleep(Retries(self._calls, request).wait_s(error))
             response = self._open_stream(request)
 
     @contextmanager
@@ -184,12 +186,13 @@ class AsyncAprilClient:
             return done.value
 
     async def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        began = time.monotonic()
+        retries = Retries(self._calls, request)
         while True:
+            retries.sending()
             try:
                 return await self._http.send(request, stream=stream)
             except httpx.TransportError as error:
-                await asyncio.sleep(self._calls.retry_after(request, error, began))
+                await asyncio.sleep(retries.wait_s(error))
 
     rollout = _awaitable(Calls.rollout)
     get_round = _awaitable(Calls.get_round)
@@ -222,7 +225,7 @@ class AsyncAprilClient:
                         yield new
                 return
             except httpx.TransportError as error:
-                await asyncio.sleep(self._calls.retry_after(request, error, time.monotonic()))
+                await asyncio.sleep(Retries(self._calls, request).wait_s(error))
             finally:
                 await response.aclose()
 
