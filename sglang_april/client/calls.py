@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from sglang_april import PROTOCOL, __version__
+from sglang_april.api.errors import JOURNAL, SHUTDOWN
 from sglang_april.client.types import RecordedTrajectory, RolloutReply, read_reply, read_trajectory
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
@@ -34,7 +35,8 @@ class NotPatchedError(AprilError):
 
 
 class ServerLostError(AprilError):
-    """The server cannot be reached, or the connection failed before its answer was complete. `status` is 0."""
+    """The server cannot be reached, is shutting down (`status` 503), or the connection failed before its answer was
+    complete (`status` 0)."""
 
 
 class PushLeftOpenError(RuntimeError):
@@ -57,7 +59,7 @@ class Calls:
 
         Raises:
             AprilError: the server refused the round.
-            ServerLostError: the connection was lost; the message contains the `round_id`.
+            ServerLostError: the server was lost, or is shutting down; the message contains the `round_id`.
         """
         body = with_round_id(body)
         while True:
@@ -220,7 +222,27 @@ class Calls:
         error = content.get("error") if isinstance(content, dict) else None
         if not isinstance(error, dict):
             error = {"field": "server", "reason": str(error or response.text[:200] or response.reason_phrase)}
-        raise AprilError(response.status_code, error.get("field", "server"), error.get("reason", str(error)))
+        raise as_error(response.status_code, error)
+
+    def check_not_shutting_down(self, response: httpx.Response) -> None:
+        """Whatever else the response says, the server that sent it goes on.
+
+        Raises:
+            ServerLostError: it is shutting down.
+        """
+        try:
+            self.content(response)
+        except ServerLostError:
+            raise
+        except AprilError:
+            return
+
+
+def as_error(status: int, error: Mapping[str, Any]) -> AprilError:
+    """The exception for an error reply, or for the error event of a stream."""
+    field, reason = error.get("field", "server"), error.get("reason", str(error))
+    lost = (status, field) == (503, SHUTDOWN)
+    return (ServerLostError if lost else AprilError)(status, field, reason)
 
 
 def with_scheme(url: str) -> str:
@@ -235,7 +257,7 @@ def with_round_id(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def waits_for_journal(error: AprilError) -> bool:
     """Whether the round continues and its answer waits until the server's journal can be written; logs why."""
-    waits = (error.status, error.field) == (503, "journal")
+    waits = (error.status, error.field) == (503, JOURNAL)
     if waits:
         log.warning("still waiting: %s", error.reason)
     return waits

@@ -1,4 +1,4 @@
-"""Which requests are repeated after a lost connection, and for how long."""
+"""Which requests are repeated when the server is lost, and for how long."""
 
 import time
 
@@ -10,6 +10,8 @@ REPEATABLE = ("/april/rollout", "/april/drop", "/april/trajectories/done")
 REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack", "/done")
 """Routes whose effect is the same if a request arrives twice."""
 INTERVAL_S = 0.5
+LOST = (httpx.TransportError, ServerLostError)
+"""A lost connection; the refusal of a server that is shutting down."""
 
 
 class Retries:
@@ -24,7 +26,7 @@ class Retries:
         """An attempt begins."""
         self._sent = time.monotonic()
 
-    def wait_s(self, error: httpx.TransportError) -> float:
+    def wait_s(self, error: httpx.TransportError | ServerLostError) -> float:
         """Seconds until the next attempt.
 
         `retry_s` begins at the first loss, because a round may run for hours before it. It begins again at a later
@@ -45,9 +47,12 @@ class Retries:
         path = self._request.url.path
         return self._request.method == "GET" or path in REPEATABLE or path.endswith(REPEATABLE_OF_A_ROUND)
 
-    def _lost(self, error: httpx.TransportError) -> ServerLostError:
-        request, cause = self._request, f"{type(error).__name__}: {str(error) or 'no detail'}"
+    def _lost(self, error: httpx.TransportError | ServerLostError) -> ServerLostError:
+        request, status, field = self._request, 0, "server"
+        cause = f"{type(error).__name__}: {str(error) or 'no detail'}"
+        if isinstance(error, ServerLostError):
+            status, field, cause = error.status, error.field, error.reason
         what = f"no answer to {request.method} {request.url.path} ({cause})"
         if round_id := request.extensions.get("round_id"):
             what += f"; the round may still run: repeat the call with round_id={round_id!r}, which continues it"
-        return ServerLostError(0, "server", f"{self._calls.url}: {what}")
+        return ServerLostError(status, field, f"{self._calls.url}: {what}")
