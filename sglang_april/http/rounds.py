@@ -162,9 +162,12 @@ class RoundRegistry:
     # --- from request to reply
 
     def refuse(self, round_: RoundRecord, error: RequestError) -> None:
-        """Remove a round that could not be opened."""
-        del self._rounds[round_.id]
-        del self._open_of_run[round_.run]
+        """Remove a round that could not be opened.
+
+        It may have ended before the journal refused it; then it is no longer the open one of its run.
+        """
+        if round_.state != "ended":
+            del self._rounds[round_.id], self._open_of_run[round_.run]
         round_.opened.set_exception(error)
         round_.notify()
 
