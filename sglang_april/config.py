@@ -199,6 +199,8 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 _BY_FIELD = {flag.field: flag for flag in FLAGS}
+_NEEDS = {"audit_tolerance": "audit", "audit_strict": "audit", "journal_sync": "journal", "journal_interval": "journal"}
+"""Settings that have no effect without another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,6 +267,10 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
             checked[field] = _BY_FIELD[field].read(value)
     if (checked.get("disk_dir") is None) != (not checked.get("disk_gb")):
         raise ConfigError("--april-disk-dir and --april-disk-gb must be set together")
+    for field, needed in _NEEDS.items():
+        default = getattr(AprilConfig, field)  # published settings contain the defaults
+        if checked.get(field, default) != default and not checked.get(needed):
+            raise ConfigError(f"{_BY_FIELD[field].option} has no effect without {_BY_FIELD[needed].option}")
     return AprilConfig(**checked)
 
 
