@@ -167,7 +167,12 @@ FLAGS: tuple[Flag, ...] = (
         "GB",
         "KV that ended legs of trajectories keep for the next ones, on all tiers together (default: no such limit)",
     ),
-    Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
+    Flag(
+        "version",
+        whole(0, 2**62),
+        "N",
+        "policy version of the weights at start (default: 0, or unnamed after a restart with a journal)",
+    ),
     Flag(
         "journal",
         path,
@@ -207,7 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags to SGLang's `--help`, as text values that `from_mapping` checks."""
     group = parser.add_argument_group("sglang-april", "native partial-rollout scheduling")
     for flag in FLAGS:
-        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=flag.help, **flag.arity)
+        text = flag.described(getattr(AprilConfig, flag.field))
+        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=text, **flag.arity)
 
 
 def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> bool:

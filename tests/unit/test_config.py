@@ -171,3 +171,19 @@ def test_help_shows_every_flag() -> None:
     config.add_arguments(parser)
     text = parser.format_help()
     assert all(flag.option in text for flag in config.FLAGS)
+
+
+def test_help_names_the_default_of_every_flag() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(parser)
+    texts = {action.option_strings[0]: action.help or "" for action in parser._actions}
+    assert [option for option, text in texts.items() if "default" not in text] == []
+    ends = {
+        "--april-kv": "(default: auto)",
+        "--april-reply-gb": "(default: 4)",
+        "--april-shutdown-s": "(default: 30)",
+        "--april-journal": "(default: none)",
+        "--april-audit-strict": "(default: off)",
+        "--april-audit": "(default: 0, none)",
+    }
+    assert {option: texts[option][-len(end) :] for option, end in ends.items()} == ends
