@@ -132,6 +132,10 @@ class Calls:
         """`GET /april/state`."""
         return (yield from self._call("GET", "/april/state"))
 
+    def check(self) -> Exchange[dict[str, Any]]:
+        """Verify every stored page on every rank, and the pool accounting: `ok` and `problem`."""
+        return (yield from self._call("GET", "/april/check"))
+
     def partials(self, run: str | None = None) -> Exchange[dict[str, Any]]:
         """The suspended samples of a run, or of all runs, and the groups that have not begun."""
         return (yield from self._call("GET", "/april/partials", run=run))
