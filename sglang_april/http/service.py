@@ -49,7 +49,7 @@ class AprilService:
         self.completed_groups = CompletedGroups(self._decode)
         self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
         self.hook_report: dict[str, Any] = {}
-        self.attached = AttachedRequests()
+        self.attached = AttachedRequests(lambda: self.restored_state.fault)
         self.trajectories = TrajectoryRecords()
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
