@@ -101,7 +101,6 @@ def test_sigterm_on_a_full_disk_names_what_is_lost(pool: Pool, tmp_path: Path, r
     log = server.log.read_text()
     assert "batches of records are lost" in log, log[-2000:]
     assert "shut down in" in log
-    server.stop()
 
 
 def failing(server: Server) -> httpx.Response | None:
