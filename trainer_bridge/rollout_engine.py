@@ -164,7 +164,7 @@ class RolloutEngine:
         if config.engines > 1:
             command.append(f"--april-servers-per-machine={config.engines}")
         command += config.server_flags
-        if config.server_journal and not any(flag.startswith("--april-journal") for flag in config.server_flags):
+        if config.server_journal and not any(flag.split("=")[0] == "--april-journal" for flag in config.server_flags):
             command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")

@@ -164,6 +164,8 @@ def test_started_server_has_a_journal_by_default(tmp_path: Path) -> None:
 
     assert journal_flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
     assert journal_flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
+    sync = "--april-journal-sync=full"
+    assert journal_flags(server_flags=[sync]) == [sync, f"--april-journal={tmp_path / 'server.journal'}"]
     assert journal_flags(server_journal=False) == []
 
 
