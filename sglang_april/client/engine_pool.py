@@ -78,9 +78,11 @@ class EnginePool:
         If the body fails, the push stays open at every engine: the weights are mixed.
         """
         target = 1 + max(client.state()["policy_version"] for client in self.clients) if version is None else version
-        for client in self.clients:
-            client.push_begin(target)
+        first, *others = self.clients
+        first.push_begin(target)
         with push_stays_open():
+            for client in others:
+                client.push_begin(target)
             yield
         for client in self.clients:
             client.push_end(target)

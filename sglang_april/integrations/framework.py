@@ -107,6 +107,11 @@ class Framework:
             raise ValueError(f"group {name}: the prompt must be text (--apply-chat-template)")
         if any(value is not None for value in (first.multimodal_inputs or {}).values()):
             raise ValueError(f"group {name}: multimodal inputs are not supported")
+        for field in ("tokens", "generate_function_path"):
+            if getattr(first, field, None):
+                raise ValueError(f"group {name}: {field} of a sample is not supported")
+        if any({**sample.to_dict(), "index": first.index} != first.to_dict() for sample in group):
+            raise ValueError(f"group {name}: its samples differ in more than the index")
         fields = self.Sample(prompt=first.prompt).to_dict()
         saved = {name: value for name, value in first.to_dict().items() if value != fields.get(name)}
         metadata = {"sample": saved, "indices": [sample.index for sample in group], "rollout_id": rollout_id}

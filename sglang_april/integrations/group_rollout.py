@@ -26,6 +26,16 @@ log = logging.getLogger("sglang_april")
 
 Group = list[Sample]
 
+UNSUPPORTED = {
+    "custom_generate_function_path": "sends requests of its own: attach them to a run instead",
+    "use_rollout_routing_replay": "is not supported: the engine does not return routed experts",
+    "use_rollout_indexer_replay": "is not supported: the engine does not return what an indexer has selected",
+    "recompute_logprobs_via_prefill": "is not supported: the logprobs are those of the decode steps",
+    "opd_log_prob_top_k": "is not supported: a round returns no top logprobs",
+    "use_miles_router": "is not supported: it does not list its engines; use SGLang's router",
+}
+"""Arguments of slime or miles that a round would ignore."""
+
 
 def refusal(args: Namespace | None) -> str:
     """Why a round cannot do what these arguments ask for; empty if it can."""
@@ -33,10 +43,9 @@ def refusal(args: Namespace | None) -> str:
         return "args is None: the router, the sizes and the sampling of a rollout are in the trainer's arguments"
     if args.rollout_top_p != 1.0:
         return "--rollout-top-p must be 1: the engine does not return the tokens of the nucleus, which training replays"
-    if getattr(args, "custom_generate_function_path", None):
-        return "--custom-generate-function-path sends requests of its own: attach them to a run instead"
-    if getattr(args, "use_rollout_routing_replay", False):
-        return "--use-rollout-routing-replay is not supported: the engine does not return routed experts"
+    for name, reason in UNSUPPORTED.items():
+        if getattr(args, name, None):
+            return f"--{name.replace('_', '-')} {reason}"
     return ""
 
 

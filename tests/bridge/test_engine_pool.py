@@ -318,6 +318,21 @@ def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:
         asyncio.run(read())
 
 
+def test_a_push_that_begins_at_some_engines_only_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds at the first engine are refused until another push."""
+    pool, engines = engine_pool()
+
+    def refuse(_version: int) -> None:
+        raise AprilError(409, "version", "is refused")
+
+    monkeypatch.setattr(engines[1], "push_begin", refuse)
+    with pytest.raises(PushLeftOpenError, match="is refused"), pool.push(3):
+        pass
+    monkeypatch.setattr(engines[0], "push_begin", refuse)
+    with pytest.raises(AprilError, match="is refused"), pool.push(3):
+        pass
+
+
 def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_their_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

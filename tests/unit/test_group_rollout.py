@@ -2,10 +2,11 @@
 has the other cases, with the trainer's own functions and a live server."""
 
 import asyncio
+import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,10 @@ def test_groups_of_a_data_source_without_group_index_have_different_ids() -> Non
         ("rollout_top_p", 0.9, "--rollout-top-p must be 1"),  # slime's own rollout would send custom_params
         ("custom_generate_function_path", "m.f", "attach them to a run"),
         ("use_rollout_routing_replay", True, "routed experts"),
+        ("use_rollout_indexer_replay", True, "--use-rollout-indexer-replay is not supported"),
+        ("recompute_logprobs_via_prefill", True, "decode steps"),
+        ("opd_log_prob_top_k", 8, "no top logprobs"),
+        ("use_miles_router", True, "does not list its engines"),
     ],
 )
 def test_arguments_that_a_round_cannot_honour_are_refused(field: str, value: object, reason: str) -> None:
@@ -152,3 +157,41 @@ def test_arguments_that_a_round_cannot_honour_are_refused(field: str, value: obj
     args = Namespace(**{"rollout_top_p": 1.0, field: value})
     with pytest.raises(ValueError, match=reason):
         Rollouts(framework).generate_rollout(args, 0, object(), False)
+
+
+@dataclass
+class FakeSample:
+    """The fields of a sample that `to_prompt` reads."""
+
+    prompt: str = ""
+    group_index: int | None = None
+    index: int | None = None
+    label: str = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: None = None
+    generate_function_path: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({}, ""),
+        ({"label": "7"}, "group 3: its samples differ in more than the index"),
+        ({"prompt": "q"}, "its samples differ"),
+        ({"tokens": [1]}, "tokens of a sample is not supported"),
+        ({"generate_function_path": "m.f"}, "generate_function_path of a sample is not supported"),
+    ],
+)
+def test_groups_that_one_prompt_cannot_carry_are_refused(second: dict[str, Any], reason: str) -> None:
+    """The samples of a group are rebuilt from one prompt: what only one of them has would be lost."""
+    framework = object.__new__(Framework)
+    framework.Sample = FakeSample
+    tokenizer = SimpleNamespace(encode=lambda *_a, **_k: [5])
+    group = [FakeSample("p", 3, index) for index in (6, 7)]
+    for sample in group if "samples" not in reason else group[1:]:
+        vars(sample).update(second)
+    with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
+        assert framework.to_prompt(group, tokenizer, 0)["metadata"]["indices"] == [6, 7]

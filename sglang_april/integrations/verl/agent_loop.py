@@ -17,6 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from sglang_april.client.attached import attach, read_generated
 from sglang_april.client.calls import Calls
+from sglang_april.client.keep_alive import with_keep_alive
 from sglang_april.integrations.verl.plugin import check_config, check_registered, recorded_steps
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -110,7 +111,10 @@ class AttachedClient(LLMServerClient):
 
     async def _send(self, method: str, address: str, path: str, **options: Any) -> dict[str, Any]:
         if self._http is None:  # in the process and event loop that send
-            self._http = httpx.AsyncClient(limits=LIMITS, timeout=httpx.Timeout(None, connect=60), trust_env=False)
+            options = with_keep_alive(
+                httpx.AsyncHTTPTransport, f"http://{address}", {"limits": LIMITS, "trust_env": False}
+            )
+            self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=60), **options)
         content: dict[str, Any] = Calls.content(await self._http.request(method, f"http://{address}{path}", **options))
         return content
 
