@@ -178,19 +178,25 @@ class RolloutCollector:
         """Add a prompt to the round; False if the round has ended."""
         if self._resend:
             # An earlier attempt may have delivered it. An engine that has it refuses, and changes nothing.
-            body = self._pool.body(self._resend.pop(0), self._samples_per_prompt)
-            self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[body])
+            self._send_extension(self._resend.pop(0), quota_add)
             return True
         (prompt,) = self._pool.draw(1)
         self._extensions.append(prompt.id)
         self._store.note_extended(self._id, self._extensions)
-        body = self._pool.body(prompt, self._samples_per_prompt)
-        if self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[body]):
+        if self._send_extension(prompt, quota_add):
             return True
         self._extensions.pop()
         self._store.note_extended(self._id, self._extensions)
         self._pool.undo_draw(prompt)
         return False
+
+    def _send_extension(self, prompt: TrainingPrompt, quota_add: int) -> bool:
+        """Send the prompt; False if the round has ended. If only the prompt's engine has ended it, another has it."""
+        body = self._pool.body(prompt, self._samples_per_prompt)
+        is_open = self._call_if_open(self._client.extend, quota_add=quota_add, prompts=[body])
+        if isinstance(self._client, EnginePool) and prompt.id in self._client.moved:
+            self._pool.engine_of[prompt.id] = self._client.moved[prompt.id]
+        return is_open
 
     def _call_if_open(self, call: Callable[..., Any], **body: Any) -> bool:
         """Make a call about this round. False if the round has ended; the call then has no effect."""

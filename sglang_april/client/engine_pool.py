@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_april.client.calls import AprilError, push_stays_open, with_round_id
 from sglang_april.client.client import AprilClient
+from sglang_april.client.merged_stats import merge_stats, sum_fields
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 Event = RolloutGroup | RolloutSummary | BaseException
@@ -27,6 +28,8 @@ class EnginePool:
 
     def __init__(self, clients: Sequence[AprilClient]) -> None:
         self.clients = clients
+        self.moved: dict[str, int] = {}
+        """Engine of each prompt that an extension has sent to another engine than the prompt names."""
         self._open: dict[str, SharedRound] = {}
 
     def stream(self, **body: Any) -> Iterator[RolloutGroup | RolloutSummary]:
@@ -48,8 +51,22 @@ class EnginePool:
         self._find(round_id).judge(accept, reject)
 
     def extend(self, round_id: str, quota_add: int = 0, prompts: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Raise the quota over all engines, and add prompts."""
-        self._find(round_id).extend(quota_add, list(prompts))
+        """Raise the quota over all engines, and add prompts.
+
+        The round ends at an engine that has nothing left to finish or judge; its prompts then go to the other engines.
+
+        Raises:
+            AprilError: 409 `round_id` if the quota has been met or the round has ended at all engines; or a refusal.
+        """
+        shared, prompts = self._find(round_id), list(prompts)
+        try:
+            shared.extend(quota_add, prompts)
+        finally:
+            for prompt in prompts:
+                engine = shared.sent.get(prompt["id"])
+                self.moved.pop(prompt["id"], None)
+                if engine is not None and engine != prompt.get("engine", engine):
+                    self.moved[prompt["id"]] = engine
 
     def ack(self, round_id: str) -> None:
         """Acknowledge the replies of all engines to a round."""
@@ -112,6 +129,8 @@ class SharedRound:
         """Unfinished groups that have reached the staleness bound, with their engines."""
         self._ended: set[int] = set()
         """Engines at which the round has ended."""
+        self.sent: dict[str, int] = {}
+        """Engine of each prompt of an extension. It may have refused the prompt, or its reply may be lost."""
         self._quota_met = False
         self._lock = threading.RLock()
 
@@ -179,11 +198,7 @@ class SharedRound:
                 self._send_verdict(prompt_id, reject=[prompt_id])
 
     def extend(self, quota_add: int, prompts: list[Mapping[str, Any]]) -> None:
-        """Raise the quota, and send each prompt to its engine, or to any that has the round open.
-
-        Raises:
-            AprilError: 409 if the quota has been met or no engine has the round open; or an engine refused its prompts.
-        """
+        """As `EnginePool.extend`."""
         with self._lock:
             if self._quota_met:
                 raise AprilError(409, "round_id", "has met its quota")
@@ -191,47 +206,44 @@ class SharedRound:
                 self._quota += quota_add
             errors = self._send(prompts)
             # A refused prompt id means that an earlier attempt sent the prompt, so the raised quota is right.
-            failed = [error for error in errors if not error.field.startswith("prompts")]
+            failed = [error for error in errors if error.status != 409 or not error.field.startswith("prompts")]
             if failed and self._quota is not None:
                 self._quota -= quota_add
             if errors:
                 raise (failed or errors)[0]
 
-    def _send(self, prompts: Sequence[Mapping[str, Any]]) -> list[AprilError]:
-        """Send prompts to their engines; returns refusals.
-
-        A round ends early at an engine where all groups have a verdict: prompts that name no engine go to the others.
-        """
-        named = [prompt for prompt in prompts if "engine" in prompt]
-        rest = [prompt for prompt in prompts if "engine" not in prompt]
-        errors = [error for share in _spread(named, ()).items() if (error := self._extend_at(*share))]
-        open_engines = [engine for engine in range(len(self._clients)) if engine not in self._ended]
-        while rest and open_engines:
-            shares, rest = _spread(rest, open_engines), []
+    def _send(self, prompts: list[Mapping[str, Any]]) -> list[AprilError]:
+        """Send each prompt to an engine at which the round is open. Returns the errors."""
+        errors: list[AprilError] = []
+        while prompts:
+            finished = [prompt["id"] for prompt in prompts if self._engine_of.get(prompt["id"]) in self._ended]
+            if finished:  # an earlier attempt sent them
+                errors.append(AprilError(409, "prompts", f"{finished} have finished in this round"))
+            engines = [engine for engine in range(len(self._clients)) if engine not in self._ended]
+            if not engines:
+                return [*errors, AprilError(409, "round_id", "has ended at all engines")]
+            left = [prompt for prompt in prompts if prompt["id"] not in finished]
+            shares, prompts = _spread(left, engines, self.sent), []
             for engine, share in shares.items():
-                error = self._extend_at(engine, share)
-                if error and (error.status, error.field) == (409, "round_id"):
-                    open_engines.remove(engine)
-                    rest += share
-                elif error:  # go on: an earlier attempt may have failed at a later engine
-                    errors.append(error)
-        return [*errors, AprilError(409, "round_id", "has ended")] if rest else errors
-
-    def _extend_at(self, engine: int, prompts: list[dict[str, Any]]) -> AprilError | None:
-        try:
-            self._clients[engine].extend(self._id, quota_add=0, prompts=prompts)
-        except AprilError as error:
-            return error
-        return None
+                self.sent |= {prompt["id"]: engine for prompt in share}
+                try:
+                    if share:
+                        self._clients[engine].extend(self._id, quota_add=0, prompts=share)
+                except AprilError as error:  # go on: an earlier attempt may have failed at a later engine
+                    if (error.status, error.field) == (409, "round_id"):
+                        self._ended.add(engine)
+                        prompts += share
+                    else:
+                        errors.append(error)
+        return errors
 
     # Start of the round
 
     def _bodies(self) -> list[dict[str, Any]]:
         """The request for each engine."""
-        engines = range(len(self._clients))
-        shares = _spread(self._body["prompts"], engines)
+        shares = _spread(self._body["prompts"], range(len(self._clients)), {}).values()
         counted = {} if self._quota is None else {"quota": None, "count": "accepted"}
-        return [{**self._body, "prompts": shares.get(i, []), "previews": True, **counted} for i in engines]
+        return [{**self._body, "prompts": share, "previews": True, **counted} for share in shares]
 
     def _read_state(self, engine: int) -> None:
         """Read the accepted and mandatory groups of an engine, where this round may have been open before."""
@@ -242,7 +254,9 @@ class SharedRound:
                 self._mandatory |= dict.fromkeys(row["mandatory"], engine)
                 return
         reply = client.get_round(self._id)
-        self._mark_ended(engine, 0 if reply is None else sum(bool(group.accepted) for group in reply.finished))
+        finished = [] if reply is None else reply.finished
+        self._engine_of |= {group.id: engine for group in finished}
+        self._mark_ended(engine, sum(bool(group.accepted) for group in finished))
 
     def _follow_stream(self, engine: int, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
         try:
@@ -299,42 +313,24 @@ class SharedRound:
             max(summary.policy_version for summary in summaries),  # a push may come between the ends at two engines
             "quota" if met else "exhausted",
             sorted(delivered, key=lambda group: order.index(group["id"])),
-            _sum_fields([summary.carried for summary in summaries]),
+            sum_fields([summary.carried for summary in summaries]),
             merge_stats([summary.stats for summary in summaries]),
             sorted(groups, key=lambda group: order.index(group.id)),
         )
 
 
-def merge_stats(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Statistics of one round over several engines: sums; the longest duration; the timelines added up."""
-    duration = max(part["duration_s"] for part in parts)
-    running_seconds = sum(part.get("mean_running", 0.0) * part["duration_s"] for part in parts)
-    changes = sorted(
-        (at, running - before)
-        for part in parts
-        for (at, running), before in zip(part["timeline"], [0, *(x for _, x in part["timeline"])], strict=False)
-    )
-    timeline, total = [], 0
-    for at, change in changes:
-        total += change
-        timeline.append([at, total])
-    mean = running_seconds / duration if duration else 0.0
-    return {**_sum_fields(parts), "duration_s": duration, "mean_running": mean, "timeline": timeline}
+def _spread(
+    prompts: Sequence[Mapping[str, Any]], engines: Sequence[int], sent: Mapping[str, int]
+) -> dict[int, list[dict[str, Any]]]:
+    """The prompts of each engine, without the field `engine`. A prompt that was sent before has its engine from `sent`.
 
-
-def _sum_fields(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of all fields that are numbers in every part."""
-    names = [name for name in parts[0] if all(isinstance(part.get(name), int | float) for part in parts)]
-    return {name: sum(part[name] for part in parts) for name in names}
-
-
-def _spread(prompts: Sequence[Mapping[str, Any]], engines: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    """The prompts of each engine, without the field `engine`. Those that have none go to `engines` in turn."""
-    shares: dict[int, list[dict[str, Any]]] = {}
+    Prompts without an engine, or whose engine is not among `engines`, are assigned round-robin.
+    """
+    shares: dict[int, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for i, prompt in enumerate(prompts):
         fields = dict(prompt)
-        engine = fields.pop("engine") if "engine" in fields else engines[i % len(engines)]
-        shares.setdefault(engine, []).append(fields)
+        engine = sent.get(fields["id"], fields.pop("engine", None))
+        shares[engine if engine in shares else engines[i % len(engines)]].append(fields)
     return shares
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -61,8 +61,6 @@ class Rollouts:
         """Ids of groups that the engines had at the first rollout of this process."""
         self._unsent: list[dict[str, Any]] = []
         """Prompts that the data source has given and no engine has taken."""
-        self._surplus: list[Group] = []
-        """Groups beyond the last batch, which the engines had to finish at their staleness bound."""
 
     def generate_rollout(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool) -> Any:
         if evaluation and args is not None:
@@ -72,8 +70,7 @@ class Rollouts:
         self._tokenizer = self._tokenizer or self._framework.tokenizer(args)
         self._connect(args)
         source = data_source.get_samples
-        kept = self._unsent, self._surplus
-        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, source, *kept)
+        rollout = _Rollout(self._framework, self._pool, self._tokenizer, args, rollout_id, source, self._unsent)
         if self._inherited is None:
             self._inherited = rollout.held()
         output: Any = self._framework.run(rollout.run(self._inherited))
@@ -107,13 +104,10 @@ class _Rollout:
         rollout_id: int,
         get_samples: Callable[[int], list[Group]],
         unsent: list[dict[str, Any]],
-        surplus: list[Group],
     ) -> None:
         self._framework, self._pool, self._tokenizer = framework, pool, tokenizer
         self._awaitable = AsyncEnginePool(pool)
-        self._args, self._rollout_id, self._get_samples = args, rollout_id, get_samples
-        self._unsent, self._surplus = unsent, surplus
-        self._quota = max(1, args.rollout_batch_size - len(surplus))
+        self._args, self._rollout_id, self._get_samples, self._unsent = args, rollout_id, get_samples, unsent
         self._run = os.environ.get("SGLANG_APRIL_RUN", framework.package)
         self._round_id = uuid.uuid4().hex  # a run's name may have characters that an id must not
         self._metrics = framework.filters.MetricGatherer()
@@ -178,8 +172,9 @@ class _Rollout:
             "run": self._run,
             "round_id": self._round_id,
             "prompts": prompts,
-            "quota": self._quota,
+            "quota": self._args.rollout_batch_size,
             "count": "accepted",
+            "max_staleness": None,  # groups at a bound are delivered beyond the quota; the batch has no place for them
             "sampling_params": self._framework.sampling_params(self._args),
         }
 
@@ -201,33 +196,30 @@ class _Rollout:
         samples = await self._score(group)
         reason = self._framework.drop_reason(self._args, samples, self._remaining)
         if reason is None:
-            await self._if_open(self._awaitable.judge(self._round_id, accept=[group.id]))
+            await self._send_verdict(accept=[group.id])
             return
         self._metrics.on_dynamic_filter_drop(reason=reason)
         self._remaining -= 1
-        if self._remaining < self._quota:
+        if self._remaining < self._args.rollout_batch_size:  # before the verdict, which may end the round
             await self._extend(self._take(self._args.over_sampling_batch_size))
-        await self._if_open(self._awaitable.judge(self._round_id, reject=[group.id]))
+        await self._send_verdict(reject=[group.id])
+
+    async def _send_verdict(self, **verdict: list[str]) -> None:
+        try:
+            await self._awaitable.judge(self._round_id, **verdict)
+        except AprilError as error:
+            if error.status != 409:  # the round has met its quota meanwhile: the next one streams the group again
+                raise
 
     async def _extend(self, prompts: list[dict[str, Any]]) -> None:
-        sent = False
+        """Add prompts to the round. Those that no engine takes, because the round has ended, wait for the next one."""
         try:
-            sent = await self._if_open(self._awaitable.extend(self._round_id, prompts=prompts))
-        finally:
-            if not sent:
-                self._unsent += prompts
-                self._remaining -= len(prompts)
-
-    async def _if_open(self, call: Awaitable[None]) -> bool:
-        """Whether a call about the round has had an effect: not if the round has met its quota meanwhile. The next one
-        then streams the group again."""
-        try:
-            await call
-        except AprilError as error:
-            if error.status != 409:
+            await self._awaitable.extend(self._round_id, prompts=prompts)
+        except BaseException as error:
+            self._unsent += prompts
+            self._remaining -= len(prompts)
+            if not isinstance(error, AprilError) or error.status != 409:
                 raise
-            return False
-        return True
 
     async def _score(self, group: RolloutGroup) -> Group:
         samples = self._framework.to_group(self._args, group, self._version, self._tokenizer)
@@ -244,11 +236,11 @@ class _Rollout:
 
     def _output(self, summary: RolloutSummary) -> Any:
         delivered = [group for group in summary.groups if group.accepted]  # rejected ones are delivered as well
-        size, accepted = self._args.rollout_batch_size, [self._scored[one.id, one.incarnation] for one in delivered]
-        groups = _sorted([*self._surplus, *accepted])
-        if len(groups) < size:
-            raise RuntimeError(f"{len(groups)} groups were accepted, {size} are needed")
-        groups, self._surplus[:] = groups[:size], groups[size:]
+        groups = _sorted([self._scored[group.id, group.incarnation] for group in delivered])
+        # An extension that failed may have reached some engines.
+        self._unsent[:] = [prompt for prompt in self._unsent if prompt["id"] not in {group.id for group in delivered}]
+        if len(groups) != self._args.rollout_batch_size:
+            raise RuntimeError(f"{len(groups)} groups were accepted, {self._args.rollout_batch_size} are needed")
         if not self._args.partial_rollout:
             self._pool.drop(self._run)
         tokens = sum(sample.response_length for group in groups for sample in group)

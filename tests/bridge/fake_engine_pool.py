@@ -56,7 +56,12 @@ class FakePoolEngine:
         with self.changed:
             mandatory = [name for name in self.mandatory if name in self.waiting]
             rows = [
-                {"round_id": name, "counted": sum(self.verdicts.values()), "mandatory": mandatory}
+                {
+                    "round_id": name,
+                    "run": engine_round.body["run"],
+                    "counted": sum(self.verdicts.values()),
+                    "mandatory": mandatory,
+                }
                 for name, engine_round in self.rounds.items()
                 if engine_round.ended is None
             ]
@@ -64,7 +69,7 @@ class FakePoolEngine:
 
     def partials(self, _run: str) -> dict[str, Any]:
         with self.changed:
-            return {"groups": [{"id": name} for name in (*self.waiting, *self.finished)]}
+            return {"groups": [{"id": name} for name in self.finished + self.waiting]}
 
     def push_begin(self, version: int) -> None:
         assert version > self.version, "409: a push must name a greater version"
@@ -76,8 +81,11 @@ class FakePoolEngine:
         if round_id not in self.rounds:
             raise AprilError(404, "round_id", "there is none")
         ended = self.rounds[round_id].ended
-        groups = [] if ended is None else [SimpleNamespace(accepted=named["accepted"]) for named in ended.delivered]
-        return None if ended is None else SimpleNamespace(finished=groups)
+        if ended is None:
+            return None
+        return SimpleNamespace(
+            finished=[SimpleNamespace(id=named["id"], accepted=named["accepted"]) for named in ended.delivered]
+        )
 
     def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, int]:
         with self.changed:
@@ -145,7 +153,6 @@ class FakePoolEngine:
             {"id": name, "incarnation": 0, "indices": [0, 1], "complete": True, "accepted": self.verdicts.get(name)}
             for name in names
         ]
-        groups = [replace(group(name), accepted=self.verdicts.get(name)) for name in names]
         self.finished = [name for name in self.finished if name not in names]
         self.verdicts = {}
         self.delivered += names
@@ -160,7 +167,7 @@ class FakePoolEngine:
             rows,
             carried,
             stats,
-            groups,
+            [replace(group(name), accepted=row["accepted"]) for name, row in zip(names, rows, strict=True)],
         )
         self.changed.notify_all()
 

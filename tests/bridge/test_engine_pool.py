@@ -11,7 +11,8 @@ import pytest
 
 from sglang_april.client import AprilError, PushLeftOpenError
 from sglang_april.client.async_engine_pool import AsyncEnginePool
-from sglang_april.client.engine_pool import EnginePool, merge_stats
+from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.merged_stats import merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.fake_engine_pool import FakePoolEngine
 from tests.support.live import until
@@ -114,6 +115,52 @@ def test_a_mandatory_group_of_an_engine_that_has_ended_is_not_waited_for() -> No
     *_, summary = events
     assert isinstance(summary, RolloutSummary)
     assert delivered_ids(summary) == ["b1", "b2"]
+
+
+def at_an_engine_that_has_ended() -> tuple[EnginePool, list[FakePoolEngine], Iterator[Any]]:
+    """A round in which both groups of engine a are accepted, while engine b has two unfinished groups."""
+    pool, engines = engine_pool()
+    engines[1].may_finish = 0
+    events = pool.stream(**request("r.1", "a1 a2 b1 b2", 4, count="accepted"))
+    for event in (next(events), next(events)):
+        pool.judge("r.1", accept=[event.id])  # type: ignore[union-attr]
+    until(lambda: engines[0].rounds["r.1"].ended is not None, "the round has ended at engine a")
+    return pool, engines, events
+
+
+def test_extension_of_an_engine_that_has_ended_goes_to_the_others() -> None:
+    """The engine has nothing left to finish, while the quota of the pool is open."""
+    pool, engines, events = at_an_engine_that_has_ended()
+    pool.extend("r.1", 0, [{"id": "n1", "n": 2}, {"id": "n2", "n": 2}, {"id": "a3", "engine": 0, "n": 2}])
+    assert [engine.waiting for engine in engines] == [[], ["b1", "b2", "n2", "n1", "a3"]]
+    assert pool.moved == {"a3": 1}
+    with engines[1].changed:
+        engines[1].may_finish = 3
+        engines[1].changed.notify_all()
+    pool.judge("r.1", reject=[next(events).id])
+    pool.judge("r.1", accept=[next(events).id, next(events).id])
+    assert delivered_ids(next(events)) == ["a1", "a2", "b1", "b2", "n2"]
+
+
+def test_extension_is_refused_when_the_round_has_ended_at_all_engines() -> None:
+    pool, engines, _ = at_an_engine_that_has_ended()
+    engines[1].stop("r.1")
+    with pytest.raises(AprilError, match="ended at all engines") as caught:
+        pool.extend("r.1", 1, [{"id": "n1", "n": 2}])
+    assert (caught.value.status, caught.value.field) == (409, "round_id")
+
+
+def test_prompt_that_an_ended_engine_has_finished_is_not_sent_to_another() -> None:
+    """Its first extension was sent, and the answer lost; then the trainer is restarted, and repeats both."""
+    pool, engines, _ = at_an_engine_that_has_ended()
+    again, sent = EnginePool(engines), [{"id": "a2", "engine": 0, "n": 2}]  # type: ignore[arg-type]
+    with pytest.raises(AprilError, match=r"'a2'.* finished"):
+        pool.extend("r.1", 0, sent)
+    events = again.stream(**request("r.1", "a1 a2 b1 b2", 4, count="accepted"))
+    assert isinstance(next(events), RolloutGroup)
+    with pytest.raises(AprilError, match=r"'a2'.* finished"):
+        again.extend("r.1", 0, sent)
+    assert engines[1].waiting == ["b1", "b2"]
 
 
 def test_an_extension_that_failed_at_one_engine_can_be_repeated() -> None:
@@ -352,28 +399,3 @@ def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_
     with pytest.raises(AprilError, match="are refused"):
         run_round(pool, request("r.1", "a1 b1", 1))
     assert read_to_end.wait(timeout=10)
-
-
-def test_an_extension_goes_to_engines_that_have_the_round_open() -> None:
-    """The round ends where all groups have a verdict, long before the quota of all engines is met."""
-    pool, engines = engine_pool()
-    engines[1].may_finish = 0
-    events = pool.stream(**request("r.1", "a1 a2 b1", 4, count="accepted"))
-    for name in ("a1", "a2"):
-        assert next(events).id == name  # type: ignore[union-attr]
-        pool.judge("r.1", accept=[name])
-    until(lambda: engines[0].rounds["r.1"].ended is not None, "every group of the first engine has a verdict")
-    new = [{"id": f"new {i}", "n": 2} for i in range(3)]
-    pool.extend("r.1", prompts=new)
-    assert sorted(engines[1].waiting) == ["b1", "new 0", "new 1", "new 2"]
-    with pytest.raises(AprilError, match="has ended"):
-        pool.extend("r.1", prompts=[{"id": "of the first", "n": 2, "engine": 0}])
-    with engines[1].changed:
-        engines[1].may_finish = 2
-        engines[1].changed.notify_all()
-    for event in events:
-        if isinstance(event, RolloutSummary):
-            assert len(delivered_ids(event)) == 4
-            assert {"a1", "a2", "b1"} < set(delivered_ids(event))
-        else:
-            pool.judge("r.1", accept=[event.id])

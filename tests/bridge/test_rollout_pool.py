@@ -12,13 +12,14 @@ import pytest
 from sglang_april.client.engine_pool import EnginePool
 from tests.bridge.fake_engine_pool import FakePoolEngine
 from tests.bridge.test_rollout import FakeRewards
+from tests.support.live import until
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData
 from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rollout import RolloutDriver
-from trainer_bridge.rollout_collector import ScoredRollout
+from trainer_bridge.rollout_collector import RolloutCollector, ScoredRollout
 from trainer_bridge.validate import check
 
 BASE = {"hf_checkpoint": "m", "prompt_data": "d", "rollout_batch_size": 4, "n_samples_per_prompt": 2}
@@ -33,6 +34,12 @@ def rollout_driver(
     rewards: Any = FakeRewards()
     pool = PromptPool(data, len(engines))
     return RolloutDriver(client, "run", pool, rewards, config, Checkpoints(folder, 1))
+
+
+def collector_of(driver: RolloutDriver, round_id: str) -> RolloutCollector:
+    """The collector of a round, before the round."""
+    parts: Any = (driver.client, driver.pool, driver.rewards, driver._store, driver._config)
+    return RolloutCollector(*parts, round_id, 4, [])
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -133,6 +140,21 @@ def test_replacement_in_flight_at_a_crash_is_sent_again_and_not_duplicated(tmp_p
     assert (rollout.replaced, rollout.rejected + rollout.unscored) == (1, 1)
     assert not driver.pool.prompts
     assert driver.pool.position == len(engines[0].delivered) == 5
+
+
+def test_replacement_for_an_engine_that_has_ended_belongs_to_the_engine_that_took_it(tmp_path: Path) -> None:
+    """Engine 0 has finished all that it had. By the number of prompts, the replacement is for engine 0."""
+    engines = [FakePoolEngine(), FakePoolEngine()]
+    driver = rollout_driver(engines, tmp_path, over_sampling_batch_size=4, dynamic_sampling=True)
+    engines[1].may_finish = 0
+    collector = collector_of(driver, "run.1")
+    events = driver.client.stream(**driver._request("run.1", driver.pool.draw(4), 4))
+    for event in (next(events), next(events)):
+        driver.client.judge("run.1", accept=[event.id])  # type: ignore[union-attr]
+    until(lambda: engines[0].rounds["run.1"].ended is not None, "the round has ended at engine 0")
+    assert collector._extend(quota_add=0)
+    assert driver.pool.engine_of == {"e0-0": 0, "e0-1": 1, "e0-2": 0, "e0-3": 1, "e0-4": 1}
+    assert engines[1].waiting == ["e0-1", "e0-3", "e0-4"]
 
 
 # --- validation

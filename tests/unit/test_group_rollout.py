@@ -1,17 +1,17 @@
-"""A rollout of slime's kind whose engine delivers a group that it has not streamed; tests/integration/test_slime.py
-has the other cases, with the trainer's own functions and a live server."""
+"""Rollouts of slime's kind on fake engines; tests/integration/test_slime.py has them with the trainer's own functions
+and a live server."""
 
 import asyncio
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_april.client import AprilError
 from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from sglang_april.integrations.framework import Framework
@@ -24,10 +24,22 @@ class FakeFramework:
     """A trainer whose groups have one sample."""
 
     package = "trainer"
-    dropped: frozenset[int] = frozenset()
     filters = SimpleNamespace(
         MetricGatherer=lambda: SimpleNamespace(collect=dict, on_dynamic_filter_drop=lambda reason: None)
     )
+
+    def __init__(self, drop_reason: Callable[[int], str | None] = lambda _: None) -> None:
+        """`drop_reason`: of the group with this index."""
+        self._drop_reason = drop_reason
+
+    def drop_reason(self, _args: Namespace, samples: list[Any], _remaining: int) -> str | None:
+        return self._drop_reason(samples[0].index)
+
+    def prompt_id(self, group: int) -> str:
+        return str(group)
+
+    def to_prompt(self, group: int, *_: Any) -> dict[str, Any]:
+        return {"id": str(group), "n": 1}
 
     def sampling_params(self, _args: Namespace) -> dict[str, Any]:
         return {}
@@ -39,15 +51,6 @@ class FakeFramework:
         for sample in samples:
             sample.reward = 1.0
         return samples
-
-    def drop_reason(self, _args: Namespace, samples: list[Any], _remaining: int) -> str | None:
-        return "dropped" if samples[0].index in self.dropped else None
-
-    def prompt_id(self, group: list[Any]) -> str:
-        return str(group[0].index)
-
-    def to_prompt(self, group: list[Any], *_: Any) -> dict[str, Any]:
-        return {"id": self.prompt_id(group), "n": 2}
 
     def TrainOutput(self, samples: Any, metrics: Any) -> Any:  # noqa: N802
         return SimpleNamespace(samples=samples, metrics=metrics)
@@ -66,60 +69,76 @@ class FakeEnginePool:
         yield RolloutSummary("r", "trainer", 1, "quota", [], {"groups": 0, "tokens": 0}, {}, [carried])
 
 
+class FakeDataSource:
+    """Groups are their indices."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __call__(self, count: int) -> list[int]:
+        self.position += count
+        return list(range(self.position - count, self.position))
+
+
+def test_dropped_group_is_replaced_by_the_engine_that_has_not_ended() -> None:
+    """Group 0 was all that engine 0 had; groups 2 and 3 replace group 1."""
+    engines = [FakePoolEngine(), FakePoolEngine()]
+    engines[1].may_finish = 0
+
+    def drop_reason(index: int) -> str | None:
+        if index == 0:
+            with engines[1].changed:
+                engines[1].may_finish = 9
+                engines[1].changed.notify_all()
+        if index == 1:
+            until(lambda: all(entry.ended for entry in engines[0].rounds.values()), "the round has ended at engine 0")
+        return "odd" if index == 1 else None
+
+    args = Namespace(over_sampling_batch_size=2, rollout_batch_size=2, partial_rollout=True)
+    pool, source, unsent = EnginePool(engines), FakeDataSource(), list[Any]()  # type: ignore[arg-type]
+    delivered = list[int]()
+    framework: Any = FakeFramework(drop_reason)
+    for rollout_id in range(2):
+        rollout = _Rollout(framework, pool, None, args, rollout_id, source, unsent)  # type: ignore[arg-type]
+        delivered += [samples[0].index for samples in asyncio.run(rollout.run(set())).samples]
+        assert not unsent
+    assert sorted(delivered) == [0, 2, 3, 4]
+    assert sorted(engines[0].delivered + engines[1].delivered) == ["0", "1", "2", "3", "4"]
+
+
+def test_rounds_have_no_staleness_bound() -> None:
+    """Groups at a bound are delivered beyond the quota: after a few rounds more than the trainer takes."""
+    args, engines = (
+        Namespace(over_sampling_batch_size=2, rollout_batch_size=2, partial_rollout=True),
+        [FakePoolEngine()],
+    )
+    made: Any = (FakeFramework(), EnginePool(engines), None, args, 0, FakeDataSource(), [])  # type: ignore[arg-type]
+    asyncio.run(_Rollout(*made).run(set()))
+    assert engines[0].bodies[0]["max_staleness"] is None
+
+
+@pytest.mark.parametrize("error", [AprilError(409, "round_id", "has ended"), asyncio.CancelledError()])
+def test_replacements_that_no_engine_takes_wait_for_the_next_rollout(error: BaseException) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    unsent, pool = list[Any](), SimpleNamespace(extend=refuse)
+    args: Any = Namespace(over_sampling_batch_size=3, rollout_batch_size=2)
+    made: Any = (FakeFramework(), pool, None, args, 0, FakeDataSource(), unsent)
+    rollout = _Rollout(*made)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(rollout._extend(rollout._take(3)))
+    assert [prompt["id"] for prompt in unsent] == ["0", "1", "2"]
+    assert rollout._remaining == 0
+
+
 def test_group_accepted_before_a_restart_is_delivered_with_its_reward() -> None:
     """The engine keeps the verdict of a rollout that was cut off, and shows no preview of the group again."""
     args = Namespace(over_sampling_batch_size=1, rollout_batch_size=1, partial_rollout=True)
-    made: Any = (FakeFramework(), FakeEnginePool(), None, args, 0, lambda _groups: [], [], [])
+    made: Any = (FakeFramework(), FakeEnginePool(), None, args, 0, lambda _groups: [], [])
     output = asyncio.run(_Rollout(*made).run(set()))
     assert [[sample.index for sample in samples] for samples in output.samples] == [[7]]
     assert output.samples[0][0].reward == 1.0
-
-
-class DataSource:
-    """Groups of one sample, numbered from 0."""
-
-    def __init__(self) -> None:
-        self.drawn = 0
-
-    def __call__(self, count: int) -> list[Any]:
-        self.drawn += count
-        return [[SimpleNamespace(index=self.drawn - count + i)] for i in range(count)]
-
-
-def indices(output: Any) -> list[int]:
-    return [samples[0].index for samples in output.samples]
-
-
-def test_dropped_groups_are_replaced_at_engines_that_still_have_the_round_open() -> None:
-    """One engine has a verdict on all of its groups while the other has finished none."""
-    engines = [FakePoolEngine(), FakePoolEngine()]
-    framework, source, unsent = FakeFramework(), DataSource(), []
-    framework.dropped = frozenset({0, 2})
-    args = Namespace(over_sampling_batch_size=4, rollout_batch_size=4, partial_rollout=True)
-    engines[0].may_finish = 0
-    made: Any = (framework, EnginePool(engines), None, args, 0, source, unsent, [])
-    with ThreadPoolExecutor() as threads:
-        output = threads.submit(asyncio.run, _Rollout(*made).run(set()))
-        until(lambda: any(one.ended for one in engines[1].rounds.values()), "the second engine has ended the round")
-        with engines[0].changed:
-            engines[0].may_finish = 100
-            engines[0].changed.notify_all()
-        assert indices(output.result(60)) == [1, 3, *indices(output.result())[2:]]
-    assert all(index > 3 for index in indices(output.result())[2:])
-    assert not unsent
-
-
-def test_groups_that_had_to_be_finished_beyond_the_batch_are_trained_on_in_the_next_one() -> None:
-    """At the server's staleness bound, a round accepts them all."""
-    engine, surplus = FakePoolEngine(), []
-    args = Namespace(over_sampling_batch_size=3, rollout_batch_size=2, partial_rollout=True)
-    made: Any = (FakeFramework(), EnginePool([engine]), None, args, 0, DataSource(), [], surplus)  # type: ignore[list-item]
-    engine.mandatory = {"0", "1", "2"}
-    assert indices(asyncio.run(_Rollout(*made).run(set()))) == [0, 1]
-    assert [samples[0].index for samples in surplus] == [2]
-    engine.mandatory = set()
-    assert indices(asyncio.run(_Rollout(*made).run(set()))) == [2, 3]
-    assert not surplus
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

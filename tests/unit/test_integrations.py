@@ -1,14 +1,19 @@
 """The adapters for other trainers need the client alone: no SGLang, no torch, no `trainer_bridge`."""
 
 import ast
+import asyncio
 import subprocess
 import sys
 import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from sglang_april.client.keep_alive import SOCKET_OPTIONS
 from sglang_april.integrations.verl.plugin import check_config
 from tests.support.pages import ROOT
 
@@ -64,6 +69,29 @@ def test_entry_point_of_verl_replaces_its_weight_adapter_only_when_activated() -
         environment = {"PYTHONPATH": str(ROOT), "SGLANG_APRIL": settings}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_connections_of_verls_client_notice_a_machine_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of verl that the module imports are replaced: the live tests use verl's own."""
+    for name, contents in {
+        "verl.experimental.agent_loop": {"agent_loop": SimpleNamespace(AgentLoopManager=object)},
+        "verl.utils": {"normalize_token_ids": None},
+        "verl.utils.rollout_trace": {"rollout_trace_op": lambda method: method},
+        "verl.workers.rollout.llm_server": {"LLMServerClient": object},
+        "verl.workers.rollout.replica": {"TokenOutput": None},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))  # type: ignore[arg-type]
+    spec = spec_from_file_location("agent_loop", ROOT / "sglang_april/integrations/verl/agent_loop.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    client = object.__new__(module.AttachedClient)
+    client._http = None
+    with pytest.raises(httpx.ConnectError):
+        asyncio.run(client._send("GET", "127.0.0.1:1", "/"))
+    pool = client._http._transport._pool
+    assert (pool._socket_options, pool._max_keepalive_connections) == (SOCKET_OPTIONS, 0)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from sglang_april.client.calls import Calls
 from sglang_april.client.keep_alive import with_keep_alive
 from sglang_april.integrations.verl.plugin import check_config, check_registered, recorded_steps
 
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+OPTIONS = {"limits": httpx.Limits(max_connections=None, max_keepalive_connections=0), "trust_env": False}
 """As many requests at once as there are agent loops. No connection is used twice, because the server may close an idle
 one just when a request is sent on it."""
 
@@ -111,10 +111,8 @@ class AttachedClient(LLMServerClient):
 
     async def _send(self, method: str, address: str, path: str, **options: Any) -> dict[str, Any]:
         if self._http is None:  # in the process and event loop that send
-            options = with_keep_alive(
-                httpx.AsyncHTTPTransport, f"http://{address}", {"limits": LIMITS, "trust_env": False}
-            )
-            self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=60), **options)
+            transport = with_keep_alive(httpx.AsyncHTTPTransport, f"http://{address}", OPTIONS)
+            self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=60), **transport)
         content: dict[str, Any] = Calls.content(await self._http.request(method, f"http://{address}{path}", **options))
         return content
 
